@@ -201,6 +201,7 @@ def _add_run(commands: _Commands) -> None:
     how.add_argument("--detach", action="store_true", help=_DETACH)
     how.add_argument("--plain", action="store_true", help=_PLAIN)
     run.add_argument("--edit", action="store_true", help="change Slurm's batch script in $EDITOR before it is submitted")
+    run.add_argument("--script", type=Path, metavar="FILE", help="submit this batch script, such as one that --edit kept, or edit it first")
     run.add_argument("--force", action="store_true", help=_FORCE)
     run.add_argument("--no-preflight", action="store_true", help="skip the check of model, tokenizer and data before the start")
 

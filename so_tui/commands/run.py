@@ -16,7 +16,6 @@ from so_tui.spec import InputError, Problem, Refused, RunSpec, with_values
 
 if TYPE_CHECKING:
     from so_tui.launch import Launch
-    from so_tui.launch.executors import Executor
 
 
 class StartedRun(Struct, frozen=True):
@@ -28,7 +27,7 @@ class StartedRun(Struct, frozen=True):
 
 def run(arguments: argparse.Namespace) -> int:
     """Start a run, show it, and return its exit code."""
-    from so_tui.launch import missing_inputs, preflight, start
+    from so_tui.launch import missing_inputs, preflight
     from so_tui.launch.executors import executor_of
 
     spec = chosen_spec(arguments)
@@ -41,25 +40,27 @@ def run(arguments: argparse.Namespace) -> int:
         _print_launch(_prepared(spec, arguments), as_json=arguments.json)
         return 0
     _interrupt_on_termination(arguments)
-    executor = _editing(spec) if arguments.edit else None
+    if option := "--edit" if arguments.edit else "--script" if arguments.script else "":
+        from so_tui.commands.batch_script import refuse_without_script
+
+        refuse_without_script(spec, option)
     launch = _prepared(spec, arguments)
     if not arguments.no_preflight:
         launch, warnings = preflight(launch, runs_dir=arguments.runs_dir)
         _report_warnings(arguments, warnings)
-    return _show(start(launch, runs_dir=arguments.runs_dir, executor=executor), arguments, owner=True)
+    return _show(_start(launch, arguments), arguments, owner=True)
 
 
-def _editing(spec: RunSpec) -> Executor:
-    """Return an executor that shows the batch script in the user's editor before it is submitted."""
-    from so_tui.commands.edit import edited
-    from so_tui.launch.executors import executor_of
+def _start(launch: Launch, arguments: argparse.Namespace) -> RunDirectory:
+    """Start a run, with the batch script that the user gives or changes."""
+    if not (arguments.edit or arguments.script):
+        from so_tui.launch import start
 
-    if executor_of(spec).here:
-        message, remedy = "needs a batch script, and this run starts on this machine", "Name a partition with --partition."
-        raise InputError([Problem(code="nothing-to-edit", field="--edit", value=spec.name, message=message, remedy=remedy)])
-    from so_tui.launch.executors.slurm.executor import SlurmExecutor
+        return start(launch, runs_dir=arguments.runs_dir)
+    from so_tui.commands.batch_script import ScriptChoice, read_script, start_with_script
 
-    return SlurmExecutor(edit=edited)
+    given = read_script(arguments.script) if arguments.script else ""
+    return start_with_script(launch, ScriptChoice(given=given, edits=arguments.edit), arguments)
 
 
 def _prepared(spec: RunSpec, arguments: argparse.Namespace) -> Launch:

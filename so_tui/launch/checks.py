@@ -93,11 +93,11 @@ def checks_elsewhere(launch: Launch, *, resuming: bool = False, runs_dir: Path |
     """Run the checks that this host can make of a run that starts on another: files and disk, which both share.
 
     Raises:
-        InputError: A file is missing (``path-not-found``), a folder cannot be written (``not-writable``), or a model or data set is not
-            in the cache and cannot be downloaded there (``not-cached``).
+        InputError: A file is missing (``path-not-found``), a folder cannot be written (``not-writable``), a model or data set is not in the
+            cache and cannot be downloaded there (``not-cached``), or the interpreter is of another architecture (``foreign-interpreter``).
         Refused: With the code ``disk-too-small``, forceable.
     """
-    if problems := missing_inputs(launch.spec) or executor_of(launch.spec).unavailable(launch.spec):
+    if problems := missing_inputs(launch.spec) or executor_of(launch.spec).unavailable(launch):
         raise InputError(problems)
     if not launch.forced:
         folder = Path(runs_dir) if runs_dir else default_runs_dir()

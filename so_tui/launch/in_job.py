@@ -24,7 +24,7 @@ from so_tui.launch.outcome_text import RunFacts, outcome_text
 from so_tui.launch.partition_machines import remember
 from so_tui.launch.preparation import Launch, prepare
 from so_tui.launch.processes import become_subreaper
-from so_tui.launch.restarts import attempt_of_restart, put_back, restarted
+from so_tui.launch.restarts import attempt_of_restart, may_continue, put_back, restarts, told_attempt
 from so_tui.launch.shutdown import stop_request
 from so_tui.launch.supervision import supervise
 from so_tui.machine import inspect_machine
@@ -32,6 +32,7 @@ from so_tui.machine.types import Machine
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.host import this_host
 from so_tui.runs.liveness import identify
+from so_tui.runs.outcome import OutcomeCode
 from so_tui.runs.records import RunState
 from so_tui.runs.run_lock import run_lock
 from so_tui.runs.state import read_state, write_last_state
@@ -65,27 +66,34 @@ def supervise_in_job(run: RunDirectory, attempt: int, token: str | None) -> int:
     if not nodes.first:
         admission.refuse_wrong_token(run, attempt, token)
         os.umask(umask_of(run.path))
+        if again := restarts(os.environ):
+            attempt = told_attempt(run, attempt, again)
+            submission = read_submission(run, attempt) or submission
         return _supervise_node(run, attempt, read_launch(run, attempt, submission.planned_for), nodes)
     os.umask(umask_of(run.path))
     machine = inspect_machine()
-    if restarted(os.environ):
+    if again := restarts(os.environ):
         admission.refuse_wrong_token(run, attempt, token)
-        attempt = attempt_of_restart(run, attempt, token, machine)
+        attempt = attempt_of_restart(run, attempt, token, machine, again)
         submission = read_submission(run, attempt) or submission
     before = read_state(run)
     admission.refuse_start(run, attempt, before, token)
-    remember(submission.partition, machine)
+    remember(submission.cluster, submission.partition, machine)
     submitted = read_launch(run, attempt, submission.planned_for)
     try:
         write_launch(run, attempt, planned_here(submitted, machine))
     except SoTuiError as error:
         return _refused_here(run, attempt, submitted, error)
     code = supervise(run, attempt, token, nodes)
-    if submitted.spec.slurm.continues and needs_successor(run, before, start_over=submitted.start_over):
+    if not submitted.spec.slurm.continues:
+        return code
+    if needs_successor(run, before, start_over=submitted.start_over):
         if requeues(submitted.spec, load_site(submission.site)):
             put_back(run, attempt)
         else:
             _submit_successor(run, machine)
+    elif lost_a_node(run, before, start_over=submitted.start_over) and requeues(submitted.spec, load_site(submission.site)):
+        put_back(run, attempt)
     return code
 
 
@@ -114,8 +122,20 @@ def needs_successor(run: RunDirectory, before: RunState, *, start_over: bool) ->
         start_over: The job trained from step 0, whatever was saved.
     """
     state, asked = read_state(run), stop_request(run)
-    earlier = 0 if start_over else before.saved_step or 0
-    return state.state == "stopped" and (state.saved_step or 0) > earlier and asked is not None and asked.warned
+    return state.state == "stopped" and _saved_more(state, before, start_over=start_over) and asked is not None and asked.warned
+
+
+def lost_a_node(run: RunDirectory, before: RunState, *, start_over: bool) -> bool:
+    """Return whether a node that gave no sign of life ended a run, with more saved than before; otherwise as ``needs_successor``.
+
+    Slurm itself may notice that minutes later. It starts a job again only whose node it has seen fail.
+    """
+    state = read_state(run)
+    return state.code == OutcomeCode.NODE_LOST and _saved_more(state, before, start_over=start_over) and may_continue(run, state)
+
+
+def _saved_more(state: RunState, before: RunState, *, start_over: bool) -> bool:
+    return (state.saved_step or 0) > (0 if start_over else before.saved_step or 0)
 
 
 def _supervise_node(run: RunDirectory, attempt: int, submitted: Launch, nodes: Nodes) -> int:

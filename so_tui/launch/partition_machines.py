@@ -1,11 +1,14 @@
 """What is known of the machines of a partition: the one that a job saw last, kept with its date.
 
 Login nodes often have another chip, or none. A job records the node that it got, and later runs on that partition are planned for it.
+Clusters may share a home directory and name their partitions alike, so each cluster has a folder of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import re
 import time
 from pathlib import Path
 
@@ -28,21 +31,24 @@ class SeenMachine(Struct, frozen=True, kw_only=True):
     machine: Machine
 
 
-def remember(partition: str, machine: Machine) -> None:
-    """Keep the machine of a partition. Where it cannot be written, the next job tries again."""
+def remember(cluster: str, partition: str, machine: Machine) -> None:
+    """Keep the machine of a cluster's partition. Where it cannot be written, the next job tries again."""
     content = msgspec.json.encode(SeenMachine(seen=time.time(), machine=machine))
+    path = _path(cluster, partition)
     with contextlib.suppress(OSError, NotOwnError):
-        private_folder(_path(partition).parent)
-        write_atomic(_path(partition), content)
+        private_folder(path.parent)
+        write_atomic(path, content)
 
 
-def seen_machine(partition: str) -> SeenMachine | None:
-    """Return the machine of a partition; None if no job of this user has seen it."""
+def seen_machine(cluster: str, partition: str) -> SeenMachine | None:
+    """Return the machine of a cluster's partition; None if no job of this user has seen it."""
     try:
-        return decode_json(read_own(_path(partition)), SeenMachine)
+        return decode_json(read_own(_path(cluster, partition)), SeenMachine)
     except (OSError, NotOwnError, msgspec.DecodeError):
         return None
 
 
-def _path(partition: str) -> Path:
-    return state_home() / "partitions" / f"{partition}.json"
+def _path(cluster: str, partition: str) -> Path:
+    """Return the file of a partition. Slurm's names of clusters need not be names of folders."""
+    folder = f"{re.sub(r'[^A-Za-z0-9_-]', '_', cluster)[:40]}-{hashlib.sha256(cluster.encode()).hexdigest()[:8]}"
+    return state_home() / "partitions" / folder / f"{partition}.json"

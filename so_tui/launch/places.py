@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from so_tui.launch.partition_machines import seen_machine
+from so_tui.launch.partition_machines import SeenMachine, seen_machine
 from so_tui.machine import inspect_machine
 from so_tui.machine.described import named_machine
 from so_tui.machine.types import Machine, Network
@@ -47,7 +47,7 @@ def machine_of_partition(partition: str, here: Machine | None = None, *, site: s
     """
     if not partition:
         return here or inspect_machine()
-    seen = seen_machine(partition)
+    seen = _seen(partition)
     if seen is not None:
         _LOG.info("partition %s: the machine that a job saw on %s", partition, datetime.fromtimestamp(seen.seen).date())
         if seen.machine.network is not None:
@@ -62,8 +62,14 @@ def machine_of_partition(partition: str, here: Machine | None = None, *, site: s
     return replace(found, network=Network(gbit_per_s=profile.network_gbit_per_s, source=f"{profile.title}: {profile.source}"))
 
 
+def _seen(partition: str) -> SeenMachine | None:
+    from so_tui.launch.executors.slurm.executor import cluster_here  # only where there is a partition: it takes time to import
+
+    return seen_machine(cluster_here(), partition)
+
+
 def _profile(site: str) -> Site:
-    from so_tui.launch.executors.slurm.executor import named_site  # only where there is a partition: it takes time to import
+    from so_tui.launch.executors.slurm.executor import named_site  # as above
 
     return named_site(site)[1]
 
@@ -87,7 +93,7 @@ def with_remedy(error: Refused, spec: RunSpec, *, described: bool) -> Refused:
         described: The user gave the machine.
     """
     partition = spec.slurm.partition
-    if not partition or described or seen_machine(partition) is not None or _described(_profile(spec.slurm.site), partition):
+    if not partition or described or _seen(partition) is not None or _described(_profile(spec.slurm.site), partition):
         return error
     measure = so_tui_command("run", "tiny", "--partition", partition)
     message = (

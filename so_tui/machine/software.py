@@ -31,7 +31,7 @@ def read_software(files: SystemFiles, nodes: tuple[NumaNode, ...], allowed: tupl
     return Software(
         python=platform.python_version(),
         torch=package_version("torch"),
-        torch_cuda=_torch_cuda(),
+        torch_cuda=torch_cuda(),
         deepspeed=package_version("deepspeed"),
         transformers=package_version("transformers"),
         datasets=package_version("datasets"),
@@ -73,7 +73,7 @@ def numactl_trial(node: int, cpus: str) -> bool:
     return _run("numactl", "-m", str(node), "-C", cpus, "true") is not None
 
 
-def _torch_cuda() -> str | None:
+def torch_cuda() -> str | None:
     """Return the CUDA version from torch's version.py; None for a CPU build."""
     from importlib.util import find_spec
 

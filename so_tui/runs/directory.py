@@ -99,6 +99,10 @@ class RunDirectory:
         """What a scheduler was given, if the attempt was submitted to one."""
         return self.attempt_dir(attempt) / "submission.json"
 
+    def restart_path(self, attempt: int, count: int) -> Path:
+        """Which attempt the job of this one makes when the scheduler starts it for the ``count``-th time again."""
+        return self.attempt_dir(attempt) / f"restart.{count}.json"
+
     def job_script_path(self, attempt: int) -> Path:
         return self.attempt_dir(attempt) / "job.sh"
 

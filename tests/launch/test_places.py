@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from so_tui.launch.executors.slurm import commands
 from so_tui.launch.executors.slurm.site import load_site, site_names
 from so_tui.launch.partition_machines import remember
 from so_tui.launch.places import machine_of, with_remedy
@@ -24,10 +25,28 @@ def test_on_a_login_node_a_site_profile_says_what_the_nodes_are(site: str, parti
     assert with_remedy(error, spec, described=False).codes == ("no-room",)
 
 
-def test_what_a_job_has_seen_counts_more_than_a_profile() -> None:
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of the cluster that commands speak to."""
+    monkeypatch.setattr(commands, "cluster_name", lambda: "Our cluster/1")
+    return "Our cluster/1"
+
+
+def test_what_a_job_has_seen_counts_more_than_a_profile(cluster: str) -> None:
     spec = tiny(slurm__partition="normal", slurm__site="alps")
-    remember("normal", CPU_ONLY)
+    remember(cluster, "normal", CPU_ONLY)
     assert replace(machine_of(spec, QUAD), network=None) == CPU_ONLY
+
+
+def test_clusters_that_share_a_home_keep_their_machines_apart(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = tiny(slurm__partition="normal")
+    remember(cluster, "normal", CPU_ONLY)
+    monkeypatch.setattr(commands, "cluster_name", lambda: "Our cluster_1")
+    assert machine_of(spec, QUAD) == QUAD
+    remember("Our cluster_1", "normal", replace(QUAD, hostname="theirs"))
+    assert machine_of(spec, CPU_ONLY).hostname == "theirs"
+    monkeypatch.setattr(commands, "cluster_name", lambda: cluster)
+    assert machine_of(spec, QUAD) == CPU_ONLY
 
 
 def test_a_partition_of_which_nothing_is_known_is_planned_for_this_machine_and_says_so() -> None:
@@ -37,7 +56,7 @@ def test_a_partition_of_which_nothing_is_known_is_planned_for_this_machine_and_s
     assert with_remedy(error, spec, described=False).codes == ("no-room", "partition-unknown")
 
 
-def test_a_site_profile_says_how_fast_the_network_is_until_a_job_has_seen_it() -> None:
+def test_a_site_profile_says_how_fast_the_network_is_until_a_job_has_seen_it(cluster: str) -> None:
     """The adapters of a login node say nothing of the compute nodes'."""
     spec = tiny(slurm__partition="gg", slurm__site="vista")
     login = replace(QUAD, network=Network(gbit_per_s=25, source="eth0"))
@@ -46,7 +65,7 @@ def test_a_site_profile_says_how_fast_the_network_is_until_a_job_has_seen_it() -
     assert published.gbit_per_s == 400
     assert "TACC" in published.source
     seen = replace(QUAD, network=Network(gbit_per_s=200, source="hsn0"))
-    remember("gg", seen)
+    remember(cluster, "gg", seen)
     assert machine_of(spec, login).network == seen.network
 
 

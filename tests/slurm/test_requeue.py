@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -42,14 +43,25 @@ def job_of(run: RunDirectory, attempt: int) -> str:
     return submission.job_id
 
 
-def test_a_job_that_is_warned_continues_as_if_nothing_had_happened(cluster: Cluster, tmp_path: Path) -> None:
-    run = submit(tmp_path / "again", train__steps=str(STEPS))
+def do_not_wait(cluster: Cluster, job: str) -> None:
+    """Let a job that Slurm has put back into the queue start at once. Slurm gives it a start time two minutes later."""
+    deadline = time.monotonic() + 60
+    while cluster.run("squeue", "--noheader", f"--jobs={job}", "--format=%T", check=False).strip() != "PENDING":
+        assert time.monotonic() < deadline, cluster.run("squeue")
+        time.sleep(0.2)
+    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_job_that_is_warned_continues_as_if_nothing_had_happened(nodes: int, cluster: Cluster, tmp_path: Path) -> None:
+    run = submit(tmp_path / "again", train__steps=str(STEPS), nodes=str(nodes), gpus="1")
     wait_for(run, trains)
     cluster.run("scancel", "--signal=USR1", job_of(run, 1))
+    do_not_wait(cluster, job_of(run, 1))
     state = wait_for(run, lambda state: ended(state) and state.attempt == 2)
     assert (state.state, state.step, run.attempts()) == ("finished", STEPS, (1, 2))
     assert job_of(run, 2) == job_of(run, 1)
-    whole, code = train(tiny(train__steps=str(STEPS)), tmp_path / "whole")
+    whole, code = train(tiny(train__steps=str(STEPS), gpus=str(nodes)), tmp_path / "whole")
     assert code == 0
     assert losses(run) == pytest.approx(losses(whole), rel=1e-6)
 
@@ -58,9 +70,24 @@ def test_a_run_whose_node_fails_continues_on_another(cluster: Cluster, tmp_path:
     run = submit(tmp_path, train__steps="50000", checkpoint__every_steps="2")
     saved = wait_for(run, lambda state: (state.saved_step or 0) >= 2)
     cluster.stop_node(saved.host)
+    do_not_wait(cluster, job_of(run, 1))
     state = wait_for(run, lambda state: state.attempt == 2 and trains(state))
     assert state.host != saved.host
     assert (job_of(run, 2), run.attempts()) == (job_of(run, 1), (1, 2))
+    resumed = next(record.step for record in records(run) if isinstance(record, ResumedRecord))
+    assert resumed >= (saved.saved_step or 0)
+    assert stop(run).state == "stopped"
+
+
+def test_a_run_on_two_nodes_waits_for_one_that_failed_and_continues(cluster: Cluster, tmp_path: Path) -> None:
+    run = submit(tmp_path, train__steps="50000", checkpoint__every_steps="2", nodes="2", gpus="1")
+    saved = wait_for(run, lambda state: (state.saved_step or 0) >= 2)
+    cluster.stop_node("n2")
+    do_not_wait(cluster, job_of(run, 1))
+    assert wait_for(run, lambda state: state.state == "queued").attempt == 1
+    cluster.start_node("n2")
+    wait_for(run, lambda state: state.attempt == 2 and trains(state))
+    assert (job_of(run, 2), run.attempts(), run.node_path(2, 1).exists()) == (job_of(run, 1), (1, 2), True)
     resumed = next(record.step for record in records(run) if isinstance(record, ResumedRecord))
     assert resumed >= (saved.saved_step or 0)
     assert stop(run).state == "stopped"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -35,7 +36,7 @@ def test_a_run_trains_on_another_host_and_is_planned_for_it(cluster: Cluster, tm
     state = wait_for(run, ended)
     assert (state.state, state.step, state.host) == ("finished", 4, "n1")
     assert run.machine_path(1, "n1").exists()
-    seen = seen_machine("main")
+    seen = seen_machine("simulated", "main")
     assert seen is not None
     assert seen.machine.hostname == "n1"
     assert cluster.left() == ("", ())
@@ -96,6 +97,14 @@ def test_an_interpreter_that_the_node_lacks_is_named(cluster: Cluster, tmp_path:
     assert "/no/such/python" in state.reason
 
 
+def test_an_interpreter_of_another_architecture_is_refused_before_its_job_waits(cluster: Cluster, tmp_path: Path) -> None:
+    machine = msgspec.structs.replace(quad_machine(), architecture="riscv64")
+    with pytest.raises(InputError) as caught:
+        start(prepare(tiny(slurm__partition="main", slurm__site="generic"), machine, force=True), runs_dir=tmp_path)
+    assert [problem.code for problem in caught.value.problems] == ["foreign-interpreter"]
+    assert cluster.jobs() == ""
+
+
 @pytest.mark.parametrize("name", ['it\'s a "b" $(id); #', "a|b", "\N{LATIN SMALL LETTER U WITH DIAERESIS}"])
 def test_the_folder_of_the_runs_may_have_any_name(name: str, cluster: Cluster, tmp_path: Path) -> None:
     site = Path(os.environ["XDG_CONFIG_HOME"]) / "so-tui" / "sites" / "generic.toml"
@@ -107,7 +116,8 @@ def test_the_folder_of_the_runs_may_have_any_name(name: str, cluster: Cluster, t
 
 def test_a_node_without_the_gpus_of_the_plan_is_refused_in_the_job(cluster: Cluster, tmp_path: Path) -> None:
     spec = tiny(slurm__partition="main", slurm__site="generic", gpus="[1, 3]")
-    run = start(prepare(spec, quad_machine(), force=True), runs_dir=tmp_path)
+    machine = msgspec.structs.replace(quad_machine(), architecture=platform.machine())
+    run = start(prepare(spec, machine, force=True), runs_dir=tmp_path)
     state = wait_for(run, ended)
     assert (state.state, state.code, state.attempt, state.host) == ("failed", OutcomeCode.NOT_STARTED, 1, "n1")
 

@@ -77,8 +77,8 @@ class Executor(Protocol):
             SoTuiError: A scheduler refused it; nothing is left of it.
         """
 
-    def unavailable(self, spec: RunSpec) -> tuple[Problem, ...]:
-        """Return a problem for each part of a spec that a run could not get where it starts, as far as that can be known here."""
+    def unavailable(self, launch: Launch) -> tuple[Problem, ...]:
+        """Return a problem for each thing that a run could not get, or execute, where it starts, as far as that can be known here."""
 
     def preview(self, launch: Launch) -> str:
         """Return the batch script that a start would submit; empty if there is none."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from so_tui.launch.executors import JobStatus, SupervisorHandle
 from so_tui.launch.starter import TOKEN_VARIABLE
 from so_tui.runs.directory import RunDirectory
-from so_tui.spec import Problem, RunSpec
+from so_tui.spec import Problem
 from so_tui.trust.printable import quoted
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class LocalExecutor:
         """Start a supervisor for an attempt whose own has died. It starts nothing of the run. Raises OSError."""
         _started(run, attempt, os.environ)
 
-    def unavailable(self, spec: RunSpec) -> tuple[Problem, ...]:
+    def unavailable(self, launch: Launch) -> tuple[Problem, ...]:
         return ()
 
     def preview(self, launch: Launch) -> str:

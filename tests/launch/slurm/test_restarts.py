@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from so_tui.launch.executors.slurm.commands import Job, SlurmError
 from so_tui.launch.executors.slurm.executor import read_submission
 from so_tui.launch.executors.slurm.script import batch_script
 from so_tui.launch.executors.slurm.site import Site
-from so_tui.launch.restarts import attempt_of_restart, put_back, restarted
+from so_tui.launch.restarts import attempt_of_restart, put_back, restarts, told_attempt
 from so_tui.launch.shutdown import request_stop
 from so_tui.launch.starter import new_token, record_token
 from so_tui.machine import inspect_machine
@@ -58,13 +59,21 @@ def token_of(run: RunDirectory, attempt: int = 1) -> str:
     return token
 
 
-@pytest.mark.parametrize(("count", "again"), [(None, False), ("", False), ("0", False), ("1", True), ("12", True)])
-def test_slurm_counts_the_starts_of_a_job(count: str | None, again: bool) -> None:
-    assert restarted({} if count is None else {"SLURM_RESTART_COUNT": count}) is again
+def told_soon(run: RunDirectory, count: int) -> Future[int]:
+    """Wait in a thread for what another node is told."""
+    pool = ThreadPoolExecutor(1)
+    waiting = pool.submit(told_attempt, run, 1, count)
+    pool.shutdown(wait=False)
+    return waiting
 
 
-@pytest.mark.parametrize(("allowed", "nodes", "option"), [(True, 1, "--requeue"), (True, 2, "--no-requeue"), (False, 1, "--no-requeue")])
-def test_only_jobs_of_one_node_start_again_and_only_where_the_profile_allows_it(allowed: bool, nodes: int, option: str) -> None:
+@pytest.mark.parametrize(("count", "again"), [(None, 0), ("", 0), ("0", 0), ("1", 1), ("12", 12)])
+def test_slurm_counts_the_starts_of_a_job(count: str | None, again: int) -> None:
+    assert restarts({} if count is None else {"SLURM_RESTART_COUNT": count}) == again
+
+
+@pytest.mark.parametrize(("allowed", "nodes", "option"), [(True, 1, "--requeue"), (True, 2, "--requeue"), (False, 2, "--no-requeue")])
+def test_jobs_start_again_only_where_the_profile_allows_it(allowed: bool, nodes: int, option: str) -> None:
     spec = tiny(slurm__partition="gh", nodes=str(nodes))
     script = batch_script(spec, Site(title="Ours", requeue=allowed), gpus=1, run=Path("/runs/x"), attempt=1, python="python")
     assert f"#SBATCH {option}\n" in script
@@ -73,7 +82,7 @@ def test_only_jobs_of_one_node_start_again_and_only_where_the_profile_allows_it(
 def test_the_job_makes_the_next_attempt_with_its_own_token(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     os.utime(run.state_path, (1.0, 1.0))
     token = token_of(run)
-    assert attempt_of_restart(run, 1, token, MACHINE) == 2
+    assert attempt_of_restart(run, 1, token, MACHINE, 1) == 2
     state = read_state(run)
     assert state.state == "queued"
     refuse_start(run, 2, state, token)
@@ -86,9 +95,37 @@ def test_the_job_makes_the_next_attempt_with_its_own_token(run: RunDirectory, mo
     assert "7" in current_state(run).detail  # it is found although it works in the first attempt's folder
 
 
+def test_the_other_nodes_are_told_which_attempt_their_job_makes(run: RunDirectory) -> None:
+    made = []
+    for count in (1, 2):
+        waiting = told_soon(run, count)
+        os.utime(run.state_path, (1.0, 1.0))
+        made.append(attempt_of_restart(run, 1, token_of(run), MACHINE, count))
+        assert waiting.result(10) == made[-1]
+        write_state(run, replace(read_state(run), state="training", attempt=made[-1], host="n1", boot_id="another"))
+    assert made == [2, 3]
+
+
+def test_the_other_nodes_are_told_that_their_job_does_not_continue(run: RunDirectory) -> None:
+    write_state(run, replace(read_state(run), state="finished", code=OutcomeCode.FINISHED))
+    waiting = told_soon(run, 1)
+    with pytest.raises(InputError):
+        attempt_of_restart(run, 1, token_of(run), MACHINE, 1)
+    with pytest.raises(InputError) as caught:
+        waiting.result(10)
+    assert [problem.code for problem in caught.value.problems] == ["not-continued"]
+
+
+def test_a_first_node_that_says_nothing_is_not_waited_for_without_end(run: RunDirectory) -> None:
+    now = iter((0.0, 1e6))
+    with pytest.raises(InputError) as caught:
+        told_attempt(run, 1, 1, lambda: next(now))
+    assert [problem.code for problem in caught.value.problems] == ["first-node-silent"]
+
+
 def test_an_attempt_that_was_never_begun_is_begun(run: RunDirectory) -> None:
     write_state(run, replace(read_state(run), state="queued", attempt=0, host=""))
-    assert attempt_of_restart(run, 1, token_of(run), MACHINE) == 1
+    assert attempt_of_restart(run, 1, token_of(run), MACHINE, 1) == 1
     assert run.attempts() == (1,)
 
 
@@ -97,7 +134,7 @@ def test_a_run_that_ended_by_itself_does_not_continue(code: str, run: RunDirecto
     state = "finished" if code == OutcomeCode.FINISHED else "failed"
     write_state(run, replace(read_state(run), state=state, code=code))
     with pytest.raises(InputError) as caught:
-        attempt_of_restart(run, 1, token_of(run), MACHINE)
+        attempt_of_restart(run, 1, token_of(run), MACHINE, 1)
     assert [problem.code for problem in caught.value.problems] == ["not-continued"]
     assert run.attempts() == (1,)
 
@@ -118,10 +155,10 @@ def test_a_run_that_a_person_stopped_does_not_continue(
         request_stop(run, warned=True)
     write_state(run, replace(read_state(run), state="stopped", code=OutcomeCode.STOPPED))
     if continues:
-        assert attempt_of_restart(run, 1, token_of(run), MACHINE) == 2
+        assert attempt_of_restart(run, 1, token_of(run), MACHINE, 1) == 2
         return
     with pytest.raises(InputError):
-        attempt_of_restart(run, 1, token_of(run), MACHINE)
+        attempt_of_restart(run, 1, token_of(run), MACHINE, 1)
 
 
 def test_a_job_that_waits_again_is_shown_and_can_be_cancelled(

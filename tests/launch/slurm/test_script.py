@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import stat
+import subprocess
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from so_tui.launch.executors.slurm.script import batch_script, seconds_of, warning_lead_s
+from so_tui.launch.executors.slurm.script import batch_script, for_run, seconds_of, warning_lead_s
 from so_tui.launch.executors.slurm.site import Site, builtin_sites, load_site, user_sites
 from so_tui.spec import InputError, RunSpec, problems_in, spec_tree
 from tests.support.launching import tiny
@@ -45,6 +48,26 @@ def test_each_node_of_several_gets_a_supervisor_and_the_sites_network() -> None:
     assert "--nodes=1" in options(alone)
 
 
+def executed(text: str, uname: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    """Execute a batch script on a node that says it is a ``uname``, and where srun executes nothing."""
+    for name, lines in (("uname", f"echo {uname}"), ("srun", 'echo "srun $*"')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{lines}\n")
+        (tmp_path / name).chmod(stat.S_IRWXU)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    return subprocess.run(["bash", "-s"], input=text, env=env, capture_output=True, text=True, check=False, timeout=60)
+
+
+def test_a_job_ends_at_once_on_a_node_that_cannot_execute_its_interpreter(tmp_path: Path) -> None:
+    spec = tiny(slurm__partition="gh")
+    text = batch_script(spec, SITE, gpus=1, run=Path("/run"), attempt=1, python="/it's/python", architecture="aarch64")
+    ended = executed(text, "x86_64", tmp_path)
+    assert (ended.returncode, ended.stdout) == (69, "")
+    assert all(part in ended.stderr for part in ("/it's/python", "aarch64", "x86_64", "site profile"))
+    ran = executed(text, "aarch64", tmp_path)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert "so_tui supervise /run --attempt 1 --in-job" in ran.stdout.splitlines()[-1]
+
+
 def test_braces_of_a_gpu_option_are_no_python() -> None:
     site = msgspec.structs.replace(SITE, gpu_option="--gres=gpu:{type}:{gpus}{gpus.real}{0}")
     assert "--gres=gpu:{type}:4{gpus.real}{0}" in options(script(site))
@@ -73,11 +96,22 @@ def test_a_job_is_warned_early_enough_for_its_checkpoint() -> None:
 
 def test_a_folder_with_any_name_stays_one_argument() -> None:
     folder = "/runs/it's $(here); #1"
-    (line,) = (line for line in script(run=folder).splitlines() if line.startswith("exec "))
-    assert folder in shlex.split(line)
+    (line,) = (line for line in script(run=folder).splitlines() if line.startswith("so_tui_run="))
+    assert shlex.split(line) == [f"so_tui_run={folder}"]
+    assert '"$so_tui_run"' in script(run=folder).splitlines()[-1]
 
 
-@pytest.mark.parametrize("folder", ["/runs/50%j", "/runs/back\\slash"])
+def test_a_script_that_was_kept_is_submitted_for_another_run() -> None:
+    kept = script(run="/runs/one").replace("--nodes=1", "--nodes=1 --hold") + "# mine\n"
+    generated = script(run="/runs/two &")
+    moved = for_run(kept, generated)
+    assert moved == kept.replace("so_tui_run=/runs/one", "so_tui_run='/runs/two &'")
+    with pytest.raises(InputError) as caught:
+        for_run("#!/bin/sh\ntrue\n", generated)
+    assert [problem.code for problem in caught.value.problems] == ["script-without-run"]
+
+
+@pytest.mark.parametrize("folder", ["/runs/50%j", "/runs/back\\slash", "/runs/two\nlines"])
 def test_a_folder_whose_name_slurm_would_change_is_refused(folder: str) -> None:
     with pytest.raises(InputError) as caught:
         script(run=folder)
@@ -85,13 +119,11 @@ def test_a_folder_whose_name_slurm_would_change_is_refused(folder: str) -> None:
 
 
 def test_environment_and_setup_come_before_the_start() -> None:
-    site = msgspec.structs.replace(
-        SITE, environment={"A": "x y"}, setup=("module load cuda",), python="/opt/python", step_options=("--x=1",)
-    )
+    site = msgspec.structs.replace(SITE, environment={"A": "x y"}, setup=("module load cuda",), step_options=("--x=1",))
     lines = script(site).splitlines()
     assert "export A='x y'" in lines
     assert lines.index("module load cuda") < next(index for index, line in enumerate(lines) if line.startswith("srun"))
-    assert shlex.split(lines[-1])[-9] == "/opt/python"
+    assert shlex.split(lines[-1])[-9] == "/venv/bin/python"
     assert "--x=1" in shlex.split(lines[-1])
 
 

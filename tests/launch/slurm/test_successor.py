@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from so_tui.launch.in_job import needs_successor
+from so_tui.launch.in_job import lost_a_node, needs_successor
 from so_tui.launch.shutdown import request_stop
 from so_tui.runs import RunDirectory, create_run, read_state, write_state
+from so_tui.runs.outcome import OutcomeCode
 from so_tui.runs.records import RunState
 from tests.support.launching import tiny
 
@@ -54,3 +55,21 @@ def test_a_run_that_a_person_stopped_does_not_continue(first: bool, run: RunDire
     request_stop(run, warned=not first)
     ended(run, "stopped", 20, warned=first)
     assert not needs_successor(run, RunState(name=run.name, state="queued"), start_over=False)
+
+
+@pytest.mark.parametrize(
+    ("code", "saved_step", "by_a_person", "lost"),
+    [
+        (OutcomeCode.NODE_LOST, 20, False, True),
+        (OutcomeCode.NODE_LOST, 10, False, False),
+        (OutcomeCode.NODE_LOST, 20, True, False),
+        (OutcomeCode.NON_FINITE, 20, False, False),
+    ],
+)
+def test_a_run_that_lost_a_node_continues_if_it_saved_something(
+    code: OutcomeCode, saved_step: int, by_a_person: bool, lost: bool, run: RunDirectory
+) -> None:
+    if by_a_person:
+        request_stop(run)
+    write_state(run, replace(read_state(run), state="failed", code=code, saved_step=saved_step))
+    assert lost_a_node(run, RunState(name=run.name, state="queued", saved_step=10), start_over=False) is lost

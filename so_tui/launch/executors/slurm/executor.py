@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import time
 from collections.abc import Callable, Iterable
 from functools import lru_cache
@@ -22,6 +21,7 @@ from so_tui.launch.attempt_files import read_launch
 from so_tui.launch.executors import JobPhase, JobStatus
 from so_tui.launch.executors.slurm import commands
 from so_tui.launch.executors.slurm.commands import Job, SlurmError
+from so_tui.launch.executors.slurm.interpreters import foreign_interpreter, interpreter_architecture, interpreter_of
 from so_tui.launch.executors.slurm.queue import queue
 from so_tui.launch.executors.slurm.refusals import explained
 from so_tui.launch.executors.slurm.script import OUTPUT, batch_script, warning_lead_s
@@ -135,10 +135,11 @@ class SlurmExecutor:
         with contextlib.suppress(OSError):  # the job is found by its folder, too
             write_submission(run, attempt, msgspec.structs.replace(submission, job_id=job_id))
 
-    def unavailable(self, spec: RunSpec) -> tuple[Problem, ...]:
-        """Return what is not in the cache that jobs would use, if the profile says that nodes have no internet."""
-        site = site_of(spec)[1]
-        return () if site.internet else tuple(not_cached(spec, {**os.environ, **site.environment}, site.title))
+    def unavailable(self, launch: Launch) -> tuple[Problem, ...]:
+        """Return that the nodes cannot execute the interpreter, and what is not in the cache, if nodes have no internet."""
+        spec, site = launch.spec, site_of(launch.spec)[1]
+        absent = () if site.internet else not_cached(spec, {**os.environ, **site.environment}, site.title)
+        return (*foreign_interpreter(launch.machine, site, spec.slurm.partition), *absent)
 
     def preview(self, launch: Launch) -> str:
         """Return the batch script, with a placeholder for the run directory."""
@@ -150,7 +151,7 @@ class SlurmExecutor:
         if submission is None:
             return None
         unknown = JobStatus(job_id=submission.job_id, phase=JobPhase.UNKNOWN)
-        if submission.cluster != _cluster_here():
+        if submission.cluster != cluster_here():
             return unknown
         answer = queue(submission.cluster, submission.poll_s)
         if answer is None:
@@ -198,11 +199,11 @@ def site_of(spec: RunSpec) -> tuple[str, Site]:
 
 def named_site(given: str) -> tuple[str, Site]:
     """Return the profile of this name, or if it is empty that of this cluster; otherwise as ``site_of``."""
-    name = given or recognised_site(_cluster_here())
+    name = given or recognised_site(cluster_here())
     return name, load_site(name)
 
 
-def _cluster_here() -> str:
+def cluster_here() -> str:
     """Return the name of this host's cluster; empty where there is none, or Slurm does not answer."""
     try:
         return commands.cluster_name()
@@ -272,7 +273,8 @@ def _script(plan: Plan, site: Site, run: Path, attempt: int, checkpoint_s: float
     gpus = sum(rank.gpu is not None for rank in plan.binding)
     checkpoints = 2 if plan.spec.checkpoint.repeats and plan.spec.checkpoint.background else 1
     warning_s = warning_lead_s(site, plan.disk_bytes, checkpoint_s, checkpoints)
-    return batch_script(plan.spec, site, gpus=gpus, run=run, attempt=attempt, python=sys.executable, warning_s=warning_s)
+    python, architecture = interpreter_of(site), interpreter_architecture(site)
+    return batch_script(plan.spec, site, gpus=gpus, run=run, attempt=attempt, python=python, architecture=architecture, warning_s=warning_s)
 
 
 def _checkpoint_s(run: RunDirectory) -> float | None:

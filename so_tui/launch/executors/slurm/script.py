@@ -4,7 +4,8 @@ Problem codes:
     account-missing: The site charges an account, and the spec names none.
     option-refused: The site refuses an option of ``slurm.options``.
     option-reserved: so-tui itself sets an option of ``slurm.options``.
-    path-unfit-for-slurm: Slurm would read the run directory's path as a pattern.
+    path-unfit-for-slurm: Slurm would read the run directory's path as a pattern, or it has more than one line.
+    script-without-run: A script of the user has no line that names the run directory.
     time-limit-too-short: The job would be warned of its end before it has trained for as long as the warning is early.
 """
 
@@ -30,6 +31,7 @@ _EARLY_S = 60
 _MARGIN = 2.0
 _STEP_S = 60
 """For the step in progress, which is finished first."""
+_RUN = re.compile(r"^so_tui_run=.*$", re.MULTILINE)
 _RESERVED = frozenset(
     (
         *("--array", "--chdir", "--clusters", "--error", "--export", "--export-file", "--get-user-env", "--input", "--job-name"),
@@ -37,13 +39,6 @@ _RESERVED = frozenset(
         *("--signal", "--test-only", "--time", "--wait", "--wrap", "--account", "--qos", "--constraint", "--uid", "--gid"),
     )
 )
-# Found without importing them, which takes seconds.
-_CHECK = """
-import importlib.util, platform, sys
-missing = [name for name in ("so_tui", "so_tui_trainer", "torch", "deepspeed") if importlib.util.find_spec(name) is None]
-if missing:
-    sys.exit(f"so-tui: {sys.executable} on {platform.node()} ({platform.machine()}) has no {missing}")
-""".strip()
 _REMEDY = "so-tui: name an interpreter of the compute nodes, with so-tui and its training packages, in the site profile (python = ...)"
 
 
@@ -60,7 +55,9 @@ def warning_lead_s(site: Site, checkpoint_bytes: int, measured_s: float | None, 
     return max(site.warning_s, math.ceil(_MARGIN * checkpoints * takes_s) + _STEP_S)
 
 
-def batch_script(spec: RunSpec, site: Site, *, gpus: int, run: Path, attempt: int, python: str, warning_s: int = 0) -> str:
+def batch_script(
+    spec: RunSpec, site: Site, *, gpus: int, run: Path, attempt: int, python: str, architecture: str = "", warning_s: int = 0
+) -> str:
     """Return the batch script of an attempt.
 
     Args:
@@ -69,7 +66,8 @@ def batch_script(spec: RunSpec, site: Site, *, gpus: int, run: Path, attempt: in
         gpus: GPUs that the plan uses; 0 to train on the CPU.
         run: The run directory.
         attempt: The attempt's number.
-        python: The interpreter, unless the profile names one.
+        python: The interpreter of the nodes.
+        architecture: What it is built for; empty if unknown.
         warning_s: How long before its end the job is warned (see ``warning_lead_s``); if 0, the profile's time.
 
     Raises:
@@ -81,9 +79,9 @@ def batch_script(spec: RunSpec, site: Site, *, gpus: int, run: Path, attempt: in
     # One supervisor a node. One that ends with an error must not end the others, which have to say why.
     tasks = (f"--nodes={spec.nodes}", f"--ntasks={spec.nodes}", "--ntasks-per-node=1")
     step = ("srun", *tasks, "--cpu-bind=none", "--kill-on-bad-exit=0", *site.step_options)
-    interpreter = (site.python or python, "-P")
-    check = shlex.join((*step, *interpreter, "-c", _CHECK))
-    supervise = ("-m", "so_tui", "supervise", str(run), "--attempt", str(attempt), "--in-job")
+    interpreter = (python, "-P")
+    check = shlex.join((*step, *interpreter, "-m", "so_tui.machine.interpreter", str(gpus)))
+    supervise = f'-m so_tui supervise "$so_tui_run" --attempt {attempt} --in-job'
     return "\n".join(
         (
             "#!/bin/bash",
@@ -93,11 +91,34 @@ def batch_script(spec: RunSpec, site: Site, *, gpus: int, run: Path, attempt: in
             f"# Attempt {attempt} of the run {spec.name}, written by so-tui for {site.title}.",
             *(f"export {name}={shlex.quote(value)}" for name, value in sorted(_environment(spec, site).items())),
             *site.setup,
+            *_architecture_check(architecture, python),
             f"{check} || {{ echo {shlex.quote(_REMEDY)} >&2; exit 69; }}",
-            f"exec {shlex.join((*step, *interpreter, *supervise))}",
+            f"so_tui_run={shlex.quote(str(run))}",
+            f"exec {shlex.join((*step, *interpreter))} {supervise}",
             "",
         )
     )
+
+
+def _architecture_check(architecture: str, interpreter: str) -> Iterator[str]:
+    """Yield the line that ends a job whose node could not execute its interpreter, which the shell would only call a wrong format."""
+    if architecture:
+        message = f"so-tui: {interpreter} is built for {architecture}, and this node is "
+        fails = f'echo {shlex.quote(message)}"$(uname -m)" >&2; echo {shlex.quote(_REMEDY)} >&2; exit 69'
+        yield f'[ "$(uname -m)" = {architecture} ] || {{ {fails}; }}'
+
+
+def for_run(script: str, generated: str) -> str:
+    """Return a user's script for the run that a generated script is for; it may have been made for another one.
+
+    Raises:
+        InputError: It names no run (code ``script-without-run``).
+    """
+    named = _RUN.search(generated)
+    if named is None or not _RUN.search(script):
+        message, remedy = "has no line `so_tui_run=...`, which names the run directory", "Keep it, and what uses it, as --edit shows them."
+        raise InputError([Problem(code="script-without-run", field="--script", value="", message=message, remedy=remedy)])
+    return _RUN.sub(lambda _: named[0], script, count=1)
 
 
 def _environment(spec: RunSpec, site: Site) -> dict[str, str]:
@@ -109,7 +130,7 @@ def _environment(spec: RunSpec, site: Site) -> dict[str, str]:
 
 def requeues(spec: RunSpec, site: Site) -> bool:
     """Return whether Slurm may start a job of this spec again. Otherwise a successor is submitted."""
-    return site.requeue and spec.slurm.continues and spec.nodes == 1
+    return site.requeue and spec.slurm.continues
 
 
 def time_limit_of(spec: RunSpec, site: Site) -> str:
@@ -150,8 +171,9 @@ def _problems(spec: RunSpec, site: Site, warning_s: int) -> Iterator[Problem]:
 
 
 def _path_problems(run: Path) -> Iterator[Problem]:
-    if "%" in str(run) or "\\" in str(run):  # Slurm replaces %j and the like in the whole path of a job's output, its folder included
-        message, remedy = "Slurm cannot write into a folder with % or \\ in its path", "Choose another folder with --runs-dir."
+    # Slurm replaces %j and the like in the whole path of a job's output, its folder included.
+    if any(character in str(run) for character in "%\\\n"):
+        message, remedy = "Slurm cannot write into a folder with %, \\ or a line end in its path", "Choose another folder with --runs-dir."
         yield Problem(code="path-unfit-for-slurm", field="--runs-dir", value=str(run.parent), message=message, remedy=remedy)
 
 

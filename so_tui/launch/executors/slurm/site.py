@@ -72,8 +72,8 @@ class Site(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     python: str = ""
     """The interpreter of the compute nodes, with so-tui and its training packages; if empty, the one that submits."""
     requeue: bool = False
-    """Whether Slurm may start a job of one node again, after its node has failed, when it gives way to another job, or at its time limit.
-    Otherwise another job continues."""
+    """Whether Slurm may start a job again, after a node has failed, when it gives way to another job, or at its time limit. Otherwise
+    another job continues."""
     internet: bool = True
     """Whether nodes reach the internet. If not, model and data must be in the cache before a job is submitted."""
     step_options: tuple[Option, ...] = ()

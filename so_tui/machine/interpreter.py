@@ -1,0 +1,57 @@
+"""Whether an interpreter can train on a node: the architecture that it is built for, and the packages that it has.
+
+``python -m so_tui.machine.interpreter GPUS`` is the first thing that a job executes with the interpreter it was given.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from so_tui.machine.doctor.software import DEEPSPEED
+from so_tui.machine.software import package_version, torch_cuda
+from so_tui.machine.types import version_numbers
+from so_tui.trust.reading import open_regular
+
+_MAGIC, _LITTLE_ENDIAN = b"\x7fELF", 1
+_ARCHITECTURES = {0x3E: "x86_64", 0xB7: "aarch64"}
+"""By ``e_machine`` in an ELF header."""
+
+
+def architecture_of(interpreter: str) -> str:
+    """Return the architecture that an interpreter is built for, as ``uname -m`` names it.
+
+    Empty where that cannot be seen: it is no path, no file on this host, a script, or for another architecture than those known here.
+    """
+    path = Path(interpreter)
+    if not path.is_absolute():
+        return ""
+    try:
+        with open_regular(path) as file:
+            header = file.read(20)
+    except OSError:
+        return ""
+    if len(header) < 20 or header[:4] != _MAGIC or header[5] != _LITTLE_ENDIAN:
+        return ""
+    return _ARCHITECTURES.get(int.from_bytes(header[18:20], "little"), "")
+
+
+def faults(gpus: int) -> Iterator[str]:
+    """Yield what this interpreter lacks to train on that many GPUs of this host, without importing torch, which takes seconds."""
+    torch, deepspeed = package_version("torch"), package_version("deepspeed")
+    found = {"so_tui_trainer": find_spec("so_tui_trainer"), "torch": torch, "deepspeed": deepspeed}
+    if missing := [name for name, version in found.items() if version is None]:
+        yield f"{', '.join(missing)} not installed"
+    if gpus and torch is not None and torch_cuda() is None:
+        yield f"torch {torch} is a build without CUDA, and the run uses {gpus} GPUs of each node"
+    oldest, newest = DEEPSPEED
+    if deepspeed is not None and not version_numbers(oldest) <= version_numbers(deepspeed) <= version_numbers(newest):
+        yield f"DeepSpeed {deepspeed} is not supported; {oldest} to {newest} are"
+
+
+if __name__ == "__main__":
+    if problems := tuple(faults(int(sys.argv[1]))):
+        sys.exit(f"so-tui: {sys.executable} on {platform.node()} ({platform.machine()}): {'; '.join(problems)}")

@@ -1,0 +1,98 @@
+"""Batch scripts of the user's own: kept when Slurm refuses them, and submitted again. Shell scripts stand for Slurm's commands."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from pathlib import Path
+
+import pytest
+
+from so_tui.cli import main
+from so_tui.commands import batch_script
+from so_tui.folders import state_home
+from so_tui.launch.executors.slurm import commands
+
+REFUSED = "sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified"
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with commands of Slurm, whose sbatch refuses jobs until the file ``accepts`` exists."""
+    folder = tmp_path / "slurm"
+    folder.mkdir()
+    for name, lines in (
+        ("scontrol", "echo 'ClusterName = here'"),
+        ("sbatch", f"if [ -e {folder}/accepts ]; then echo 7; else touch {folder}/asked; echo '{REFUSED}' >&2; exit 1; fi"),
+    ):
+        (folder / name).write_text(f"#!/bin/sh\n{lines}\n")
+        (folder / name).chmod(stat.S_IRWXU)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setattr(commands, "CLUSTER", commands.ClusterName())
+    monkeypatch.delenv("VISUAL", raising=False)
+    monkeypatch.setenv("EDITOR", "sed -i '$a # mine'")
+    return folder
+
+
+def submitted(tmp_path: Path, *options: str) -> int:
+    return main(["run", "tiny", "--partition", "gh", "--runs-dir", str(tmp_path / "runs"), "--detach", *options])
+
+
+def kept() -> list[Path]:
+    return sorted((state_home() / "scripts").glob("*"))
+
+
+def test_an_edited_script_that_is_refused_is_kept_and_can_be_submitted_for_another_run(
+    slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert submitted(tmp_path, "--edit") == 2
+    (script,) = kept()
+    printed = capsys.readouterr().err
+    assert str(script) in printed
+    assert "account" in printed
+    assert script.read_text().endswith("# mine\n")
+    assert list((tmp_path / "runs").glob("tiny*")) == []
+    (slurm / "accepts").touch()
+    assert submitted(tmp_path, "--script", str(script)) == 0
+    (run,) = (tmp_path / "runs").glob("tiny*")
+    job = (run / "attempts/001/job.sh").read_text()
+    assert job.endswith("# mine\n")
+    assert (
+        re.findall("^so_tui_run=(.*)$", job, re.MULTILINE)
+        == [str(run)]
+        != re.findall("^so_tui_run=(.*)$", script.read_text(), re.MULTILINE)
+    )
+
+
+@pytest.mark.parametrize(("answer", "code", "left"), [("y", 0, 0), ("", 0, 0), ("n", 2, 1)])
+def test_a_refused_script_can_be_changed_again_at_once(
+    answer: str, code: int, left: int, slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answers(_question: str) -> str:
+        assert len(kept()) == 1  # should the terminal go away now
+        (slurm / "accepts").touch()
+        return answer
+
+    monkeypatch.setattr(batch_script, "usable_terminal", lambda: True)
+    monkeypatch.setattr("builtins.input", answers)
+    assert submitted(tmp_path, "--edit") == code
+    assert len(kept()) == left
+    for run in (tmp_path / "runs").glob("tiny*"):
+        assert (run / "attempts/001/job.sh").read_text().endswith("# mine\n# mine\n")
+
+
+def test_a_script_that_nobody_changed_is_not_kept(slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDITOR", "true")
+    assert submitted(tmp_path, "--edit") == 2
+    assert kept() == []
+
+
+@pytest.mark.parametrize("content", [b"#!/bin/sh\ntrue\n", b"\xff\xfe", None])
+def test_what_is_no_script_of_a_run_is_refused(content: bytes | None, slurm: Path, tmp_path: Path) -> None:
+    (slurm / "accepts").touch()
+    script = tmp_path / "script.sh"
+    if content is not None:
+        script.write_bytes(content)
+    assert submitted(tmp_path, "--script", str(script)) == 2
+    assert list((tmp_path / "runs").glob("tiny*")) == []
