@@ -73,8 +73,8 @@ def quick_checks(launch: Launch, *, resuming: bool = False, runs_dir: Path | str
 
     Raises:
         InputError: A file is missing (``path-not-found``) or a folder cannot be written (``not-writable``).
-        Refused: With the codes ``several-nodes-here``, ``software-missing``, ``torch-without-cuda``, ``tracker-missing``,
-            ``gpu-in-use``; forceable: ``compiler-missing``, ``disk-too-small``, ``shared-memory-too-small``.
+        Refused: With the codes ``several-nodes-here``, ``software-missing``, ``torch-without-cuda``, ``torch-without-rocm``,
+            ``tracker-missing``, ``gpu-in-use``; forceable: ``compiler-missing``, ``disk-too-small``, ``shared-memory-too-small``.
     """
     plan, machine = launch.plan, launch.machine
     _refuse_several_nodes(plan.spec)
@@ -132,7 +132,13 @@ def _refuse_missing_software(machine: Machine) -> None:
         for name, version in (("torch", software.torch), ("deepspeed", software.deepspeed), ("transformers", software.transformers))
         if version is None
     ]
-    if machine.gpus and software.torch and software.torch_cuda is None:
+    if any(gpu.vendor == "amd" for gpu in machine.gpus):
+        if software.torch and software.torch_rocm is None:
+            message = (
+                f"torch {software.torch} is a build without ROCm, which the GPUs of {machine.label} need. Install one from pytorch.org"
+            )
+            refusals.append(Refusal("torch-without-rocm", message))
+    elif machine.gpus and software.torch and software.torch_cuda is None:
         message = (
             f"torch {software.torch} is a build without CUDA, and {machine.label} has {len(machine.gpus)} GPUs. "
             "Install a CUDA build of torch (see the README for Grace Hopper)"

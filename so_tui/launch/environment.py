@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from so_tui.launch.placeholders import Placeholder, resolve
 from so_tui.machine.code_folders import code_folders
+from so_tui.machine.gpus import ROCM_VISIBLE_DEVICES
 from so_tui.machine.types import Machine, Software, version_numbers
 from so_tui.plan.types import Plan
 from so_tui.spec.types import RunSpec
@@ -167,8 +168,9 @@ def _cpu_only() -> Iterator[Variable]:
 
 def _gpu(plan: Plan, machine: Machine, inherited: Mapping[str, str]) -> Iterator[Variable]:
     yield Variable(name="CUDA_DEVICE_ORDER", value="PCI_BUS_ID", reason="numbers the GPUs as NVML and the plan do")
-    if "CUDA_VISIBLE_DEVICES" in inherited:
-        yield Variable(name="CUDA_VISIBLE_DEVICES", value=None, reason="the command line names the GPUs, chosen among the visible ones")
+    for name in ROCM_VISIBLE_DEVICES:
+        if name in inherited:
+            yield Variable(name=name, value=None, reason="the command line names the GPUs, chosen among the visible ones")
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & inherited.keys():
         own_engine = plan.mode != "superoffload" or plan.spec.offload.engine == "so-tui"
         allocator = allocator_variable(machine.software, deepspeed_engine=not own_engine)

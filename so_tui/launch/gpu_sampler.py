@@ -1,10 +1,15 @@
-"""Samples of the GPUs by NVML. Any figure may be missing, because drivers, containers and some GPUs do not support it."""
+"""Samples of the GPUs: NVIDIA's by NVML, AMD's from sysfs.
+
+Any figure may be missing, because drivers, containers and some GPUs do not support it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
+from so_tui.launch.amd_sampler import AmdDevice
 from so_tui.launch.host_processes import GpuUse
 from so_tui.machine.types import Gpu
 from so_tui.runs.records import GpuSample
@@ -20,10 +25,10 @@ _HARDWARE = 0x8
 class GpuSampler:
     """Samples the given GPUs; none without a driver. Not thread-safe."""
 
-    def __init__(self, gpus: tuple[Gpu, ...]) -> None:
+    def __init__(self, gpus: tuple[Gpu, ...], root: Path = Path("/")) -> None:
         self._nvml: Any = None
-        self._devices: list[_Device] = []
-        if not gpus:
+        self._devices: list[_Device | AmdDevice] = [AmdDevice(gpu, root) for gpu in gpus if gpu.vendor == "amd"]
+        if len(self._devices) == len(gpus):
             return
         import pynvml
 
@@ -32,7 +37,7 @@ class GpuSampler:
         except pynvml.NVMLError:
             return
         self._nvml = pynvml
-        for gpu in gpus:
+        for gpu in (gpu for gpu in gpus if gpu.vendor == "nvidia"):
             handle = _asked(pynvml, pynvml.nvmlDeviceGetHandleByPciBusId, gpu.pci_bus_id.encode())
             if handle is not None:
                 self._devices.append(_Device(pynvml, gpu, handle))

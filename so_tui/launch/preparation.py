@@ -16,7 +16,7 @@ from so_tui.launch.ds_config import ds_config
 from so_tui.launch.environment import Variable
 from so_tui.launch.local_paths import with_absolute_paths
 from so_tui.launch.placeholders import Placeholder
-from so_tui.machine.gpus import visible_gpus
+from so_tui.machine.gpus import hiding_variable, visible_gpus
 from so_tui.machine.types import Machine
 from so_tui.plan import make_plan
 from so_tui.plan.types import Plan
@@ -115,7 +115,8 @@ def launch_of(plan: Plan, machine: Machine, *, force: bool = False, inherited: M
     visible = {gpu.index for gpu in usable.gpus}
     hidden = [rank.gpu for rank in plan.binding if rank.gpu is not None and rank.gpu not in visible]
     if hidden:
-        message = f"CUDA_VISIBLE_DEVICES hides GPU {', '.join(map(str, hidden))}. Choose among the visible ones with gpus = [...]"
+        variable = hiding_variable(machine.gpus, inherited) or "The environment"
+        message = f"{variable} hides GPU {', '.join(map(str, hidden))}. Choose among the visible ones with gpus = [...]"
         raise Refused([Refusal("gpu-not-visible", message)])
     plan = msgspec.structs.replace(plan, spec=with_absolute_paths(plan.spec))
     return Launch(
@@ -197,19 +198,20 @@ def prepare_resume(
 
 
 def usable_machine(machine: Machine, inherited: Mapping[str, str]) -> Machine:
-    """Return the machine with the GPUs that this program may use: on this host those of CUDA_VISIBLE_DEVICES, elsewhere all."""
+    """Return the machine with the GPUs that this program may use: on this host those that its environment shows, elsewhere all."""
     return visible_machine(machine, inherited) if machine.hostname == socket.gethostname() else machine
 
 
 def visible_machine(machine: Machine, inherited: Mapping[str, str]) -> Machine:
-    """Return the machine with only the GPUs that CUDA_VISIBLE_DEVICES names (indices or UUIDs, as CUDA reads them).
+    """Return the machine with only the GPUs that CUDA_VISIBLE_DEVICES, or its like, names (indices or UUIDs, as CUDA reads them).
 
     Raises:
         Refused: It names MIG instances, which ZeRO-3 cannot use together (code ``mig-instance``).
     """
-    given = inherited.get("CUDA_VISIBLE_DEVICES")
-    if given is None or not machine.gpus:
+    variable = hiding_variable(machine.gpus, inherited)
+    if variable is None or not machine.gpus:
         return machine
+    given = inherited[variable]
     if any(entry.strip().startswith("MIG-") for entry in given.split(",")):
         message = "CUDA_VISIBLE_DEVICES names a MIG instance, and so-tui trains on whole GPUs. Ask for a whole GPU"
         raise Refused([Refusal("mig-instance", message)])

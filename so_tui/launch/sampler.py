@@ -61,7 +61,7 @@ class Sampler:
         self._tree = tree
         self._attempt = attempt
         self._root = root
-        self._gpus = GpuSampler(machine.gpus)
+        self._gpus = GpuSampler(machine.gpus, root)
         self._clock = time.monotonic()
         self._cpu = read_cpu_times(root)
         self._own_cpu_s = time.process_time()

@@ -40,6 +40,8 @@ class Description(Struct, frozen=True, kw_only=True):
     gpu_mib: int
     gpu_nodes: tuple[int, ...] = ()
     """NUMA nodes of the GPUs' own memory; none where the GPU is on PCIe."""
+    one_memory: bool = False
+    """Whether the memory of a node is that of its CPU and of its GPU (an APU)."""
     network: Network | None = None
 
 
@@ -118,6 +120,18 @@ MACHINES: dict[str, Description] = {
         network=Network(gbit_per_s=3200, source="eight adapters of 400 Gb/s, NVIDIA's DGX H200 user guide"),
         gpu_mib=143_771,
     ),
+    "mi300a-4": Description(
+        title="4 x MI300A: one memory of 128 GiB for CPU and GPU of each",
+        source="AMD's documentation of MI300A partitioning (SPX, NPS1)",
+        cpu="AMD Instinct MI300A Accelerator",
+        nodes=4,
+        cores=24,
+        threads=2,
+        node_mib=131_072,
+        gpu="AMD Instinct MI300A",
+        gpu_mib=131_072,
+        one_memory=True,
+    ),
 }
 """Machines by the name that ``--machine`` takes."""
 
@@ -190,10 +204,11 @@ def _gpus(of: Description, nodes: tuple[NumaNode, ...]) -> Iterator[Gpu]:
             name=of.gpu,
             pci_bus_id=f"{index:04x}:01:00.0",
             numa_node=node.id,
-            memory_node=of.gpu_nodes[index] if of.gpu_nodes else None,
+            memory_node=node.id if of.one_memory else of.gpu_nodes[index] if of.gpu_nodes else None,
             cpus=node.cpus,
             memory_total_bytes=of.gpu_mib * _MIB,
             c2c=bool(of.gpu_nodes),
+            vendor="amd" if of.gpu.startswith("AMD") else "nvidia",
         )
 
 

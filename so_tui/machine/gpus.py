@@ -1,14 +1,16 @@
-"""Find GPUs through NVML or the PCI devices in sysfs, with the CPU node of each and the NUMA node of its own memory."""
+"""Find GPUs through NVML, or the PCI devices and AMD's topology in sysfs, with the CPU node of each and the NUMA node of its memory."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
 import msgspec
 
+from so_tui.machine.amd_smi import names_by_amd_smi
 from so_tui.machine.cpulist import cpus_or_empty
+from so_tui.machine.kfd import KfdGpu, kfd_gpus
 from so_tui.machine.numa import distance
 from so_tui.machine.nvml import NvmlAnswer, NvmlGpu
 from so_tui.machine.system_files import SystemFiles
@@ -30,6 +32,11 @@ _NAMES = {
     0x2941: "NVIDIA GB200",
     0x31C2: "NVIDIA GB300",
 }
+_AMD_NAMES = {0x740F: "AMD Instinct MI210", 0x74A0: "AMD Instinct MI300A", 0x74A1: "AMD Instinct MI300X"}
+"""The same of AMD's; its driver has no names."""
+_NAMELESS_AMD = "AMD GPU ["
+ROCM_VISIBLE_DEVICES = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+"""Variables that hide AMD's GPUs; of NVIDIA's only the last does."""
 _PUBLISHED_MIB = {
     # Memory sizes as nvidia-smi or the NUMA map shows them, for system files without either.
     0x20B2: 81920,
@@ -60,7 +67,7 @@ class FoundGpus(NamedTuple):
 
     gpus: tuple[Gpu, ...]
     hidden: tuple[int, ...]
-    """Indices of GPUs that CUDA_VISIBLE_DEVICES hides."""
+    """Indices of GPUs that the environment hides."""
     notes: tuple[str, ...]
 
 
@@ -89,16 +96,21 @@ def read_gpus(files: SystemFiles, nodes: tuple[NumaNode, ...], nvml: NvmlAnswer,
         if len(usable) < len(on_bus):
             notes.append(f"{len(on_bus) - len(usable)} GPU(s) on the PCI bus have no driver and are left out.")
         gpus = _from_pci(usable)
+    if any(gpu.vendor == "amd" for gpu in gpus) and (amd := kfd_gpus(files, nodes)) is not None:
+        gpus = _with_kfd(gpus, {gpu.bus_id: gpu for gpu in amd})
+    if files.live and any(gpu.name.startswith(_NAMELESS_AMD) for gpu in gpus):
+        names = names_by_amd_smi()
+        gpus = tuple(msgspec.structs.replace(gpu, name=names.get(gpu.pci_bus_id, gpu.name)) for gpu in gpus)
     gpus = _with_nodes(gpus, nodes, coherent=coherent)
     if not nvml.answered:
         gpus, assumed = _with_published_memory(gpus, on_bus, nodes)
         if assumed:
             listed = ", ".join(str(gpu.index) for gpu in assumed)
             notes.append(f"The memory size of GPU {listed} is unknown here; the published size of {assumed[0].name} is assumed.")
-    if files.live and "CUDA_VISIBLE_DEVICES" in os.environ:
-        gpus, hidden = visible_gpus(gpus, os.environ["CUDA_VISIBLE_DEVICES"])
+    if files.live and (variable := hiding_variable(gpus, os.environ)):
+        gpus, hidden = visible_gpus(gpus, os.environ[variable])
         if hidden:
-            notes.append(f"CUDA_VISIBLE_DEVICES hides GPU {', '.join(str(gpu.index) for gpu in hidden)}.")
+            notes.append(f"{variable} hides GPU {', '.join(str(gpu.index) for gpu in hidden)}.")
     return FoundGpus(gpus, tuple(gpu.index for gpu in hidden), tuple(notes))
 
 
@@ -115,11 +127,11 @@ def _pci_gpu(files: SystemFiles, bus_id: str) -> PciGpu | None:
         return None
     node = files.integer(f"{folder}/numa_node")
     device = files.integer(f"{folder}/device") or 0
-    name = _driver_name(files, bus_id) or _NAMES.get(device) if vendor == _NVIDIA else None
+    name = _driver_name(files, bus_id) or _NAMES.get(device) if vendor == _NVIDIA else _AMD_NAMES.get(device)
     return PciGpu(
         bus_id=bus_id.lower(),
         vendor="nvidia" if vendor == _NVIDIA else "amd",
-        name=name or f"{'NVIDIA' if vendor == _NVIDIA else 'AMD'} GPU [{device:04x}]",
+        name=name or f"{'NVIDIA GPU [' if vendor == _NVIDIA else _NAMELESS_AMD}{device:04x}]",
         numa_node=node if node is not None and node >= 0 else None,
         cpus=cpus_or_empty(files.text(f"{folder}/local_cpulist")),
         published_memory_bytes=_PUBLISHED_MIB[device] * 2**20 if vendor == _NVIDIA and device in _PUBLISHED_MIB else None,
@@ -141,6 +153,27 @@ def _from_pci(found: Iterable[PciGpu]) -> tuple[Gpu, ...]:
     return tuple(
         Gpu(index=index, name=gpu.name, pci_bus_id=gpu.bus_id, numa_node=gpu.numa_node, cpus=gpu.cpus, vendor=gpu.vendor)
         for index, gpu in enumerate(found)
+    )
+
+
+def _with_kfd(gpus: tuple[Gpu, ...], amd: dict[str, KfdGpu]) -> tuple[Gpu, ...]:
+    """Return the GPUs with what AMD's driver says of them, and without those that it withholds. AMD's are numbered as ROCm does."""
+    order = list(amd)
+    kept = [gpu for gpu in gpus if gpu.vendor != "amd" or gpu.pci_bus_id in amd]
+    kept.sort(key=lambda gpu: order.index(gpu.pci_bus_id) if gpu.pci_bus_id in amd else -1)
+    return tuple(
+        msgspec.structs.replace(gpu, index=index)
+        if (of := amd.get(gpu.pci_bus_id)) is None
+        else msgspec.structs.replace(
+            gpu,
+            index=index,
+            uuid=of.uuid,
+            numa_node=of.numa_node if of.numa_node is not None else gpu.numa_node,
+            memory_node=of.memory_node,
+            memory_total_bytes=of.memory_bytes,
+            mig=of.partitions > 1,
+        )
+        for index, gpu in enumerate(kept)
     )
 
 
@@ -232,10 +265,19 @@ def _nearest_cpu_node(node: NumaNode, nodes: tuple[NumaNode, ...]) -> int | None
     return ranked[0][1]
 
 
-def visible_gpus(gpus: tuple[Gpu, ...], variable: str) -> tuple[tuple[Gpu, ...], tuple[Gpu, ...]]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES shows and those it hides. As in CUDA, the list ends at the first unknown entry."""
+def hiding_variable(gpus: Iterable[Gpu], environment: Mapping[str, str]) -> str | None:
+    """Return the variable that decides which of these GPUs a process sees; None if none is set.
+
+    ROCm has three, and each counts within what the ones before it show. Schedulers set one, or several alike, so the first is taken.
+    """
+    names = ROCM_VISIBLE_DEVICES if any(gpu.vendor == "amd" for gpu in gpus) else ROCM_VISIBLE_DEVICES[-1:]
+    return next((name for name in names if name in environment), None)
+
+
+def visible_gpus(gpus: tuple[Gpu, ...], shown_devices: str) -> tuple[tuple[Gpu, ...], tuple[Gpu, ...]]:
+    """Return the GPUs that a list such as CUDA_VISIBLE_DEVICES shows, and the others. As in CUDA, it ends at the first unknown entry."""
     shown: set[int] = set()
-    for entry in variable.split(","):
+    for entry in shown_devices.split(","):
         match = next((gpu.index for gpu in gpus if _names(entry.strip(), gpu)), None)
         if match is None:
             break

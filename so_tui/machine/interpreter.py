@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from so_tui.machine.doctor.software import DEEPSPEED
-from so_tui.machine.software import package_version, torch_cuda
+from so_tui.machine.software import package_version, torch_build
 from so_tui.machine.types import version_numbers
 from so_tui.trust.reading import open_regular
 
@@ -45,8 +45,8 @@ def faults(gpus: int) -> Iterator[str]:
     found = {"so_tui_trainer": find_spec("so_tui_trainer"), "torch": torch, "deepspeed": deepspeed}
     if missing := [name for name, version in found.items() if version is None]:
         yield f"{', '.join(missing)} not installed"
-    if gpus and torch is not None and torch_cuda() is None:
-        yield f"torch {torch} is a build without CUDA, and the run uses {gpus} GPUs of each node"
+    if gpus and torch is not None and not torch_build():
+        yield f"torch {torch} is a build for the CPU only, and the run uses {gpus} GPUs of each node"
     oldest, newest = DEEPSPEED
     if deepspeed is not None and not version_numbers(oldest) <= version_numbers(deepspeed) <= version_numbers(newest):
         yield f"DeepSpeed {deepspeed} is not supported; {oldest} to {newest} are"

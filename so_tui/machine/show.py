@@ -98,13 +98,15 @@ def _node_line(node: NumaNode, machine: Machine) -> Text:
 
 def _add_gpu(branch: RichTree, gpu: Gpu, machine: Machine) -> None:
     facts = [gpu.name, gpu.pci_bus_id]
-    if gpu.memory_total_bytes is not None:
+    if gpu.memory_total_bytes is not None and not gpu.shares_memory:
         facts.append(memory_size(gpu.memory_total_bytes))
-    facts += [text for text, shown in (("NVLink-C2C", gpu.c2c), ("MIG", gpu.mig)) if shown]
+    split = "partitioned" if gpu.vendor == "amd" else "MIG"
+    kinds = (("NVLink-C2C", gpu.c2c), (split, gpu.mig), ("one memory with this node", gpu.shares_memory))
+    facts += [text for text, shown in kinds if shown]
     if gpu.compute_mode not in (None, "Default"):
         facts.append(str(gpu.compute_mode))
     leaf = branch.add(Text.assemble((f"GPU {gpu.index}", "bold green"), "  ", printable_line(" · ".join(facts))))
-    if gpu.memory_node is not None:
+    if gpu.memory_node is not None and not gpu.shares_memory:
         leaf.add(Text.assemble((f"node {gpu.memory_node}", "bold"), f"  its own memory, {_memory(machine.node(gpu.memory_node))}"))
 
 
@@ -127,7 +129,7 @@ def _software(software: Software) -> Table:
 
 
 def _versions(software: Software) -> Iterator[tuple[str, str | None]]:
-    cuda = f" (CUDA {software.torch_cuda})" if software.torch_cuda else " (CPU only)"
+    cuda = f" ({software.torch_built_for or 'CPU only'})"
     trial = {True: "", False: ", but fails here", None: ""}[software.numactl_works]
     yield "python", software.python
     yield "torch", software.torch and software.torch + cuda
@@ -137,7 +139,7 @@ def _versions(software: Software) -> Iterator[tuple[str, str | None]]:
     yield "flash-attn", software.flash_attn
     yield "flash-attn 4", software.flash_attn_4
     yield "numactl", software.numactl and software.numactl + trial
-    yield "NVIDIA driver", software.nvidia_driver
+    yield "AMD driver" if software.amd_driver else "NVIDIA driver", software.amd_driver or software.nvidia_driver
     yield "CUDA toolkit", software.cuda_toolkit
     yield "compiler", software.compiler
     yield "ninja", software.ninja

@@ -20,7 +20,7 @@ INSTALL_TRAINING = "Install so-tui's wheel with the extra `train`, or run `make 
 """What to do where training packages are missing. Never a name for pip alone: anybody could register it."""
 _LOG = logging.getLogger(__name__)
 _COMMAND_TIMEOUT_S = 5.0
-_TORCH_CUDA = re.compile(r"^cuda\b[^=]*=\s*['\"]([^'\"]+)", re.MULTILINE)
+_TORCH_BUILD = re.compile(r"^(cuda|hip)\b[^=]*=\s*['\"]([^'\"]+)", re.MULTILINE)
 _VERSION = re.compile(r"\d+\.\d+(?:\.\d+)*")
 
 
@@ -28,10 +28,12 @@ def read_software(files: SystemFiles, nodes: tuple[NumaNode, ...], allowed: tupl
     """Return the installed versions; all None for copied system files."""
     if not files.live:
         return Software()
+    build = torch_build()
     return Software(
         python=platform.python_version(),
         torch=package_version("torch"),
-        torch_cuda=torch_cuda(),
+        torch_cuda=build.get("cuda"),
+        torch_rocm=build.get("hip"),
         deepspeed=package_version("deepspeed"),
         transformers=package_version("transformers"),
         datasets=package_version("datasets"),
@@ -42,6 +44,7 @@ def read_software(files: SystemFiles, nodes: tuple[NumaNode, ...], allowed: tupl
         numactl_works=numactl_trial(*trial_binding(nodes, allowed)),
         mempolicy_works=_mempolicy_works(),
         nvidia_driver=nvml_driver or _nvidia_driver(files),
+        amd_driver=files.text("/sys/module/amdgpu/version"),
         cuda_toolkit=_cuda_toolkit(),
         compiler=_compiler(),
         ninja=package_version("ninja") or _first_version("ninja", "--version"),
@@ -70,22 +73,21 @@ def trial_binding(nodes: tuple[NumaNode, ...], allowed: tuple[int, ...]) -> tupl
 @functools.cache
 def numactl_trial(node: int, cpus: str) -> bool:
     """Return whether ``numactl -m NODE -C CPUS true`` works here; containers may forbid set_mempolicy."""
-    return _run("numactl", "-m", str(node), "-C", cpus, "true") is not None
+    return output_of("numactl", "-m", str(node), "-C", cpus, "true") is not None
 
 
-def torch_cuda() -> str | None:
-    """Return the CUDA version from torch's version.py; None for a CPU build."""
+def torch_build() -> dict[str, str]:
+    """Return the versions of ``cuda`` or of ``hip`` (ROCm) from torch's version.py; empty for a CPU build."""
     from importlib.util import find_spec
 
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
-        return None
+        return {}
     try:
         text = (Path(spec.origin).parent / "version.py").read_text()
     except OSError:
-        return None
-    match = _TORCH_CUDA.search(text)
-    return match.group(1) if match else None
+        return {}
+    return dict(_TORCH_BUILD.findall(text))
 
 
 @functools.cache
@@ -112,7 +114,7 @@ def _cuda_toolkit() -> str | None:
     """Return the version of nvcc from CUDA_HOME or CUDA_PATH, else from PATH, else from the usual folder."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = f"{home}/bin/nvcc" if home else shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-    match = re.search(r"release (\d+\.\d+)", _run(nvcc, "--version") or "")
+    match = re.search(r"release (\d+\.\d+)", output_of(nvcc, "--version") or "")
     return match.group(1) if match else None
 
 
@@ -125,17 +127,17 @@ def _nvidia_driver(files: SystemFiles) -> str | None:
 def _compiler() -> str | None:
     """Return the C++ compiler for CPU Adam, found as torch's extension builder does."""
     name = os.environ.get("CXX") or "c++"
-    answer = _run(name, "--version")
+    answer = output_of(name, "--version")
     return answer.splitlines()[0].strip() if answer else None
 
 
 @functools.cache
 def _first_version(*command: str) -> str | None:
-    match = _VERSION.search(_run(*command) or "")
+    match = _VERSION.search(output_of(*command) or "")
     return match.group() if match else None
 
 
-def _run(*command: str) -> str | None:
+def output_of(*command: str) -> str | None:
     """Return the output of a command; None if it is missing, fails or times out."""
     try:
         _LOG.info("calling %s", quoted(*command))

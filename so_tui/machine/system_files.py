@@ -5,7 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from so_tui.trust.reading import read_bounded
+
 KIB = 1024
+_MOST_BYTES = 1 << 24
+"""Of one file; /proc/cpuinfo of the largest machines has a few MiB."""
 _MEMINFO_LINE = re.compile(r"^(?:Node \d+ )?([^:\n]+): +(\d+) kB", re.MULTILINE)
 
 
@@ -27,10 +31,10 @@ class SystemFiles:
         return self.root / name.lstrip("/")
 
     def text(self, name: str) -> str | None:
-        """Return the content of a file without its trailing newline."""
+        """Return the content of a regular file without its trailing newline."""
         try:
             # Lenient on purpose: a stray byte in a vendor string must not hide the rest of the file.
-            return self.path(name).read_text(encoding="utf-8", errors="replace").rstrip("\n")
+            return read_bounded(self.path(name), _MOST_BYTES).decode(errors="replace").rstrip("\n")
         except OSError:
             return None
 

@@ -45,7 +45,7 @@ class Gpu(Struct, frozen=True, kw_only=True):
     numa_node: int | None = None
     """CPU node that the GPU is attached to."""
     memory_node: int | None = None
-    """NUMA node of the GPU's own memory, if the driver exposes one."""
+    """NUMA node of the GPU's memory, if the driver exposes one: a node of its own, or on an APU its CPU node."""
     cpus: tuple[int, ...] = ()
     memory_total_bytes: Size | None = None
     memory_used_bytes: Size | None = None
@@ -54,7 +54,13 @@ class Gpu(Struct, frozen=True, kw_only=True):
     c2c: bool | None = None
     """Whether the GPU is attached by NVLink-C2C; None if the driver does not report it."""
     mig: bool | None = None
+    """Whether it is split into several: by MIG, or into AMD's compute partitions."""
     vendor: Literal["nvidia", "amd"] = "nvidia"
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether its memory is that of its CPU node, as on an APU: what one of them takes, the other lacks."""
+        return self.memory_node is not None and self.memory_node == self.numa_node
 
 
 class Network(Struct, frozen=True, kw_only=True):
@@ -79,7 +85,9 @@ class Software(Struct, frozen=True, kw_only=True):
     python: str | None = None
     torch: str | None = None
     torch_cuda: str | None = None
-    """CUDA version that torch is built for; None for a CPU build."""
+    """CUDA version that torch is built for; None for a build for the CPU or for ROCm."""
+    torch_rocm: str | None = None
+    """ROCm version that torch is built for."""
     deepspeed: str | None = None
     transformers: str | None = None
     datasets: str | None = None
@@ -93,10 +101,17 @@ class Software(Struct, frozen=True, kw_only=True):
     mempolicy_works: bool | None = None
     """Whether get_mempolicy(2) succeeds: containers without CAP_SYS_NICE forbid it together with set_mempolicy(2)."""
     nvidia_driver: str | None = None
+    amd_driver: str | None = None
+    """Version of amdgpu, where it does not come with the kernel."""
     cuda_toolkit: str | None = None
     """Version of nvcc, as torch's extension builder finds it."""
     compiler: str | None = None
     ninja: str | None = None
+
+    @property
+    def torch_built_for(self) -> str | None:
+        """What torch computes on besides the CPU: ``CUDA 13.0``, ``ROCm 6.4``; None if nothing."""
+        return f"CUDA {self.torch_cuda}" if self.torch_cuda else f"ROCm {self.torch_rocm}" if self.torch_rocm else None
 
     @property
     def attention_packages(self) -> frozenset[str]:
@@ -136,7 +151,7 @@ class Machine(Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     """Explanations of the figures for people (memory that grows, a driver that did not respond)."""
     hidden_gpus: tuple[int, ...] = ()
-    """Indices of GPUs that CUDA_VISIBLE_DEVICES hides."""
+    """Indices of GPUs that the environment hides (CUDA_VISIBLE_DEVICES)."""
     nvml_errors: tuple[str, ...] = ()
     """Errors of NVML calls that should have succeeded."""
     memory_grows: bool = False

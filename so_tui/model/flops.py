@@ -20,7 +20,7 @@ from so_tui.model.architecture import Architecture, architecture
 from so_tui.spec.types import ModelSpec, ParameterBlock, TensorKind
 
 PEAK_BF16_FLOPS: tuple[tuple[str, float], ...] = (
-    # Dense bf16, tensor cores, no sparsity; NVIDIA data sheets. The first pattern found in the name counts.
+    # Dense bf16, tensor cores, no sparsity; data sheets of NVIDIA and AMD. The first pattern found in the name counts.
     (r"GB300|GB200", 2500e12),
     (r"B300|B200", 2250e12),
     (r"GH200", 989.5e12),
@@ -31,6 +31,7 @@ PEAK_BF16_FLOPS: tuple[tuple[str, float], ...] = (
     (r"A100|A800", 312e12),
     (r"L40S", 362e12),
     (r"L4", 121e12),
+    (r"MI300A", 980.6e12),
 )
 
 

@@ -9,7 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from so_tui.plan.planner import command_of, make_plan, plan_table, plan_tree, plans_json, recommend, settings_of, unplannable
+    from so_tui.plan.output import command_of, plan_tree, plans_json, settings_of
+    from so_tui.plan.planner import make_plan, plan_table, recommend, unplannable
     from so_tui.plan.resources import rank_counts
 
 __all__ = [
@@ -25,7 +26,15 @@ __all__ = [
 ]
 
 
+_MODULES = {
+    "output": ("command_of", "plan_tree", "plans_json", "settings_of"),
+    "planner": ("make_plan", "plan_table", "recommend", "unplannable"),
+    "resources": ("rank_counts",),
+}
+
+
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{'resources' if name == 'rank_counts' else 'planner'}"), name)
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -27,6 +27,7 @@ from so_tui.plan.facts import (
     Change,
     ClippingWaits,
     CompactStatesFit,
+    DeepSpeedNvidiaOnly,
     FasterAttention,
     FasterOffload,
     FitsHere,
@@ -36,6 +37,7 @@ from so_tui.plan.facts import (
     MoreGpusFit,
     MoreGpusKeepMargin,
     MoreMachinesFit,
+    NeverRun,
     Note,
     OtherMachineNeeded,
     PackingOff,
@@ -142,7 +144,8 @@ def _fitting_when_shorter(spec: RunSpec, target: Target) -> Iterator[FitsHere]:
         if found.verdict != "does not fit":
             yield FitsHere(changes=alternative.changes)
             return
-        if found.shortages and found.shortages[0].pool != "gpu" and not offloads_inputs(found.spec.model):
+        one_memory = target.resources.supply.one_memory
+        if found.shortages and found.shortages[0].pool != "gpu" and not one_memory and not offloads_inputs(found.spec.model):
             return  # sequences take no host memory
 
 
@@ -225,6 +228,10 @@ def cautions(spec: RunSpec, found: Assessment, *, searched: bool = False) -> Ite
         searched: Whether it is the fastest that a search found.
     """
     resources, offload = found.target.resources, found.spec.offload
+    if any(gpu.vendor == "amd" for gpu in resources.machine.gpus):
+        yield NeverRun(name=resources.gpu_name)
+        if offload.mode == "superoffload" and offload.engine == "deepspeed":
+            yield DeepSpeedNvidiaOnly()
     if spec.model.trust_remote_code:
         in_folder = spec.model.id.startswith(_FOLDERS)
         yield RemoteCode(model=spec.model.id, revision="" if in_folder else spec.model.revision)

@@ -94,7 +94,7 @@ def split_cores(cpus: Sequence[int], cpu_adam_cores_fraction: float) -> tuple[tu
 
 
 def whole_gpus(machine: Machine) -> tuple[Gpu, ...]:
-    """Return the GPUs that a rank can use, in index order: those that are not split by MIG, of which CUDA would see one slice."""
+    """Return the GPUs that a rank can use, in index order: those that are not partitioned, of which a rank would see one part."""
     return tuple(sorted((gpu for gpu in machine.gpus if not gpu.mig), key=lambda gpu: gpu.index))
 
 
@@ -108,13 +108,14 @@ def _wanted(machine: Machine, gpus: int | tuple[int, ...]) -> tuple[Gpu | None, 
     short = isinstance(gpus, int) and gpus > len(available)
     if not short and set(indices) <= set(available) and len(set(indices)) == len(indices):
         return tuple(whole[index] for index in indices)
-    split = [gpu.index for gpu in machine.gpus if gpu.mig]
+    split, amd = [gpu.index for gpu in machine.gpus if gpu.mig], machine.gpus[0].vendor == "amd"
     code, message = "unavailable-gpu", f"{machine.label} has {f'GPU {cpu_ranges(available)}' if available else 'no whole GPU'}"
     if len(set(indices)) < len(indices):
         code, message = "duplicate-gpu", "the same GPU is named twice"
     elif split:
-        message += f"; GPU {cpu_ranges(split)} is split by MIG"
-    remedy = f"Ask for at most {len(available)}, each once." if available else "Switch MIG off (`nvidia-smi -mig 0`, as root)."
+        message += f"; GPU {cpu_ranges(split)} is split {'into compute partitions' if amd else 'by MIG'}"
+    whole_again = "Make one whole (`amd-smi set --compute-partition SPX`" if amd else "Switch MIG off (`nvidia-smi -mig 0`"
+    remedy = f"Ask for at most {len(available)}, each once." if available else f"{whole_again}, as root)."
     value = str(gpus) if isinstance(gpus, int) else str(list(gpus))
     raise InputError([Problem(code=code, field="gpus", value=value, message=message, remedy=remedy)])
 

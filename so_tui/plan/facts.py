@@ -35,6 +35,8 @@ class _Fact(Struct, frozen=True, tag_field="code", tag=_code):
 
 
 class AmdGpu(_Fact, frozen=True):
+    """A GPU of AMD's with memory of its own. Only APUs are planned for."""
+
     gpu: int
     name: str
 
@@ -175,7 +177,9 @@ class MemoryAdvice(_Fact, frozen=True):
 
 # Why settings were chosen.
 
-AutoReason = Literal["no-gpu", "gpu-memory-unknown", "fits-on-gpu", "less-recomputation", "offload-does-not-fit", "gpu-does-not-fit"]
+AutoReason = Literal[
+    "no-gpu", "gpu-memory-unknown", "fits-on-gpu", "less-recomputation", "overlaps", "offload-does-not-fit", "gpu-does-not-fit"
+]
 
 
 class AutoMode(_Fact, frozen=True):
@@ -265,6 +269,10 @@ class AdamCoresChosen(_Fact, frozen=True):
     fraction: float
     raised: bool
     """Whether that is more than was given."""
+
+
+class OneMemory(_Fact, frozen=True):
+    """CPU and GPU have the same memory: what one of them holds counts once, and offloading frees none."""
 
 
 class StepsEarly(_Fact, frozen=True):
@@ -385,6 +393,16 @@ class FasterAttention(_Fact, frozen=True):
     given_step_s: float
 
 
+class NeverRun(_Fact, frozen=True):
+    """A kind of GPU on which the project has run nothing: what is said of it follows from publications."""
+
+    name: str
+
+
+class DeepSpeedNvidiaOnly(_Fact, frozen=True):
+    """DeepSpeed's own SuperOffload on a GPU of another vendor."""
+
+
 class PcieOffload(_Fact, frozen=True):
     """The GPU is connected by PCIe, where offloading gains less."""
 
@@ -456,6 +474,7 @@ Choice = (
     | CheckpointingChosen
     | MicroBatchChosen
     | AdamCoresChosen
+    | OneMemory
     | StepsEarly
     | SavesBehind
     | InputsOnHost
@@ -468,6 +487,7 @@ Choice = (
     | NoNextBest
 )
 Slower = ClippingWaits | FasterOffload | FasterAttention | PcieOffload | SlowWithoutGpu | PackingOff | LargerSteps
-Caution = RemoteCode | BeyondPositions | Slower | GpuMemoryUnknown | Note | MoreGpusKeepMargin
+Untried = NeverRun | DeepSpeedNvidiaOnly
+Caution = Untried | RemoteCode | BeyondPositions | Slower | GpuMemoryUnknown | Note | MoreGpusKeepMargin
 Reason = Blocker | Need | Remedy | Choice
 Fact = Reason | Caution | MemoryAdvice

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import cast
 
 import msgspec
-from msgspec import Struct
 
 from so_tui.machine.types import Machine
 from so_tui.model.layout import StateLayout
@@ -17,30 +17,22 @@ from so_tui.plan.attention import attention_of
 from so_tui.plan.calibration import Probe, corrected_step, corrected_terms
 from so_tui.plan.constants import digest
 from so_tui.plan.copies import Copies, copies
-from so_tui.plan.facts import AmdGpu, Blocker, EngineNeedsGpu, MemoryPool, Mode, ModeNeedsGpu, NodeNeed, Shortage
+from so_tui.plan.facts import AmdGpu, Blocker, EngineNeedsGpu, Mode, ModeNeedsGpu, Shortage
 from so_tui.plan.memory import memory_terms
 from so_tui.plan.network import between_hosts_bytes_per_s
-from so_tui.plan.offload_ratio import STATE_BYTES, smallest_ratio
+from so_tui.plan.offload_ratio import RATIOS, STATE_BYTES, smallest_ratio
 from so_tui.plan.placement import Placement
-from so_tui.plan.resources import Gpus, Resources, Supply, other_resources, resources_of
+from so_tui.plan.resources import Gpus, Resources, other_resources, resources_of
 from so_tui.plan.sequence_parallel import not_shareable
 from so_tui.plan.speculation import SecondStates, choose
 from so_tui.plan.terms import MemoryTerm
 from so_tui.plan.timing import StepModel
-from so_tui.plan.types import GPU_MARGIN, HOST_MARGIN, TIGHT_MARGIN, PlannedRates, StepTime, Verdict
+from so_tui.plan.types import GPU_MARGIN, TIGHT_MARGIN, PlannedRates, StepTime, Verdict
+from so_tui.plan.verdict import Demand, demand_of, host_room, judge
 from so_tui.plan.workload import Workload
 from so_tui.spec.types import RunSpec
-from so_tui.units import memory_size
 
 _ANY_DATA = Workload()
-
-
-class Demand(Struct, frozen=True):
-    """Peak bytes: on the fullest GPU, per CPU node, in /dev/shm."""
-
-    gpu_bytes: int
-    node_bytes: dict[int, int]
-    shm_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,13 +121,13 @@ def assess(spec: RunSpec, target: Target) -> Assessment:
     placement = _placement(spec, target)
     terms = _terms(placement, target)
     demand = demand_of(terms, target.resources.nodes)
-    room = partial(_host_room, demand, target.resources)
+    room = partial(host_room, demand, target.resources)
     chosen = choose(placement, room, lambda second: _step(_speculating(placement, second), target))
     if chosen.second:
         placement = _speculating(placement, chosen.second)
         terms = (*terms, chosen.second.term)
         demand = demand_of(terms, target.resources.nodes)
-    copied = copies(placement, partial(_host_room, demand, target.resources))
+    copied = copies(placement, partial(host_room, demand, target.resources))
     if copied and copied.bytes:
         placement = replace(placement, copies_bytes=copied.bytes)
         terms = (*terms, copied.term)
@@ -159,16 +151,6 @@ def assess(spec: RunSpec, target: Target) -> Assessment:
 
 def _speculating(placement: Placement, second: SecondStates | None) -> Placement:
     return replace(placement, speculating=second.sub_groups, speculation_bytes=second.budget_bytes) if second else placement
-
-
-def _host_room(demand: Demand, resources: Resources) -> int:
-    """Return the host memory that each rank may take beyond this demand, with the margin left free."""
-    supply = resources.supply
-    ranks_on = {node: max(1, resources.nodes.count(node)) for node in demand.node_bytes}
-    free = [((1 - HOST_MARGIN) * supply.node_bytes.get(node, 0) - needs) / ranks_on[node] for node, needs in demand.node_bytes.items()]
-    if supply.limit_bytes is not None:
-        free.append(((1 - HOST_MARGIN) * supply.limit_bytes - sum(demand.node_bytes.values())) / max(1, resources.ranks))
-    return int(min(free, default=0.0))
 
 
 def step_with(found: Assessment, spec: RunSpec, target: Target) -> StepTime | None:
@@ -240,13 +222,16 @@ def best(spec: RunSpec, target: Target) -> Assessment:
 
 def states_fit(spec: RunSpec, target: Target) -> bool:
     """Return whether the bare states fit on the GPUs: a quick no for large models."""
-    capacity = target.resources.supply.gpu_bytes
+    supply = target.resources.supply
+    capacity = min(supply.node_bytes.values(), default=None) if supply.one_memory else supply.gpu_bytes
     return capacity is None or STATE_BYTES * spec.model.parameter_count <= capacity * target.ranks
 
 
 def _at_smallest_ratio(whole: Assessment, margin: float) -> Assessment:
     """Return a spec that was assessed at ratio 1 at the smallest ratio that leaves ``margin`` of each GPU free, else as it is."""
     target, offload = whole.target, whole.spec.offload
+    if target.resources.supply.one_memory:
+        return _at_smallest_ratio_in_one_memory(whole, margin)
     capacity = target.resources.supply.gpu_bytes
     if capacity is None:
         return whole
@@ -255,12 +240,26 @@ def _at_smallest_ratio(whole: Assessment, margin: float) -> Assessment:
     return whole if ratio == 1.0 else assess(in_mode(whole.spec, "superoffload", ratio), target)
 
 
+def _at_smallest_ratio_in_one_memory(whole: Assessment, margin: float) -> Assessment:
+    """Return the same where the GPU's memory is the host's: the states take about as much of it wherever they are stepped."""
+    accepted: tuple[Verdict, ...] = ("fits",) if margin == GPU_MARGIN else ("fits", "tight")
+
+    def at(ratio: float) -> Assessment:
+        return assess(in_mode(whole.spec, "superoffload", ratio), whole.target)
+
+    if whole.verdict not in accepted:
+        return whole
+    smallest = at(RATIOS[bisect_left(RATIOS, True, hi=len(RATIOS) - 1, key=lambda ratio: at(ratio).verdict in accepted)])
+    return smallest if smallest.verdict in accepted else whole
+
+
 def _placement(spec: RunSpec, target: Target) -> Placement:
     return Placement(
         spec=spec,
         profile=target.profile,
         layout=target.profile.layout(target.ranks, spec.offload),
         has_gpu=target.resources.has_gpu or spec.offload.mode == "gpu",
+        one_memory=target.resources.supply.one_memory,
         local_ranks=target.resources.ranks,
         rounds_pinned=target.resources.pinned_rounded,
     )
@@ -296,62 +295,10 @@ def step_model(placement: Placement, target: Target) -> StepModel | None:
     )
 
 
-def demand_of(terms: Sequence[MemoryTerm], rank_nodes: Sequence[int]) -> Demand:
-    """Add the terms up; ``rank_nodes`` are the CPU nodes on which the ranks of this host allocate."""
-    on_nodes = [term for term in terms if term.location == "node"]
-    common = sum(term.bytes for term in on_nodes if term.rank is None)
-    node_bytes: dict[int, int] = {}
-    for rank, node in enumerate(rank_nodes):
-        own = sum(term.bytes for term in on_nodes if term.rank == rank)
-        node_bytes[node] = node_bytes.get(node, 0) + common + own
-    return Demand(
-        gpu_bytes=sum(term.bytes for term in terms if term.location == "gpu"),
-        node_bytes=node_bytes,
-        shm_bytes=sum(term.bytes for term in terms if term.location == "shm"),
-    )
-
-
-def judge(demand: Demand, supply: Supply) -> tuple[Verdict, tuple[Shortage, ...]]:
-    """Return whether it fits, and where it does not, worst first."""
-    # Nodes are grouped only where there is something to say of them.
-    any_short = any(needs > (1 - HOST_MARGIN) * supply.node_bytes.get(node, 0) for node, needs in demand.node_bytes.items())
-    hosts = node_needs(demand, supply) if any_short else ()
-    found = [
-        _short("gpu", (), demand.gpu_bytes, supply.gpu_bytes, GPU_MARGIN),
-        *(_short("node", host.nodes, host.needs, host.has, HOST_MARGIN) for host in hosts),
-        _short("limit", (), sum(demand.node_bytes.values()), supply.limit_bytes, HOST_MARGIN),
-        _short("shm", (), demand.shm_bytes, supply.shm_bytes, TIGHT_MARGIN),
-    ]
-    shortages = sorted((short for short in found if short), key=lambda short: short.needs / max(1, short.has), reverse=True)
-    if any(short.fatal for short in shortages):
-        return "does not fit", tuple(short for short in shortages if short.fatal)
-    return ("tight" if shortages else "fits"), tuple(shortages)
-
-
-def node_needs(demand: Demand, supply: Supply) -> tuple[NodeNeed, ...]:
-    """Return what CPU nodes need and have; nodes whose figures are written the same share one entry."""
-    groups: dict[tuple[str, str], list[tuple[int, int, int]]] = {}
-    for node, needs in sorted(demand.node_bytes.items()):
-        has = supply.node_bytes.get(node, 0)
-        groups.setdefault((memory_size(needs), memory_size(has)), []).append((node, needs, has))
-    return tuple(_node_need(group) for group in groups.values())
-
-
-def _node_need(group: Sequence[tuple[int, int, int]]) -> NodeNeed:
-    _, needs, has = max(group, key=lambda found: found[1] / max(1, found[2]))
-    return NodeNeed(tuple(node for node, _, _ in group), needs, has)
-
-
-def _short(pool: MemoryPool, nodes: tuple[int, ...], needs: int, has: int | None, margin: float) -> Shortage | None:
-    if has is None or needs <= (1 - margin) * has:
-        return None
-    return Shortage(pool=pool, nodes=nodes, needs=needs, has=has, fatal=needs > (1 - TIGHT_MARGIN) * has)
-
-
 def blockers(spec: RunSpec, resources: Resources) -> Iterator[Blocker]:
     """Yield why ``spec`` can never run on these resources, whatever the memory."""
     machine, offload = resources.machine, spec.offload
-    if amd := next((gpu for gpu in machine.gpus if gpu.vendor == "amd"), None):
+    if amd := next((gpu for gpu in machine.gpus if gpu.vendor == "amd" and not gpu.shares_memory), None):
         yield AmdGpu(gpu=amd.index, name=amd.name)
     if not machine.gpus and offload.mode == "gpu":
         yield ModeNeedsGpu(machine=machine.label)

@@ -194,25 +194,25 @@ def _loss_terms(placement: Placement) -> Iterator[MemoryTerm]:
 def _gpu_overhead(placement: Placement, moving: Sequence[MemoryTerm]) -> Iterator[MemoryTerm]:
     if not placement.has_gpu:
         return
-    memory, layout, offload = constants().memory, placement.layout, placement.spec.offload
+    memory, layout, offload, gpu = constants().memory, placement.layout, placement.spec.offload, placement.gpu
     offloads = offload.mode == "superoffload" and layout.cpu_numel > 0
     context = memory.cuda_context_bytes + (memory.offload_context_bytes if offloads else 0)
-    yield MemoryTerm(TermKind.CUDA_CONTEXT, "gpu", context, "calibrated", "driver, context, kernels, libraries")
+    yield MemoryTerm(TermKind.CUDA_CONTEXT, gpu, context, "calibrated", "driver, context, kernels, libraries")
     if layout.ranks > 1:
         groups = 1 if placement.spec.train.sequence_parallel == 1 else 2
         formula = Formula("channels between the GPUs, of {} groups of ranks", (groups,)) if groups > 1 else "channels between the GPUs"
-        yield MemoryTerm(TermKind.NCCL_BUFFERS, "gpu", groups * memory.nccl_bytes, "calibrated", formula)
+        yield MemoryTerm(TermKind.NCCL_BUFFERS, gpu, groups * memory.nccl_bytes, "calibrated", formula)
     if offload.mode == "superoffload" and offload.engine == "deepspeed":
         text = "pinned memory of each rank's worker opens a context on the first GPU"
-        yield MemoryTerm(TermKind.WORKER_CONTEXT, "gpu", memory.second_context_bytes * layout.ranks, "calibrated", text)
-    changing = max(phase_bytes([found for found in moving if found.kind not in ACTIVATION_STACK], "gpu").values(), default=0)
+        yield MemoryTerm(TermKind.WORKER_CONTEXT, gpu, memory.second_context_bytes * layout.ranks, "calibrated", text)
+    changing = max(phase_bytes([found for found in moving if found.kind not in ACTIVATION_STACK], gpu).values(), default=0)
     formula = Formula("{:.1%} of what is allocated and freed within a layer", (memory.slack_share,))
-    yield MemoryTerm(TermKind.ALLOCATOR_SLACK, "gpu", int(memory.slack_share * changing), "calibrated", formula)
+    yield MemoryTerm(TermKind.ALLOCATOR_SLACK, gpu, int(memory.slack_share * changing), "calibrated", formula)
     if policy_of(placement.spec.model) == "attention":
         shape = placement.profile.architecture
         kept = placement.tokens * attention_bytes(shape) * shape.layers
         formula = Formula("{:.0%} of attention's results, kept between what is freed", (LOST_BETWEEN_RESULTS,))
-        yield MemoryTerm(TermKind.RESULT_FRAGMENTATION, "gpu", int(LOST_BETWEEN_RESULTS * kept), "calibrated", formula)
+        yield MemoryTerm(TermKind.RESULT_FRAGMENTATION, gpu, int(LOST_BETWEEN_RESULTS * kept), "calibrated", formula)
 
 
 def _fullest(terms: Sequence[MemoryTerm], location: str) -> Phase | None:

@@ -1,4 +1,4 @@
-"""The words of a plan: the one place where facts, sources and memory terms become text, for command line, screen and JSON."""
+"""The words of a plan: the one place where facts become text, for command line, screen and JSON."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from so_tui.trust.printable import printable_line
 from so_tui.units import duration, memory_size, plural, thousands
 
 if TYPE_CHECKING:
-    from so_tui.plan.constants import SpeedSource
     from so_tui.plan.types import DeepSpeedBinding
-    from so_tui.plan.workload import Workload
 
 _COMMIT = re.compile("[0-9a-f]{40}")
 _WHY_NOTHING_EARLY = {
@@ -62,7 +60,7 @@ def messages(found: Iterable[Fact | str]) -> tuple[str, ...]:
 def _blocker(fact: Blocker) -> str:
     match fact:
         case facts.AmdGpu():
-            return f"GPU {fact.gpu} ({fact.name}) is an AMD GPU; the optimizer is written for CUDA. Use a machine with NVIDIA GPUs"
+            return f"GPU {fact.gpu} ({fact.name}) is an AMD GPU, and of these so-tui plans for MI300A only. Use a machine with NVIDIA GPUs"
         case facts.ModeNeedsGpu():
             return f"offload.mode = gpu needs a GPU, and {fact.machine} has none. Use offload.mode = auto"
         case facts.EngineNeedsGpu():
@@ -193,6 +191,8 @@ def _choice(fact: Choice) -> str:
             return _auto_mode(fact)
         case facts.AutoCheckpointing():
             return f"activation checkpointing auto is {fact.policy} here: {_RECOMPUTES[fact.policy]}"
+        case facts.OneMemory():
+            return "CPU and GPU have one memory: states count once wherever they are stepped, and offloading frees none"
         case facts.StepsEarly(share=0.0):
             return f"clipping: Adam waits for the gradient norm; {_WHY_NOTHING_EARLY[fact.why_none]}"
         case facts.StepsEarly():
@@ -265,6 +265,8 @@ def _auto_mode(fact: facts.AutoMode) -> str:
             why = "the GPU's memory is not known"
         case "fits-on-gpu":
             why = "everything fits on the GPU, and offloading would only add time"
+        case "overlaps":
+            why = "the CPU steps beside backward, which leaves less of a step to wait for"
         case "less-recomputation":
             why = "the GPU memory that offloading frees saves more recomputation than the offload costs"
         case "offload-does-not-fit":
@@ -315,6 +317,10 @@ def _remote_code(fact: facts.RemoteCode) -> str:
 
 def _caution(fact: Caution) -> str:
     match fact:
+        case facts.NeverRun():
+            return f"planned, never run: so-tui has not run on {fact.name} yet, and these figures follow from publications"
+        case facts.DeepSpeedNvidiaOnly():
+            return "DeepSpeed says of its SuperOffload that it supports NVIDIA GPUs only; offload.engine = so-tui makes no such demand"
         case facts.ClippingWaits():
             text = "gradient_clipping above 0 makes DeepSpeed's SuperOffload wait for the norm: nothing overlaps with backward"
             text += "" if fact.seconds is None else f" (about {fact.seconds:.1f} s a step)"
@@ -375,32 +381,6 @@ def _across_hosts(fact: facts.AcrossHosts) -> str:
     if fact.seconds is None or fact.longer_s is None:
         return f"{spread}; {moved}"
     return f"{spread}; {moved}: {fact.seconds:.1f} s, which makes the step {fact.longer_s:.1f} s longer than if the GPUs were in one"
-
-
-def speed_source_text(source: SpeedSource | str) -> str:
-    """Return what a prediction of time rests on: rates, data, and a probe where one corrected it. Empty without a prediction."""
-    if isinstance(source, str):
-        return source
-    text = f"{rates_text(source)}; {workload_text(source.workload)}"
-    return f"{text}; corrected by a probe of this model here" if source.probed else text
-
-
-def rates_text(source: SpeedSource) -> str:
-    """Return where the rates of the hardware come from."""
-    if source.calibrated is None:
-        return source.published
-    measured = source.calibrated
-    where = f"on {measured.host}, a machine like this one" if measured.host else "here"
-    text = f"rates calibrated {where} on {measured.date[:10]}"
-    return f"{text}, the rest {source.published}" if source.published else text
-
-
-def workload_text(workload: Workload | None) -> str:
-    """Return the data that a prediction is for."""
-    if workload is None:
-        return "for whole sequences with every token trained, the most that data can cost"
-    documents = f"for documents of {workload.attended_tokens:.0f} tokens, {workload.trained_share:.0%} of all trained"
-    return f"{documents}, as measured on this data"
 
 
 def deepspeed_text(binding: DeepSpeedBinding) -> str:

@@ -21,6 +21,8 @@ class Placement:
     layout: StateLayout
     has_gpu: bool = True
     """Without a GPU, what would be its memory is the host's."""
+    one_memory: bool = False
+    """Whether GPU and CPU have the same memory (an APU), so that it is the host's too."""
     local_ranks: int = 1
     """Ranks that share this host; ``layout.ranks`` may be more."""
     speculating: tuple[int, ...] = ()
@@ -35,7 +37,7 @@ class Placement:
     @property
     def gpu(self) -> Location:
         """Where GPU memory is counted."""
-        return "gpu" if self.has_gpu else "node"
+        return "gpu" if self.has_gpu and not self.one_memory else "node"
 
     @property
     def pinned_rounded(self) -> bool:

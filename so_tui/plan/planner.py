@@ -6,10 +6,9 @@ speaks against a run is a reason in its plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, cast
+from collections.abc import Iterator, Sequence
+from typing import Literal, cast
 
-import msgspec
 from msgspec.structs import replace
 
 from so_tui.machine.types import Machine
@@ -27,28 +26,27 @@ from so_tui.plan.facts import (
     AutoCheckpointing,
     AutoMode,
     Choice,
-    Fact,
     InputsOnHost,
     MemoryNeeded,
     Need,
+    OneMemory,
     SavesBehind,
     Shortage,
     StepsEarly,
     TokensReached,
 )
-from so_tui.plan.fit import Assessment, Target, assess, blockers, held_back_step, in_mode, mode_without_gpu, node_needs, target_of
+from so_tui.plan.fit import Assessment, Target, assess, blockers, held_back_step, in_mode, mode_without_gpu, target_of
 from so_tui.plan.hosts import across_hosts
 from so_tui.plan.interval import checkpoint_interval
-from so_tui.plan.messages import message, pool_name, speed_source_text
-from so_tui.plan.resources import Gpus, Resources, rank_counts
+from so_tui.plan.resources import Resources, rank_counts
 from so_tui.plan.search import ALIKE, choices, fastest, fastest_policy, larger_steps, or_with_inputs_on_host, rate, with_fitting_cores
 from so_tui.plan.speculation import can_speculate, second_states_bytes
 from so_tui.plan.terms import OUTSIDE_ALLOCATOR, TERM_NAMES, MemoryTerm, TermKind
 from so_tui.plan.types import Mode, OptionalMemory, Plan, PlanRow
+from so_tui.plan.verdict import node_needs
 from so_tui.plan.workload import Workload, seen
 from so_tui.spec.errors import InputError
 from so_tui.spec.types import Preset, RunSpec
-from so_tui.trust.printable import so_tui_command
 
 
 def make_plan(spec: RunSpec, machine: Machine, *, workload: Workload | None = None, probed: bool = True) -> Plan:
@@ -87,7 +85,8 @@ def _decided(spec: RunSpec, target: Target) -> tuple[Assessment, tuple[Choice, .
     if on_gpu.verdict == "fits" and (offloaded.verdict != "fits" or rate(on_gpu) >= rate(offloaded)):
         return on_gpu, (AutoMode(mode="gpu", why="fits-on-gpu"),)
     if on_gpu.verdict == "fits":
-        return offloaded, (AutoMode(mode="superoffload", why="less-recomputation"),)
+        alike = policy_of(offloaded.spec.model) == policy_of(on_gpu.spec.model)
+        return offloaded, (AutoMode(mode="superoffload", why="overlaps" if alike else "less-recomputation"),)
     if on_gpu.verdict == "tight" and offloaded.verdict == "does not fit":
         short = _worst(offloaded)
         return on_gpu, (AutoMode(mode="gpu", why="offload-does-not-fit", ratio=spec.offload.ratio, shortage=short),)
@@ -151,78 +150,6 @@ def unplannable(spec: RunSpec) -> str:
     return ""
 
 
-def plans_json(plans: Iterable[Plan]) -> dict[str, Any]:
-    """Return what ``plan --json`` prints: plain values; of the spec only what a plan chooses."""
-    rows = []
-    for plan in plans:
-        row = plan_tree(plan)
-        del row["spec"]
-        row["settings"] = settings_of(plan.spec)
-        rows.append(row)
-    return {"plans": rows}
-
-
-def plan_tree(plan: Plan) -> dict[str, Any]:
-    """Return a plan as plain values.
-
-    ``reasons``, ``remedies``, ``warnings`` and ``speed_source`` are texts. ``facts`` and ``speed`` have the same as values: each fact with
-    its ``role``, ``code``, values and ``message``.
-    """
-    row: dict[str, Any] = msgspec.to_builtins(plan, str_keys=True)
-    row["facts"] = [
-        {"role": role, **msgspec.to_builtins(fact), "message": message(fact)} for role, fact in _roles(plan) if not isinstance(fact, str)
-    ]
-    row |= {"reasons": plan.reason_texts, "remedies": plan.remedy_texts, "warnings": plan.warning_texts}
-    row["speed_source"] = speed_source_text(plan.speed_source or "")
-    row["speed"] = msgspec.to_builtins(plan.speed_source) if isinstance(plan.speed_source, SpeedSource) else None
-    if plan.shortage is not None:
-        row["shortage"]["place"] = pool_name(plan.shortage)
-    return row
-
-
-def _roles(plan: Plan) -> Iterator[tuple[str, Fact | str]]:
-    for reason in plan.reasons:
-        yield "remedy" if reason in plan.remedies else "reason", reason
-    for warning in plan.warnings:
-        yield "warning", warning
-
-
-def settings_of(spec: RunSpec) -> dict[str, str | int | float]:
-    """Return what a plan chooses, by the keys that set it."""
-    return {
-        "offload.mode": spec.offload.mode,
-        "offload.ratio": spec.offload.ratio,
-        "offload.cpu_adam_cores_fraction": spec.offload.cpu_adam_cores_fraction,
-        "model.activation_checkpointing": spec.model.activation_checkpointing,
-        "model.activation_offload": spec.model.activation_offload,
-        "train.micro_batch": spec.train.micro_batch,
-        "train.sequence_parallel": spec.train.sequence_parallel,
-        "train.gradient_accumulation": spec.gradient_accumulation_steps,
-    }
-
-
-def command_of(plan: Plan, given: RunSpec, preset: str, gpus: Gpus, changes: Mapping[str, str] | None = None) -> str:
-    """Return the command that runs a plan, quoted for a shell.
-
-    Args:
-        plan: With settings that need not be those of the preset.
-        given: The preset's spec.
-        preset: Its name.
-        gpus: As the user named them: a mere count may be other GPUs by the time it runs.
-        changes: Other keys that the user set.
-    """
-    before, after = settings_of(given), settings_of(plan.spec)
-    if plan.spec.train.tokens_per_step:
-        del after["train.gradient_accumulation"]  # follows from the target
-    if plan.mode == "gpu":
-        del after["offload.ratio"], after["offload.cpu_adam_cores_fraction"]
-    wanted = str(gpus) if isinstance(gpus, int) else ",".join(map(str, gpus)) + ("," if len(gpus) == 1 else "")
-    options = [] if gpus == given.gpus else ["--gpus", wanted]
-    for key, value in {**{key: value for key, value in after.items() if before[key] != value}, **(changes or {})}.items():
-        options += ["--set", f"{key}={value}"]
-    return so_tui_command("run", preset, *options)
-
-
 def _row(spec: RunSpec, machine: Machine, gpu_counts: Sequence[int]) -> PlanRow:
     cells = {count: replace(_recommended(replace(spec, gpus=count), machine)[0], recommended=False) for count in gpu_counts}
     marked = _best_count(cells)
@@ -272,6 +199,7 @@ def _plan(spec: RunSpec, found: Assessment, decided: Sequence[Choice], *, search
         gpu_bytes=found.demand.gpu_bytes,
         gpu_reserved_bytes=sum(term.bytes for term in found.terms if term.location == "gpu" and term.kind not in OUTSIDE_ALLOCATOR),
         gpu_capacity_bytes=resources.supply.gpu_bytes,
+        one_memory=resources.supply.one_memory,
         host_bytes_per_node=found.demand.node_bytes,
         host_optional_bytes=(_second_states_bytes(found) + found.placement.copies_bytes) * resources.ranks,
         optional=OptionalMemory(second_states_bytes=found.placement.speculation_bytes, copies_bytes=found.placement.copies_bytes),
@@ -304,7 +232,9 @@ def _needs(found: Assessment, *, blocked: bool) -> tuple[Need, ...]:
 
 
 def _settled(spec: RunSpec, found: Assessment) -> Iterator[Choice]:
-    """Yield what became of a target of tokens per optimizer step, rounding included, of speculation, and of checkpoints."""
+    """Yield what became of a target of tokens per optimizer step, rounding included, of memory, of speculation, and of checkpoints."""
+    if found.target.resources.supply.one_memory:
+        yield OneMemory()
     if can_speculate(found.spec) and found.layout.cpu_numel:
         second = _second_states_bytes(found)
         held_back = held_back_step(found) if second else None

@@ -15,7 +15,8 @@ from so_tui.plan.binding import cpu_ranges
 from so_tui.plan.constants import SpeedSource
 from so_tui.plan.example import example_tflops
 from so_tui.plan.facts import MemoryPool
-from so_tui.plan.messages import deepspeed_text, message, network_text, rates_text, speed_source_text, workload_text
+from so_tui.plan.messages import deepspeed_text, message, network_text
+from so_tui.plan.speed_text import rates_text, speed_source_text, workload_text
 from so_tui.plan.types import Confidence, Location, MemoryTerm, Plan, PlanRow, Verdict
 from so_tui.plan.workload import Workload
 from so_tui.trust.printable import printable_line
@@ -33,6 +34,8 @@ _NAME, _WITH_FACTS, _CELL, _WIDE_CELL = 18, 44, 19, 22
 def render_table(rows: Sequence[PlanRow], machine: Machine) -> RenderableType:
     """Render what this machine can train: a line per model, a column per GPU count, and a legend. Narrow terminals get less detail."""
     parts: list[RenderableType] = [_machine_line(machine), Text(), _Grid(rows, machine), Text(), _legend(rows, machine)]
+    if any(plan.never_run for row in rows for plan in row.cells.values()):
+        parts.append(Text("Planned, never run: so-tui has not run on such GPUs yet.", style="yellow"))
     if not any(plan.recommended for row in rows for plan in row.cells.values()):
         parts.append(Text("No preset is sure to fit this machine. `so-tui plan PRESET` says why, and what would."))
     return Group(*parts)
@@ -114,10 +117,11 @@ def _headline(plan: Plan) -> Text:
     sign, style = _SIGNS[plan.verdict]
     how = "everything on the GPU" if plan.mode == "gpu" else f"{plan.mode}, ratio {plan.ratio:.2f}"
     how += f", micro-batch {plan.spec.train.micro_batch}, activation checkpointing {plan.spec.model.activation_checkpointing}"
-    ranks = f"{plan.gpus} {'GPU' if plan.gpu_capacity_bytes else 'rank'}" + ("s" if plan.gpus > 1 else "")
+    ranks = f"{plan.gpus} {'GPU' if plan.on_gpus else 'rank'}" + ("s" if plan.gpus > 1 else "")
     ranks += f" of {plan.spec.nodes} nodes" if plan.spec.nodes > 1 else ""
     text = Text.assemble((plan.spec.label, "bold"), f" on {ranks}: ", (f"{sign} {plan.verdict}", style), f"   {how}")
-    return text.append("   recommended", "bold") if plan.recommended else text
+    text.append("   recommended" if plan.recommended else "", "bold")
+    return text.append("   planned, never run" if plan.never_run else "", "yellow")
 
 
 def _locations(plan: Plan, machine: Machine) -> tuple[tuple[Location, str, int | None], ...]:
@@ -126,7 +130,7 @@ def _locations(plan: Plan, machine: Machine) -> tuple[tuple[Location, str, int |
     node = min(plan.host_capacity_bytes_per_node.values(), default=None) if own_nodes else None
     return (
         ("gpu", "each GPU", plan.gpu_capacity_bytes),
-        ("node", "host, each rank", node),
+        ("node", "each APU" if plan.one_memory else "host, each rank", node),
         ("shm", "/dev/shm, whole host", machine.shm_total_bytes),
         ("disk", "disk, one checkpoint", None),
     )

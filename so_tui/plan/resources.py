@@ -38,6 +38,8 @@ class Supply(Struct, frozen=True):
     shm_bytes: int | None
     limit_bytes: int | None
     """For all ranks together, where a cgroup sets a limit."""
+    one_memory: bool = False
+    """Whether the memory of the CPU nodes is that of the GPUs too (APUs). ``gpu_bytes`` is None then: the nodes have all there is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +72,7 @@ class Resources:
     @property
     def gpu_memory_unknown(self) -> bool:
         """Whether no plan can be said to fit."""
-        return self.has_gpu and self.supply.gpu_bytes is None
+        return self.has_gpu and self.supply.gpu_bytes is None and not self.supply.one_memory
 
     @property
     def ranks_per_node(self) -> int:
@@ -152,11 +154,13 @@ def _absent_gpu(machine: Machine, gpus: Gpus) -> Blocker | None:
 def supply_of(machine: Machine, gpus: Sequence[Gpu]) -> Supply:
     """Return the memory of these GPUs and of the CPU nodes, less what the operating system needs: totals, not what is free now."""
     sizes = [gpu.memory_total_bytes for gpu in gpus if gpu.memory_total_bytes is not None]
+    one_memory = any(gpu.shares_memory for gpu in gpus)
     return Supply(
-        gpu_bytes=min(sizes, default=None),
+        gpu_bytes=None if one_memory else min(sizes, default=None),
         node_bytes={node.id: usable_bytes(node.memory_total_bytes) for node in memory_nodes(machine)},
         shm_bytes=machine.shm_total_bytes,
         limit_bytes=machine.memory_limit_bytes,
+        one_memory=one_memory,
     )
 
 

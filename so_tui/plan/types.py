@@ -7,7 +7,7 @@ from typing import Literal
 from msgspec import Struct
 
 from so_tui.plan.constants import SpeedSource
-from so_tui.plan.facts import Caution, Mode, Reason, Remedy, Shortage
+from so_tui.plan.facts import Caution, Mode, NeverRun, Reason, Remedy, Shortage
 from so_tui.plan.messages import messages
 from so_tui.plan.terms import Confidence, Location, MemoryTerm, Phase
 from so_tui.plan.workload import Workload
@@ -141,6 +141,8 @@ class Plan(Struct, frozen=True, kw_only=True):
     gpu_reserved_bytes: int = 0
     """Of these, what torch's allocator reserves: all but the driver's and NCCL's share."""
     gpu_capacity_bytes: int | None
+    one_memory: bool = False
+    """Whether CPU and GPU have the same memory (APUs): all of it is counted on the CPU nodes, and ``gpu_bytes`` is 0."""
     host_bytes_per_node: dict[int, int]
     host_optional_bytes: int = 0
     """Of these, over all nodes, what a run does without where other processes hold it: second states, and copies for checkpoints."""
@@ -168,6 +170,16 @@ class Plan(Struct, frozen=True, kw_only=True):
     binding: tuple[RankBinding, ...]
     spec: RunSpec
     """The spec as it will run: mode resolved, the host's indices filled in."""
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether ranks are known to have GPUs."""
+        return bool(self.gpu_capacity_bytes) or self.one_memory
+
+    @property
+    def never_run(self) -> bool:
+        """Whether it is for a kind of GPU on which the project has run nothing."""
+        return any(isinstance(warning, NeverRun) for warning in self.warnings)
 
     @property
     def reason_texts(self) -> tuple[str, ...]:

@@ -38,7 +38,8 @@ _GENERATIONS = (
     (r"GH200|H[128]00|H20", _HOPPER),
     (r"A[18]00|A[34]0|A10G?|L40S?|L4", _AMPERE),
 )
-_UNKNOWN_GPU = 0
+UNKNOWN_GPU = 0
+"""Generation of a GPU that is not known, or not NVIDIA's."""
 
 
 class Kernel(Struct, frozen=True, kw_only=True):
@@ -110,7 +111,7 @@ class Chosen(Struct, frozen=True):
 
 def generation_of(gpu_name: str) -> int:
     """Return the major compute capability of a GPU by its product name; 0 when it is not known."""
-    return next((major for pattern, major in _GENERATIONS if re.search(rf"\b(?:{pattern})\b", gpu_name, re.IGNORECASE)), _UNKNOWN_GPU)
+    return next((major for pattern, major in _GENERATIONS if re.search(rf"\b(?:{pattern})\b", gpu_name, re.IGNORECASE)), UNKNOWN_GPU)
 
 
 def obstacle_to(backend: AttentionBackend, needs: Needs, present: Present) -> Obstacle | None:

@@ -13,6 +13,7 @@ from so_tui.launch import helpers, prepare, start
 from so_tui.launch.checks import preflight, quick_checks
 from so_tui.launch.local_paths import with_absolute_paths
 from so_tui.launch.preparation import Launch
+from so_tui.machine.described import named_machine
 from so_tui.machine.types import Software
 from so_tui.plan.types import Plan
 from so_tui.spec import CheckpointSpec, DataSource, DataSpec, InputError, ModelSpec, Refused, RunSpec, find_preset
@@ -84,6 +85,14 @@ def test_torch_without_cuda_on_a_gpu_machine() -> None:
     software = Software(torch="2.13.0+cpu", torch_cuda=None, deepspeed="0.19.8", transformers="5.23.0")
     launch = launch_with(plan_of(embedded(), gpus=True), quad_gh200(software=software), forced=True)
     assert checks_of(launch) == (("torch-without-cuda",), False)
+
+
+def test_torch_for_amd_is_one_for_rocm() -> None:
+    software = Software(torch="2.13.0+cu130", torch_cuda="13.0", deepspeed="0.19.8", transformers="5.23.0")
+    machine = msgspec.structs.replace(named_machine("mi300a-4"), software=software)
+    assert checks_of(launch_with(plan_of(embedded(), gpus=True), machine, forced=True)) == (("torch-without-rocm",), False)
+    rocm = msgspec.structs.replace(software, torch="2.13.0+rocm7.0", torch_cuda=None, torch_rocm="7.0")
+    quick_checks(launch_with(plan_of(embedded(), gpus=True), msgspec.structs.replace(machine, software=rocm), forced=True))
 
 
 def test_what_doctor_says_blocks_a_launch() -> None:

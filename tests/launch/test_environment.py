@@ -6,6 +6,7 @@ import pytest
 
 from so_tui.launch import environment
 from so_tui.launch.placeholders import Placeholder
+from so_tui.machine.described import named_machine
 from so_tui.machine.types import Machine, Software, version_numbers
 from so_tui.spec.types import DataSpec, ModelSpec, OffloadSpec, RunSpec
 from tests.support.plans import cpu_machine, plan_of, quad_gh200, spec_of
@@ -68,6 +69,8 @@ def test_gpus_are_numbered_as_in_the_plan() -> None:
     assert shown["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert shown["CUDA_VISIBLE_DEVICES"] is None
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in shown
+    shown = changes(named_machine("mi300a-4"), {"ROCR_VISIBLE_DEVICES": "2", "HIP_VISIBLE_DEVICES": "0"})
+    assert shown["ROCR_VISIBLE_DEVICES"] is shown["HIP_VISIBLE_DEVICES"] is None
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def test_every_machine_is_a_valid_machine_file_that_can_be_planned_for(name: str
     file = tmp_path / "machine.json"
     file.write_bytes(machine_json(machine))
     assert load_machine(file) == machine
-    plan = recommend(spec_of("llama-3.1-8b"), machine)
+    plan = recommend(spec_of("qwen3-4b-random"), machine)
     assert plan.fits
     assert plan.step_s is not None  # its speed is published
     assert any(isinstance(fact, Note) and "not measured" in fact.text for fact in plan.warnings)
@@ -30,13 +30,21 @@ def test_every_machine_is_a_valid_machine_file_that_can_be_planned_for(name: str
 
 @pytest.mark.parametrize(
     ("name", "gpus", "nodes", "cpus", "siblings"),
-    [("gh200-480", 1, 1, 72, 0), ("gh200-quad-120", 4, 4, 288, 0), ("gb200-4", 4, 2, 144, 0), ("h200-8", 8, 2, 224, 112)],
+    [
+        ("gh200-480", 1, 1, 72, 0),
+        ("gh200-quad-120", 4, 4, 288, 0),
+        ("gb200-4", 4, 2, 144, 0),
+        ("h200-8", 8, 2, 224, 112),
+        ("mi300a-4", 4, 4, 192, 96),
+    ],
 )
 def test_nodes_gpus_and_cores_are_those_of_the_hardware(name: str, gpus: int, nodes: int, cpus: int, siblings: int) -> None:
     machine = named_machine(name)
     assert (len(machine.gpus), len(machine.cpu_nodes), len(machine.online_cpus), len(machine.smt_siblings)) == (gpus, nodes, cpus, siblings)
     assert {gpu.numa_node for gpu in machine.gpus} == {node.id for node in machine.cpu_nodes}
-    assert all(machine.node(gpu.memory_node).kind == "gpu-memory" for gpu in machine.gpus if gpu.memory_node is not None)
+    for gpu in machine.gpus:
+        if gpu.memory_node is not None:
+            assert machine.node(gpu.memory_node).kind == ("cpu" if gpu.vendor == "amd" else "gpu-memory")
     assert all(set(gpu.cpus) == set(machine.node(gpu.numa_node or 0).cpus) for gpu in machine.gpus)
 
 

@@ -52,6 +52,7 @@ CHANGES: list[tuple[str, dict[str, Any], str, str]] = [
     ("gpu", {"compute_mode": "Prohibited"}, "blocks", "compute-prohibited"),
     ("gpu", {"mig": True}, "warning", "mig-enabled"),
     ("gpu", {"vendor": "amd"}, "blocks", "amd-gpus"),
+    ("gpu", {"vendor": "amd", "memory_node": 0}, "warning", "never-run"),
     ("software", {"torch_cuda": None, "torch": "2.10.0+cpu"}, "blocks", "torch-cpu-only"),
     ("software", {"deepspeed": None}, "blocks", "missing-packages"),
     ("software", {"deepspeed": "0.18.0"}, "blocks", "untested-deepspeed"),

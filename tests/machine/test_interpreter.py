@@ -44,7 +44,7 @@ def test_of_what_is_no_file_nothing_is_known(name: str) -> None:
     [
         ({"torch": "2.11.0", "deepspeed": "0.19.8"}, "13.0", 4, ()),
         ({"torch": "2.10.0+cpu", "deepspeed": "0.19.8"}, None, 0, ()),
-        ({"torch": "2.10.0+cpu", "deepspeed": "0.19.8"}, None, 4, ("without CUDA",)),
+        ({"torch": "2.10.0+cpu", "deepspeed": "0.19.8"}, None, 4, ("for the CPU only",)),
         ({"torch": "2.11.0", "deepspeed": "0.17.0"}, "13.0", 1, ("0.17.0",)),
         ({}, None, 0, ("torch, deepspeed",)),
     ],
@@ -53,7 +53,7 @@ def test_what_an_interpreter_lacks_is_named(
     versions: dict[str, str], cuda: str | None, gpus: int, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(interpreter, "package_version", versions.get)
-    monkeypatch.setattr(interpreter, "torch_cuda", lambda: cuda)
+    monkeypatch.setattr(interpreter, "torch_build", lambda: {"cuda": cuda} if cuda else {})
     found = tuple(faults(gpus))
     assert len(found) == len(words)
     assert all(word in fault for word, fault in zip(words, found, strict=True))

@@ -30,8 +30,9 @@ from so_tui.plan.facts import (
     Shortage,
     TooFewGpus,
 )
-from so_tui.plan.messages import message, speed_source_text
+from so_tui.plan.messages import message
 from so_tui.plan.render import render_plan
+from so_tui.plan.speed_text import speed_source_text
 from so_tui.plan.terms import TERM_NAMES, Formula, TermKind
 from so_tui.plan.types import Plan, Workload
 from so_tui.spec import Problem

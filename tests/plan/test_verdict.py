@@ -27,8 +27,8 @@ from so_tui.plan.facts import (
     Shortage,
     TooFewGpus,
 )
-from so_tui.plan.fit import Demand, judge
 from so_tui.plan.resources import Supply
+from so_tui.plan.verdict import Demand, judge
 from so_tui.spec import InputError, with_values
 from tests.support.machines import x86
 from tests.support.planning import BIG, CATALOG, CPU_ONLY, QUAD, facts_of, only, spec_of

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from so_tui.machine import Machine, cpu_ranges, inspect_machine
+from tests.support.kfd import apu_files
 
 GRACE_MIDR = "0x00000000410fd4f0\n"
 
@@ -43,6 +44,8 @@ class Host:
     gpus: tuple[tuple[str, int, int], ...] = ()
     """PCI address, device id and NUMA node of each GPU."""
     grace: bool = True
+    apus: bool = False
+    """Whether its GPUs are AMD's and share the memory of their CPU nodes."""
     smt: tuple[tuple[int, ...], ...] = ()
     """CPUs of each physical core with several threads."""
     extra: dict[str, str] = field(default_factory=dict)
@@ -73,11 +76,15 @@ class Host:
                 files[f"/sys/devices/system/cpu/cpu{cpu}/topology/core_cpus_list"] = f"{cpu_ranges(core)}\n"
         for address, device, node in self.gpus:
             folder = f"/sys/bus/pci/devices/{address}"
-            files |= {f"{folder}/vendor": "0x10de\n", f"{folder}/device": f"{device:#06x}\n", f"{folder}/class": "0x030200\n"}
+            vendor, kind = ("0x1002", "0x120000") if self.apus else ("0x10de", "0x030200")
+            files |= {f"{folder}/vendor": f"{vendor}\n", f"{folder}/device": f"{device:#06x}\n", f"{folder}/class": f"{kind}\n"}
             files |= {f"{folder}/numa_node": f"{node}\n", f"{folder}/local_cpulist": f"{self.cpu[node][0] if node >= 0 else ''}\n"}
         if self.grace:
             files["/sys/devices/system/cpu/cpu0/regs/identification/midr_el1"] = GRACE_MIDR
             files["/sys/devices/system/memory/auto_online_blocks"] = "online_movable\n"
+        elif self.apus:
+            files["/proc/cpuinfo"] = "processor\t: 0\nvendor_id\t: AuthenticAMD\nmodel name\t: AMD Instinct MI300A Accelerator\n"
+            files |= apu_files([mib for _, mib in self.cpu.values()])
         else:
             files["/proc/cpuinfo"] = "processor\t: 0\nvendor_id\t: GenuineIntel\nmodel name\t: Intel(R) Xeon(R) Platinum 8480+\n"
         return "\n".join(f"{name}\t{content}".replace("\n", "\\n") for name, content in (files | self.extra).items())
@@ -160,6 +167,14 @@ FOUR_H100_SUBNUMA = Host(
     smt=tuple((first, first + 1) for first in range(0, 112, 2)),
 )
 """Two sockets of two nodes each (sub-NUMA clustering); the threads of a core have consecutive numbers."""
+QUAD_MI300A = Host(
+    cpu={n: (f"{24 * n}-{24 * n + 23},{96 + 24 * n}-{96 + 24 * n + 23}", mib) for n, mib in enumerate((128160, 128924, 128924, 128884))},
+    gpus=tuple((f"000{n}:02:00.0", 0x74A0, n) for n in range(4)),
+    grace=False,
+    apus=True,
+    smt=tuple((core, core + 96) for core in range(96)),
+)
+"""Four APUs as one GPU and one NUMA node each (SPX, NPS1)."""
 ONE_GH200_MIG = Host(cpu=ONE_GH200.cpu, hbm={1: (1024, 0), 2: (47616, 0), 3: (47616, 0)}, empty=tuple(range(4, 9)), gpus=ONE_GH200.gpus)
 """Two MIG instances, each with its memory in one of the nodes reserved for them."""
 

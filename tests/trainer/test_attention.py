@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -13,8 +14,9 @@ from transformers import AttentionInterface
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from benchmarks.attention import table
-from so_tui.spec.attention import KERNELS, Needs
+from so_tui.spec.attention import KERNELS, UNKNOWN_GPU, Needs, choose_backend
 from so_tui_trainer.model.attention import Documents, Kernels, attend, register
+from so_tui_trainer.model.attention.choice import present
 from tests.support.attention import PLAIN, backends, visible
 
 NAMES = ("out", "query", "key", "value", "sinks")
@@ -147,3 +149,12 @@ def test_the_docs_show_what_was_measured() -> None:
     rows = json.loads((root / "benchmarks" / "results" / "attention-h200.json").read_text())
     shown = (root / "docs" / "attention.md").read_text()
     assert all(part in shown for part in table(rows).split("\n\n"))
+
+
+def test_amds_numbers_are_not_taken_for_nvidias(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under ROCm torch calls an MI300A 9.4, as if it were a Hopper, for which flash-attn 3 and 4 are made."""
+    monkeypatch.setattr(torch.version, "hip", "7.0.1")
+    here = present(torch.device("cuda", 0))
+    assert here.generation == UNKNOWN_GPU
+    everything = msgspec.structs.replace(here, packages=frozenset(kernel.package for kernel in KERNELS))
+    assert choose_backend(Needs(head_size=128), everything).backend == "torch-flash"

@@ -160,6 +160,7 @@ def unpin(address: int) -> None:
 
 
 def _cuda_runtime() -> Any:
+    # With ROCm this is HIP's runtime, whose functions torch calls by CUDA's names.
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 

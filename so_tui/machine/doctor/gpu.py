@@ -1,7 +1,7 @@
 """Check GPUs: vendor, driver, compute mode, MIG, and how the kernel exposes their memory.
 
-Codes: amd-gpus, nvml-unavailable, gpus-hidden, gpus-not-granted, no-nvidia-driver, no-gpu, driver-too-old, compute-prohibited,
-compute-exclusive, mig-enabled, gpu-memory-driver-managed, gpu-memory-offline, file-cache-in-gpu-memory, mpam-unused.
+Codes: amd-gpus, never-run, partitioned, nvml-unavailable, gpus-hidden, gpus-not-granted, no-nvidia-driver, no-gpu, driver-too-old,
+compute-prohibited, compute-exclusive, mig-enabled, gpu-memory-driver-managed, gpu-memory-offline, file-cache-in-gpu-memory, mpam-unused.
 """
 
 from __future__ import annotations
@@ -21,14 +21,33 @@ _CUDA_13_DRIVER = 580
 
 def check_vendor(context: CheckContext) -> Iterator[Finding]:
     amd = tuple(gpu for gpu in context.machine.gpus if gpu.vendor == "amd")
-    if amd:
+    named = ", ".join(f"GPU {gpu.index}: {gpu.name} at {gpu.pci_bus_id}" for gpu in amd)
+    if any(not gpu.shares_memory for gpu in amd):
         yield Finding(
             code="amd-gpus",
             severity="blocks",
-            title="AMD GPUs are not supported",
-            evidence=", ".join(f"GPU {gpu.index}: {gpu.name} at {gpu.pci_bus_id}" for gpu in amd),
-            cost="The offload engine uses CUDA streams and pinned copies, which were never tested on ROCm.",
+            title="AMD GPUs with memory of their own are not supported",
+            evidence=named,
+            cost="Nothing is known of their speed, and nothing was tested on them; of AMD's, MI300A alone is planned for.",
             remedy="Use a machine with NVIDIA GPUs, or hide these: without visible GPUs a run trains on the CPU.",
+        )
+    elif amd:
+        yield Finding(
+            code="never-run",
+            severity="warning",
+            title="so-tui has never run on these GPUs",
+            evidence=named,
+            cost="Plans follow from publications: planned, never run.",
+            remedy="Begin with a short run of `tiny`, and report what happens.",
+        )
+    if split := tuple(gpu for gpu in amd if gpu.mig):
+        yield Finding(
+            code="partitioned",
+            severity="warning",
+            title="GPUs are split into compute partitions",
+            evidence=f"GPU {gpu_list(split)}: several devices at {split[0].pci_bus_id} (KFD topology)",
+            cost="so-tui trains on whole GPUs and does not use these.",
+            remedy="As root: `amd-smi set --compute-partition SPX`.",
         )
 
 

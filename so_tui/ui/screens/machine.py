@@ -77,7 +77,7 @@ def _node_lines(machine: Machine, node: NumaNode, last: bool, distances: bool) -
     for index, gpu in enumerate(gpus):
         final = index == len(gpus) - 1 and not distances
         lines.append(Content.assemble((under + ("└─ " if final else "├─ "), "$rule"), _gpu_text(gpu)))
-        if gpu.memory_node is not None:
+        if gpu.memory_node is not None and not gpu.shares_memory:
             own = machine.node(gpu.memory_node)
             lines.append(
                 Content.assemble(
@@ -102,10 +102,12 @@ def _memory_text(node: NumaNode) -> Content:
 
 def _gpu_text(gpu: Gpu) -> Content:
     text = Content.assemble((f"GPU {gpu.index}", "bold $accent"), f"   {gpu_model(gpu.name)}   {gpu.pci_bus_id}")
-    if gpu.memory_total_bytes is not None:
+    if gpu.memory_total_bytes is not None and not gpu.shares_memory:
         text += f"   {memory(gpu.memory_total_bytes)}"
     if gpu.c2c:
         text += Content.styled("   NVLink-C2C", "$faint")
+    if gpu.shares_memory:
+        text += Content.styled("   one memory with this node", "$faint")
     if gpu.compute_mode not in (None, "Default"):
         text += Content.styled(f"   compute mode {gpu.compute_mode}", "$warning")
     return text
@@ -114,7 +116,7 @@ def _gpu_text(gpu: Gpu) -> Content:
 def software_lines(machine: Machine, width: int) -> list[Content]:
     """Return the software's versions, as many on a line as fit; missing packages are marked as absent."""
     software = machine.software
-    torch = software.torch and (software.torch + (f" (CUDA {software.torch_cuda})" if software.torch_cuda else " (CPU)"))
+    torch = software.torch and f"{software.torch} ({software.torch_built_for or 'CPU'})"
     numactl = software.numactl and software.numactl + ("" if software.numactl_works in (True, None) else " (cannot bind here)")
     named = (
         ("python", software.python),
@@ -125,7 +127,7 @@ def software_lines(machine: Machine, width: int) -> list[Content]:
         ("flash-attn", software.flash_attn),
         ("flash-attn 4", software.flash_attn_4),
         ("numactl", numactl),
-        ("driver", software.nvidia_driver),
+        ("driver", software.nvidia_driver or software.amd_driver),
         *((("CUDA toolkit", software.cuda_toolkit),) if machine.gpus else ()),
         ("compiler", software.compiler),
         ("ninja", software.ninja),

@@ -251,13 +251,14 @@ class PresetsScreen(Page):
                 self.query_one("#detail", Static).update("")
             return
         row, plan = chosen
-        noun = "GPU" if plan.gpu_capacity_bytes else "rank"
+        noun = "GPU" if plan.on_gpus else "rank"
         title = Content.assemble((row.title, "bold"), (f" on {plural(plan.gpus, noun)}   ", "$faint"), plan_view.headline(plan))
         self.query_one("#detail-title", Static).update(title)
         width = max(40, self.size.width - 7)
         lines = plan_view.memory_lines(plan, width)
-        if plan.gpu_bytes:
-            lines.insert(1, Content(" " * plan_view.LABEL) + plan_view.breakdown_line(plan, "gpu", width - plan_view.LABEL))
+        if plan.gpu_bytes or plan.one_memory:
+            terms = plan_view.breakdown_line(plan, "node" if plan.one_memory else "gpu", width - plan_view.LABEL)
+            lines.insert(1, Content(" " * plan_view.LABEL) + terms)
         lines += plan_view.step_lines(plan, width) + plan_view.reason_lines(plan, width)
         for index, line in enumerate(plan_view.binding_lines(plan)):
             lines.append(Content.styled(f"{'binding' if index == 0 else '':<{plan_view.LABEL}}", "$faint") + line)

@@ -27,14 +27,15 @@ def verdict(plan: Plan) -> Content:
 
 def headline(plan: Plan) -> Content:
     """Return the verdict, how it offloads and how fast it will be, in one line."""
-    facts = [verdict(plan), Content(mode_text(plan))]
+    marked = [Content.styled("planned, never run", "$warning")] if plan.never_run else []
+    facts = [verdict(plan), *marked, Content(mode_text(plan))]
     if plan.step_s:
         facts.append(Content(f"step {duration(plan.step_s)}"))
     if plan.useful_tokens_per_s_total:
         facts.append(Content(f"{rate(plan.useful_tokens_per_s_total)} tokens/s"))
     if plan.model_tflops_per_gpu:
         facts.append(Content(f"{significant(plan.model_tflops_per_gpu)} TFLOPS/GPU"))
-    if plan.step_s:
+    if plan.step_s and not plan.never_run:
         facts.append(Content.styled("predicted", "$faint"))
     return Content("   ").join(facts)
 
@@ -115,8 +116,10 @@ def memory_lines(plan: Plan, width: int) -> list[Content]:
         node = max(
             plan.host_bytes_per_node, key=lambda node: plan.host_bytes_per_node[node] / (plan.host_capacity_bytes_per_node.get(node) or 1)
         )
-        name = "fullest node" if len(plan.host_bytes_per_node) > 1 else "node"
-        lines.append(_bar_line(name, plan.host_bytes_per_node[node], plan.host_capacity_bytes_per_node.get(node), bar, HOST_MARGIN))
+        memory_of_node = "APU" if plan.one_memory else "node"
+        name = f"fullest {memory_of_node}" if len(plan.host_bytes_per_node) > 1 else memory_of_node
+        margin = GPU_MARGIN if plan.one_memory else HOST_MARGIN
+        lines.append(_bar_line(name, plan.host_bytes_per_node[node], plan.host_capacity_bytes_per_node.get(node), bar, margin))
     rest = []
     if plan.shm_bytes:
         rest.append(("/dev/shm", memory(plan.shm_bytes)))

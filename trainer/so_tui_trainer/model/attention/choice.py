@@ -18,6 +18,7 @@ from so_tui.spec.attention import (
     KERNELS,
     MASKED_BACKENDS,
     OBSTACLES,
+    UNKNOWN_GPU,
     AttentionBackend,
     Chosen,
     Needs,
@@ -51,7 +52,9 @@ def present(device: torch.device) -> Present:
     if device.type != "cuda":
         return Present(generation=None)
     packages = frozenset(kernel.package for kernel in KERNELS if kernel.package and package_version(kernel.package))
-    return Present(generation=torch.cuda.get_device_capability(device)[0], packages=packages)
+    # With ROCm a "capability" is AMD's own number: 9.4 of an MI300A is not Hopper.
+    generation = UNKNOWN_GPU if torch.version.hip else torch.cuda.get_device_capability(device)[0]
+    return Present(generation=generation, packages=packages)
 
 
 def needs_of(config: PretrainedConfig, *, supports_sdpa: bool, sinks: bool, deterministic: bool) -> Needs:

@@ -1,0 +1,32 @@
+"""What a prediction of time rests on, in words."""
+
+from __future__ import annotations
+
+from so_tui.plan.constants import SpeedSource
+from so_tui.plan.workload import Workload
+
+
+def speed_source_text(source: SpeedSource | str) -> str:
+    """Return what a prediction of time rests on: rates, data, and a probe where one corrected it. Empty without a prediction."""
+    if isinstance(source, str):
+        return source
+    text = f"{rates_text(source)}; {workload_text(source.workload)}"
+    return f"{text}; corrected by a probe of this model here" if source.probed else text
+
+
+def rates_text(source: SpeedSource) -> str:
+    """Return where the rates of the hardware come from."""
+    if source.calibrated is None:
+        return source.published
+    measured = source.calibrated
+    where = f"on {measured.host}, a machine like this one" if measured.host else "here"
+    text = f"rates calibrated {where} on {measured.date[:10]}"
+    return f"{text}, the rest {source.published}" if source.published else text
+
+
+def workload_text(workload: Workload | None) -> str:
+    """Return the data that a prediction is for."""
+    if workload is None:
+        return "for whole sequences with every token trained, the most that data can cost"
+    documents = f"for documents of {workload.attended_tokens:.0f} tokens, {workload.trained_share:.0%} of all trained"
+    return f"{documents}, as measured on this data"
