@@ -1,4 +1,7 @@
-"""Write the JSON schemas of what commands print with ``--json``: ``python -m so_tui.commands.schemas docs/schemas``."""
+"""Write the JSON schemas of what commands print with ``--json``, and of files that users write.
+
+``python -m so_tui.commands.schemas docs/schemas``
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ from so_tui.commands.run import StartedRun
 from so_tui.commands.runs import Runs
 from so_tui.commands.settings import ShownSettings
 from so_tui.launch.data_preview import DataPreview
+from so_tui.launch.executors.slurm.site import Site
 from so_tui.launch.render import ShownLaunch
 from so_tui.machine.types import Machine
 from so_tui.plan.calibration import Probe
@@ -52,6 +56,7 @@ _TYPES = {
     "note": RunNotes,
     "settings": ShownSettings,
     "settings-file": Settings,
+    "site-profile": Site,
 }
 _TEXT: Schema = {"type": "string"}
 _NULL: Schema = {"type": "null"}
@@ -106,8 +111,8 @@ def _as_plans_json(types: dict[str, Schema]) -> None:
 
 
 def schema_text(schema: Schema) -> str:
-    """Return a schema as it is published."""
-    return json.dumps(schema, indent=1) + "\n"
+    """Return a schema as it is published: with the end of a text as JSON Schema's patterns write it, not as Python's do."""
+    return json.dumps(schema, indent=1).replace('\\\\Z"', '$"') + "\n"
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ The commands that train, measure or ask a helper process are checked where they 
 from __future__ import annotations
 
 import json
+import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from jsonschema import Draft202012Validator, ValidationError
 
 from so_tui.cli import main
 from so_tui.commands.schemas import schema_text, schemas
+from so_tui.launch.executors.slurm.site import Site, builtin_sites
 from tests.support.make_run import write_run
 from tests.support.schemas import FOLDER, valid
 
@@ -63,3 +66,24 @@ def test_other_output_does_not_agree() -> None:
     for wrong in ({**run, "state": "gone"}, {**run, "steps": 1}, {**run, "loss": "none"}, {"name": "a"}):
         with pytest.raises(ValidationError):
             valid("runs", json.dumps({"runs": [wrong]}))
+
+
+@pytest.mark.parametrize("profile", sorted(builtin_sites().glob("*.toml")), ids=lambda path: path.stem)
+def test_site_profiles_agree(profile: Path) -> None:
+    valid("site-profile", json.dumps(tomllib.loads(profile.read_text())))
+
+
+def test_the_documented_site_profile_has_every_key() -> None:
+    page = (FOLDER.parent / "cluster.md").read_text()
+    (example,) = re.findall(r"```toml\n(title = \"Our cluster\".*?)```", page, re.DOTALL)
+    keys = valid("site-profile", json.dumps(tomllib.loads(example))).keys()
+    assert {*Site.__struct_fields__} - keys == {"source"}
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"titel": "x"}, {"poll_s": 0}, {"options": ["--x y\nz"]}, {"partitions": {"gh": {"time_limit": "soon"}}}]
+)
+def test_a_wrong_site_profile_does_not_agree(wrong: dict[str, object]) -> None:
+    valid("site-profile", json.dumps({"title": "x"}))
+    with pytest.raises(ValidationError):
+        valid("site-profile", json.dumps({"title": "x", **wrong}))

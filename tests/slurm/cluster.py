@@ -142,6 +142,10 @@ class Cluster:
                     found.append(int(folder.name))
         return tuple(found)
 
+    def has_steps(self) -> bool:
+        """Return whether anything of a job is left on the nodes that run, Slurm's own processes included."""
+        return bool(self.processes()) or any(self._steps(node) for node in NODES if node in self._daemons)
+
     def jobs(self) -> str:
         return self.run("squeue", "--noheader", "--states=PENDING,RUNNING,COMPLETING,SUSPENDED", "--format=%i %T")
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from so_tui.launch.executors.slurm import commands
-from so_tui.launch.executors.slurm.commands import Job, SlurmError, parse_queue, submit
+from so_tui.launch.executors.slurm.commands import SlurmError, parse_queue, submit
+from so_tui.launch.executors.slurm.job import Job
 
 QUEUE = """\
 1201|PENDING|Resources|2026-11-24T02:13:00||/runs/tiny-1

@@ -13,8 +13,9 @@ from so_tui.launch import prepare, start, stop
 from so_tui.launch.admission import refuse_start
 from so_tui.launch.current import current_state
 from so_tui.launch.executors.slurm import commands
-from so_tui.launch.executors.slurm.commands import Job, SlurmError
+from so_tui.launch.executors.slurm.commands import SlurmError
 from so_tui.launch.executors.slurm.executor import read_submission
+from so_tui.launch.executors.slurm.job import Job
 from so_tui.launch.executors.slurm.script import batch_script
 from so_tui.launch.executors.slurm.site import Site
 from so_tui.launch.restarts import attempt_of_restart, put_back, restarts, told_attempt

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from so_tui.launch.executors.slurm import commands
-from so_tui.launch.executors.slurm.commands import Job
+from so_tui.launch.executors.slurm.job import Job
 from so_tui.launch.executors.slurm.queue import Queue, queue
 
 

@@ -9,9 +9,13 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import cache
 
-from msgspec import Struct
+import msgspec
 
+from so_tui.launch.executors.slurm.job import Job, word
+from so_tui.launch.executors.slurm.queue_json import FIRST_VERSION, parse_queue_json
+from so_tui.machine.types import version_numbers
 from so_tui.spec import SoTuiError
 from so_tui.trust.printable import brief_line, brief_message, quoted
 
@@ -28,7 +32,6 @@ _CONNECTION = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
 """Variables that say how Slurm is reached."""
 _OPTIONS = ("SBATCH_", "SQUEUE_", "SACCT_", "SCANCEL_", "SINFO_", "SLURM_", "SLURMD_", "SRUN_")
 """What other variables begin with that Slurm's commands read as options, or that Slurm set for the job which submits a successor."""
-_NOTHING = frozenset(("", "N/A", "None", "(null)", "Unknown", "None assigned"))
 
 
 class SlurmError(SoTuiError):
@@ -47,20 +50,6 @@ class RefusedError(SlurmError):
         super().__init__(f"{command} refused: {brief_message('. '.join(lines))}")
 
 
-class Job(Struct, frozen=True, kw_only=True):
-    """A job as ``squeue`` or ``sacct`` lists it."""
-
-    id: str
-    state: str
-    """``PENDING``, ``RUNNING``, ``NODE_FAIL`` ..."""
-    reason: str = ""
-    start: float | None = None
-    """When it started, or is expected to, in seconds since the epoch."""
-    nodes: str = ""
-    folder: str = ""
-    """Its working folder."""
-
-
 def submit(script: str, folder: str, environment: Mapping[str, str]) -> str:
     """Submit a batch script from a folder and return the job's id.
 
@@ -76,8 +65,25 @@ def submit(script: str, folder: str, environment: Mapping[str, str]) -> str:
 
 def own_jobs() -> tuple[Job, ...]:
     """Return this user's jobs that wait, run, or have ended a moment ago. Raises SlurmError."""
-    printed = _call(("squeue", "--noheader", f"--user={os.geteuid()}", "--states=all", f"--format={_QUEUE}"))
-    return parse_queue(printed)
+    asked = ("squeue", f"--user={os.geteuid()}", "--states=all")
+    if version() >= FIRST_VERSION:
+        try:
+            return parse_queue_json(_call((*asked, "--json")))
+        except RefusedError as error:
+            if not any("json" in line.lower() for line in error.lines):  # otherwise the site has left that plugin out
+                raise
+        except msgspec.DecodeError as error:
+            _LOG.warning("squeue --json is of another form: %s", error)
+    return parse_queue(_call((*asked, "--noheader", f"--format={_QUEUE}")))
+
+
+@cache
+def version() -> tuple[int, ...]:
+    """Return the version of Slurm's commands on this host; empty if they do not say it."""
+    try:
+        return version_numbers(_call(("squeue", "--version")).strip().rpartition(" ")[2])
+    except SlurmError:
+        return ()
 
 
 def accounted(job_id: str) -> Job | None:
@@ -142,18 +148,14 @@ def parse_queue(printed: str) -> tuple[Job, ...]:
         Job(
             id=row[0],
             state=row[1].partition(" ")[0],
-            reason=_word(row[2]),
+            reason=word(row[2]),
             start=_seconds(row[3]),
-            nodes=_word(row[4]),
+            nodes=word(row[4]),
             folder=row[5],
         )
         for row in rows
         if len(row) == 6 and row[0].isascii() and row[0].isdigit()
     )
-
-
-def _word(text: str) -> str:
-    return "" if text in _NOTHING else text
 
 
 def _seconds(text: str) -> float | None:

@@ -20,8 +20,9 @@ from msgspec import Meta, Struct
 from so_tui.launch.attempt_files import read_launch
 from so_tui.launch.executors import JobPhase, JobStatus
 from so_tui.launch.executors.slurm import commands
-from so_tui.launch.executors.slurm.commands import Job, SlurmError
+from so_tui.launch.executors.slurm.commands import SlurmError
 from so_tui.launch.executors.slurm.interpreters import foreign_interpreter, interpreter_architecture, interpreter_of
+from so_tui.launch.executors.slurm.job import Job
 from so_tui.launch.executors.slurm.queue import queue
 from so_tui.launch.executors.slurm.refusals import explained
 from so_tui.launch.executors.slurm.script import OUTPUT, batch_script, warning_lead_s

@@ -20,7 +20,8 @@ from msgspec import Struct
 
 from so_tui.folders import cache_home
 from so_tui.launch.executors.slurm import commands
-from so_tui.launch.executors.slurm.commands import Job, SlurmError
+from so_tui.launch.executors.slurm.commands import SlurmError
+from so_tui.launch.executors.slurm.job import Job
 from so_tui.spec.files import write_atomic
 from so_tui.trust.decoding import decode_json
 from so_tui.trust.ownership import NotOwnError, private_folder, read_own
