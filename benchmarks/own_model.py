@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ class Laboratory:
         """Call a command; what it prints goes to stderr."""
         subprocess.run([sys.executable, "-m", "so_tui", *argv], check=True, stdout=sys.stderr, env=self._environment)
 
-    def trained(self, *changes: dict[str, object]) -> RunDirectory:
+    def trained(self, *changes: Mapping[str, object]) -> RunDirectory:
         """Train with more keys of the spec, and return the run."""
         settings = dict(self._settings)
         for more in changes:
