@@ -18,14 +18,14 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent
-CAST, PICTURE = FOLDER / "tour.cast", FOLDER / "tour.svg"
+CAST = FOLDER / "tour.cast"
 COLUMNS, ROWS = 120, 36
 HOST_NAME = "laptop"
 HOME = Path("/tmp/tour")
@@ -37,13 +37,16 @@ SHORTEST_FRAME_S = 0.3
 GIVE_UP_S = 600.0
 STYLE = re.compile(r"\x1b\[[0-9;:]*m|[\x0e\x0f]")
 
+Event = tuple[float, str, str]
+"""When, what (``o``: output), and the text."""
+
 
 @dataclass
 class Terminal:
     """A tmux server with one pane, its recording, and the time of the recording so far."""
 
     socket: str = f"so-tui-tour-{os.getpid()}"
-    events: list[tuple[float, str, str]] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
     drawn: list[str] = field(default_factory=lambda: [""] * ROWS)
     cursor: str = ""
     played_s: float = 0.0
@@ -202,8 +205,8 @@ def session(terminal: Terminal) -> None:
     t.pause(4.0)
 
 
-def record() -> list[tuple[float, str, str]]:
-    """Record the session in a home of its own, which is deleted when all went well."""
+def record(session: Callable[[Terminal], None], environment: Mapping[str, str] | None = None) -> list[Event]:
+    """Record a session in a home of its own, which is deleted when all went well. ``environment``: more variables of its shell."""
     HOME.mkdir(mode=0o700)  # fails where anything of this name exists
     terminal = Terminal()
     try:
@@ -223,6 +226,7 @@ def record() -> list[tuple[float, str, str]]:
                 "LANG": "C.UTF-8",
                 "PS1": "$ ",
                 "HISTFILE": "",
+                **(environment or {}),
             }
         )
         session(terminal)
@@ -232,11 +236,13 @@ def record() -> list[tuple[float, str, str]]:
     return terminal.events
 
 
-def draw() -> None:
-    """Make the picture of the recording."""
+def draw(cast: Path) -> Path:
+    """Make the picture of a recording."""
     # Not optimised by svg-term-cli, which would collapse the spaces within texts.
-    command = ["npx", "--yes", SVG_TERM, "--in", str(CAST), "--window", "--no-optimize"]
-    PICTURE.write_text(smaller(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+    command = ["npx", "--yes", SVG_TERM, "--in", str(cast), "--window", "--no-optimize"]
+    picture = cast.with_suffix(".svg")
+    picture.write_text(smaller(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+    return picture
 
 
 def smaller(svg: str) -> str:
@@ -248,21 +254,25 @@ def smaller(svg: str) -> str:
     return svg.replace("<svg ", '<svg xml:space="preserve" ', 1)
 
 
-def main() -> None:
+def write(cast: Path, title: str, events: list[Event]) -> None:
     """Write the recording and the picture, unless they show where they were made."""
-    if missing := [tool for tool in ("tmux", "unshare", "npx") if shutil.which(tool) is None]:
-        sys.exit(f"{', '.join(missing)} must be installed")
-    events = record()
-    header = {"version": 2, "width": COLUMNS, "height": ROWS, "title": "so-tui: plan, configure, train, stop, resume, export"}
+    header = {"version": 2, "width": COLUMNS, "height": ROWS, "title": title}
     lines = [header, *([round(at, 3), kind, text] for at, kind, text in events)]
     recording = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     ours = {platform.node(), getpass.getuser(), str(ROOT), sys.prefix, str(Path.home())}
     if shown := sorted(word for word in ours if re.search(rf"(?<![\w/]){re.escape(word)}\b", recording)):
         sys.exit(f"not written, because it would show {', '.join(shown)}")
-    CAST.write_text(recording)
-    draw()
-    print(f"{len(events)} frames, {events[-1][0]:.0f} s; {CAST.stat().st_size:,} bytes; {PICTURE.stat().st_size:,} bytes")
+    cast.write_text(recording)
+    picture = draw(cast)
+    print(f"{len(events)} frames, {events[-1][0]:.0f} s; {cast.stat().st_size:,} bytes; {picture.stat().st_size:,} bytes")
+
+
+def check_tools() -> None:
+    """Exit if a program is missing that recording needs."""
+    if missing := [tool for tool in ("tmux", "unshare", "npx") if shutil.which(tool) is None]:
+        sys.exit(f"{', '.join(missing)} must be installed")
 
 
 if __name__ == "__main__":
-    main()
+    check_tools()
+    write(CAST, "so-tui: plan, configure, train, stop, resume, export", record(session))

@@ -152,6 +152,19 @@ def test_it_loads_without_a_warning_and_computes_what_the_masters_say(
     assert torch.equal(from_checkpoint, wanted)
 
 
+def test_a_model_whose_head_is_its_embedding_writes_from_its_checkpoint(tmp_path: Path) -> None:
+    spec = tiny()
+    tied = msgspec.structs.replace(spec.model, config=spec.model.config | {"tie_word_embeddings": True})
+    spec = msgspec.structs.replace(spec, model=tied)
+    model: Any = causal_model(load_config(tied), dtype=torch.float32)
+    checkpoint_of(model, spec, tmp_path)
+    written: Any = whole.of_checkpoint(tmp_path, spec)
+    assert written.lm_head.weight is written.get_input_embeddings().weight
+    ids = torch.arange(5, 69)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(written.eval().float()(input_ids=ids).logits, model.eval()(input_ids=ids).logits, rtol=0.02, atol=0.02)
+
+
 def test_it_generates_as_the_model_did_and_stops_where_answers_end(tmp_path: Path) -> None:
     """The settings of generation are a file of their own, which weights and configuration know nothing of."""
     from transformers import GenerationConfig

@@ -36,6 +36,7 @@ def of_checkpoint(checkpoint: Path, spec: RunSpec) -> PreTrainedModel:
         causal: PreTrainedModel = factory.from_config(
             config, dtype=torch.bfloat16, attn_implementation=DEFAULT_ATTENTION, trust_remote_code=spec.model.trust_remote_code
         )
+    causal.tie_weights()  # left out with the initialisation; without it a tied head would be a parameter of its own
     shapes = {name: parameter.shape for name, parameter in causal.named_parameters()}
     causal.load_state_dict(weights(checkpoint, shapes), strict=False, assign=True)
     causal.tie_weights()
