@@ -15,6 +15,10 @@ Policy = Literal["full", "attention", "selective", "none"]
 POLICIES: tuple[Policy, ...] = ("none", "selective", "attention", "full")
 """The fastest first."""
 
+TILED_POLICIES: tuple[Policy, ...] = ("attention", "full")
+"""Those with which feed-forward blocks can be cut into tiles: a block keeps nothing but its input."""
+MLP_TILE_TOKENS = 8192
+
 SINKS = frozenset({"gpt_oss"})
 """Model types whose attention has sinks: backward briefly holds one more tensor of the size of a layer's attention result. The gate of
 their experts is clamped and shifted, and each of these operations stores a copy where they are not one kernel."""
@@ -30,6 +34,11 @@ def policy_of(model: ModelSpec) -> Policy:
 def offloads_inputs(model: ModelSpec) -> bool:
     """Return whether layer inputs are in host memory between forward and backward; ``auto`` counts as not."""
     return model.activation_offload == "on" and policy_of(model) != "none"
+
+
+def tiles_mlp(model: ModelSpec) -> bool:
+    """Return whether dense feed-forward blocks compute ``MLP_TILE_TOKENS`` at a time; ``auto`` counts as not."""
+    return model.tiled_mlp == "on" and policy_of(model) in TILED_POLICIES
 
 
 def block_input_bytes(shape: Architecture) -> int:
@@ -112,11 +121,29 @@ def block_bytes(shape: Architecture, *, fused: bool) -> int:
     then), and two of width h. That is what torch's memory history shows on an H200. Without, norms store fp32 copies:
     24 h + 6 (q + 2 kv) + 12 f. With experts ``expert_peak_bytes`` in the place of the last.
     """
+    feed_forward = expert_peak_bytes(shape, fused=fused) if shape.experts else mlp_bytes(shape, fused=fused)
+    sinks = 2 * shape.query_width if shape.model_type in SINKS else 0
+    return _bytes_beside_mlp(shape, fused=fused) + feed_forward + sinks
+
+
+def mlp_bytes(shape: Architecture, *, fused: bool) -> int:
+    """Return the part of ``block_bytes`` that a dense feed-forward block holds."""
+    return (10 if fused else 12) * shape.intermediate
+
+
+def tiled_block_bytes(shape: Architecture, *, fused: bool) -> int:
+    """Return what ``block_bytes`` is where the feed-forward block is cut into tiles, without one tile's ``mlp_bytes``.
+
+    Then attention's backward holds the most: 6 h + 14 q + 10 kv, which are queries, keys and values before and after rotation, the result,
+    the gradients of all these, and a kernel's fp32 sum of the queries' gradient. Derived, not measured.
+    """
     h, q, kv = shape.hidden, shape.query_width, shape.key_value_width
-    feed_forward = expert_peak_bytes(shape, fused=fused) if shape.experts else (10 if fused else 12) * shape.intermediate
-    sinks = 2 * q if shape.model_type in SINKS else 0
-    own = 10 * h + 6 * (q + kv) if fused else 24 * h + 6 * (q + 2 * kv)
-    return own + feed_forward + sinks
+    return max(_bytes_beside_mlp(shape, fused=fused), 6 * h + 14 * q + 10 * kv)
+
+
+def _bytes_beside_mlp(shape: Architecture, *, fused: bool) -> int:
+    h, q, kv = shape.hidden, shape.query_width, shape.key_value_width
+    return 10 * h + 6 * (q + kv) if fused else 24 * h + 6 * (q + 2 * kv)
 
 
 def elementwise_bytes(shape: Architecture, *, fused: bool) -> int:

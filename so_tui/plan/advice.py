@@ -12,13 +12,14 @@ import msgspec
 from so_tui.model.activations import offloads_inputs
 from so_tui.model.sharding import moments_bytes
 from so_tui.plan.alternatives import (
-    batch_changes,
+    alternative_to,
     compact_states,
     less_speculation,
+    memory_savings,
     more_gpus,
-    more_recomputation,
     shorter_sequences,
     smaller_batches,
+    with_policy,
 )
 from so_tui.plan.attention import attention_of
 from so_tui.plan.facts import (
@@ -93,9 +94,10 @@ def _fitting_here(spec: RunSpec, target: Target) -> FitsHere | None:
             return FitsHere(changes=alternative.changes)
     if (here := best(spec, target)).verdict != "does not fit":
         return FitsHere(changes=_offload_changes(spec, here))
-    for alternative in more_recomputation(spec):
-        if best(alternative.spec, target).verdict != "does not fit":
-            return FitsHere(changes=alternative.changes)
+    recomputing = with_policy(spec, "full")
+    for other in (recomputing, *memory_savings(recomputing)):
+        if best(other, target).verdict != "does not fit":
+            return FitsHere(changes=alternative_to(spec, other).changes)
     smaller = _fitting_batch(_recomputing(spec), target)
     if smaller is None:
         return _fitting_when_shared(spec, target)
@@ -112,7 +114,7 @@ def _fitting_when_shared(spec: RunSpec, target: Target) -> FitsHere | None:
         if not_shareable(shared, target.resources):
             return None
         if best(shared, target).verdict != "does not fit":
-            return FitsHere(changes=batch_changes(spec, shared))
+            return FitsHere(changes=alternative_to(spec, shared).changes)
     return None
 
 
@@ -133,8 +135,9 @@ def _offload_changes(spec: RunSpec, found: Assessment) -> tuple[Change, ...]:
 
 
 def _recomputing(spec: RunSpec) -> RunSpec:
-    """Return the spec with the recomputation that takes the least memory."""
-    return [spec, *(alternative.spec for alternative in more_recomputation(spec))][-1]
+    """Return the spec with the recomputation that takes the least memory, and with what saves some beside it."""
+    recomputing = with_policy(spec, "full")
+    return [recomputing, *memory_savings(recomputing)][-1]
 
 
 def _fitting_when_shorter(spec: RunSpec, target: Target) -> Iterator[FitsHere]:

@@ -12,7 +12,7 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from so_tui.model.activations import Policy
+from so_tui.model.activations import MLP_TILE_TOKENS, TILED_POLICIES, Policy
 from so_tui.model.profile import profile_of
 from so_tui.plan.facts import Change, MemoryAdvice, MemorySaving
 from so_tui.plan.memory import memory_terms
@@ -22,7 +22,7 @@ from so_tui.plan.sequence_parallel import more_sharing
 from so_tui.plan.speculation import can_speculate, second_states
 from so_tui.plan.types import NOTHING_OPTIONAL, OptionalMemory
 from so_tui.spec.errors import InputError
-from so_tui.spec.types import RunSpec, StatesFormat
+from so_tui.spec.types import ModelSpec, RunSpec, StatesFormat
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 _FORMATS: tuple[StatesFormat, ...] = ("fp32", "bf16-moments", "int8-moments")
@@ -46,9 +46,9 @@ def alternatives(spec: RunSpec, pool: Literal["gpu", "node"]) -> Iterator[Altern
     """Yield the next step of each change that needs less GPU memory, or less host memory, of a spec whose mode is decided."""
     if pool == "gpu":
         yield from islice(smaller_batches(spec), 1)
-        yield from islice(more_recomputation(spec), 1)
+        yield from more_recomputation(spec)
         yield from more_offload(spec)
-        yield from islice(shared_sequences(spec), 1)
+        yield from (alternative_to(spec, other) for other in (*memory_savings(spec), *islice(more_sharing(spec), 1)))
         yield from islice(shorter_sequences(spec), 1)
     else:
         yield from less_speculation(spec, "off")
@@ -97,13 +97,25 @@ def with_policy(spec: RunSpec, policy: Policy) -> RunSpec:
 
 
 def more_recomputation(spec: RunSpec) -> Iterator[Alternative]:
-    """Yield the recomputation that needs the least memory, where the spec has another, and then layer inputs on the host."""
-    model = spec.model
-    full = {"activation_checkpointing": "full"} if model.activation_checkpointing != "full" else {}
-    if full:
-        yield _changed(spec, "model", **full)
-    if model.activation_offload == "auto":
-        yield _changed(spec, "model", **full, activation_offload="on")
+    """Yield the recomputation that needs the least memory, where the spec has another."""
+    if spec.model.activation_checkpointing != "full":
+        yield _changed(spec, "model", activation_checkpointing="full")
+
+
+def memory_savings(spec: RunSpec) -> Iterator[RunSpec]:
+    """Yield a spec with feed-forward blocks in tiles, with layer inputs on the host, and with both, as far as it leaves them open."""
+    model, policy = spec.model, spec.model.activation_checkpointing
+    tokens = spec.train.micro_batch * spec.data.sequence_length // spec.train.sequence_parallel
+    tiles = {"tiled_mlp": "on"} if tokens > MLP_TILE_TOKENS and _can_tile(model) else {}
+    host = {"activation_offload": "on"} if model.activation_offload == "auto" and policy != "none" else {}
+    for values in (tiles, host, {**tiles, **host} if tiles and host else {}):
+        if values:
+            yield replace(spec, model=replace(model, **values))
+
+
+def _can_tile(model: ModelSpec) -> bool:
+    recomputed = model.activation_checkpointing in ("auto", *TILED_POLICIES)
+    return model.tiled_mlp == "auto" and recomputed and not profile_of(model).architecture.experts
 
 
 def more_offload(spec: RunSpec) -> Iterator[Alternative]:
@@ -144,17 +156,16 @@ def shorter_sequences(spec: RunSpec) -> Iterator[Alternative]:
         length //= 2
 
 
-def shared_sequences(spec: RunSpec) -> Iterator[Alternative]:
-    """Yield more ranks of a host for each sequence."""
-    for shared in more_sharing(spec):
-        yield Alternative(batch_changes(spec, shared), shared)
-
-
-def batch_changes(before: RunSpec, after: RunSpec) -> tuple[Change, ...]:
-    """Return the keys in which two specs split the sequences of a step differently."""
-    keys = ("micro_batch", "sequence_parallel", "gradient_accumulation")
-    values = [(key, getattr(before.train, key), getattr(after.train, key)) for key in keys]
-    return tuple(Change(f"train.{key}", was, now) for key, was, now in values if was != now)
+def alternative_to(before: RunSpec, after: RunSpec) -> Alternative:
+    """Return a spec as an alternative to another that differs in what its activations take."""
+    keys = {"model": ("activation_checkpointing", "tiled_mlp", "activation_offload")}
+    keys["train"] = ("micro_batch", "sequence_parallel", "gradient_accumulation")
+    values = [
+        Change(f"{section}.{key}", getattr(getattr(before, section), key), getattr(getattr(after, section), key))
+        for section, names in keys.items()
+        for key in names
+    ]
+    return Alternative(tuple(change for change in values if change.before != change.after), after)
 
 
 def no_accumulation(spec: RunSpec) -> Iterator[Alternative]:

@@ -304,6 +304,12 @@ class SequencesShared(_Fact, frozen=True):
     given: int
 
 
+class MlpTiled(_Fact, frozen=True):
+    """Feed-forward blocks compute some tokens at a time."""
+
+    tile_tokens: int
+
+
 class InputsOnHost(_Fact, frozen=True):
     """Inputs of checkpointed layers are in host memory between forward and backward."""
 
@@ -477,6 +483,7 @@ Choice = (
     | OneMemory
     | StepsEarly
     | SavesBehind
+    | MlpTiled
     | InputsOnHost
     | SequencesShared
     | AttentionFallsBack

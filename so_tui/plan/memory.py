@@ -11,7 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from so_tui.model.activations import attention_bytes, block_input_bytes, offloads_inputs, policy_of
+from so_tui.model.activations import (
+    MLP_TILE_TOKENS,
+    attention_bytes,
+    block_input_bytes,
+    mlp_bytes,
+    offloads_inputs,
+    policy_of,
+    tiled_block_bytes,
+    tiles_mlp,
+)
 from so_tui.model.loss import LOSS_BLOCK_LOGITS, LOSS_KEPT_LOGITS
 from so_tui.model.sharding import StatesFormat, moments_bytes
 from so_tui.plan.communication import communication_terms, gradients_waiting_bytes
@@ -28,6 +37,8 @@ LOST_BETWEEN_RESULTS = 0.3
 parameters, one sequence of 65,536 tokens): 5.3 GiB beside 18.3."""
 INPUTS_HELD: dict[Phase, int] = {"loss": 1, "backward": 2}
 """Layer inputs that the GPU holds where the others are on the host: the last layer's, and in backward the one being fetched."""
+GRADIENT_SUM_BYTES = 6
+"""Per parameter of a feed-forward block in tiles: the fp32 sum of its gradient, and one tile's."""
 _MOMENTS: dict[StatesFormat, str] = {
     "fp32": "two fp32 moments",
     "bf16-moments": "two bf16 moments",
@@ -129,16 +140,14 @@ def _activations(placement: Placement) -> Iterator[MemoryTerm]:
             yield MemoryTerm(TermKind.LAYER_INPUTS, gpu, whole, "exact", formula, phase=phase)
         else:
             yield MemoryTerm(TermKind.ACTIVATIONS, gpu, whole, "estimate", formula, phase=phase)
-    stored = sizes.stored if policy != "full" else 0
-    working = int(constants().memory.block_share * tokens * max(0, sizes.block - stored))
-    formula = Formula("{} tokens x {} B", (tokens, sizes.block))
-    yield MemoryTerm(TermKind.BLOCK_WORKING_SET, gpu, working, "calibrated", formula, phase="backward")
+    working = _working_set(placement, sizes.stored if policy != "full" else 0)
+    yield working
     if scores:
         formula = Formula(
             "6 B x {} heads x {}^2 tokens x {} (eager attention)", (shape.heads, str(spec.data.sequence_length), spec.train.micro_batch)
         )
         yield MemoryTerm(TermKind.ATTENTION_SCORES, gpu, scores, "estimate", formula, phase="backward")
-    waiting = gradients_waiting_bytes(placement, tokens * kept, working)
+    waiting = gradients_waiting_bytes(placement, tokens * kept, working.bytes)
     if waiting:
         text = "full buckets, less the activations of layers that are done"
         yield MemoryTerm(TermKind.GRADIENTS_WAITING, gpu, waiting, "estimate", text, phase="backward")
@@ -148,6 +157,22 @@ def _activations(placement: Placement) -> Iterator[MemoryTerm]:
     if shape.experts:
         yield from _expert_terms(placement)
     yield from _loss_terms(placement)
+
+
+def _working_set(placement: Placement, stored: int) -> MemoryTerm:
+    """Return what recomputation and backward of one block hold beyond the ``stored`` bytes per token."""
+    profile, tokens, share = placement.profile, placement.tokens, constants().memory.block_share
+    shape, fused = profile.architecture, profile.fused
+    if not tiles_mlp(placement.spec.model) or shape.experts or tokens <= MLP_TILE_TOKENS:
+        block = profile.activations[policy_of(placement.spec.model)].block
+        formula = Formula("{} tokens x {} B", (tokens, block))
+        size = int(share * tokens * max(0, block - stored))
+        return MemoryTerm(TermKind.BLOCK_WORKING_SET, placement.gpu, size, "calibrated", formula, phase="backward")
+    block, tile, weights = tiled_block_bytes(shape, fused=fused), mlp_bytes(shape, fused=fused), 3 * shape.hidden * shape.intermediate
+    values = (tokens, block, MLP_TILE_TOKENS, tile, GRADIENT_SUM_BYTES, weights)
+    formula = Formula("{} tokens x {} B + {} tokens x {} B, {} B x {} for gradients of tiles", values)
+    size = int(share * (tokens * max(0, block - stored) + MLP_TILE_TOKENS * tile)) + GRADIENT_SUM_BYTES * weights
+    return MemoryTerm(TermKind.BLOCK_WORKING_SET, placement.gpu, size, "estimate", formula, phase="backward")
 
 
 def _offloaded_inputs(placement: Placement, input_bytes: int) -> Iterator[MemoryTerm]:

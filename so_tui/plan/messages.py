@@ -209,6 +209,8 @@ def _choice(fact: Choice) -> str:
             return f"checkpoints: {much} are written while training goes on; {copies}{rest}"
         case facts.SequencesShared():
             return f"{fact.ranks} ranks share each sequence: with train.sequence_parallel = {fact.given} it would not fit"
+        case facts.MlpTiled():
+            return f"feed-forward blocks compute {thousands(fact.tile_tokens)} tokens at a time"
         case facts.InputsOnHost():
             return f"layer inputs are in host memory between forward and backward: {memory_size(fact.bytes)} a rank"
         case facts.AttentionFallsBack():

@@ -61,6 +61,7 @@ def settings_of(spec: RunSpec) -> dict[str, str | int | float]:
         "offload.cpu_adam_cores_fraction": spec.offload.cpu_adam_cores_fraction,
         "model.activation_checkpointing": spec.model.activation_checkpointing,
         "model.activation_offload": spec.model.activation_offload,
+        "model.tiled_mlp": spec.model.tiled_mlp,
         "train.micro_batch": spec.train.micro_batch,
         "train.sequence_parallel": spec.train.sequence_parallel,
         "train.gradient_accumulation": spec.gradient_accumulation_steps,

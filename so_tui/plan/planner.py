@@ -12,7 +12,7 @@ from typing import Literal, cast
 from msgspec.structs import replace
 
 from so_tui.machine.types import Machine
-from so_tui.model.activations import policy_of
+from so_tui.model.activations import MLP_TILE_TOKENS, policy_of, tiles_mlp
 from so_tui.model.flops import model_flops
 from so_tui.model.profile import profile_of
 from so_tui.plan.advice import cautions, gpus_with_margin, remedies
@@ -28,6 +28,7 @@ from so_tui.plan.facts import (
     Choice,
     InputsOnHost,
     MemoryNeeded,
+    MlpTiled,
     Need,
     OneMemory,
     SavesBehind,
@@ -39,7 +40,7 @@ from so_tui.plan.fit import Assessment, Target, assess, blockers, held_back_step
 from so_tui.plan.hosts import across_hosts
 from so_tui.plan.interval import checkpoint_interval
 from so_tui.plan.resources import Resources, rank_counts
-from so_tui.plan.search import ALIKE, choices, fastest, fastest_policy, larger_steps, or_with_inputs_on_host, rate, with_fitting_cores
+from so_tui.plan.search import ALIKE, choices, fastest, fastest_policy, larger_steps, or_with_less_memory, rate, with_fitting_cores
 from so_tui.plan.speculation import can_speculate, second_states_bytes
 from so_tui.plan.terms import OUTSIDE_ALLOCATOR, TERM_NAMES, MemoryTerm, TermKind
 from so_tui.plan.types import Mode, OptionalMemory, Plan, PlanRow
@@ -53,7 +54,8 @@ def make_plan(spec: RunSpec, machine: Machine, *, workload: Workload | None = No
     """Plan the spec as given, and decide only what it leaves open.
 
     Mode ``auto`` becomes ``gpu`` when that fits with a margin and is faster, else ``superoffload`` at the spec's ratio. Activation
-    checkpointing ``auto`` becomes the fastest that fits; layer inputs move to the host where nothing fits otherwise.
+    checkpointing ``auto`` becomes the fastest that fits. Feed-forward blocks are cut into tiles, and layer inputs move to the host, where
+    nothing fits otherwise.
 
     Args:
         spec: What to run.
@@ -63,7 +65,7 @@ def make_plan(spec: RunSpec, machine: Machine, *, workload: Workload | None = No
     """
     spec = as_read(spec, machine)
     target = _target(spec, machine, workload, probed=probed)
-    found, decided = or_with_inputs_on_host(spec, _decided(spec, target), lambda other: _decided(other, target))
+    found, decided = or_with_less_memory(spec, _decided(spec, target), lambda other: _decided(other, target))
     return _plan(spec, found, (*decided, *_checkpointing(spec, found)))
 
 
@@ -243,6 +245,8 @@ def _settled(spec: RunSpec, found: Assessment) -> Iterator[Choice]:
         yield StepsEarly(share=share, bytes=second, why_none=_why_none(found), held_back_step_s=seconds)
     if found.copies:
         yield SavesBehind(share=found.copies.share, bytes=found.copies.bytes)
+    if tiles_mlp(found.spec.model):
+        yield MlpTiled(tile_tokens=MLP_TILE_TOKENS)
     if inputs := sum(term.bytes for term in found.terms if term.kind is TermKind.OFFLOADED_INPUTS):
         yield InputsOnHost(bytes=inputs)
     yield from across_hosts(found)

@@ -1,8 +1,8 @@
 """The settings that are tried for a run, the fastest of those that fit, and why it was chosen. Pure functions.
 
 Tried are: where the states live (without offload, else SuperOffload at the smallest ratio that leaves the margin), what is recomputed, how
-an optimizer step is split into micro-batches, and, where nothing fits, layer inputs on the host and sequences that ranks share. The tokens
-of an optimizer step and the sequence length stay as given.
+an optimizer step is split into micro-batches, and, where nothing fits, feed-forward blocks in tiles, layer inputs on the host, and ranks
+that share sequences. The tokens of an optimizer step and the sequence length stay as given.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import TypeVar, cast
 
 from msgspec.structs import replace
 
-from so_tui.model.activations import POLICIES, Policy, policy_of
-from so_tui.plan.alternatives import batch_splits, with_micro_batch, with_policy
+from so_tui.model.activations import POLICIES, TILED_POLICIES, Policy, policy_of
+from so_tui.plan.alternatives import batch_splits, memory_savings, with_micro_batch, with_policy
 from so_tui.plan.facts import (
     AdamCoresChosen,
     AllOnGpu,
@@ -65,26 +65,29 @@ def fastest(spec: RunSpec, target: Target) -> tuple[Assessment, tuple[Assessment
 
 
 def _fastest_here(spec: RunSpec, target: Target) -> tuple[Assessment, tuple[Assessment, ...]]:
-    return or_with_inputs_on_host(spec, _fastest(spec, target), lambda other: _fastest(other, target))
+    return or_with_less_memory(spec, _fastest(spec, target), lambda other: _fastest(other, target))
 
 
-def or_with_inputs_on_host(
+def or_with_less_memory(
     spec: RunSpec, found: tuple[Assessment, _T], find: Callable[[RunSpec], tuple[Assessment, _T]]
 ) -> tuple[Assessment, _T]:
-    """Return what was found for a spec, or what is found with layer inputs on the host where only that makes it fit.
+    """Return what was found for a spec, or what is found with feed-forward tiles, with layer inputs on the host, or with both.
+
+    Each is tried only where nothing fits before, and taken only where it helps.
 
     Args:
         spec: As given.
         found: The best without, and what belongs to it.
         find: Finds the same for another spec.
     """
-    model, first = spec.model, found[0]
-    if first.verdict == "fits" or not first.target.resources.has_gpu:
+    if not found[0].target.resources.has_gpu:
         return found
-    if model.activation_offload != "auto" or model.activation_checkpointing == "none":
-        return found
-    other = find(replace(spec, model=replace(model, activation_offload="on")))
-    return other if _ORDER[other[0].verdict] < _ORDER[first.verdict] else found
+    for saving in memory_savings(spec):
+        if found[0].verdict == "fits":
+            break
+        other = find(saving)
+        found = other if _ORDER[other[0].verdict] < _ORDER[found[0].verdict] else found
+    return found
 
 
 def _fastest(spec: RunSpec, target: Target) -> tuple[Assessment, tuple[Assessment, ...]]:
@@ -146,6 +149,8 @@ def policies(spec: RunSpec, target: Target) -> tuple[Policy, ...]:
         return (given,)
     if target.resources.speed is None:
         return ("full",)
+    if spec.model.tiled_mlp == "on":
+        return TILED_POLICIES
     return tuple(policy for policy in POLICIES if policy != "none") if spec.model.activation_offload == "on" else POLICIES
 
 

@@ -22,6 +22,7 @@ Problem codes of combinations of keys:
     sequence-parallel-gpus, sequence-parallel-length: ``train.sequence_parallel`` does not divide the GPUs, or the sequence length.
     sequence-parallel-router: Ranks that share sequences cannot compute a router loss.
     nothing-to-offload: ``model.activation_offload = "on"`` where no layer is checkpointed.
+    nothing-to-tile: ``model.tiled_mlp = "on"`` where no dense feed-forward block is recomputed.
     parameter-offload: ``offload.parameters = "cpu"``, which is not supported.
     states-format: ``offload.states`` other than ``"fp32"`` with an optimizer that has no other.
     several-evaluations: Both ``held_out`` and other evaluation data are set.
@@ -68,6 +69,8 @@ _PATH_KEYS = ("model.id", "model.tokenizer", "data.source", "data.evaluation", "
 _SOURCE = re.compile(r"^data\.source\[\d+\]\.")
 """Prefix of the keys of one source of a mixture."""
 
+_EXPERTS = frozenset({"num_experts", "num_local_experts"})
+"""Keys of models with experts in ``[model.config]``."""
 _MOST_PROBLEMS = 50
 """Problems of one tree that are reported; a file of random keys would have a hundred thousand."""
 _PYTHON_TYPES: dict[FieldType, tuple[type, ...]] = {"integer": (int,), "number": (int, float), "text": (str,), "boolean": (bool,)}
@@ -296,7 +299,15 @@ def _model_problems(model: dict[str, Any], train: dict[str, Any]) -> Iterator[Pr
             message='moves the inputs of checkpointed layers, and with activation_checkpointing = "none" there are none',
             remedy='Set model.activation_checkpointing to "full", "attention" or "selective", or leave model.activation_offload at "auto".',
         )
-    if train.get("router_loss_coefficient") and config and not {"num_experts", "num_local_experts"} & config.keys():
+    if model.get("tiled_mlp") == "on" and (model.get("activation_checkpointing") in ("selective", "none") or _EXPERTS & config.keys()):
+        yield Problem(
+            code="nothing-to-tile",
+            field="model.tiled_mlp",
+            value='"on"',
+            message="cuts dense feed-forward blocks that are recomputed, and this model has none",
+            remedy='Leave it at "auto". It needs model.activation_checkpointing = "full" or "attention", and a model without experts.',
+        )
+    if train.get("router_loss_coefficient") and config and not _EXPERTS & config.keys():
         yield Problem(
             code="no-experts",
             field="train.router_loss_coefficient",

@@ -98,6 +98,13 @@ class ModelSpec(Spec, frozen=True):
             "does so where the run would not fit on the GPU otherwise."
         ),
     ] = "auto"
+    tiled_mlp: Annotated[
+        Literal["auto", "on", "off"],
+        Meta(
+            description="Compute dense feed-forward blocks of checkpointed layers 8192 tokens at a time, which takes less GPU memory for "
+            "long sequences. `auto` does so where the run would not fit on the GPU otherwise."
+        ),
+    ] = "auto"
     kernels: Annotated[
         Literal["auto", "plain"],
         Meta(description="`auto` uses fused norms, rotary embedding, gates and experts if they support the model; `plain` never does."),

@@ -18,7 +18,7 @@ from transformers import AutoConfig, PreTrainedModel
 from so_tui.model.activations import stored_bytes
 from so_tui.model.architecture import architecture
 from so_tui_trainer.data.batches import Batches
-from so_tui_trainer.model import kernels, recompute
+from so_tui_trainer.model import kernels, recompute, tiles
 from so_tui_trainer.model.build import TrainedModel, disable_dropout
 from so_tui_trainer.model.host_inputs import HostInputs
 from tests.support.documents import documents, spec
@@ -40,7 +40,7 @@ Trained = tuple[float, dict[str, Tensor]]
 """Loss and gradients."""
 
 
-def model_of(policy: recompute.Policy, model_type: str, *, offloaded: bool = False) -> PreTrainedModel:
+def model_of(policy: recompute.Policy, model_type: str, *, offloaded: bool = False, tile: int = 0) -> PreTrainedModel:
     torch.manual_seed(0)
     mixture = model_type in MIXTURES
     attention = "eager" if model_type == "gpt_oss" else "sdpa"
@@ -50,6 +50,8 @@ def model_of(policy: recompute.Policy, model_type: str, *, offloaded: bool = Fal
     kernels.install(causal, [kernels.EXPERTS])
     inputs = HostInputs(SHAPE["num_hidden_layers"], 2 * 128 * SHAPE["hidden_size"] * 4, torch.device("cpu")) if offloaded else None
     recompute.install(causal, policy, inputs)
+    if tile:
+        assert tiles.install(causal, tile) == SHAPE["num_hidden_layers"]
     causal.train()
     return causal
 
@@ -62,9 +64,9 @@ def forward(causal: PreTrainedModel) -> Tensor:
     return loss
 
 
-def trained(policy: recompute.Policy, model_type: str = "qwen3", *, passes: int = 1, offloaded: bool = False) -> Trained:
+def trained(policy: recompute.Policy, model_type: str = "qwen3", *, passes: int = 1, offloaded: bool = False, tile: int = 0) -> Trained:
     """Loss of the last micro-batch, and gradients of all."""
-    causal = model_of(policy, model_type, offloaded=offloaded)
+    causal = model_of(policy, model_type, offloaded=offloaded, tile=tile)
     for _ in range(passes):
         loss = forward(causal)
         torch.autograd.backward(loss)
@@ -90,6 +92,43 @@ def test_inputs_in_host_memory_change_no_bit(policy: recompute.Policy, model_typ
     assert found == expected
     for name, gradient in gradients.items():
         assert torch.equal(ours[name], gradient), name
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "phi3", "gemma3_text"])
+@pytest.mark.parametrize("policy", ["full", "attention"])
+def test_tiles_of_tokens_change_no_loss_and_no_gradient(policy: recompute.Policy, model_type: str) -> None:
+    """Of 256 tokens, 100 at a time."""
+    expected, gradients = trained(policy, model_type)
+    found, ours = trained(policy, model_type, tile=100)
+    assert found == pytest.approx(expected, rel=1e-6)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-7, msg=name)
+
+
+def test_a_tile_that_holds_all_tokens_changes_no_bit() -> None:
+    expected, gradients = trained("full")
+    found, ours = trained("full", tile=1000)
+    assert found == expected
+    assert all(torch.equal(ours[name], gradient) for name, gradient in gradients.items())
+
+
+@pytest.mark.parametrize("model_type", MIXTURES)
+def test_experts_are_not_cut_into_tiles(model_type: str) -> None:
+    assert tiles.install(model_of("full", model_type), 100) == 0
+
+
+def test_tiles_repeat_no_product_but_the_last_of_each_block() -> None:
+    causal = model_of("full", "qwen3", tile=1000)
+    with Products() as products:
+        loss = forward(causal)
+        products.label = "backward"
+        torch.autograd.backward(loss)
+    with Products() as whole:
+        loss = forward(model_of("full", "qwen3"))
+        whole.label = "backward"
+        torch.autograd.backward(loss)
+    assert products.counts["forward"] == whole.counts["forward"]
+    assert products.counts["backward"] == whole.counts["backward"] + SHAPE["num_hidden_layers"]
 
 
 def test_between_forward_and_backward_only_the_last_layers_input_is_on_the_gpu() -> None:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from so_tui.model.activations import offloads_inputs, policy_of
+from so_tui.model.activations import MLP_TILE_TOKENS, offloads_inputs, policy_of, tiles_mlp
 from so_tui.spec import InputError, ModelSpec, Problem, RunSpec, first_line, resolve_source
 from so_tui.spec.types import decays
 from so_tui_trainer.data.batches import Batch
-from so_tui_trainer.model import attention, kernels, loading, matching, recompute
+from so_tui_trainer.model import attention, kernels, loading, matching, recompute, tiles
 from so_tui_trainer.model.host_inputs import HostInputs
 from so_tui_trainer.model.loss import HeadLoss
 from so_tui_trainer.model.matching import meta_model
@@ -147,6 +147,8 @@ def build(
     if spec.model.kernels == "auto":
         kernels.install(causal)
     recompute.install(causal, policy_of(spec.model), _host_inputs(causal, spec, device))
+    if tiles_mlp(spec.model):
+        tiles.install(causal, MLP_TILE_TOKENS)
     set_leaf_modules(causal, spec)
     causal.train()
     coefficient = spec.train.router_loss_coefficient

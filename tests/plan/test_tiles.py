@@ -1,0 +1,68 @@
+"""Feed-forward blocks in tiles of tokens: what plans count for them, and when they are proposed."""
+
+from __future__ import annotations
+
+import pytest
+
+from so_tui.model.activations import MLP_TILE_TOKENS
+from so_tui.plan import make_plan, recommend
+from so_tui.plan.facts import InputsOnHost, MlpTiled
+from so_tui.plan.fit import assess, target_of
+from so_tui.plan.memory import all_terms
+from so_tui.plan.terms import TermKind
+from so_tui.spec import InputError, RunSpec
+from tests.support.machines import x86
+from tests.support.planning import facts_of, only, spec_of
+
+H200 = x86("NVIDIA H200")
+LONG = 131_072
+
+
+def long_spec(tokens: int, preset: str = "qwen3-4b-random", **changes: str) -> RunSpec:
+    one = {"gpus": "1", "train__micro_batch": "1", "train__gradient_accumulation": "1", "data__sequence_length": str(tokens)}
+    return spec_of(preset, **one | changes)
+
+
+def block_bytes(tokens: int, tiled: str, **changes: str) -> int:
+    spec = long_spec(tokens, offload__mode="superoffload", model__tiled_mlp=tiled, **changes)
+    terms = all_terms(assess(spec, target_of(spec, H200)).placement)
+    return sum(term.bytes for term in terms if term.kind is TermKind.BLOCK_WORKING_SET)
+
+
+@pytest.mark.parametrize("policy", ["full", "attention"])
+def test_a_block_grows_with_the_tile_and_not_with_the_sequence_in_its_feed_forward(policy: str) -> None:
+    given = {"model__activation_checkpointing": policy}
+    assert block_bytes(LONG, "on", **given) < 0.65 * block_bytes(LONG, "off", **given)
+    once, twice = (block_bytes(tokens, "on", **given) for tokens in (LONG, 2 * LONG))
+    assert once < twice < 2 * once
+    assert block_bytes(MLP_TILE_TOKENS, "on", **given) == block_bytes(MLP_TILE_TOKENS, "off", **given)
+
+
+def test_tiles_cost_a_product_in_backward() -> None:
+    given = {"offload__mode": "superoffload", "model__activation_checkpointing": "full"}
+    tiled, whole = (make_plan(long_spec(LONG, model__tiled_mlp=value, **given), H200).step for value in ("on", "off"))
+    assert tiled is not None
+    assert whole is not None
+    assert tiled.forward_s == whole.forward_s
+    assert 1 < tiled.backward_s / whole.backward_s < 1.03
+
+
+def test_they_are_proposed_where_only_they_make_a_length_fit() -> None:
+    long = recommend(long_spec(524_288), H200)
+    assert (long.verdict, only(long.reasons, MlpTiled).tile_tokens) == ("fits", MLP_TILE_TOKENS)
+    assert facts_of(long.reasons, InputsOnHost)
+    alone = recommend(long_spec(524_288, model__activation_offload="off", model__tiled_mlp="off"), H200)
+    assert alone.verdict == "does not fit"
+    short = recommend(long_spec(16_384), H200)
+    assert (short.verdict, short.spec.model.tiled_mlp) == ("fits", "auto")
+
+
+@pytest.mark.parametrize(
+    ("preset", "changes"),
+    [("qwen3-30b-a3b", {}), ("qwen3-4b-random", {"model__activation_checkpointing": "selective"})],
+)
+def test_without_a_dense_block_that_is_recomputed_there_is_nothing_to_cut(preset: str, changes: dict[str, str]) -> None:
+    with pytest.raises(InputError) as caught:
+        long_spec(LONG, preset, model__tiled_mlp="on", **changes)
+    assert [problem.code for problem in caught.value.problems] == ["nothing-to-tile"]
+    assert recommend(long_spec(1_048_576, preset, **changes), H200).spec.model.tiled_mlp == "auto"

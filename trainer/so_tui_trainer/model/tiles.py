@@ -1,0 +1,103 @@
+"""Feed-forward blocks in tiles of tokens: what a block computes from a long sequence never exists as a whole.
+
+Forward computes one tile of tokens after the other. Backward computes each again, with its gradients, and sums the weights' gradients in
+float32. ZeRO-3 sees one gradient a parameter, whatever the number of tiles. Where a layer is recomputed its feed-forward block is not: its
+input is all that backward needs. Only the block's last product is computed once more than without tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from so_tui_trainer.model.recompute import checkpointed_layers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Block = Callable[[Tensor], Tensor]
+"""Computes a feed-forward block: [1, tokens, hidden] to the same."""
+
+
+def install(causal: PreTrainedModel, tile_tokens: int) -> int:
+    """Make the dense feed-forward blocks of ``causal`` compute ``tile_tokens`` tokens at a time, and return how many there are."""
+    blocks = [block for layer in checkpointed_layers(causal) if (block := _feed_forward(layer)) is not None]
+    for block in blocks:
+        block.forward = partial(_tiled, block.forward, tuple(block.parameters()), tile_tokens)
+    return len(blocks)
+
+
+def _feed_forward(layer: nn.Module) -> nn.Module | None:
+    """Return a layer's last block, if it has nothing but linear layers and functions, so that tokens do not meet in it."""
+    blocks = [name.rpartition(".")[0] for name, module in layer.named_modules() if type(module) is nn.Linear]
+    if len(set(blocks)) < 2 or not blocks[-1]:
+        return None
+    found = layer.get_submodule(blocks[-1])
+    plain = all(type(module) is nn.Linear or not list(module.parameters(recurse=False)) for module in found.modules())
+    return found if plain and blocks.count(blocks[-1]) > 1 else None
+
+
+def _tiled(run: Block, parameters: tuple[nn.Parameter, ...], tile_tokens: int, inputs: Tensor) -> Tensor:
+    rows = inputs.reshape(1, -1, inputs.shape[-1])
+    if not torch.is_grad_enabled():
+        return _forward(run, tile_tokens, rows).view_as(inputs)
+    keeper: list[Any] = []
+    kept = _Keep.apply(rows, keeper)  # type: ignore[no-untyped-call]
+    result: Tensor = _Tiles.apply(kept, run, keeper[0], tile_tokens, *parameters)  # type: ignore[no-untyped-call]
+    return result.view_as(inputs)
+
+
+class _Keep(torch.autograd.Function):
+    """The identity, which saves the input of ``_Tiles`` before that computes: a recomputation ends where the last input is saved."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, keeper: list[Any]) -> Tensor:
+        ctx.save_for_backward(inputs)
+        keeper.append(ctx)
+        return inputs.view_as(inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+class _Tiles(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, run: Block, keeper: Any, tile_tokens: int, *parameters: nn.Parameter) -> Tensor:
+        ctx.run, ctx.keeper, ctx.tile_tokens, ctx.parameters = run, keeper, tile_tokens, parameters
+        return _forward(run, tile_tokens, inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (inputs,) = ctx.keeper.saved_tensors
+        trained = [parameter for parameter in ctx.parameters if parameter.requires_grad]
+        sums = {
+            id(parameter): torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32)) for parameter in trained
+        }
+        of_inputs = torch.empty_like(inputs)
+        for tile in _tiles(inputs.shape[1], ctx.tile_tokens):
+            with torch.enable_grad():
+                part = inputs[:, tile].detach().requires_grad_()
+                result = ctx.run(part)
+            of_part, *of_parameters = torch.autograd.grad(result, (part, *trained), gradients[0][:, tile])
+            of_inputs[:, tile] = of_part
+            for parameter, gradient in zip(trained, of_parameters, strict=True):
+                sums[id(parameter)] += gradient
+        of_weights = (sums[id(parameter)].to(parameter.dtype) if id(parameter) in sums else None for parameter in ctx.parameters)
+        return of_inputs, None, None, None, *of_weights
+
+
+def _forward(run: Block, tile_tokens: int, inputs: Tensor) -> Tensor:
+    result = torch.empty_like(inputs)
+    for tile in _tiles(inputs.shape[1], tile_tokens):
+        result[:, tile] = run(inputs[:, tile])
+    return result
+
+
+def _tiles(tokens: int, tile_tokens: int) -> Iterator[slice]:
+    for start in range(0, tokens, tile_tokens):
+        yield slice(start, min(start + tile_tokens, tokens))
