@@ -14,14 +14,14 @@ import msgspec
 from so_tui.launch import admission, run_state
 from so_tui.launch.attempt_files import read_launch, write_launch, write_node_launch
 from so_tui.launch.evidence import not_started
-from so_tui.launch.executors.slurm.executor import read_submission
+from so_tui.launch.executors.slurm.executor import Submission, read_submission
 from so_tui.launch.executors.slurm.script import requeues
 from so_tui.launch.executors.slurm.site import load_site
 from so_tui.launch.node_states import NodeState, write_node_state
 from so_tui.launch.node_supervisor import NodeSupervisor
 from so_tui.launch.nodes import Nodes, nodes_of_job, numbered
 from so_tui.launch.outcome_text import RunFacts, outcome_text
-from so_tui.launch.partition_machines import remember
+from so_tui.launch.partition_machines import keep_network, remember, with_measured_network
 from so_tui.launch.preparation import Launch, prepare
 from so_tui.launch.processes import become_subreaper
 from so_tui.launch.restarts import attempt_of_restart, may_continue, put_back, restarts, told_attempt
@@ -32,6 +32,7 @@ from so_tui.machine.types import Machine
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.host import this_host
 from so_tui.runs.liveness import identify
+from so_tui.runs.network_rate import read_network_rate
 from so_tui.runs.outcome import OutcomeCode
 from so_tui.runs.records import RunState
 from so_tui.runs.run_lock import run_lock
@@ -69,9 +70,9 @@ def supervise_in_job(run: RunDirectory, attempt: int, token: str | None) -> int:
         if again := restarts(os.environ):
             attempt = told_attempt(run, attempt, again)
             submission = read_submission(run, attempt) or submission
-        return _supervise_node(run, attempt, read_launch(run, attempt, submission.planned_for), nodes)
+        return _supervise_node(run, attempt, submission, nodes)
     os.umask(umask_of(run.path))
-    machine = inspect_machine()
+    machine = with_measured_network(submission.cluster, submission.partition, inspect_machine())
     if again := restarts(os.environ):
         admission.refuse_wrong_token(run, attempt, token)
         attempt = attempt_of_restart(run, attempt, token, machine, again)
@@ -81,10 +82,13 @@ def supervise_in_job(run: RunDirectory, attempt: int, token: str | None) -> int:
     remember(submission.cluster, submission.partition, machine)
     submitted = read_launch(run, attempt, submission.planned_for)
     try:
-        write_launch(run, attempt, planned_here(submitted, machine))
+        launch = planned_here(submitted, machine)
+        write_launch(run, attempt, launch)
     except SoTuiError as error:
         return _refused_here(run, attempt, submitted, error)
     code = supervise(run, attempt, token, nodes)
+    if (rate := read_network_rate(run, attempt)) is not None:
+        keep_network(submission.cluster, submission.partition, machine, rate, len(launch.plan.binding))
     if not submitted.spec.slurm.continues:
         return code
     if needs_successor(run, before, start_over=submitted.start_over):
@@ -138,9 +142,10 @@ def _saved_more(state: RunState, before: RunState, *, start_over: bool) -> bool:
     return (state.saved_step or 0) > (0 if start_over else before.saved_step or 0)
 
 
-def _supervise_node(run: RunDirectory, attempt: int, submitted: Launch, nodes: Nodes) -> int:
+def _supervise_node(run: RunDirectory, attempt: int, submission: Submission, nodes: Nodes) -> int:
     """Plan the attempt for another node than the first, and supervise it there. Return 0 if it did not fail here."""
-    machine = inspect_machine()
+    submitted = read_launch(run, attempt, submission.planned_for)
+    machine = with_measured_network(submission.cluster, submission.partition, inspect_machine())
     try:
         launch = planned_here(submitted, machine, nodes.node)
     except SoTuiError as error:

@@ -10,13 +10,17 @@ import contextlib
 import hashlib
 import re
 import time
+from datetime import datetime
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from so_tui.folders import state_home
 from so_tui.machine.types import Machine
+from so_tui.plan.network import measured_network
+from so_tui.runs.network_rate import NetworkRate
 from so_tui.spec.files import write_atomic
 from so_tui.trust.decoding import decode_json
 from so_tui.trust.ownership import NotOwnError, private_folder, read_own
@@ -46,6 +50,28 @@ def seen_machine(cluster: str, partition: str) -> SeenMachine | None:
         return decode_json(read_own(_path(cluster, partition)), SeenMachine)
     except (OSError, NotOwnError, msgspec.DecodeError):
         return None
+
+
+def with_measured_network(cluster: str, partition: str, machine: Machine) -> Machine:
+    """Return a machine of a partition with the network between its nodes as a job measured it, if one has."""
+    seen = seen_machine(cluster, partition)
+    network = seen.machine.network if seen is not None else None
+    return replace(machine, network=network) if network is not None and network.measured else machine
+
+
+def keep_network(cluster: str, partition: str, machine: Machine, rate: NetworkRate, local_ranks: int) -> None:
+    """Keep what the ranks of a job measured of the network.
+
+    Args:
+        cluster: The cluster.
+        partition: The partition.
+        machine: The job's first node.
+        rate: What was measured.
+        local_ranks: How many ranks each node had; adapters of other GPUs were not used.
+    """
+    source = f"measured on {rate.nodes} nodes, {datetime.fromtimestamp(rate.measured).date()}"
+    network = measured_network(rate.bytes_per_s, local_ranks / max(1, len(machine.gpus)), source)
+    remember(cluster, partition, replace(machine, network=network))
 
 
 def _path(cluster: str, partition: str) -> Path:

@@ -67,9 +67,10 @@ class Network(Struct, frozen=True, kw_only=True):
     """What joins a host with others like it."""
 
     gbit_per_s: Annotated[float, Meta(gt=0, le=1e6)]
-    """Line rate of all adapters together, each way."""
+    """Each way, of all adapters together: their line rate, or if ``measured`` what collectives reach."""
     source: str
-    """The adapters that were read, or where the figure is published; empty where it is assumed."""
+    """The adapters that were read, where the figure is published, or when and on what it was measured; empty where it is assumed."""
+    measured: bool = False
 
 
 class Mpam(Struct, frozen=True, kw_only=True):

@@ -27,4 +27,10 @@ def between_hosts_bytes_per_s(network: Network, share: float) -> float:
         network: Of each host.
         share: Of the host's GPUs that take part. Adapters belong to GPUs, so the others' stay unused.
     """
-    return network.gbit_per_s * _BYTES_PER_GBIT * LINE_RATE_SHARE * share
+    reached = 1.0 if network.measured else LINE_RATE_SHARE
+    return network.gbit_per_s * _BYTES_PER_GBIT * reached * share
+
+
+def measured_network(bytes_per_s: float, share: float, source: str) -> Network:
+    """Return the network of a host whose collectives were measured; the inverse of ``between_hosts_bytes_per_s``."""
+    return Network(gbit_per_s=float(f"{bytes_per_s / _BYTES_PER_GBIT / share:.3g}"), source=source, measured=True)

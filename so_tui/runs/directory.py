@@ -113,6 +113,10 @@ class RunDirectory:
         """The state of another node than the first, which its supervisor writes."""
         return self.attempt_dir(attempt) / f"node{node}.json"
 
+    def network_path(self, attempt: int) -> Path:
+        """How fast the network between the nodes was, as the ranks measured it."""
+        return self.attempt_dir(attempt) / "network.json"
+
     def hostfile_path(self, attempt: int, node: int) -> Path:
         """The list of nodes that DeepSpeed's launcher reads on a node."""
         return self.attempt_dir(attempt) / f"hostfile.node{node}"

@@ -7,10 +7,12 @@ from msgspec.structs import replace
 
 from so_tui.launch.executors.slurm import commands
 from so_tui.launch.executors.slurm.site import load_site, site_names
-from so_tui.launch.partition_machines import remember
+from so_tui.launch.partition_machines import keep_network, remember, with_measured_network
 from so_tui.launch.places import machine_of, with_remedy
 from so_tui.machine.described import MACHINES
 from so_tui.machine.types import Network
+from so_tui.plan.network import between_hosts_bytes_per_s
+from so_tui.runs.network_rate import NetworkRate
 from so_tui.spec import InputError, Refusal, Refused
 from tests.support.launching import tiny
 from tests.support.planning import CPU_ONLY, QUAD
@@ -67,6 +69,21 @@ def test_a_site_profile_says_how_fast_the_network_is_until_a_job_has_seen_it(clu
     seen = replace(QUAD, network=Network(gbit_per_s=200, source="hsn0"))
     remember(cluster, "gg", seen)
     assert machine_of(spec, login).network == seen.network
+
+
+def test_a_network_that_a_job_has_measured_counts_more_than_any_other(cluster: str) -> None:
+    spec = tiny(slurm__partition="gh", slurm__site="vista")
+    remember(cluster, "gh", QUAD)
+    keep_network(cluster, "gh", QUAD, NetworkRate(nodes=3, bytes_per_s=25e9, measured=1.8e9), local_ranks=2)
+    measured = machine_of(spec, CPU_ONLY).network
+    assert measured is not None
+    assert between_hosts_bytes_per_s(measured, 0.5) == pytest.approx(25e9, rel=0.01)  # with two of four GPUs, as it was measured
+    assert between_hosts_bytes_per_s(measured, 1.0) == pytest.approx(50e9, rel=0.01)
+    assert "3 nodes" in measured.source
+    assert with_measured_network(cluster, "gh", CPU_ONLY).network == measured  # the next job keeps it
+    assert with_measured_network(cluster, "another", CPU_ONLY) == CPU_ONLY
+    remember(cluster, "gh", replace(QUAD, network=Network(gbit_per_s=200, source="hsn0")))
+    assert with_measured_network(cluster, "gh", CPU_ONLY) == CPU_ONLY  # read, and not measured
 
 
 def test_every_profile_names_machines_that_are_known() -> None:

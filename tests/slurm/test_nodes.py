@@ -11,6 +11,7 @@ import pytest
 from so_tui.launch import machine_of, prepare_resume, resume, stop
 from so_tui.launch.executors.slurm.executor import read_submission
 from so_tui.launch.node_states import NodeState
+from so_tui.launch.partition_machines import seen_machine
 from so_tui.runs import RunDirectory
 from so_tui.runs.outcome import OutcomeCode
 from so_tui.runs.records import BindingRecord, RunState, StepRecord
@@ -56,6 +57,11 @@ def test_two_nodes_train_as_two_ranks_of_one_do_and_a_second_job_continues(clust
     assert node_state(run).outcome is None
     bound = next(record for record in records(run) if isinstance(record, BindingRecord))
     assert [(rank.rank, rank.host) for rank in bound.ranks] == [(0, "n1"), (1, "n2")]
+    seen = seen_machine("simulated", "main")
+    assert seen is not None
+    assert seen.machine.network is not None
+    assert seen.machine.network.measured
+    assert seen.machine.network.gbit_per_s > 0.01
     one, code = train(tiny(gpus="2", train__steps=str(STEPS)), tmp_path / "one")
     assert code == 0
     assert losses(run) == pytest.approx(losses(one), rel=1e-6)

@@ -36,7 +36,7 @@ from so_tui.runs.records import (
 )
 from so_tui.spec import RunSpec
 from so_tui.units import memory_size
-from so_tui_trainer import binding, checkpoint, failures, signals, training_data
+from so_tui_trainer import binding, checkpoint, failures, network_rate, signals, training_data
 from so_tui_trainer.control import Control, StoppedEarlyError
 from so_tui_trainer.engine_settings import engine_settings
 from so_tui_trainer.failures import SUPERSEDED, Failure, TrainingError
@@ -107,6 +107,8 @@ class Session:
         ranks = join(use_gpu=self.plan.binding[0].gpu is not None)
         bindings = ranks.all_gather(self.report, RankBindingReport)
         self.recorder.write(BindingRecord(attempt=self.attempt, time=time.time(), ranks=tuple(bindings)))
+        if self.spec.nodes > 1:
+            network_rate.record(ranks, self.run, self.attempt, self.spec.nodes)
         found = ranks.broadcast(self._newest() if ranks.first else None, checkpoint.Found | None)
         control = Control(self.run, ranks, attempt=self.attempt, every_s=60 * self.spec.checkpoint.every_minutes)
         try:
