@@ -7,11 +7,12 @@ import logging
 import os
 import re
 import sys
+from datetime import date
 from typing import Any
 
 from so_tui.machine.types import Machine
 from so_tui.spec import InputError, Problem, RunSpec, field_index, find_preset, parse_value, problems_in, with_values
-from so_tui.trust.printable import printable_line, printable_source
+from so_tui.trust.printable import printable_line, printable_source, so_tui_command
 from so_tui.trust.streams import beneath, console
 
 _LOG = logging.getLogger(__name__)
@@ -87,6 +88,22 @@ def machine_for(spec: RunSpec, arguments: argparse.Namespace) -> Machine:
     from so_tui.launch import machine_of
 
     return chosen_machine(arguments) if arguments.machine else machine_of(spec)
+
+
+def note_place(arguments: argparse.Namespace, machine: Machine, partition: str, *, site: str = "") -> None:
+    """Say from what the machine of a partition is known, unless the user has named it."""
+    from so_tui.launch.places import source_of
+
+    if not partition or arguments.machine:
+        return
+    source, nodes = source_of(partition, site=site), f"The nodes of partition {partition}"
+    if source.seen is not None:
+        note(arguments, f"{nodes}: as a job found {machine.label} on {date.fromtimestamp(source.seen)}.")
+    elif source.profile:
+        note(arguments, f"{nodes}: {machine.label}, as the site profile says ({source.profile}). The first job records what they are.")
+    else:
+        measure = so_tui_command("run", "tiny", "--partition", partition)
+        note(arguments, f"{nodes} are not known: this is for the machine you are on. `{measure}` records them in a minute.")
 
 
 def usable_terminal() -> bool:

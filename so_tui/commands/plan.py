@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import argparse
 
-from so_tui.commands.common import chosen_changes, chosen_machine, chosen_spec, given_gpus, machine_for, note, print_json, print_rich
+from so_tui.commands.common import (
+    chosen_changes,
+    chosen_machine,
+    chosen_spec,
+    given_gpus,
+    machine_for,
+    note,
+    note_place,
+    print_json,
+    print_rich,
+)
 from so_tui.machine.types import Machine
 from so_tui.plan.types import Plan
 from so_tui.spec import InputError, Problem, field_index, find_preset, load_catalog, parse_value, problems_in
@@ -31,6 +41,7 @@ def plan(arguments: argparse.Namespace) -> int:
         if arguments.json:
             print_json(plans_json([chosen]))
         else:
+            note_place(arguments, machine, spec.slurm.partition, site=spec.slurm.site)
             print_rich(render_plan(chosen, machine))
             if chosen.recommended:
                 # On one line, so that it can be copied.
@@ -54,6 +65,7 @@ def plan(arguments: argparse.Namespace) -> int:
     else:
         unplanned = {name: unplannable(preset.spec) for name, preset in catalog.presets.items()}
         left_out = [f"{name} is left out: {why}" for name, why in unplanned.items() if why]
+        note_place(arguments, machine, arguments.partition or "")
         print_rich(render_table(rows, machine))
         for text in left_out:
             note(arguments, text)

@@ -6,6 +6,7 @@ import logging
 from datetime import datetime
 from typing import TYPE_CHECKING
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from so_tui.launch.partition_machines import SeenMachine, seen_machine
@@ -19,6 +20,21 @@ if TYPE_CHECKING:
     from so_tui.launch.executors.slurm.site import Site
 
 _LOG = logging.getLogger(__name__)
+
+
+class PlaceSource(Struct, frozen=True, kw_only=True):
+    """Where the description of a partition's machine comes from: a job, a site profile, or nowhere, and this machine stands for it."""
+
+    partition: str
+    seen: float | None = None
+    """When a job inspected a node, in seconds since the epoch."""
+    profile: str = ""
+    """Title of the site profile that describes it."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anything describes it."""
+        return self.seen is not None or self.profile != ""
 
 
 def machine_of(spec: RunSpec, here: Machine | None = None) -> Machine:
@@ -62,6 +78,14 @@ def machine_of_partition(partition: str, here: Machine | None = None, *, site: s
     return replace(found, network=Network(gbit_per_s=profile.network_gbit_per_s, source=f"{profile.title}: {profile.source}"))
 
 
+def source_of(partition: str, *, site: str = "") -> PlaceSource:
+    """Return where the description of a partition's machine comes from; arguments and errors as for ``machine_of_partition``."""
+    if (seen := _seen(partition)) is not None:
+        return PlaceSource(partition=partition, seen=seen.seen)
+    profile = _profile(site)
+    return PlaceSource(partition=partition, profile=profile.title if _described(profile, partition) else "")
+
+
 def _seen(partition: str) -> SeenMachine | None:
     from so_tui.launch.executors.slurm.executor import cluster_here  # only where there is a partition: it takes time to import
 
@@ -93,7 +117,7 @@ def with_remedy(error: Refused, spec: RunSpec, *, described: bool) -> Refused:
         described: The user gave the machine.
     """
     partition = spec.slurm.partition
-    if not partition or described or _seen(partition) is not None or _described(_profile(spec.slurm.site), partition):
+    if not partition or described or source_of(partition, site=spec.slurm.site).is_known:
         return error
     measure = so_tui_command("run", "tiny", "--partition", partition)
     message = (

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from datetime import date
+
 import pytest
 from msgspec.structs import replace
 
+from so_tui.cli import main
 from so_tui.launch.executors.slurm import commands
 from so_tui.launch.executors.slurm.site import load_site, site_names
 from so_tui.launch.partition_machines import keep_network, remember, with_measured_network
-from so_tui.launch.places import machine_of, with_remedy
+from so_tui.launch.places import machine_of, source_of, with_remedy
 from so_tui.machine.described import MACHINES
 from so_tui.machine.types import Network
 from so_tui.plan.network import between_hosts_bytes_per_s
@@ -38,6 +42,30 @@ def test_what_a_job_has_seen_counts_more_than_a_profile(cluster: str) -> None:
     spec = tiny(slurm__partition="normal", slurm__site="alps")
     remember(cluster, "normal", CPU_ONLY)
     assert replace(machine_of(spec, QUAD), network=None) == CPU_ONLY
+
+
+def test_what_a_machine_is_known_from_is_told_apart(cluster: str) -> None:
+    assert not source_of("gg", site="vista").is_known
+    described = source_of("gh", site="vista")
+    assert (described.seen, described.profile) == (None, "TACC Vista")
+    remember(cluster, "gh", QUAD)
+    seen = source_of("gh", site="vista").seen
+    assert seen is not None
+    assert seen == pytest.approx(time.time(), abs=60)
+
+
+@pytest.mark.parametrize("plan", [["plan"], ["plan", "tiny"]])
+def test_a_plan_says_what_its_machine_is_known_from(plan: list[str], cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
+    told = []
+    for nodes in (None, QUAD):
+        if nodes is not None:
+            remember(cluster, "gh", nodes)
+        main([*plan, "--partition", "gh"])
+        told.append(capsys.readouterr().out)
+    assert "so-tui run tiny --partition gh" in told[0]
+    assert str(date.today()) in told[1]
+    main([*plan, "--partition", "gh", "--machine", "gh200-480"])
+    assert "partition gh" not in capsys.readouterr().out
 
 
 def test_clusters_that_share_a_home_keep_their_machines_apart(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
