@@ -10,6 +10,7 @@ from so_tui.folders import user_folder
 from so_tui.launch.helpers import call_tool
 from so_tui.spec import InputError, Problem, RunSpec, check_tree, create_preset, load_catalog, with_values
 from so_tui.spec.catalog import BUILTIN
+from so_tui.spec.layers import layer_kinds, packing_problem
 
 _LONGEST_SEQUENCE = 4096
 _PARAMETERS_PER_GPU = 25_000_000_000
@@ -73,12 +74,13 @@ def preset_name(model: str) -> str:
 def _tree(answer: dict[str, Any], name: str) -> dict[str, Any]:
     """Return the preset as a tree. Keys that it lacks keep their defaults."""
     length = min(_LONGEST_SEQUENCE, answer["longest_sequence"] or _LONGEST_SEQUENCE)
+    packs = packing_problem(layer_kinds(answer["model"]["config"])) is None
     return {
         "name": name,
         "title": re.sub(r"[-_]+", " ", _last_part(answer["model"]["id"])),
         "gpus": _gpus(answer["parameters"]),
         "model": {key: value for key, value in answer["model"].items() if value not in ("", [], {})},
-        "data": {"source": "tatsu-lab/alpaca", "format": "auto", "sequence_length": length, "packing": True},
+        "data": {"source": "tatsu-lab/alpaca", "format": "auto", "sequence_length": length, "packing": packs},
         "train": {"epochs": 1},
         "offload": {"mode": "auto"},
     }

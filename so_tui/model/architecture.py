@@ -12,9 +12,11 @@ from typing import Any
 from msgspec import Struct
 
 from so_tui.spec.errors import InputError, Problem
+from so_tui.spec.layers import layer_kinds, layers_without_attention
 
 # What transformers assumes where a config.json is silent; elsewhere it is hidden_size / num_attention_heads.
 _DEFAULT_HEAD_DIM = {"qwen3": 128, "gpt_oss": 64, "seed_oss": 128}
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _WINDOW_IN_EVERY_LAYER = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
 """Model types of transformers that use ``sliding_window``, where it is set, in all layers."""
 
@@ -37,6 +39,11 @@ class Architecture(Struct, frozen=True, kw_only=True):
     window: int | None = None
     """Positions that a sliding-window layer sees; None where no layer has one."""
     windowed_layers: int = 0
+    """Layers with a window, or with attention in chunks of that many positions."""
+    windowed_head_dim: int = 0
+    """Width of their heads where it is not ``head_dim``, which is then that of the other layers (Gemma 4)."""
+    other_layers: int = 0
+    """Layers without attention over pairs of tokens: recurrences, or a feed-forward block alone."""
 
     @property
     def query_width(self) -> int:
@@ -54,7 +61,11 @@ class Architecture(Struct, frozen=True, kw_only=True):
 
     @property
     def full_layers(self) -> int:
-        return self.layers - self.windowed_layers
+        return self.layers - self.windowed_layers - self.other_layers
+
+    @property
+    def windowed_query_width(self) -> int:
+        return self.heads * (self.windowed_head_dim or self.head_dim)
 
 
 def architecture(config: Mapping[str, Any]) -> Architecture:
@@ -81,8 +92,9 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
     hidden = number("hidden_size")
     heads = number("num_attention_heads")
     layers = number("num_hidden_layers")
-    experts = number("num_experts", "num_local_experts") if {"num_experts", "num_local_experts"} & config.keys() else 0
+    experts = number(*_EXPERTS) if set(_EXPERTS) & config.keys() else 0
     window, windowed_layers = _windows(config, model_type, layers)
+    head_dim, widest = _head_dim(config, number) or _DEFAULT_HEAD_DIM.get(model_type, hidden // heads), _widest_head(config)
     found = Architecture(
         model_type=model_type,
         layers=layers,
@@ -90,12 +102,14 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
         vocabulary=number("vocab_size"),
         heads=heads,
         kv_heads=number("num_key_value_heads") if config.get("num_key_value_heads") else heads,
-        head_dim=_head_dim(config, number) or _DEFAULT_HEAD_DIM.get(model_type, hidden // heads),
+        head_dim=max(head_dim, widest),
         intermediate=number("moe_intermediate_size", "intermediate_size") if experts else number("intermediate_size"),
         experts=experts,
-        experts_per_token=number("num_experts_per_tok") if experts else 0,
+        experts_per_token=number("num_experts_per_tok", "top_k_experts") if experts else 0,
         window=window,
         windowed_layers=windowed_layers,
+        windowed_head_dim=head_dim if widest > head_dim else 0,
+        other_layers=layers_without_attention(layer_kinds(config)),
     )
     if problems:
         raise InputError(problems)
@@ -109,8 +123,18 @@ def _head_dim(config: Mapping[str, Any], number: Callable[..., int]) -> int:
     return number("head_dim") if config.get("head_dim") else 0
 
 
+def _widest_head(config: Mapping[str, Any]) -> int:
+    """Return the widest head of layers that have heads of their own size (``per_layer_config``); 0 where none has."""
+    layers = config.get("per_layer_config")
+    own = [layer.get("head_dim") for layer in layers.values() if isinstance(layer, dict)] if isinstance(layers, dict) else []
+    return max((size for size in own if isinstance(size, int)), default=0)
+
+
 def _windows(config: Mapping[str, Any], model_type: str, layers: int) -> tuple[int | None, int]:
-    """Return the sliding window and the number of layers that have one."""
+    """Return the sliding window, or the chunk, and the number of layers that have one."""
+    if chunked := layer_kinds(config).count("chunked_attention"):
+        chunk = config.get("attention_chunk_size")
+        return (chunk, chunked) if isinstance(chunk, int) and chunk > 0 else (None, 0)
     window = config.get("sliding_window")
     if not isinstance(window, int) or (model_type.startswith("qwen") and not config.get("use_sliding_window")):
         return None, 0

@@ -47,14 +47,23 @@ class Flops(Struct, frozen=True, kw_only=True):
     full_layers: int
     windowed_layers: int
     window: int | None
+    windowed_attention_width: int = 0
+    """That of layers with a window, if it is another."""
+
+    @property
+    def attention_layers(self) -> tuple[tuple[int, int, int | None], ...]:
+        """How many layers have which width and window, for each kind of attention that the model has."""
+        windowed = self.windowed_attention_width or self.attention_width
+        kinds = ((self.full_layers, self.attention_width, None), (self.windowed_layers, windowed, self.window))
+        return tuple(kind for kind in kinds if kind[0])
 
     def attention_forward(self, document_lengths: Iterable[int]) -> float:
         """Return the FLOPs of QK^T and AV in one forward over documents of these lengths (tokens): 4 x width x pairs, all layers."""
-        full = windowed = 0.0
-        for length in document_lengths:
-            full += attention_pairs(length)
-            windowed += attention_pairs(length, self.window)
-        return 4.0 * self.attention_width * (self.full_layers * full + self.windowed_layers * windowed)
+        lengths = tuple(document_lengths)
+        return sum(
+            4.0 * layers * width * sum(attention_pairs(length, window) for length in lengths)
+            for layers, width, window in self.attention_layers
+        )
 
 
 def flops_of(model: ModelSpec) -> Flops:
@@ -71,6 +80,7 @@ def flops_for(blocks: tuple[ParameterBlock, ...], shape: Architecture) -> Flops:
         full_layers=shape.full_layers,
         windowed_layers=shape.windowed_layers,
         window=shape.window,
+        windowed_attention_width=shape.windowed_query_width,
     )
 
 

@@ -6,6 +6,7 @@ from so_tui.model.activations import SINKS
 from so_tui.model.profile import ModelProfile
 from so_tui.plan.resources import Resources
 from so_tui.spec.attention import FORMER_NAMES, Chosen, Needs, Present, choose_backend, generation_of
+from so_tui.spec.layers import layer_kinds, mixing_kinds
 from so_tui.spec.types import RunSpec
 
 
@@ -22,7 +23,8 @@ def needs_of(spec: RunSpec, profile: ModelProfile) -> Needs:
     shape = profile.architecture
     softcap = bool(spec.model.config.get("attn_logit_softcapping"))
     sinks = shape.model_type in SINKS
-    return Needs(head_size=shape.head_dim, sinks=sinks, softcap=softcap, deterministic=spec.train.deterministic)
+    rows = bool(mixing_kinds(layer_kinds(spec.model.config)))
+    return Needs(head_size=shape.head_dim, sinks=sinks, softcap=softcap, rows=rows, deterministic=spec.train.deterministic)
 
 
 def present_in(resources: Resources) -> Present:

@@ -201,17 +201,15 @@ class StepModel:
         flops, length = self.placement.profile.flops, self.placement.spec.data.sequence_length
         if self.attention in MASKED_BACKENDS:
             rate = self.speed.attention_at(self.attention, length)
-            pairs = (flops.full_layers + flops.windowed_layers) * float(self.placement.tokens) * length
-            forward = 4.0 * flops.attention_width * pairs
+            width = sum(layers * width for layers, width, _ in flops.attention_layers)
+            forward = 4.0 * width * float(self.placement.tokens) * length
             return forward / rate.forward, BACKWARD_ATTENTION * forward / rate.backward
         document = self.workload.attended_tokens or float(length)
         tokens = self.placement.tokens * self.workload.useful_share
         forward_s = backward_s = 0.0
-        for layers, window in ((flops.full_layers, None), (flops.windowed_layers, flops.window)):
-            if not layers:
-                continue
+        for layers, width, window in flops.attention_layers:
             rate = self.speed.attention_at(self.attention, document if window is None else min(document, 2.0 * window))
-            forward = 4.0 * flops.attention_width * layers * attention_pairs(round(document), window) * tokens / round(document)
+            forward = 4.0 * width * layers * attention_pairs(round(document), window) * tokens / round(document)
             forward_s += forward / rate.forward
             backward_s += BACKWARD_ATTENTION * forward / rate.backward
         return forward_s, backward_s

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 AttentionBackend = Literal["flash-attn-4", "flash-attn-3", "flash-attn-2", "torch-flash", "sdpa", "eager"]
 """Backends once ``auto`` is decided."""
-Obstacle = Literal["no-gpu", "other-gpu", "not-installed", "head-size", "softcap", "sinks", "not-deterministic"]
+Obstacle = Literal["no-gpu", "other-gpu", "not-installed", "head-size", "softcap", "sinks", "rows", "not-deterministic"]
 """Why a backend cannot be used."""
 
 OBSTACLES: dict[Obstacle, str] = {
@@ -22,6 +22,7 @@ OBSTACLES: dict[Obstacle, str] = {
     "head-size": "does not compute attention heads of this model's size",
     "softcap": "does not cap attention scores, which this model does",
     "sinks": "does not support attention sinks, which this model has",
+    "rows": "takes documents end to end, which other layers of this model cannot keep apart",
     "not-deterministic": "has no deterministic backward pass on this kind of GPU",
 }
 """What is said of a backend that cannot be used."""
@@ -83,6 +84,8 @@ class Needs(Struct, frozen=True, kw_only=True):
     head_size: int
     sinks: bool = False
     softcap: bool = False
+    rows: bool = False
+    """Whether each document needs a row of its own, since layers besides attention would mix those of one row."""
     deterministic: bool = False
     plain: bool = True
     """Whether it is softmax attention, which every backend computes; transformers' own code serves other models."""
@@ -125,6 +128,8 @@ def obstacle_to(backend: AttentionBackend, needs: Needs, present: Present) -> Ob
         return "no-gpu"
     if present.generation not in kernel.generations:
         return "other-gpu"
+    if needs.rows:
+        return "rows"
     if not _has_head_size(kernel, needs.head_size):
         return "head-size"
     if needs.softcap and not kernel.softcap:

@@ -46,6 +46,7 @@ from msgspec import Struct
 from so_tui.spec.errors import InputError, Problem
 from so_tui.spec.fields import FieldInfo, FieldType, field_index, source_index
 from so_tui.spec.files import path_fault
+from so_tui.spec.layers import layer_kinds, packing_problem
 from so_tui.spec.table import REGENERATE, table_problems
 from so_tui.spec.types import DataSource, DataSpec, RunSpec
 from so_tui.spec.wording import nearest, shown
@@ -211,6 +212,8 @@ def _cross_problems(tree: dict[str, Any]) -> Iterator[Problem]:
     model, data, train = (_section(tree, name) for name in ("model", "data", "train"))
     yield from _length_problems(train, _section(tree, "benchmark"))
     yield from _model_problems(model, train)
+    if data.get("packing", True) is True and (problem := packing_problem(layer_kinds(_section(model, "config")))):
+        yield problem
     yield from table_problems(model)
     offload = _section(tree, "offload")
     states = offload.get("states", "fp32")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from so_tui.model.architecture import architecture
 from so_tui.model.flops import (
     Flops,
     attention_pairs,
+    flops_for,
     flops_of,
     hw_flops,
     idle_parameters,
@@ -69,6 +72,30 @@ def test_experts_count_by_the_share_a_token_meets(name: str, billions: float) ->
 def test_gpt_oss_alternates_sliding_and_full_attention() -> None:
     flops = flops_of(PRESETS["gpt-oss-20b"].spec.model)
     assert (flops.full_layers, flops.windowed_layers, flops.window) == (12, 12, 128)
+
+
+def test_layers_have_the_attention_that_they_have() -> None:
+    """Gemma 4's wide heads in every sixth layer, Llama 4's chunks, and layers of a hybrid without attention."""
+    shape: dict[str, Any] = {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 4,
+        "vocab_size": 100,
+        "intermediate_size": 8,
+        "head_dim": 16,
+    }
+    sliding: dict[str, Any] = {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "sliding_window": 8}
+    kinds: dict[str, dict[str, Any]] = {
+        "gemma4_text": sliding | {"per_layer_config": {"3": {"head_dim": 32}}},
+        "llama4_text": {"layer_types": ["chunked_attention"] * 3 + ["full_attention"], "attention_chunk_size": 32},
+        "nemotron_h": {"layer_types": ["linear_attention", "mlp", "moe", "full_attention"]},
+    }
+    found = {kind: flops_for((), architecture(shape | {"model_type": kind} | config)).attention_layers for kind, config in kinds.items()}
+    assert found == {
+        "gemma4_text": ((1, 128, None), (3, 64, 8)),
+        "llama4_text": ((1, 64, None), (3, 64, 32)),
+        "nemotron_h": ((1, 64, None),),
+    }
 
 
 def test_every_preset_has_a_shape() -> None:

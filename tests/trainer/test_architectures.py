@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -14,34 +15,12 @@ from so_tui.spec import ModelSpec
 from so_tui.spec.attention import Needs, Present
 from so_tui_trainer.data.batches import Batches
 from so_tui_trainer.model import attention, recompute
-from so_tui_trainer.model.build import TrainedModel, disable_dropout, load_config
+from so_tui_trainer.model.build import TrainedModel, build, disable_dropout, load_config
 from so_tui_trainer.model.matching import meta_model
 from tests.support.attention import PLAIN
 from tests.support.documents import documents, spec
-from tests.support.models import ONE_OF_EACH, SMALL, causal_model, scaled_down
+from tests.support.models import IN_ROWS, ONE_OF_EACH, OTHERS, another, causal_model, scaled_down
 from tests.support.problems import refusal
-
-LATENT = {"kv_lora_rank": 8, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4}
-OTHERS: dict[str, dict[str, Any]] = {
-    "gemma3_text": {},
-    "olmo2": {"head_dim": None, "layer_types": None},
-    "mistral": {"layer_types": None},
-    "deepseek_v3": {
-        **LATENT,
-        "head_dim": None,
-        "layer_types": None,
-        "n_routed_experts": 4,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-    },
-}
-"""Kinds of models without a preset, that one can be made for: what sets them apart from SMALL."""
-
-
-def another(kind: str) -> ModelSpec:
-    shape = {key: value for key, value in (SMALL | OTHERS[kind]).items() if value is not None}
-    return ModelSpec(id=kind, weights="random", config={"model_type": kind, "pad_token_id": 0, **shape})
 
 
 @pytest.mark.parametrize(
@@ -77,6 +56,40 @@ def test_packed_documents_train_as_if_each_were_alone(model: ModelSpec) -> None:
         torch.testing.assert_close(packed, alone * weight, msg=implementation)
         for key, parameter in causal.named_parameters():
             torch.testing.assert_close(parameter.grad, expected[key], rtol=1e-3, atol=1e-5, msg=f"{implementation}: {key}")
+
+
+@pytest.mark.parametrize("kind", IN_ROWS)
+def test_documents_in_rows_train_as_if_each_were_alone(kind: str) -> None:
+    """Padding after a document changes neither loss nor gradients. Packed, the same model is refused."""
+    torch.manual_seed(0)
+    config = load_config(another(kind))
+    needs = attention.needs_of(config, supports_sdpa=True, sinks=False, deterministic=False)
+    implementation = attention.decide(another(kind), needs, Present(generation=9)).backend
+    assert (needs.rows, implementation) == (True, "sdpa")
+    causal = causal_model(config, dtype=torch.float32, attention=implementation)
+    docs = documents(6)
+    batches = Batches(docs, spec(data__sequence_length="128", data__packing="false", train__micro_batch="3"), 0)
+    batch = next(batches.micro_batches(1))
+    assert not batch.real.all()
+    weight = 1 / len(batch.targets)
+    alone = torch.zeros(())
+    for index in batches._indices(0, len(batch.input_ids)):
+        (document,) = batches.sequences.of(int(index))
+        part = slice(docs.offsets[document], docs.offsets[document + 1])
+        ids = torch.tensor(docs.tokens[part], dtype=torch.int64)[None]
+        labels = torch.where(torch.tensor(docs.trained[part]), ids[0], -100)[1:]
+        alone = alone + cross_entropy(causal(input_ids=ids).logits[0, :-1], labels, ignore_index=-100, reduction="sum")
+    torch.autograd.backward(alone * weight)
+    expected = {key: parameter.grad for key, parameter in causal.named_parameters()}
+    causal.zero_grad()
+    found = TrainedModel(causal, implementation)(batch, weight)
+    torch.autograd.backward(found)
+    torch.testing.assert_close(found, alone * weight)
+    for key, parameter in causal.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[key], rtol=1e-3, atol=1e-5, msg=key)
+    packed = spec(data__packing="true")
+    problem = refusal(lambda: build(msgspec.structs.replace(packed, model=another(kind)), torch.device("cpu"), {}))
+    assert problem.code == "packing-mixes-documents"
 
 
 @pytest.mark.parametrize("packing", ["true", "false"])

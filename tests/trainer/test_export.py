@@ -18,14 +18,14 @@ from transformers import AutoConfig
 
 from so_tui.runs import create_run
 from so_tui.runs.manifest import run_id
-from so_tui.spec import InputError
+from so_tui.spec import InputError, ModelSpec
 from so_tui_trainer.export import ExportMarker, export, refuse_foreign, refuse_without_room, replacing
 from so_tui_trainer.model import whole
 from so_tui_trainer.model.build import load_config
 from so_tui_trainer.tools.export import export_run
 from tests.support.launching import tiny
 from tests.support.model_checkpoints import checkpoint_of, run_with_checkpoints
-from tests.support.models import ONE_OF_EACH, causal_model, load_pretrained, scaled_down
+from tests.support.models import ONE_OF_EACH, another, causal_model, load_pretrained, scaled_down
 from tests.support.problems import refusal
 
 MARK = ExportMarker(run="r", step=5, version="1")
@@ -163,6 +163,28 @@ def test_a_model_whose_head_is_its_embedding_writes_from_its_checkpoint(tmp_path
     ids = torch.arange(5, 69)[None]
     with torch.no_grad():
         torch.testing.assert_close(written.eval().float()(input_ids=ids).logits, model.eval()(input_ids=ids).logits, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "gemma4_text"])
+def test_what_belongs_to_the_weights_but_is_not_trained_is_exported(kind: str, tmp_path: Path) -> None:
+    """A router's bias and a layer's scale come from the pretrained weights: checkpoints do not have them."""
+    torch.manual_seed(0)
+    model: Any = causal_model(load_config(another(kind)), dtype=torch.float32)
+    kept = {name: torch.rand_like(buffer) for name, buffer in model.state_dict().items() if name in dict(model.named_buffers())}
+    assert kept
+    model.load_state_dict(kept, strict=False)
+    base = tmp_path / "base"
+    model.save_pretrained(base)
+    spec = tiny(data__sequence_length="128")
+    spec = msgspec.structs.replace(spec, model=ModelSpec(id=str(base), tokenizer="builtin:tiny"))
+    checkpoint_of(model, spec, tmp_path / "checkpoint")
+    export(tmp_path / "checkpoint", tmp_path / "model", "r", spec)
+    loaded, info = load_pretrained(tmp_path / "model")
+    assert not any(info.values()), info
+    written = whole.of_checkpoint(tmp_path / "checkpoint", spec)
+    for found in (loaded, written):
+        for name, buffer in kept.items():
+            torch.testing.assert_close(found.state_dict()[name].float(), buffer, rtol=0.01, atol=0.01)
 
 
 def test_it_generates_as_the_model_did_and_stops_where_answers_end(tmp_path: Path) -> None:

@@ -37,6 +37,22 @@ def test_the_loss_in_blocks_is_cross_entropy(block: int, kept: int, monkeypatch:
         torch.testing.assert_close(HeadLoss(weight)(hidden, predictors, targets, 1 / 30), expected)
 
 
+@pytest.mark.parametrize("block", [7 * 30, 10**6], ids=lambda logits: f"blocks of {logits}")
+def test_logits_that_the_model_scales_and_caps(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_loss, "LOSS_BLOCK_LOGITS", block)
+    torch.manual_seed(0)
+    hidden = torch.randn(2, 20, 16, requires_grad=True)
+    weight = nn.Parameter(3 * torch.randn(50, 16))
+    predictors, targets = torch.arange(3, 33), torch.randint(50, (30,))
+    head = HeadLoss(weight, factor=0.25, cap=2.0)
+    logits = 2.0 * (0.25 * hidden.flatten(0, 1)[predictors] @ weight.t() / 2.0).tanh()
+    torch.testing.assert_close(head(hidden, predictors, None), logits)
+    found, expected = head(hidden, predictors, targets, 1 / 30), cross_entropy(logits, targets)
+    torch.testing.assert_close(found, expected)
+    for one, other in zip(*(torch.autograd.grad(loss, (hidden, weight)) for loss in (found, expected)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
 def test_in_bf16_the_gradients_are_as_good_as_bf16_can_be() -> None:
     """Each row of the head's gradient is one sum in fp32, rounded once, however many tokens there are."""
     torch.manual_seed(0)

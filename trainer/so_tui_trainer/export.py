@@ -22,6 +22,7 @@ from so_tui.units import disk_size
 from so_tui_trainer.checkpoint import optimizer_folder, read_manifest
 from so_tui_trainer.data.chat import chat_of
 from so_tui_trainer.data.tokens import load_tokenizer
+from so_tui_trainer.model.buffers import stored_buffers
 from so_tui_trainer.model.build import PREFIX, load_config
 from so_tui_trainer.model.matching import meta_model
 
@@ -85,7 +86,7 @@ def export(checkpoint: Path, folder: Path, run_name: str, spec: RunSpec) -> int:
     model: Any = meta_model(config, trust_remote_code=spec.model.trust_remote_code)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     refuse_without_room(folder, sum(shape.numel() for shape in shapes.values()) * torch.bfloat16.itemsize)
-    state = weights(checkpoint, shapes)
+    state = weights(checkpoint, shapes) | stored_buffers(model, spec.model)
     # Tied tensors share storage, which save_pretrained recognises; the loader ties them again.
     model.config.use_cache = True
     tokenizer = load_tokenizer(spec)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,12 +11,13 @@ from torch import Tensor, nn
 
 from so_tui.model.activations import MLP_TILE_TOKENS, offloads_inputs, policy_of, tiles_mlp
 from so_tui.spec import InputError, ModelSpec, Problem, RunSpec, first_line, resolve_source
+from so_tui.spec.layers import packing_problem
 from so_tui.spec.types import decays
 from so_tui_trainer.data.batches import Batch
 from so_tui_trainer.model import attention, kernels, loading, matching, recompute, tiles
 from so_tui_trainer.model.host_inputs import HostInputs
 from so_tui_trainer.model.loss import HeadLoss
-from so_tui_trainer.model.matching import meta_model
+from so_tui_trainer.model.matching import decoder_of, meta_model
 from so_tui_trainer.model.pretrained import weights_folder
 from so_tui_trainer.model.router import RouterLoss
 from so_tui_trainer.model.stored import read_index
@@ -25,12 +27,11 @@ if TYPE_CHECKING:
 
 PREFIX = "causal."
 """Precedes a parameter's Hugging Face name in ``TrainedModel``."""
-_ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 _UNSUPPORTED_TYPES = {"opt", "nemotron"}
 """Models that build their mask without position ids, or do not pass the document boundaries on to their attention."""
 _PLAIN_HEAD = "Choose a model with a plain output projection."
-_LOGIT_SCALES = ("logits_scaling", "logit_scale")
-"""Configuration keys of models that scale their logits."""
+_LOGIT_KEYS = ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier", "final_logit_softcapping")
+"""Configuration keys of models that change their logits after the output projection."""
 
 
 class TrainedModel(nn.Module):
@@ -48,7 +49,7 @@ class TrainedModel(nn.Module):
         self.causal = causal
         self.attention = implementation
         head = _head(causal)
-        self.loss = HeadLoss(head)
+        self.loss = HeadLoss(head, *logit_changes(causal.config))
         self.dtype = head.dtype
         """Type of the weights, read once.
 
@@ -86,14 +87,35 @@ class TrainedModel(nn.Module):
         return self._of_hidden(batch, batch.targets, scale)
 
     def _of_hidden(self, batch: Batch, targets: Tensor | None, scale: float = 1.0) -> Tensor:
-        hidden = self.causal.base_model(
+        hidden = decoder_of(self.causal)(
             input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
             use_cache=False,
             **attention.arguments(batch, self.attention, self.causal.config, self.dtype),
         ).last_hidden_state
         result: Tensor = self.loss(hidden, batch.predictors, targets, scale)
         return result
+
+
+def config_of(shape: Mapping[str, Any]) -> PretrainedConfig:
+    """Build the configuration that ``[model.config]`` describes, without the keys that the model's own class computes.
+
+    Raises:
+        KeyError: There is no ``model_type``.
+        ValueError: transformers does not know it.
+    """
+    from transformers import AutoConfig
+
+    kind = shape["model_type"]
+    owner = type(AutoConfig.for_model(kind))
+    names = owner.attribute_map
+    given = {key: value for key, value in shape.items() if key != "model_type" and not _is_computed(owner, names.get(key, key))}
+    config: PretrainedConfig = AutoConfig.for_model(kind, **given)
+    return config
+
+
+def _is_computed(owner: type, name: str) -> bool:
+    found = getattr(owner, name, None)
+    return isinstance(found, property) and found.fset is None
 
 
 def load_config(model: ModelSpec) -> PretrainedConfig:
@@ -106,9 +128,7 @@ def load_config(model: ModelSpec) -> PretrainedConfig:
 
     try:
         if model.weights == "random":
-            shape = dict(model.config)
-            config: PretrainedConfig = AutoConfig.for_model(shape.pop("model_type"), **shape)
-            return config
+            return config_of(model.config)
         found: PretrainedConfig = AutoConfig.from_pretrained(
             resolve_source(model.id), revision=model.revision, trust_remote_code=model.trust_remote_code
         )
@@ -137,9 +157,12 @@ def build(
         on_files: Called with how many files of weights have been read, and how many there are.
 
     Raises:
-        InputError: The model cannot be loaded, the weights are not the model's, or this kind of model is not supported.
+        InputError: The model cannot be loaded, the weights are not the model's, this kind of model is not supported, or its documents
+            cannot be packed.
     """
     config = load_config(spec.model)
+    if spec.data.packing and (problem := packing_problem(getattr(config, "layer_types", None) or ())):
+        raise InputError([problem])
     disable_dropout(config)
     causal, implementation = _causal(spec, config, device, ds_config, on_files)
     refuse_unsupported(causal, spec.model)
@@ -202,9 +225,9 @@ def expected_first_loss(config: PretrainedConfig) -> float:
     """Return the expected loss of random weights, in nats per token.
 
     It is ln(vocabulary) plus half the variance of the logits. With a normalised hidden state that variance is ``hidden_size *
-    initializer_range**2``.
+    initializer_range**2``, times the square of what the model multiplies its logits with.
     """
-    spread = float(getattr(config, "initializer_range", None) or 0.02)
+    spread = float(getattr(config, "initializer_range", None) or 0.02) * logit_changes(config)[0]
     vocabulary, hidden = int(config.vocab_size), int(config.hidden_size)
     return math.log(vocabulary) + hidden * spread**2 / 2
 
@@ -271,23 +294,34 @@ def _head(causal: PreTrainedModel) -> nn.Parameter:
     return weight
 
 
+def logit_changes(config: PretrainedConfig) -> tuple[float, float]:
+    """Return what a model multiplies its logits with, and the limit that it caps them at (0: none)."""
+    kind = config.model_type
+    if kind.startswith("granite"):
+        return 1.0 / (getattr(config, "logits_scaling", None) or 1.0), 0.0
+    if kind.startswith("cohere"):
+        return getattr(config, "logit_scale", None) or 1.0, 0.0
+    if kind == "falcon_h1":
+        return config.lm_head_multiplier, 0.0
+    if kind.startswith(("gemma", "vaultgemma")):
+        return 1.0, getattr(config, "final_logit_softcapping", None) or 0.0
+    return 1.0, 0.0
+
+
 def refuse_unsupported(causal: PreTrainedModel, model: ModelSpec) -> None:
     """Refuse a model that would be trained wrongly.
 
     Raises:
-        InputError: Its loss is not that of a plain output projection, or packed documents would attend to each other.
+        InputError: Its loss is not that of a plain output projection, or its documents could not be kept apart.
     """
     head = causal.get_output_embeddings()  # type: ignore[no-untyped-call]
     config = causal.config
-    recurrent = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS
     if getattr(head, "bias", None) is not None:
         code, message, remedy = "model-head-bias", "its output projection has a bias", _PLAIN_HEAD
-    elif getattr(config, "final_logit_softcapping", None) or any(getattr(config, key, None) not in (None, 1.0) for key in _LOGIT_SCALES):
-        code, message, remedy = "model-logits-changed", "it changes its logits after the output projection", _PLAIN_HEAD
-    elif recurrent:
-        code, remedy = "model-layers-unsupported", "Choose a model with attention in every layer."
-        message = f"it has layers of {', '.join(sorted(recurrent))}, in which documents packed into one sequence would see each other"
-    elif not type(causal)._supports_attention_backend or config.model_type in _UNSUPPORTED_TYPES:
+    elif logit_changes(config) == (1.0, 0.0) and any(getattr(config, key, None) not in (None, 1.0) for key in _LOGIT_KEYS):
+        code, remedy = "model-logits-changed", _PLAIN_HEAD
+        message = "it changes its logits after the output projection in a way that so-tui does not know"
+    elif not attention.needs_rows(config) and (not type(causal)._supports_attention_backend or config.model_type in _UNSUPPORTED_TYPES):
         code, remedy = "model-packing-unsupported", "Choose a newer kind of model."
         message = f"documents that are packed into one sequence cannot be told apart by transformers' code for {config.model_type}"
     else:

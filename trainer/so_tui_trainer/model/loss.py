@@ -20,10 +20,16 @@ from so_tui_trainer.model.kernels.softmax import cross_entropy_gradient, log_sum
 class HeadLoss(nn.Module):
     """The output projection and the cross-entropy in one module."""
 
-    def __init__(self, weight: nn.Parameter) -> None:
-        """Use ``weight``, [vocabulary, size], as the output projection."""
+    def __init__(self, weight: nn.Parameter, factor: float = 1.0, cap: float = 0.0) -> None:
+        """Use an output projection.
+
+        Args:
+            weight: [vocabulary, size]
+            factor: What the model multiplies its logits with.
+            cap: Limit of the logits afterwards: cap x tanh(logits / cap); 0: none.
+        """
         super().__init__()
-        self.weight = weight
+        self.weight, self._factor, self._cap = weight, factor, cap
 
     def forward(self, hidden: Tensor, predictors: Tensor, targets: Tensor | None, scale: float = 1.0) -> Tensor:
         """Compute the scaled loss. Only trained tokens get logits.
@@ -39,12 +45,14 @@ class HeadLoss(nn.Module):
             the logits, [predictors, vocabulary].
         """
         chosen = hidden.flatten(0, -2).index_select(0, predictors)
+        if self._factor != 1.0:
+            chosen = chosen * self._factor
         if targets is None:
-            return chosen @ self.weight.t()
+            return _logits(chosen, self.weight, self._cap)
         if not torch.is_grad_enabled():
-            normaliser, score, _ = _normalise(chosen, self.weight, targets, save=0)
+            normaliser, score, _ = _normalise(chosen, self.weight, targets, self._cap, save=0)
             return (normaliser - score).sum() * scale
-        loss: Tensor = _BlockedCrossEntropy.apply(chosen, self.weight, targets, scale)  # type: ignore[no-untyped-call]
+        loss: Tensor = _BlockedCrossEntropy.apply(chosen, self.weight, targets, scale, self._cap)  # type: ignore[no-untyped-call]
         return loss
 
 
@@ -52,15 +60,18 @@ class _BlockedCrossEntropy(torch.autograd.Function):
     """Computes loss and gradients in the forward pass, while the head's weight is gathered; backward only scales the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: float) -> Tensor:
-        normaliser, score, saved_blocks = _normalise(hidden, weight, targets, save=kept_blocks(len(hidden), len(weight)))
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: float, cap: float) -> Tensor:
+        normaliser, score, saved_blocks = _normalise(hidden, weight, targets, cap, save=kept_blocks(len(hidden), len(weight)))
         hidden_gradient = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
         weight_gradient = torch.empty_like(weight)
         for block in _blocks(len(hidden), len(weight)):
             logits = saved_blocks.pop(block.start, None)
-            logits = hidden @ weight[block].t() if logits is None else logits
+            logits = _logits(hidden, weight[block], cap) if logits is None else logits
+            slope = 1 - (logits / cap).square_() if cap else None
             gradient = cross_entropy_gradient(logits, normaliser, targets - block.start, scale)
-            del logits
+            if slope is not None:
+                gradient.mul_(slope)
+            del logits, slope
             hidden_gradient += gradient @ weight[block]
             torch.mm(gradient.t(), hidden, out=weight_gradient[block])
             del gradient  # Before the next block allocates.
@@ -68,20 +79,26 @@ class _BlockedCrossEntropy(torch.autograd.Function):
         return (normaliser - score).sum() * scale
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         hidden_gradient, weight_gradient = ctx.saved_tensors
         (gradient,) = gradients
         # In place, since each is used once. A copy of the weight's gradient would be the largest temporary of the step.
-        return hidden_gradient.mul_(gradient), weight_gradient.mul_(gradient), None, None
+        return hidden_gradient.mul_(gradient), weight_gradient.mul_(gradient), None, None, None
 
 
-def _normalise(hidden: Tensor, weight: Tensor, targets: Tensor, *, save: int) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
+def _logits(hidden: Tensor, weight: Tensor, cap: float) -> Tensor:
+    logits = hidden @ weight.t()
+    return logits.div_(cap).tanh_().mul_(cap) if cap else logits
+
+
+def _normalise(hidden: Tensor, weight: Tensor, targets: Tensor, cap: float, *, save: int) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
     """Compute the log-sum-exp over the vocabulary.
 
     Args:
         hidden: [trained, size]
         weight: [vocabulary, size]
         targets: [trained]
+        cap: Limit of the logits; 0: none.
         save: Number of blocks whose logits are saved for the gradients.
 
     Returns:
@@ -91,7 +108,7 @@ def _normalise(hidden: Tensor, weight: Tensor, targets: Tensor, *, save: int) ->
     score = torch.zeros_like(normaliser)
     saved_blocks: dict[int, Tensor] = {}
     for index, block in enumerate(_blocks(len(hidden), len(weight))):
-        logits = hidden @ weight[block].t()
+        logits = _logits(hidden, weight[block], cap)
         column, inside = _columns(targets - block.start, logits.shape[1])
         score += logits.gather(-1, column[:, None])[:, 0] * inside
         normaliser = torch.logaddexp(normaliser, log_sum_exp(logits))

@@ -12,7 +12,7 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from so_tui.spec import InputError, ModelSpec, Problem, first_line
 from so_tui_trainer.model.stored import Stored
@@ -59,6 +59,12 @@ def meta_model(config: PretrainedConfig, *, trust_remote_code: bool = False) -> 
             config, dtype=torch.bfloat16, attn_implementation=DEFAULT_ATTENTION, trust_remote_code=trust_remote_code
         )
     return model
+
+
+def decoder_of(causal: PreTrainedModel) -> nn.Module:
+    """Return the model without its output projection. Llama 4's ``base_model`` is the whole model."""
+    found: nn.Module = causal.base_model
+    return causal.get_submodule("model") if found is causal else found
 
 
 def match(model: PreTrainedModel, index: Mapping[str, Stored]) -> Match:

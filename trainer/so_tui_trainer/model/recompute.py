@@ -24,6 +24,7 @@ from torch._C._nn import linear  # nn.functional.linear is DeepSpeed's under ZeR
 from torch.utils.checkpoint import checkpoint
 
 from so_tui_trainer.model.host_inputs import HostInputs
+from so_tui_trainer.model.matching import decoder_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -53,7 +54,7 @@ _local = _Local()
 
 def checkpointed_layers(causal: PreTrainedModel) -> list[nn.Module]:
     """Return the layers that can be checkpointed."""
-    return [module for module in causal.modules() if hasattr(module, "gradient_checkpointing") and module is not causal.base_model]
+    return [module for module in causal.modules() if hasattr(module, "gradient_checkpointing") and module is not decoder_of(causal)]
 
 
 def install(causal: PreTrainedModel, policy: Policy, inputs: HostInputs | None = None) -> None:

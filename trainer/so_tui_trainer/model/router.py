@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from so_tui.spec import InputError, Problem
+from so_tui_trainer.model.matching import decoder_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -106,6 +107,6 @@ class _ProbabilitySum(torch.autograd.Function):
 def _routers(causal: PreTrainedModel) -> list[nn.Module]:
     """Return the modules whose logits transformers itself would record."""
     recorded = getattr(causal, "_can_record_outputs", None) or {}
-    recorder = recorded.get("router_logits") or (getattr(causal.base_model, "_can_record_outputs", None) or {}).get("router_logits")
+    recorder = recorded.get("router_logits") or (getattr(decoder_of(causal), "_can_record_outputs", None) or {}).get("router_logits")
     kind = getattr(recorder, "target_class", None)
     return [] if kind is None else [module for module in causal.modules() if isinstance(module, kind)]

@@ -10,8 +10,9 @@ import torch
 from so_tui.spec import InputError, ModelSpec, Problem, RunSpec, first_line
 from so_tui.spec.generation import Device
 from so_tui_trainer.export import weights
+from so_tui_trainer.model.buffers import stored_buffers
 from so_tui_trainer.model.build import load_config
-from so_tui_trainer.model.matching import DEFAULT_ATTENTION
+from so_tui_trainer.model.matching import DEFAULT_ATTENTION, meta_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,7 +39,8 @@ def of_checkpoint(checkpoint: Path, spec: RunSpec) -> PreTrainedModel:
         )
     causal.tie_weights()  # left out with the initialisation; without it a tied head would be a parameter of its own
     shapes = {name: parameter.shape for name, parameter in causal.named_parameters()}
-    causal.load_state_dict(weights(checkpoint, shapes), strict=False, assign=True)
+    meta = meta_model(config, trust_remote_code=spec.model.trust_remote_code)
+    causal.load_state_dict(weights(checkpoint, shapes) | stored_buffers(meta, spec.model), strict=False, assign=True)
     causal.tie_weights()
     return causal
 

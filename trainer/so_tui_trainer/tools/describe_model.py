@@ -8,14 +8,17 @@ Problems name the cause: no such model, gated, no network, not a causal language
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
 from so_tui.spec import InputError, ModelSpec, Problem, first_line, resolve_source
+from so_tui.spec.layers import mixing_kinds, packing_problem
 from so_tui_trainer.tools.channel import Answer, serve
 from so_tui_trainer.tools.hub import remote_files, stay_offline_when_cut_off
 
@@ -107,10 +110,22 @@ def shape_of(config: PretrainedConfig, causal: PreTrainedModel) -> dict[str, Any
 
 def planned_shape(config: PretrainedConfig, causal: PreTrainedModel) -> dict[str, Any]:
     """Return what the planner reads of a model, by the names that it uses."""
-    named = {key: getattr(config, key, None) for key in _SHAPE}
+    own = _without_layers(config)
+    named = {key: getattr(own, key, None) for key in _SHAPE}
     named["intermediate_size"] = named["intermediate_size"] or _width(config, causal)
     named["num_key_value_heads"] = named["num_key_value_heads"] or getattr(config, "num_kv_heads", None)
-    return {key: value for key, value in named.items() if isinstance(value, int | float)}
+    shape: dict[str, Any] = {key: value for key, value in named.items() if isinstance(value, int | float)}
+    kinds = list(getattr(config, "layer_types", None) or ())
+    return shape | {"layer_types": kinds} if mixing_kinds(kinds) else shape
+
+
+def _without_layers(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the config without what single layers have of their own (Gemma 4), which makes reading the others' values an error."""
+    if not getattr(config, "is_heterogeneous", False):
+        return config
+    plain = deepcopy(config)
+    plain.per_layer_config = None
+    return plain
 
 
 def expert_blocks(causal: PreTrainedModel) -> tuple[str, ...]:
@@ -269,6 +284,8 @@ def _notes(model: ModelSpec, config: PretrainedConfig) -> list[str]:
     from so_tui_trainer.model.stored import shards
 
     notes = []
+    if problem := packing_problem(getattr(config, "layer_types", None) or ()):
+        notes.append(f"{problem.message}: each is a sequence of its own (data.packing = false)")
     if method := _quantisation(config):
         if (method, config.model_type) != _DEQUANTISED:
             remedy = "Choose this model's checkpoint with bf16 weights."
@@ -308,16 +325,19 @@ def _width(config: PretrainedConfig, causal: PreTrainedModel) -> int | None:
 
 
 def _toml_values(value: Any) -> Any:
-    """Remove None, and tables with keys that are not text."""
+    """Remove None, tables with keys that are not text, and lists with an infinity (``time_step_limit``), which JSON cannot hold."""
     if isinstance(value, dict):
-        return {key: _toml_values(item) for key, item in value.items() if isinstance(key, str) and item is not None and not _numbered(item)}
+        known = {key: item for key, item in value.items() if isinstance(key, str) and item is not None}
+        return {key: _toml_values(item) for key, item in known.items() if not _unwritable(item)}
     if isinstance(value, list | tuple):
         return [_toml_values(item) for item in value if item is not None]
     return value
 
 
-def _numbered(value: Any) -> bool:
-    return isinstance(value, dict) and any(not isinstance(key, str) for key in value)
+def _unwritable(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(not isinstance(key, str) for key in value)
+    return isinstance(value, list | tuple) and any(isinstance(item, float) and math.isinf(item) for item in value)
 
 
 def _reason(error: BaseException) -> str:

@@ -25,6 +25,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from so_tui.spec import InputError, ModelSpec, ParameterBlock, Problem, Tensor, decays, find_preset, resolve_source
 from so_tui.spec.table import MARKER, table_text
 from so_tui.spec.types import TensorKind
+from so_tui_trainer.model.build import config_of
 from so_tui_trainer.model.matching import meta_model
 from so_tui_trainer.tools.describe_model import planned_shape, shape_of
 
@@ -39,14 +40,12 @@ _SHAPE_HEADER = re.compile(r"^\s*\[\s*model\s*\.\s*config\s*\].*$", re.MULTILINE
 
 def model_config(model: ModelSpec) -> PretrainedConfig:
     """Return the transformers config of a model section: from its ``[model.config]``, or from the hub or folder if that is empty."""
-    shape = dict(model.config)
-    if not shape:
+    if not model.config:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             resolve_source(model.id), revision=model.revision, trust_remote_code=model.trust_remote_code
         )
         return config
-    built: PretrainedConfig = AutoConfig.for_model(shape.pop("model_type"), **shape)
-    return built
+    return config_of(model.config)
 
 
 def ordered_tensors(model: PreTrainedModel) -> Iterator[Tensor]:

@@ -27,6 +27,7 @@ from so_tui.spec.attention import (
     choose_backend,
     obstacle_to,
 )
+from so_tui.spec.layers import mixing_kinds
 from so_tui_trainer.data.batches import Batch
 from so_tui_trainer.model.attention.backends import kernels_of
 from so_tui_trainer.model.attention.exchange import sequence_group
@@ -42,6 +43,7 @@ _CODES: dict[Obstacle, str] = {
     "head-size": "attention-head-size",
     "softcap": "attention-without-softcap",
     "sinks": "attention-without-sinks",
+    "rows": "attention-without-rows",
     "not-deterministic": "attention-not-deterministic",
 }
 """Codes of the refusal of a backend."""
@@ -69,7 +71,8 @@ def needs_of(config: PretrainedConfig, *, supports_sdpa: bool, sinks: bool, dete
     latent = (getattr(config, "qk_nope_head_dim", None) or 0) + (getattr(config, "qk_rope_head_dim", None) or 0)
     size = latent or getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     softcap = bool(getattr(config, "attn_logit_softcapping", None))
-    return Needs(head_size=size, sinks=sinks, softcap=softcap, deterministic=deterministic, plain=supports_sdpa)
+    rows = needs_rows(config)
+    return Needs(head_size=size, sinks=sinks, softcap=softcap, rows=rows, deterministic=deterministic, plain=supports_sdpa)
 
 
 def decide(model: ModelSpec, needs: Needs, available: Present) -> Chosen:
@@ -109,13 +112,18 @@ def has_sinks(model: nn.Module) -> bool:
     return any(name.endswith(".sinks") for name, _ in model.named_parameters())
 
 
+def needs_rows(config: PretrainedConfig) -> bool:
+    """Return whether each document needs a row of its own, since layers of the model would mix the documents of one row."""
+    return bool(mixing_kinds(getattr(config, "layer_types", None) or ()))
+
+
 def takes_boundaries(implementation: str) -> bool:
     """Return whether an implementation, by transformers' name, takes document boundaries instead of a mask."""
     return implementation == NAME
 
 
 def arguments(batch: Batch, implementation: str, config: PretrainedConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the arguments of the model's forward pass that keep the documents of a batch apart.
+    """Return the arguments of the model's forward pass that say where its tokens are, and keep the documents of a batch apart.
 
     Args:
         batch: The micro-batch.
@@ -124,14 +132,23 @@ def arguments(batch: Batch, implementation: str, config: PretrainedConfig, dtype
         dtype: Type of the model's embeddings.
 
     Returns:
-        Keyword arguments besides the position ids, which restart at every document.
+        Keyword arguments: position ids, which restart at every document, and boundaries or masks. Nothing for a model that needs a row for
+        each document: its own positions and masks are right for that document, and the padding after it is seen by no token.
     """
+    if needs_rows(config):
+        return {}
+    positions: dict[str, Any] = {"position_ids": batch.position_ids}
     if takes_boundaries(implementation):
         boundaries, longest = batch.boundaries, batch.longest
-        found: dict[str, Any] = {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries, "max_length_q": longest, "max_length_k": longest}
-        return found | ({"is_part": True} if batch.is_part else {})
+        kernel: dict[str, Any] = {
+            "cu_seq_lens_q": boundaries,
+            "cu_seq_lens_k": boundaries,
+            "max_length_q": longest,
+            "max_length_k": longest,
+        }
+        return positions | kernel | ({"is_part": True} if batch.is_part else {})
     if len(set(getattr(config, "layer_types", None) or ())) < 2:
-        return {"attention_mask": None}
+        return positions | {"attention_mask": None}
     # Models that mix kinds of layers take a mask for each kind. The mask that gpt-oss would make itself ignores the position ids.
     from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
@@ -144,4 +161,4 @@ def arguments(batch: Batch, implementation: str, config: PretrainedConfig, dtype
         "position_ids": batch.position_ids,
     }
     makers = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
-    return {"attention_mask": {kind: makers[kind](**known) for kind in set(config.layer_types)}}
+    return positions | {"attention_mask": {kind: makers[kind](**known) for kind in set(config.layer_types)}}
