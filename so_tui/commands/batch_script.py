@@ -4,6 +4,7 @@ What was changed is never lost: if the submission fails, the script is kept, and
 
 Problem codes:
     nothing-to-edit: The run starts on this machine, without a batch script.
+    unused-option: Nothing is submitted.
     script-unreadable: The file of the script is missing, no text, or larger than any script.
 """
 
@@ -54,8 +55,11 @@ class ScriptChoice:
         return self._edits and self.script not in ("", self._generated)
 
 
-def refuse_without_script(spec: RunSpec, option: str) -> None:
-    """Raise InputError if a run that starts on this machine is given an option of batch scripts."""
+def refuse_script(spec: RunSpec, option: str, *, dry_run: bool) -> None:
+    """Raise InputError if an option of batch scripts is given and none will be submitted."""
+    if dry_run:
+        message, remedy = "has no effect with --dry-run, which prints the script that so-tui would submit", "Leave one of them out."
+        raise InputError([Problem(code="unused-option", field=option, value="", message=message, remedy=remedy)])
     if executor_of(spec).here:
         message, remedy = "needs a batch script, and this run starts on this machine", "Name a partition with --partition."
         raise InputError([Problem(code="nothing-to-edit", field=option, value=spec.name, message=message, remedy=remedy)])

@@ -34,16 +34,18 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.machine and executor_of(spec).here and not arguments.dry_run:
         message, remedy = "is not used to start a run, which starts on this machine", "Add --dry-run, or start it on that machine."
         raise InputError([Problem(code="not-this-machine", field="--machine", value=arguments.machine, message=message, remedy=remedy)])
+    if option := "--edit" if arguments.edit else "--script" if arguments.script else "":
+        from so_tui.commands.batch_script import refuse_script
+
+        refuse_script(spec, option, dry_run=arguments.dry_run)
     if arguments.dry_run:
         if not arguments.machine:  # another machine has other files
             _report_warnings(arguments, tuple(str(problem) for problem in missing_inputs(spec)))
-        _print_launch(_prepared(spec, arguments), as_json=arguments.json)
+        launch = _prepared(spec, arguments)
+        _report_warnings(arguments, tuple(str(problem) for problem in executor_of(spec).unavailable(launch)))
+        _print_launch(launch, as_json=arguments.json)
         return 0
     _interrupt_on_termination(arguments)
-    if option := "--edit" if arguments.edit else "--script" if arguments.script else "":
-        from so_tui.commands.batch_script import refuse_without_script
-
-        refuse_without_script(spec, option)
     launch = _prepared(spec, arguments)
     if not arguments.no_preflight:
         launch, warnings = preflight(launch, runs_dir=arguments.runs_dir)

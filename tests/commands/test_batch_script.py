@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import stat
 from pathlib import Path
@@ -96,3 +97,16 @@ def test_what_is_no_script_of_a_run_is_refused(content: bytes | None, slurm: Pat
         script.write_bytes(content)
     assert submitted(tmp_path, "--script", str(script)) == 2
     assert list((tmp_path / "runs").glob("tiny*")) == []
+
+
+@pytest.mark.parametrize("options", [["--edit"], ["--script", "job.sh"]])
+def test_nothing_is_edited_or_read_for_what_is_not_submitted(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "tiny", "--partition", "gh", "--dry-run", *options]) == 2
+    assert options[0] in capsys.readouterr().err
+
+
+def test_a_dry_run_warns_of_an_interpreter_that_the_nodes_cannot_execute(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "tiny", "--partition", "gh", "--dry-run", "--machine", "gh200-480", "--gpus", "1"]) == 0
+    printed = capsys.readouterr()
+    assert ("aarch64" in printed.err) == (platform.machine() != "aarch64")
+    assert "so_tui_run=RUN" in printed.out

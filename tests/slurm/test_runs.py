@@ -115,12 +115,27 @@ def test_the_folder_of_the_runs_may_have_any_name(name: str, cluster: Cluster, t
     assert "/no/such/python" in state.reason  # what the job wrote was found
 
 
+def test_an_interpreter_that_cannot_use_the_gpus_of_the_plan_ends_the_job_at_once(cluster: Cluster, tmp_path: Path) -> None:
+    state = wait_for(planned_for_gpus(tmp_path), ended)
+    assert (state.state, state.code) == ("lost", OutcomeCode.JOB_FAILED)
+    assert "site profile" in state.reason
+
+
 def test_a_node_without_the_gpus_of_the_plan_is_refused_in_the_job(cluster: Cluster, tmp_path: Path) -> None:
+    python = tmp_path / "python"  # says that torch can use GPUs, though that of these tests cannot
+    python.write_text(f'#!/bin/sh\ncase "$*" in *so_tui.machine.interpreter*) exit 0;; esac\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    site = Path(os.environ["XDG_CONFIG_HOME"]) / "so-tui" / "sites" / "generic.toml"
+    site.write_text(site.read_text() + f'python = "{python}"\n')
+    state = wait_for(planned_for_gpus(tmp_path / "runs"), ended)
+    assert (state.state, state.code, state.attempt, state.host) == ("failed", OutcomeCode.NOT_STARTED, 1, "n1")
+
+
+def planned_for_gpus(folder: Path) -> RunDirectory:
+    """Submit a run that was planned for GPUs, which the simulated nodes do not have."""
     spec = tiny(slurm__partition="main", slurm__site="generic", gpus="[1, 3]")
     machine = msgspec.structs.replace(quad_machine(), architecture=platform.machine())
-    run = start(prepare(spec, machine, force=True), runs_dir=tmp_path)
-    state = wait_for(run, ended)
-    assert (state.state, state.code, state.attempt, state.host) == ("failed", OutcomeCode.NOT_STARTED, 1, "n1")
+    return start(prepare(spec, machine, force=True), runs_dir=folder)
 
 
 def test_what_slurm_refuses_leaves_nothing_behind(cluster: Cluster, tmp_path: Path) -> None:

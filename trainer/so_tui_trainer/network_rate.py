@@ -21,6 +21,8 @@ _REPEATS = 3
 def record(ranks: Ranks, run: RunDirectory, attempt: int, nodes: int) -> None:
     """Measure the rate, a second or two, and record it for the plans of later runs."""
     bytes_per_s = measure(ranks)
+    if ranks.device.type == "cuda":
+        torch.cuda.empty_cache()  # training finds the GPU as it would be without this
     if ranks.first:
         try:
             write_network_rate(run, attempt, nodes, bytes_per_s)
