@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from so_tui.commands.common import note, print_json, print_rich
 from so_tui.runs import RunDirectory, find_run, list_runs, read_spec
-from so_tui.runs.comparison import ordered
+from so_tui.runs.comparison import RESULTS, ordered, result_of_order, result_text
 from so_tui.runs.ended import ended_state, evidence
 from so_tui.runs.liveness import sighting
 from so_tui.runs.notes import RunNotes, read_notes
@@ -66,7 +66,9 @@ def runs(arguments: argparse.Namespace) -> int:
         ensure_supervised(run, own_processes)
         if arguments.tag is None or arguments.tag in read_notes(run).tags:
             listed.append((run, _state(run)))
-    listed = ordered(listed, arguments.sort or load_settings().settings.runs.sort, _text_of, _results)
+    sort = arguments.sort or load_settings().settings.runs.sort
+    measured = {run.path: _results(run) for run, _ in listed} if result_of_order(sort) else {}
+    listed = ordered(listed, sort, _text_of, lambda item: measured[item[0].path])
     if arguments.json:
         print_json(Runs(tuple(_listed(run, state) for run, state in listed)))
         return 0
@@ -79,8 +81,22 @@ def runs(arguments: argparse.Namespace) -> int:
     width = console().width
     beside = width >= _ROOM_FOR_REASONS
     below = [] if beside else [f"\n{brief_message(f'{run.name}: {_why(state)}')}" for run, state in listed if _why(state)]
-    print_rich(_table(listed, width, beside), *below)
+    print_rich(_table(listed, _sorted_column(listed, sort, measured), width, beside), *below)
     return 0
+
+
+def _sorted_column(
+    listed: list[tuple[RunDirectory, RunState]], sort: str, measured: dict[Path, RunResults | None]
+) -> tuple[str, list[str]] | None:
+    """Return heading and cells of what the runs are sorted by; None where the table has it anyway."""
+    if sort == "model":
+        return sort, [printable_line(_text_of(item, sort)) for item in listed]
+    key = result_of_order(sort)
+    if key is None:
+        return None
+    heading = "median loss" if key == "loss" else RESULTS[key]  # the table's other loss is that of the last step
+    found = [measured[run.path] for run, _ in listed]
+    return heading, ["" if results is None else result_text(results, key) for results in found]
 
 
 def _text_of(item: tuple[RunDirectory, RunState], key: str) -> str:
@@ -96,15 +112,15 @@ def _text_of(item: tuple[RunDirectory, RunState], key: str) -> str:
         return ""
 
 
-def _results(item: tuple[RunDirectory, RunState]) -> RunResults | None:
+def _results(run: RunDirectory) -> RunResults | None:
     try:
-        return recent_results(item[0])
+        return recent_results(run)
     except OSError:
         return None  # deleted meanwhile, or unreadable
 
 
-def _table(listed: list[tuple[RunDirectory, RunState]], width: int, beside: bool) -> Table:
-    """Lay out the runs, with or without their reasons (``beside``).
+def _table(listed: list[tuple[RunDirectory, RunState]], by: tuple[str, list[str]] | None, width: int, beside: bool) -> Table:
+    """Lay out the runs with what they are sorted by (``by``), and with or without their reasons (``beside``).
 
     If the width is not enough, the start time is left out first, then names are wrapped, and last the other cells end in an ellipsis.
     """
@@ -112,14 +128,19 @@ def _table(listed: list[tuple[RunDirectory, RunState]], width: int, beside: bool
     from rich.table import Table
 
     rows = [_row(run, state) for run, state in listed]
-    needed = sum(max(map(cell_len, column)) for column in zip(_HEADINGS, *rows, strict=True)) + 2 * (len(_HEADINGS) - 1)
-    shown = len(_HEADINGS) if beside or needed <= width else _HEADINGS.index("started")
+    headings: tuple[str, ...] = _HEADINGS
+    if by is not None:
+        headings = (*headings[:-1], by[0], headings[-1])
+        rows = [(*row[:-1], cell, row[-1]) for row, cell in zip(rows, by[1], strict=True)]
+    needed = sum(max(map(cell_len, column)) for column in zip(headings, *rows, strict=True)) + 2 * (len(headings) - 1)
+    shown = len(headings) if beside or needed <= width else headings.index("started")
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in _HEADINGS[:shown]:
+    for heading in headings[:shown]:
         if heading == "name":
             table.add_column(heading, overflow="fold")
         else:
-            table.add_column(heading, justify="right" if heading in ("step", "loss") else "left", no_wrap=True, overflow="ellipsis")
+            left = heading in ("state", "model", "started")
+            table.add_column(heading, justify="left" if left else "right", no_wrap=True, overflow="ellipsis")
     if beside:
         table.add_column("reason", overflow="fold")
     for row, (_, state) in zip(rows, listed, strict=True):

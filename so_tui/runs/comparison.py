@@ -25,6 +25,11 @@ _BY_RESULT = {"loss": ("loss", False), "tokens/s": ("tokens_per_s", True), "mfu"
 """Result and whether the highest comes first, by the name of an order."""
 
 
+def result_of_order(sort: str) -> str | None:
+    """Return the result that an order goes by; None for the other orders."""
+    return _BY_RESULT[sort][0] if sort in _BY_RESULT else None
+
+
 def differing(settings: Sequence[Mapping[str, str]]) -> list[str]:
     """Return the keys whose values are not the same in all settings, sorted."""
     keys = sorted({key for values in settings for key in values})

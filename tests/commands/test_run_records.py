@@ -16,9 +16,11 @@ from so_tui.cli import main
 from so_tui.commands.parser import SORTS
 from so_tui.folders import user_folder
 from so_tui.runs import MetricsWriter, RunDirectory
+from so_tui.runs.comparison import result_of_order, result_text
 from so_tui.runs.metrics_export import COLUMNS
 from so_tui.runs.notes import LONGEST_NOTE, read_notes
 from so_tui.runs.records import ResumedRecord
+from so_tui.runs.results import recent_results
 from so_tui.settings.types import RunListSettings
 from so_tui.spec import find_preset, load_catalog, save_preset
 from tests.support.make_run import write_run
@@ -99,6 +101,21 @@ def test_runs_are_sorted_as_asked_or_as_set(two: tuple[RunDirectory, RunDirector
     losses = [run["results"]["loss"] for run in json.loads(capsys.readouterr().out)["runs"]]
     assert losses == sorted(losses)
     assert get_args(get_type_hints(RunListSettings)["sort"]) == SORTS
+
+
+@pytest.mark.parametrize(("sort", "heading"), [("tokens/s", "tokens/s"), ("mfu", "MFU"), ("memory", "GPU memory"), ("loss", "median loss")])
+def test_the_list_shows_what_it_is_sorted_by(
+    two: tuple[RunDirectory, RunDirectory], capsys: pytest.CaptureFixture[str], sort: str, heading: str
+) -> None:
+    key = result_of_order(sort)
+    assert key is not None
+    main(["runs", "--sort", sort])
+    table = capsys.readouterr().out
+    assert heading in table.splitlines()[0]
+    for run in two:
+        assert result_text(recent_results(run), key) in table
+    main(["runs"])
+    assert heading not in capsys.readouterr().out.splitlines()[0]
 
 
 def test_every_step_is_in_the_table_once_and_superseded_ones_are_not(runs_dir: Path, tmp_path: Path) -> None:
