@@ -12,6 +12,9 @@ AlertName = Literal["ended", "failed", "not-finite", "stall", "loss", "disk"]
 ALERTS: tuple[AlertName, ...] = ("ended", "failed", "not-finite", "stall", "loss", "disk")
 Key = Annotated[str, Meta(min_length=1, max_length=80)]
 Argument = Annotated[str, Meta(max_length=4096)]
+Rows = Annotated[int, Meta(ge=4, le=500)]
+NodeRows = Annotated[int, Meta(ge=0, le=100)]
+Columns = Annotated[int, Meta(ge=30, le=500)]
 
 
 class ScreenSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,6 +40,17 @@ class KeySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         dict[Annotated[str, Meta(max_length=80)], Key],
         Meta(max_length=200, description='other keys for commands: stop = "ctrl+x"; several are separated by commas'),
     ] = {}
+
+
+class PanelSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sizes of panels that were changed on the screen; those that were not follow from the terminal."""
+
+    charts: Annotated[Rows | None, Meta(description="rows of the dashboard's charts")] = None
+    nodes: Annotated[NodeRows | None, Meta(description="rows of each NUMA node's history")] = None
+    side: Annotated[Columns | None, Meta(description="columns of the panels at the right of the dashboard")] = None
+    form: Annotated[Columns | None, Meta(description="columns of Configure's form")] = None
+    run: Annotated[Rows | None, Meta(description="rows of the chosen run below the list of runs")] = None
+    run_beside: Annotated[Columns | None, Meta(description="columns of the chosen run beside the list of runs")] = None
 
 
 class RunListSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -84,6 +98,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Content of ``settings.toml`` in the user's XDG config folder."""
 
     screen: ScreenSettings = ScreenSettings()
+    panels: PanelSettings = PanelSettings()
     keys: KeySettings = KeySettings()
     runs: RunListSettings = RunListSettings()
     alerts: AlertSettings = AlertSettings()

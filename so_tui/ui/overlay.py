@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from so_tui.runs import RunDirectory
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import StepRecord
-from so_tui.ui.chart_settings import Wanted
+from so_tui.ui.chart_layout import Wanted
 from so_tui.ui.series import Line
 from so_tui.ui.step_series import FollowedSteps, StepSeries, mean_of, mean_steps
 from so_tui.ui.widgets.chart import RUN_ROLES

@@ -22,8 +22,8 @@ NARROWEST = 12
 MOST_FOLDS = 3
 
 
-def facts(row: RunRow, width: int) -> Content:
-    """Return state and reason, model and checkpoints of a run, for a screen of ``width`` columns."""
+def facts(row: RunRow, width: int, results: RunResults | None = None) -> Content:
+    """Return state and reason, model and checkpoints of a run, and results where they are given, for ``width`` cells."""
     state = row.state
     lines = [state_content(row.shown_state)]
     if state.reason:
@@ -39,7 +39,11 @@ def facts(row: RunRow, width: int) -> Content:
     if row.notes.note or row.notes.tags:
         tags = " ".join(f"#{tag}" for tag in row.notes.tags)
         lines.append(Content.assemble(("note ", "$faint"), brief_message(row.notes.note), " ", (tags, "$accent")))
-    lines.append(Content.assemble(("folder ", "$faint"), shorten_path(str(row.run.path), max(20, width * 2 // 5 - 12))))
+    lines.append(Content.assemble(("folder ", "$faint"), shorten_path(str(row.run.path), max(20, width - len("folder ")))))
+    measured = {} if results is None else {name: text for key, name in RESULTS.items() if (text := result_text(results, key))}
+    if measured:
+        lines.append(Content(""))
+        lines += [Content.assemble((f"{name:<16}", "$faint"), text) for name, text in measured.items()]
     return Content("\n").join(lines)
 
 

@@ -97,6 +97,11 @@ class SettingsApp(PrintableApp[Result]):
 
     def keep(self, changes: Mapping[str, Any]) -> None:
         """Apply changes of settings, by dotted key, and write them to the user's file."""
+        self.apply(changes)
+        self._write_settings(dict(changes))
+
+    def apply(self, changes: Mapping[str, Any]) -> None:
+        """Apply changes of settings, by dotted key, until the application is left."""
         from msgspec.structs import replace
 
         settings = self.settings
@@ -104,7 +109,6 @@ class SettingsApp(PrintableApp[Result]):
             table, _, name = key.partition(".")
             settings = replace(settings, **{table: replace(getattr(settings, table), **{name: value})})
         self.settings = settings
-        self._write_settings(dict(changes))
 
     def watch_settings(self, settings: Settings) -> None:
         units.show_memory_in(settings.screen.units)

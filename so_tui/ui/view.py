@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from so_tui.ui.follow import Snapshot
 from so_tui.ui.overlay import Overlaid
 from so_tui.ui.series import Axis
+from so_tui.ui.snapshot import Snapshot
 
 Unit = Literal["step", "time"]
 NARROWEST = {"step": 4.0, "time": 5.0}
@@ -124,6 +124,23 @@ def axis_of(snapshot: Snapshot, view: View, held: Axis | None = None, overlays: 
     return Axis(unit, low, high, origin, snapshot.steps, snapshot.times, snapshot.length)
 
 
+SIDE_FROM = 196
+"""Columns of a terminal from which on a step's details and the log stand right of everything else."""
+SIDE = 68
+"""Columns that they take: a line of the log fits."""
+LEAST_MAIN = 100
+"""Columns that are left for the rest, however wide they are made."""
+LEAST_CHARTS = 6
+"""Rows of the charts, however little room there is."""
+MOST_PLOT = 8
+"""Rows of history of each node, unless more are chosen."""
+
+
+def side_columns(width: int, chosen: int | None = None) -> int:
+    """Return the columns of the panels at the right of a terminal of ``width``; 0 where there is no room for them."""
+    return 0 if width < SIDE_FROM else min(chosen or SIDE, width - LEAST_MAIN)
+
+
 @dataclass(frozen=True, slots=True)
 class Rows:
     """Rows of each part of the dashboard."""
@@ -133,23 +150,42 @@ class Rows:
     """Rows of history of each node."""
     log: int
 
+    def resized(self, nodes: int, charts: int | None, plot: int | None) -> Rows:
+        """Return rows with those of charts and history that are given; what is left goes to the history, then to the log."""
+        total = self.charts + plot_rows(self.plot, nodes) + self.log
+        if charts is None:
+            charts = self.charts
+            if plot is not None and not self.log:
+                charts = max(LEAST_CHARTS, total - plot_rows(plot, nodes))
+        elif plot is None:
+            plot = max(0, min(self.plot if self.log else MOST_PLOT, (total - 1 - charts) // max(1, nodes)))
+        plot = self.plot if plot is None else plot
+        return Rows(charts, plot, max(2, total - charts - plot_rows(plot, nodes)) if self.log else 0)
 
-def rows_for(height: int, nodes: int, gpus: int, fixed: int, grid: int = 0) -> Rows:
+
+def plot_rows(plot: int, nodes: int) -> int:
+    """Return the rows of the history of all nodes with its axis."""
+    return plot * nodes + (1 if plot and nodes else 0)
+
+
+def rows_for(height: int, nodes: int, gpus: int, fixed: int, grid: int = 0, *, log: bool = True) -> Rows:
     """Divide ``height`` rows: charts first, then some log, then history of each node; ``fixed`` rows are taken already.
 
-    Charts that stand above each other get ``grid`` rows at least.
-
-    Parts that do not fit even so are reached by scrolling.
+    Charts that stand above each other get ``grid`` rows at least. Without ``log``, which then has a place of its own, the history gets
+    its rows. Parts that do not fit even so are reached by scrolling.
     """
     left = height - fixed - 2 * nodes - gpus
+    if not log:
+        plot = max(0, min(MOST_PLOT, (left - 1 - max(grid, 12, height // 3)) // max(1, nodes)))
+        return Rows(max(LEAST_CHARTS, left - plot_rows(plot, nodes)), plot, 0)
     if grid:
         charts = max(grid, min(height - fixed, left - 4))
         return Rows(charts, 0, max(2, left - charts))
     for plot, least_charts, least_log in ((4, 12, height // 6), (3, 12, 5), (2, 12, 5), (1, 8, 4), (0, 9, 4)):
-        taken = plot * nodes + (1 if plot else 0)  # with their x axis
+        taken = plot_rows(plot, nodes)
         charts = left - taken - max(4, least_log)
         if charts >= least_charts:
             charts = min(charts, max(12, height // 3))
             return Rows(charts, plot, left - taken - charts)
-    charts = max(6, min(9, left - 4))
+    charts = max(LEAST_CHARTS, min(9, left - 4))
     return Rows(charts, 0, max(2, left - charts))

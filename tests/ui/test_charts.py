@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from so_tui.ui.chart_layout import EMAS, GRIDS, ChartLayout, layout_path, load_layout, page_of, save_layout
 from so_tui.ui.chart_metrics import METRICS
-from so_tui.ui.chart_settings import EMAS, GRIDS, ChartSettings, load_settings, page_of, save_settings, settings_path
 from so_tui.ui.panels.charts import ChartPanel
 from so_tui.ui.panels.legend import RunLegend, wrapped
 from so_tui.ui.screens.choose_metrics import ChooseMetrics, matching, weight_of
@@ -51,14 +51,14 @@ async def test_metrics_are_chosen_by_a_filter_and_remembered(runs_dir: Path) -> 
         await ui.until(lambda: shown(ui) == ["mfu", "step"])
         await ui.until(lambda: re.search(r"MFU +(last )?43.6 %", ui.heading("#mfu")))
         await ui.until(lambda: re.search(r"step time +(last )?3\.", ui.heading("#step")))
-        await ui.until(settings_path().is_file)
+        await ui.until(layout_path().is_file)
     async with opened(runs_dir, open_run=run) as ui:
         await ui.state_shown("training")
         assert shown(ui) == ["mfu", "step"]
 
 
 async def test_every_metric_is_drawn_or_says_why_not(runs_dir: Path) -> None:
-    save_settings(ChartSettings(shown=tuple(metric.key for metric in METRICS), grid=(3, 3)))
+    save_layout(ChartLayout(shown=tuple(metric.key for metric in METRICS), grid=(3, 3)))
     run = write_run(runs_dir, steps=60, seconds_of_samples=20)
     async with opened(runs_dir, (200, 50), open_run=run) as ui:
         await ui.state_shown("training")
@@ -162,24 +162,24 @@ async def test_any_number_of_runs_is_laid_over_and_none_is_missing_in_the_legend
 
 
 def test_what_is_remembered_and_unknown_is_left_out(tmp_path: Path) -> None:
-    assert load_settings() == ChartSettings()
-    settings_path().parent.mkdir(parents=True)
-    settings_path().write_text('{"shown": ["loss", "gone", "loss"], "grid": [9, 9], "ema": 7, "log": ["gone", "norm"], "new": 1}')
-    assert load_settings() == ChartSettings(shown=("loss",), ema=0.99, log=("norm",))
-    settings_path().write_text("[")
-    assert load_settings() == ChartSettings()
+    assert load_layout() == ChartLayout()
+    layout_path().parent.mkdir(parents=True)
+    layout_path().write_text('{"shown": ["loss", "gone", "loss"], "grid": [9, 9], "ema": 7, "log": ["gone", "norm"], "new": 1}')
+    assert load_layout() == ChartLayout(shown=("loss",), ema=0.99, log=("norm",))
+    layout_path().write_text("[")
+    assert load_layout() == ChartLayout()
 
 
 def test_pages_and_smoothing_go_round() -> None:
-    settings = ChartSettings()
-    assert [page_of(settings, number, 80).metrics[0].key for number in range(4)] == ["loss", "norm", "parts", "loss"]
-    assert page_of(settings, 0, 200).columns == 3
+    layout = ChartLayout()
+    assert [page_of(layout, number, 80).metrics[0].key for number in range(4)] == ["loss", "norm", "parts", "loss"]
+    assert page_of(layout, 0, 200).columns == 3
     seen = []
     for _ in range(len(EMAS) + 1):
-        settings = settings.smoother(1)
-        seen.append(settings.ema)
+        layout = layout.smoother(1)
+        seen.append(layout.ema)
     assert seen == [*EMAS, None]
-    assert msgspec.structs.replace(settings, ema=0.93).smoother(-1).ema == 0.9
+    assert msgspec.structs.replace(layout, ema=0.93).smoother(-1).ema == 0.9
 
 
 def test_a_filter_is_a_regular_expression_and_a_weight_a_number() -> None:

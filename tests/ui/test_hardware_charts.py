@@ -99,7 +99,7 @@ async def test_the_hardware_takes_the_place_of_the_metrics_and_gives_it_back(run
         await ui.press("greater_than_sign")
         await ui.until(lambda: panel.page.metrics[0].key == "gpu-temperature")
         await ui.press("H")
-        await ui.until(lambda: panel.page.metrics[0].key == panel.settings.shown[0] == "loss")
+        await ui.until(lambda: panel.page.metrics[0].key == panel.chart_layout.shown[0] == "loss")
 
 
 def test_numbers_of_samples_are_named_after_their_fields() -> None:

@@ -11,13 +11,13 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Container
 
+from so_tui.ui.chart_layout import ChartLayout, Flag, Wanted, page_of, wanted_by
 from so_tui.ui.chart_metrics import BY_KEY, EVALUATIONS, Metric
-from so_tui.ui.chart_settings import ChartSettings, Flag, Wanted, page_of, wanted_by
-from so_tui.ui.follow import Snapshot
 from so_tui.ui.glyphs import GlyphName
 from so_tui.ui.hardware_charts import chart_of, marked_lines, sampled_lines
 from so_tui.ui.overlay import Overlaid, colour_of
 from so_tui.ui.series import Axis, Line
+from so_tui.ui.snapshot import Snapshot
 from so_tui.ui.step_series import mean_name
 from so_tui.ui.text import rate, reading_text, significant
 from so_tui.ui.view import View
@@ -69,13 +69,15 @@ class ChartPanel(Container):
     )
     """Keys that act on this panel from anywhere on its screen, which binds them."""
 
-    def __init__(self, settings: ChartSettings, *, glyphs: GlyphName, id: str | None = None) -> None:
+    def __init__(self, layout: ChartLayout, *, glyphs: GlyphName, id: str | None = None) -> None:
         self._glyphs = glyphs
-        self.settings = settings
+        self.chart_layout = layout
         self._number = 0
         self.instead: tuple[str, ...] = ()
         """Keys of metrics that are shown instead of those that the user chose."""
-        self.page = page_of(settings, 0, self.app.size.width)
+        self.room = self.app.size.width
+        """Columns of the terminal that the charts have, with what surrounds them."""
+        self.page = page_of(layout, 0, self.room)
         super().__init__(id=id)
 
     def compose(self) -> ComposeResult:
@@ -92,8 +94,8 @@ class ChartPanel(Container):
         self.styles.grid_size_columns, self.styles.grid_size_rows = self.page.columns, self.page.rows
 
     def _set_scales(self, chart: Chart) -> None:
-        chart.log_scale = self.settings.flagged("log", chart.id or "")
-        chart.robust = self.settings.flagged("robust", chart.id or "")
+        chart.log_scale = self.chart_layout.flagged("log", chart.id or "")
+        chart.robust = self.chart_layout.flagged("robust", chart.id or "")
 
     @property
     def charts(self) -> list[Chart]:
@@ -114,7 +116,7 @@ class ChartPanel(Container):
     @property
     def wanted(self) -> Wanted:
         """What the charts of this page need to know of the steps."""
-        return wanted_by(self.page, self.settings.ema)
+        return wanted_by(self.page, self.chart_layout.ema)
 
     @property
     def columns(self) -> int:
@@ -136,12 +138,12 @@ class ChartPanel(Container):
         for chart in self.charts[:1]:
             chart.focus()
 
-    async def change(self, settings: ChartSettings, turned: int = 0) -> bool:
-        """Show what ``settings`` say, some pages further. Return whether other charts are shown than before."""
+    async def change(self, layout: ChartLayout, turned: int = 0) -> bool:
+        """Show what ``layout`` says, some pages further. Return whether other charts are shown than before."""
         self._number = max(0, self.page.number + turned) if turned >= 0 else (self.page.number + turned) % self.page.pages
-        self.settings = settings
-        shown = msgspec.structs.replace(settings, shown=self.instead) if self.instead else settings
-        page = page_of(shown, self._number, self.app.size.width)
+        self.chart_layout = layout
+        shown = msgspec.structs.replace(layout, shown=self.instead) if self.instead else layout
+        page = page_of(shown, self._number, self.room)
         before, self.page = self.page, page
         for chart in self.charts:
             self._set_scales(chart)
@@ -157,9 +159,9 @@ class ChartPanel(Container):
             again[0].focus()
         return True
 
-    def toggled(self, flag: Flag) -> ChartSettings:
-        """Return the settings with the scale of the chart with the focus switched."""
-        return self.settings.toggled(flag, self.metric.key)
+    def toggled(self, flag: Flag) -> ChartLayout:
+        """Return the layout with the scale of the chart with the focus switched."""
+        return self.chart_layout.toggled(flag, self.metric.key)
 
     def show(self, snapshot: Snapshot, view: View, axis: Axis | None, overlays: tuple[Overlaid, ...] = ()) -> None:
         """Draw ``snapshot`` over ``axis``, with the cursor of ``view``, and other runs over it."""

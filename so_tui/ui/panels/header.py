@@ -6,7 +6,7 @@ from textual import getters
 from textual.app import ComposeResult
 from textual.containers import Vertical
 
-from so_tui.ui.follow import Snapshot
+from so_tui.ui.snapshot import Snapshot
 from so_tui.ui.text import Content
 from so_tui.ui.widgets import run_lines
 from so_tui.ui.widgets.styled_lines import StyledLines

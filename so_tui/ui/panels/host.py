@@ -72,7 +72,7 @@ class HostPanel(Vertical):
         self._first %= len(keys)
         await self._show_charts([keys[(self._first + at) % len(keys)] for at in range(count)], host)
         self.numa.show(host, host.axis, width)
-        nodes = max(1, len(host.nodes))
+        nodes = max(1, self.numa.node_rows(width))
         left = height - 3 - self.numa.gpu_rows - 2 * nodes  # two rules and the axis
         charts = min(_CHART_ROWS[1], max(_CHART_ROWS[0], left // 3))
         if left - charts < nodes + _LEAST_PROCESS_ROWS:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from so_tui.ui.chart_metrics import Metric
-from so_tui.ui.follow import Snapshot
 from so_tui.ui.overlay import Overlaid, colour_of
 from so_tui.ui.series import Axis
+from so_tui.ui.snapshot import Snapshot
 from so_tui.ui.text import Content, shorten
 from so_tui.ui.widgets.drawing import value_at
 from so_tui.ui.widgets.styled_lines import StyledLines

@@ -10,7 +10,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 
-from so_tui.ui.follow import Snapshot
+from so_tui.ui.snapshot import Snapshot
 from so_tui.ui.text import Content, plural
 from so_tui.ui.widgets.log import LogView
 from so_tui.ui.widgets.rule import Rule

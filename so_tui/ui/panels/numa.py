@@ -16,7 +16,7 @@ from so_tui.ui.loads import CORES, MEMORY, GpuView, NodeView
 from so_tui.ui.series import Axis
 from so_tui.ui.text import Content, plural
 from so_tui.ui.widgets import run_lines
-from so_tui.ui.widgets.numa_nodes import PLOTS, NodePicture, NodePlot, NumaNodes
+from so_tui.ui.widgets.numa_nodes import PLOTS, NodePicture, NodePlot, NumaNodes, node_rows
 from so_tui.ui.widgets.rule import Rule
 from so_tui.ui.widgets.styled_lines import StyledLines
 
@@ -94,6 +94,10 @@ class NumaPanel(Vertical):
     def gpu_rows(self) -> int:
         """Rows that the GPUs take."""
         return self.gpus.rows if self.gpus.display else 0
+
+    def node_rows(self, width: int) -> int:
+        """Return how many nodes stand above each other in a panel of ``width`` cells."""
+        return node_rows(len(self.nodes.pictures), width)
 
     def set_rows(self, history: int, *, heading: bool) -> None:
         """Give every node ``history`` rows of its load over time, and show or hide the heading."""

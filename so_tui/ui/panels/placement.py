@@ -10,7 +10,7 @@ from so_tui.launch.slow_causes import LEAST_OWN_SHARE
 from so_tui.machine.cpulist import cpu_ranges
 from so_tui.runs.placement import RankPlacement
 from so_tui.runs.records import RankBindingReport
-from so_tui.ui.follow import Snapshot
+from so_tui.ui.snapshot import Snapshot
 from so_tui.ui.text import Content, brief_message, percent, plural, shorten
 from so_tui.ui.widgets.styled_lines import StyledLines
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from so_tui.ui.follow import Snapshot
+from so_tui.ui.snapshot import Snapshot
 from so_tui.ui.widgets import run_lines
 from so_tui.ui.widgets.styled_lines import StyledLines
 

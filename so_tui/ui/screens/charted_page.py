@@ -10,14 +10,14 @@ from textual.binding import Binding, BindingType
 from textual.reactive import var
 
 from so_tui.runs import RunDirectory
+from so_tui.ui.chart_layout import ChartLayout, save_layout
 from so_tui.ui.chart_metrics import hardware_keys
-from so_tui.ui.chart_settings import ChartSettings, save_settings
-from so_tui.ui.follow import Snapshot
 from so_tui.ui.overlay import Overlaid
 from so_tui.ui.page import Page
 from so_tui.ui.panels.charts import ChartPanel
 from so_tui.ui.panels.legend import RunLegend
 from so_tui.ui.series import Axis
+from so_tui.ui.snapshot import Snapshot
 from so_tui.ui.view import View, extent_of
 from so_tui.ui.widgets.chart import Chart
 
@@ -126,17 +126,17 @@ class ChartedPage(Page):
 
     # What the charts show.
 
-    async def _arrange(self, settings: ChartSettings, turned: int = 0) -> None:
+    async def _arrange(self, layout: ChartLayout, turned: int = 0) -> None:
         """Show and remember another layout of charts."""
-        if settings != self.charts.settings:
-            self._remember(settings)
-        await self.charts.change(settings, turned)
+        if layout != self.charts.chart_layout:
+            self._remember(layout)
+        await self.charts.change(layout, turned)
         self.show_again()
         self.tick()
 
     @work(thread=True, group="remember", name="remember the charts", exit_on_error=False)
-    def _remember(self, settings: ChartSettings) -> None:
-        save_settings(settings)
+    def _remember(self, layout: ChartLayout) -> None:
+        save_layout(layout)
 
     async def action_log_scale(self) -> None:
         await self._arrange(self.charts.toggled("log"))
@@ -145,28 +145,28 @@ class ChartedPage(Page):
         await self._arrange(self.charts.toggled("robust"))
 
     async def action_grid(self) -> None:
-        await self._arrange(self.charts.settings.next_grid(self.app.size.width))
+        await self._arrange(self.charts.chart_layout.next_grid(self.charts.room))
 
     async def action_page(self, turned: int) -> None:
-        await self._arrange(self.charts.settings, turned)
+        await self._arrange(self.charts.chart_layout, turned)
 
     async def action_hardware(self) -> None:
         """Show what GPUs and nodes did instead of the metrics that the user chose, or these again."""
         if self.snapshot is not None:
             self.charts.instead = () if self.charts.instead else hardware_keys(view.sample for view in self.snapshot.gpus)
-            await self._arrange(self.charts.settings, turned=-self.charts.page.number)
+            await self._arrange(self.charts.chart_layout, turned=-self.charts.page.number)
 
     async def action_smooth(self, direction: int) -> None:
-        await self._arrange(self.charts.settings.smoother(direction))
+        await self._arrange(self.charts.chart_layout.smoother(direction))
 
     def action_metrics(self) -> None:
-        async def chosen(settings: ChartSettings | None) -> None:
-            if settings is not None:
-                await self._arrange(settings)
+        async def chosen(layout: ChartLayout | None) -> None:
+            if layout is not None:
+                await self._arrange(layout)
 
         from so_tui.ui.screens.choose_metrics import ChooseMetrics
 
-        self.app.push_screen(ChooseMetrics(self.charts.settings), chosen)
+        self.app.push_screen(ChooseMetrics(self.charts.chart_layout), chosen)
 
     def action_overlay(self) -> None:
         def chosen(runs: tuple[RunDirectory, ...] | None) -> None:

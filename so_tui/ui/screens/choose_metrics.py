@@ -10,8 +10,8 @@ from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.widgets import Input, Static
 
+from so_tui.ui.chart_layout import MOST_EMA, ChartLayout
 from so_tui.ui.chart_metrics import METRICS, Metric
-from so_tui.ui.chart_settings import MOST_EMA, ChartSettings
 from so_tui.ui.screens.tick_dialog import TickDialog
 from so_tui.ui.text import Content, plural
 from so_tui.ui.widgets.entry import Entry
@@ -37,20 +37,20 @@ def weight_of(text: str) -> float | None:
     return weight
 
 
-class ChooseMetrics(TickDialog[ChartSettings | None, str]):
+class ChooseMetrics(TickDialog[ChartLayout | None, str]):
     """Metrics with ticks, filtered while something is typed. The charts keep the order in which metrics were ticked."""
 
-    def __init__(self, settings: ChartSettings) -> None:
-        self._settings = settings
+    def __init__(self, layout: ChartLayout) -> None:
+        self._before = layout
         super().__init__()
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog"):
             yield Static("Charts of the dashboard", classes="dialog-title")
             yield Entry(placeholder="filter: a regular expression", compact=True, id="filter")
-            yield TickList[str](self._settings.shown, id="metrics")
+            yield TickList[str](self._before.shown, id="metrics")
             yield Static("smoothing: weight of an EMA, 0 to 0.99; empty: the mean of the last steps", classes="faint")
-            weight = "" if self._settings.ema is None else f"{self._settings.ema:g}"
+            weight = "" if self._before.ema is None else f"{self._before.ema:g}"
             yield Entry(weight, placeholder="mean", compact=True, id="smoothing")
             yield Static(id="said", classes="dialog-answer")
             yield Static("space ticks, a all that are listed, n none; tab moves on; esc shows the charts", classes="faint")
@@ -81,6 +81,6 @@ class ChooseMetrics(TickDialog[ChartSettings | None, str]):
             return
         ticked = tuple(self.ticks.ticked)
         if ticked:
-            self.dismiss(msgspec.structs.replace(self._settings, shown=ticked, ema=ema))
+            self.dismiss(msgspec.structs.replace(self._before, shown=ticked, ema=ema))
         else:
             self._tell("tick at least one metric")

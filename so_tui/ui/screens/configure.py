@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, ClassVar
 
@@ -19,23 +20,24 @@ from so_tui.spec import InputError, RunSpec, with_values
 from so_tui.ui import launching, planning
 from so_tui.ui.drafts import Drafts
 from so_tui.ui.field_notes import field_note, impossible_field, partition_note, problems_by_row
-from so_tui.ui.form import (
-    problem_text,
-    text_of,
-)
+from so_tui.ui.form import problem_text, text_of
 from so_tui.ui.messages import Compared, Failed, Partitions, Planned
-from so_tui.ui.page import OTHER_MACHINE, Page
+from so_tui.ui.page import OTHER_MACHINE
 from so_tui.ui.panels.form import FormPanel
 from so_tui.ui.panels.plan import PlanPanel
 from so_tui.ui.panels.what_if import WhatIf
+from so_tui.ui.resizing import ResizablePage, Size
 from so_tui.ui.text import Content, plural
 from so_tui.ui.widgets import plan_view
 from so_tui.ui.widgets.field import FieldRow
+from so_tui.ui.widgets.grip import Divider
 
 if TYPE_CHECKING:
     from so_tui.launch.executors.slurm.partitions import Partition
 
 DEBOUNCE_S = 0.12
+LEAST_PLAN = 44
+"""Columns that are left for the plan, however wide the form is made."""
 
 
 def has_slurm() -> bool:
@@ -43,7 +45,7 @@ def has_slurm() -> bool:
     return shutil.which("sbatch") is not None
 
 
-class ConfigureScreen(Page):
+class ConfigureScreen(ResizablePage):
     PAGE = "configure"
     CSS_PATH: ClassVar[list[str | PurePath]] = ["configure.tcss", "../panels/form.tcss"]
     AUTO_FOCUS = ""
@@ -53,6 +55,7 @@ class ConfigureScreen(Page):
         "from the preset, ✗ fields that cannot run. Up and down move between fields, / finds one. The what-if strips show the step time "
         "over ratio and Adam cores: a bar a value, ✗ where it does not fit. Leave a text field with esc to use single keys."
     )
+    SIZES = ("form",)
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("l,f5", "launch", "Launch", key_display="l/F5", id="launch", tooltip="Start this run (asks once)"),
         Binding("ctrl+s", "save", "Save", id="save", tooltip="Save these settings as a preset"),
@@ -90,6 +93,7 @@ class ConfigureScreen(Page):
         yield Static("Choose a preset first: press 1, then enter on a row.", id="form-title")
         with Horizontal(id="columns"):
             yield FormPanel()
+            yield Divider()
             yield PlanPanel(id="plan")
 
     def on_mount(self) -> None:
@@ -210,7 +214,20 @@ class ConfigureScreen(Page):
             self._timer = self.set_timer(DEBOUNCE_S, self.replan)
 
     def on_resize(self) -> None:
+        self.call_after_refresh(self.sizes_changed)
+
+    def sizes_changed(self) -> None:
+        chosen = self.app.settings.panels.form
+        self.form.styles.width = None if chosen is None or self.has_class("-narrow") else replace(self._form_size(), cells=chosen).grown(0)
         self.call_after_refresh(self.plan.lay_out)
+
+    def size_of(self, panel: Widget | None) -> Size | None:
+        """Return the columns of the form, unless the plan stands below it. The plan has what the form leaves."""
+        in_plan = panel is not None and self.plan in panel.ancestors
+        return None if self.has_class("-narrow") else replace(self._form_size(), step=-4 if in_plan else 4)
+
+    def _form_size(self) -> Size:
+        return Size("form", self.form.size.width, 40, self.size.width - LEAST_PLAN)
 
     def _mark_fields(self, message: Planned, field: str = "", reason: str = "") -> None:
         """Mark fields that differ or are wrong; ``field`` is the one that makes the plan impossible on this machine."""

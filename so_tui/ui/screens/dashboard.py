@@ -1,55 +1,43 @@
 """Dashboard: one run, live or past, on one axis: loss, throughput, the step's anatomy, the NUMA nodes, the GPUs, the log.
 
-The screen follows the run and owns what its panels share: the view, the axis, and the rows of the terminal. A panel owns its widgets and
-draws the snapshots that it is handed.
+The screen follows the run and hands snapshots to its panels.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import PurePath
 from typing import ClassVar
 
-from textual import getters, on, work
+from textual import work
 from textual.binding import Binding, BindingType
-from textual.containers import VerticalScroll
-from textual.widget import Widget
-from textual.widgets import Input, Static
+from textual.widgets import Static
 from textual.worker import Worker
 
 from so_tui.runs import RunDirectory
-from so_tui.ui.chart_settings import Wanted, load_settings
-from so_tui.ui.follow import RunFollower, Snapshot
+from so_tui.ui.chart_layout import Wanted
+from so_tui.ui.follow import RunFollower
 from so_tui.ui.inspected import Position
 from so_tui.ui.overlay import Overlaid, Overlays
 from so_tui.ui.panels.charts import ChartPanel
-from so_tui.ui.panels.header import RunHeader
-from so_tui.ui.panels.legend import RunLegend
 from so_tui.ui.panels.log import LogPanel
 from so_tui.ui.panels.numa import NumaPanel
-from so_tui.ui.panels.placement import PlacementPanel
-from so_tui.ui.panels.step import StepPanel
 from so_tui.ui.screens import run_actions
 from so_tui.ui.screens.charted_page import ChartedPage
+from so_tui.ui.screens.panelled_page import PanelledPage
+from so_tui.ui.snapshot import Snapshot
 from so_tui.ui.text import Content
-from so_tui.ui.view import View, axis_of, rows_for
-from so_tui.ui.widgets.find_field import FindField
+from so_tui.ui.view import View
 
 POLL_S = 1.0
 EMPTY = (
     "No run yet. This is where a run is watched: its loss and speed, where the time of a step goes, every NUMA node, GPU and core.\n\n"
     "Press [$accent]1[/] and then [$accent]l[/] to launch a preset, or [$accent]4[/] to choose a run."
 )
-LEAST_PLOT = 2
-"""Rows of a node below which there is no room for its cores or its memory over time."""
-OTHER_ROWS = 3
-"""Rows of the screen that no panel gets: its top line, the tabs and the line of keys."""
 
 
-class DashboardScreen(ChartedPage):
+class DashboardScreen(PanelledPage):
     PAGE = "dashboard"
     CSS_PATH: ClassVar[list[str | PurePath]] = [
         "dashboard.tcss",
@@ -86,33 +74,12 @@ class DashboardScreen(ChartedPage):
         Binding("y", "copy", "Copy path", show=False, id="copy", tooltip="Copy the path of the run"),
     ]
 
-    panels = getters.query_one("#panels", VerticalScroll)
-    header = getters.query_one(RunHeader)
-    step = getters.query_one(StepPanel)
-    numa = getters.query_one(NumaPanel)
-    placement = getters.query_one(PlacementPanel)
-    log_panel = getters.query_one(LogPanel)
-    search = getters.query_one("#search", FindField)
-
     def __init__(self) -> None:
         self._follower: RunFollower | None = None
         self._worker: Worker[None] | None = None
         self._due = asyncio.Event()
         self._overlay_reader = Overlays()
         super().__init__()
-
-    def body(self) -> Iterable[Widget]:
-        glyphs = self.app.glyphs
-        yield Static(id="empty")
-        yield RunHeader()
-        with VerticalScroll(id="panels", can_focus=False):
-            yield ChartPanel(load_settings(), glyphs=glyphs)
-            yield RunLegend()
-            yield StepPanel()
-            yield NumaPanel(glyphs=glyphs)
-            yield PlacementPanel()
-            yield LogPanel()
-        yield FindField("search the log: enter and n go back through the matches, esc ends", id="search")
 
     def on_mount(self) -> None:
         self.watch(self.app, "checking", self._checks_changed)
@@ -192,11 +159,6 @@ class DashboardScreen(ChartedPage):
                 if (snapshot.unread_share or any(overlaid.more for overlaid in overlays)) and self.is_current:
                     self._due.set()  # earlier steps are read without a pause
 
-    def _cursor_position(self) -> Position | None:
-        """Return step and time of the cursor."""
-        cursor, axis = self.view.cursor, self.axis
-        return None if cursor is None or axis is None else axis.position(cursor)
-
     def _read(
         self,
         follower: RunFollower,
@@ -215,105 +177,6 @@ class DashboardScreen(ChartedPage):
         self._show(snapshot)
         if before is None or (before.live, before.deleted) != (snapshot.live, snapshot.deleted):
             self.refresh_bindings()
-
-    # Drawing.
-
-    def _show(self, snapshot: Snapshot) -> None:
-        whole_width = self.size.width - 2
-        width = self.panels.scrollable_content_region.width or whole_width
-        self.axis = axis_of(snapshot, self.view, self.axis, self.overlays)
-        now = time.time()
-        self.header.show(snapshot, now, whole_width)
-        self.step.show(snapshot, now, width)
-        self.log_panel.show(snapshot)
-        self.show_charts(snapshot)
-        self.numa.show(snapshot, self.axis, width, self.view.cursor)
-        self.placement.show(snapshot, width, self.size.height)
-        self._share_rows(snapshot)
-
-    def _share_rows(self, snapshot: Snapshot) -> None:
-        """Divide the height of the terminal between the panels."""
-        height = self.size.height - OTHER_ROWS
-        crowded = height < 12 + 3 * len(snapshot.nodes)
-        around = self.header.rows + self.step.rows + (1 if crowded else 2)
-        fixed = around + self.placement.shown_rows + (self.legend.rows if self.legend.display else 0)
-        rows = rows_for(height, len(snapshot.nodes), self.numa.gpu_rows, fixed, self.charts.least_rows)
-        self.charts.set_rows(rows.charts)
-        self.numa.set_rows(rows.plot, heading=not crowded)
-        self.log_panel.set_rows(max(1, rows.log - int(self.search.display)))  # the search bar takes its row from the log alone
-
-    async def on_resize(self) -> None:
-        await self.charts.change(self.charts.settings)
-        self.show_again()
-
-    def watch_maximized(self) -> None:
-        self.refresh_bindings()
-        self.show_again()
-
-    def show_again(self) -> None:
-        if self.snapshot is not None:
-            self._show(replace(self.snapshot, log_lines=()))
-
-    def watch_view(self) -> None:
-        self.axis = None
-        if (snapshot := self.snapshot) is not None:
-            self.axis = axis_of(snapshot, self.view, overlays=self.overlays)
-            self.show_charts(snapshot)
-            self.numa.show_nodes(snapshot, self.axis, self.view.cursor)
-            at = self._cursor_position()
-            self.log_panel.show_step(None if at is None else at[0])
-            if self.view.window is not None or at is not None or snapshot.inspected is not None:
-                self.tick()  # the range that was zoomed to is read in more detail, and what was at the cursor
-
-    # The panels.
-
-    def action_follow(self) -> None:
-        self.log_panel.follow_end()
-
-    def action_find(self) -> None:
-        self.search.open()
-        self.show_again()
-
-    @on(Input.Changed, "#search")
-    def _search_typed(self, event: Input.Changed) -> None:
-        self.log_panel.search(event.value)
-
-    @on(Input.Submitted, "#search")
-    def _search_submitted(self) -> None:
-        self.log_panel.go_to_newest_match()
-
-    def action_node_plot(self) -> None:
-        """Show load, heat of cores or memory of the nodes over time: on the whole screen where they have no room for it."""
-        self.numa.next_plot()
-        nodes = self.numa.nodes
-        if nodes.plot != "load" and nodes.plot_height < LEAST_PLOT and not nodes.is_maximized:
-            self.maximize(nodes)
-        elif nodes.plot == "load" and nodes.is_maximized:
-            self.minimize()
-        self.show_again()
-        self.tick()
-
-    def action_maximise(self, whole: bool) -> None:
-        """Show only the panel with the focus, or all of them again."""
-        if whole:
-            focused = self.focused
-            shown = focused if focused is not None and focused.allow_maximize else self.charts.focused
-            if shown is not None:
-                self.maximize(shown)
-        else:
-            self.minimize()
-        self.call_after_refresh(self.watch_view)
-
-    def action_leave_field(self) -> None:
-        if self.maximized is not None:
-            self.minimize()
-        elif self.search.close():
-            self.charts.focus_first()
-            self.show_again()
-        elif self.view.cursor is not None:
-            self.view = replace(self.view, cursor=None)
-        else:
-            self.charts.focus_first()
 
     # The run.
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 from rich.text import Text
 from textual import getters, on, work
 from textual.binding import Binding, BindingType
-from textual.containers import Horizontal
+from textual.containers import Container
 from textual.message import Message
 from textual.widget import Widget
 from textual.widgets import DataTable, Input, Static
@@ -18,28 +18,34 @@ from textual.worker import Worker, WorkerState
 
 from so_tui.runs import RunDirectory, delete_run
 from so_tui.spec import SoTuiError
-from so_tui.ui.loss_curve import CurveReader, LossCurve, means_note, progress_text
+from so_tui.ui.loss_curve import CurveReader, LossCurve
 from so_tui.ui.messages import Failed
-from so_tui.ui.page import Page
+from so_tui.ui.panels.run_preview import RunPreview
+from so_tui.ui.resizing import ResizablePage, Size
 from so_tui.ui.run_columns import SORTED_COLUMNS, cells_of, with_room
-from so_tui.ui.run_details import comparison, facts
+from so_tui.ui.run_details import comparison
 from so_tui.ui.run_order import GROUPS, SORTS, following, ordered, searched_text, text_of
 from so_tui.ui.runlist import RunRow
 from so_tui.ui.screens import run_actions, run_records
-from so_tui.ui.series import Axis
-from so_tui.ui.text import Content, plural, shorten
-from so_tui.ui.widgets.chart import Chart
+from so_tui.ui.text import Content, shorten
 from so_tui.ui.widgets.find_field import FindField
-from so_tui.ui.widgets.rule import Rule
+from so_tui.ui.widgets.grip import Divider
 
 EMPTY = (
     "No runs yet. Every run you start is listed here, with its loss, its settings and its checkpoints.\n\n"
     "Press [$accent]1[/], choose a row, and [$accent]l[/] launches it."
 )
-ROLES = ("main", "second", "third", "fourth")
-"""Chart roles of overlaid runs: nobody can tell more than four lines apart."""
 BESIDE = 4
 """Cells left and right of the table: its margins, and a scrollbar."""
+WIDE = 160
+"""Columns of a terminal from which on the chosen run stands beside the list."""
+LEAST_LIST, LEAST_ROWS = 70, 12
+"""Columns and rows that are left for the list, however large the chosen run is made."""
+
+
+def side_of(width: int, chosen: int | None) -> int:
+    """Return the columns of the chosen run beside the list in a terminal of ``width``; 0 where there is no room."""
+    return 0 if width < WIDE else min(chosen or width * 2 // 5, width - LEAST_LIST)
 
 
 class CurvesRead(Message):
@@ -54,11 +60,12 @@ class RunTable(DataTable[Text]):
     BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "select_cursor", "Open", id="open", tooltip="Show this run on the dashboard")]
 
 
-class RunsScreen(Page):
+class RunsScreen(ResizablePage):
     PAGE = "runs"
     CSS_PATH = "runs.tcss"
     AUTO_FOCUS = "#table"
     HELP_TEXT = "Every run in this folder. Space marks runs: their losses are overlaid, and = compares them."
+    SIZES = ("run", "run_beside")
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("space", "mark", "Mark", id="mark", tooltip="Overlay the losses of marked runs; = compares them"),
         Binding(
@@ -85,7 +92,7 @@ class RunsScreen(Page):
 
     filter = getters.query_one("#filter", FindField)
     table = getters.query_one(RunTable)
-    overlay = getters.query_one("#overlay", Chart)
+    preview = getters.query_one(RunPreview)
 
     def __init__(self) -> None:
         self._rows: list[RunRow] = []
@@ -93,19 +100,19 @@ class RunsScreen(Page):
         self._curves: dict[RunDirectory, LossCurve] = {}
         self._curve_reader = CurveReader()
         self._progress = ""
+        self._beside = 0
+        """Columns of the chosen run beside the list; 0 where it is below."""
         super().__init__()
 
     def body(self) -> Iterable[Widget]:
         yield Static(Content.from_markup(EMPTY), id="empty")
         yield FindField("show runs whose name, model, state, note or tags contain …", id="filter")
-        yield RunTable(id="table", cursor_type="row")
-        yield Rule(id="preview-rule")
-        with Horizontal(id="preview"):
-            yield Chart("loss", glyphs=self.app.glyphs, id="overlay")
-            yield Static(id="facts")
+        with Container(id="parts"):
+            yield RunTable(id="table", cursor_type="row")
+            yield Divider()
+            yield RunPreview(glyphs=self.app.glyphs)
 
     def on_mount(self) -> None:
-        self.overlay.waiting = "no step yet"
         self.watch(self.app, "runs", self._listed)
         self.app.theme_changed_signal.subscribe(self, lambda _: self._fill())
 
@@ -124,7 +131,24 @@ class RunsScreen(Page):
         self._listed()
 
     def on_resize(self) -> None:
+        self.sizes_changed()
+
+    # Sizes.
+
+    def sizes_changed(self) -> None:
+        sizes = self.app.settings.panels
+        self._beside = side_of(self.size.width, sizes.run_beside) if self.app.settings.screen.layout == "auto" else 0
+        self.set_class(bool(self._beside), "-beside")
+        self.preview.set_size(self._beside - 1 if self._beside else None, sizes.run)
         self._fill()
+
+    def size_of(self, panel: Widget | None) -> Size | None:
+        """Return the size of what is shown of the chosen run; the list has what it leaves."""
+        if self._beside:
+            size = Size("run_beside", self._beside, 40, self.size.width - LEAST_LIST, towards=-1, step=4)
+        else:
+            size = Size("run", self.preview.rows, 4, self.size.height - LEAST_ROWS, towards=-1)
+        return replace(size, step=-size.step) if panel is self.table else size
 
     def _listed(self) -> None:
         if not self.is_current:
@@ -168,13 +192,12 @@ class RunsScreen(Page):
         self._rows = [row for row in ordered(self.app.runs, self._curves, order) if wanted in searched_text(row)]
         self._marked = [run for run in self._marked if any(row.run == run for row in self.app.runs)]
         self.query_one("#empty").display = not self.app.runs
-        for name in ("#table", "#preview", "#preview-rule"):
-            self.query_one(name).display = bool(self.app.runs)
+        self.query_one("#parts").display = bool(self.app.runs)
         table = self.table
         table.clear(columns=True)
         colours = self.app.theme_variables
         cells = [cells_of(row, self._curves.get(row.run), colours, marked=row.run in self._marked) for row in self._rows]
-        columns = with_room(cells, self.size.width - BESIDE, table.cell_padding, kept=SORTED_COLUMNS.get(order.sort, ""))
+        columns = with_room(cells, self.size.width - BESIDE - self._beside, table.cell_padding, kept=SORTED_COLUMNS.get(order.sort, ""))
         for name in columns:
             table.add_column(name.strip())
         before = ""
@@ -197,21 +220,9 @@ class RunsScreen(Page):
         row = self._chosen_row()
         self.refresh_bindings()
         if row is None:
-            self.query_one("#facts", Static).update("no match; esc clears the filter" if self.app.runs else "")
+            self.preview.clear("no match; esc clears the filter" if self.app.runs else "")
             return
-        shown = self._marked or [row.run]
-        title = f"{plural(len(self._marked), 'marked run')}, losses overlaid" if self._marked else row.run.name
-        self.query_one("#preview-rule", Rule).update(Content.styled(self._progress or title, "$faint"))
-        drawn = [(run, self._curves[run]) for run in shown if run in self._curves][: len(ROLES)]
-        lines = [replace(curve.line, role=ROLES[index]) for index, (_, curve) in enumerate(drawn)]
-        names = [shorten(run.name, 20) if self._marked else curve.name for run, curve in drawn]
-        ends = [curve.steps for _, curve in drawn]
-        axis = (
-            Axis("step", min(low for low, _ in ends), max(max(high for _, high in ends), min(low for low, _ in ends) + 1)) if ends else None
-        )
-        curves = [curve for _, curve in drawn]
-        self.overlay.show(lines, names, axis, notes=means_note(curves) if self._marked else (), progress=progress_text(curves))
-        self.query_one("#facts", Static).update(facts(row, self.size.width))
+        self.preview.show(row, self._marked, self._curves, self._progress)
 
     # Commands.
 
@@ -314,8 +325,7 @@ class RunsScreen(Page):
         self.app.call_from_thread(self.app.list_runs)
 
     def action_log_scale(self) -> None:
-        self.overlay.log_scale = not self.overlay.log_scale
-        self.overlay.redraw()
+        self.preview.toggle_log_scale()
 
     def action_stop(self) -> None:
         if (run := self.chosen_run) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
@@ -26,6 +27,10 @@ NodePlot = Literal["load", "cores", "memory"]
 PLOTS: tuple[NodePlot, ...] = get_args(NodePlot)
 """What is drawn of each node over time."""
 INDENT = GUTTER
+TWO_COLUMNS = 148
+"""Cells from which on nodes stand in two columns: a row of 72 cores and most of a heading fit into each."""
+GAP = 2
+"""Cells between two columns."""
 HEAT_ROLES = {"main": "main-core"}
 """Component classes of cores, where they differ from the role of their group: that of lines has the name, too."""
 
@@ -58,8 +63,18 @@ class NodePicture:
         return group_cores(self.view.sample.cores, self.view.cpus, self.adam, self.main)
 
 
+def node_rows(nodes: int, width: int) -> int:
+    """Return how many nodes stand above each other in ``width`` cells."""
+    return math.ceil(nodes / node_columns(nodes, width))
+
+
+def node_columns(nodes: int, width: int) -> int:
+    """Return how many nodes stand beside each other in ``width`` cells."""
+    return 2 if nodes > 1 and width >= TWO_COLUMNS else 1
+
+
 class NumaNodes(DrawsPrintable, can_focus=True):
-    """All nodes in a column, each with a heading, ``plot_height`` rows of history and a row of cores, above one x axis."""
+    """Nodes in one or two columns, each with a heading, ``plot_height`` rows of history and a row of cores, above the x axis."""
 
     ALLOW_MAXIMIZE = True
     ROLES = (
@@ -138,7 +153,7 @@ class NumaNodes(DrawsPrintable, can_focus=True):
             self.refresh(layout=True)
 
     def get_content_height(self, container: object, viewport: object, width: int) -> int:
-        return max(1, len(self.pictures) * (2 + self.plot_height) + (1 if self.plot_height else 0))
+        return max(1, node_rows(len(self.pictures), width) * (2 + self.plot_height) + (1 if self.plot_height else 0))
 
     def notify_style_update(self) -> None:
         self._drawn = ()
@@ -152,27 +167,34 @@ class NumaNodes(DrawsPrintable, can_focus=True):
 
     def _draw(self) -> list[Strip]:
         styles = self._role_styles.get(self)
-        width = self.size.width
-        rows: list[list[Segment]] = []
-        plot = self.plot_height
-        if self.is_maximized and self.pictures:
-            plot = max(plot, (self.size.height - 1) // len(self.pictures) - 2)
-        for picture in self.pictures:
-            groups = picture.groups()
-            rows.append(self._heading(picture, groups, styles, width))
-            if plot and self.axis is not None and width > GUTTER + 4:
-                plotted = self._plotted(picture, (width - GUTTER, plot), styles)
-                rows += [[label, *with_cursor(row, self.axis, self.cursor, width - GUTTER, styles["cursor"])] for label, *row in plotted]
-            cells = self._cores(groups, width - 1)
-            indent = min(INDENT, max(1, width - sum(len(text) for text, _ in cells)))
-            rows.append([Segment(" " * indent, styles["note"]), *joined(cells, styles)])
-        if not rows:
-            rows.append([Segment("no samples of this host yet", styles["note"])])
-        elif plot and self.axis is not None and width > GUTTER + 4:
-            corner = f"{self.axis.unit} "[-GUTTER:].rjust(GUTTER)
-            rows.append([Segment(corner, styles["label"]), *axis_row(self.axis, width - GUTTER, (), styles)])
         base = styles["base"]
-        return [Strip(row).adjust_cell_length(width, base) for row in rows]
+        if not self.pictures:
+            return [Strip([Segment("no samples of this host yet", styles["note"])]).adjust_cell_length(self.size.width, base)]
+        columns = node_columns(len(self.pictures), self.size.width)
+        width = (self.size.width - GAP * (columns - 1)) // columns
+        plot = self.plot_height
+        if self.is_maximized:
+            plot = max(plot, (self.size.height - 1) // node_rows(len(self.pictures), self.size.width) - 2)
+        if self.axis is None or width <= GUTTER + 4:
+            plot = 0
+        blocks = [self._block(picture, width, plot, styles) for picture in self.pictures]
+        strips = beside_each_other(blocks, columns, width, self.size.width, base)
+        if plot and self.axis is not None:
+            corner = f"{self.axis.unit} "[-GUTTER:].rjust(GUTTER)
+            axis = [Segment(corner, styles["label"]), *axis_row(self.axis, width - GUTTER, (), styles)]
+            strips += beside_each_other([[axis]] * columns, columns, width, self.size.width, base)
+        return strips
+
+    def _block(self, picture: NodePicture, width: int, plot: int, styles: dict[str, Style]) -> list[list[Segment]]:
+        """Return the rows of one node: its heading, ``plot`` rows of history, and its cores."""
+        groups = picture.groups()
+        rows = [self._heading(picture, groups, styles, width)]
+        if plot:
+            plotted = self._plotted(picture, (width - GUTTER, plot), styles)
+            rows += [[label, *with_cursor(row, self.axis, self.cursor, width - GUTTER, styles["cursor"])] for label, *row in plotted]
+        cells = self._cores(groups, width - 1)
+        indent = min(INDENT, max(1, width - sum(len(text) for text, _ in cells)))
+        return [*rows, [Segment(" " * indent, styles["note"]), *joined(cells, styles)]]
 
     def _plotted(self, picture: NodePicture, size: tuple[int, int], styles: dict[str, Style]) -> list[list[Segment]]:
         """Return the plot of a node with its labels, cached while the range does not move."""
@@ -215,11 +237,15 @@ class NumaNodes(DrawsPrintable, can_focus=True):
 
     def _heading(self, picture: NodePicture, groups: tuple[CoreGroup, ...], styles: Mapping[str, Style], width: int) -> list[Segment]:
         """Return ``node 0 · rank 0 · GPU 0   cpu 78 %   Adam 65 cores 86 %   main 7 cores 44 %   88 of 117 GiB``, shortened to fit."""
-        figures = {long: _figures(picture, groups, styles, long=long) for long in (True, False)}
         node = (picture.host, f"node {picture.view.id}")
-        for ranks, long in ((picture.ranks, True), (picture.ranks, False), ("", False)):
+        for ranks, long, whose in (
+            (picture.ranks, True, True),
+            (picture.ranks, False, True),
+            (picture.ranks, False, False),
+            ("", False, False),
+        ):
             name = shorten(" · ".join(filter(None, (*node, ranks))), 30)
-            parts = [[Segment(name, styles["title"])], *figures[long]]
+            parts = [[Segment(name, styles["title"])], *_figures(picture, groups, styles, long=long, whose=whose)]
             if _cells(parts) <= width:
                 break
         while _cells(parts) > width and len(parts) > 1:
@@ -227,12 +253,25 @@ class NumaNodes(DrawsPrintable, can_focus=True):
         return [segment for part in parts for segment in part]
 
 
+def beside_each_other(blocks: Sequence[Sequence[list[Segment]]], columns: int, width: int, whole: int, base: Style) -> list[Strip]:
+    """Return blocks of equally many rows, ``columns`` of them of ``width`` cells beside each other in ``whole`` cells."""
+    gap = Strip.blank(GAP, base)
+    strips = []
+    for at in range(0, len(blocks), columns):
+        for rows in zip(*blocks[at : at + columns], strict=True):
+            parts = [part for row in rows for part in (Strip(row).adjust_cell_length(width, base), gap)]
+            strips.append(Strip.join(parts[:-1]).adjust_cell_length(whole, base))
+    return strips
+
+
 def _cells(parts: Iterable[Sequence[Segment]]) -> int:
     return sum(segment.cell_length for part in parts for segment in part)
 
 
-def _figures(picture: NodePicture, groups: tuple[CoreGroup, ...], styles: Mapping[str, Style], *, long: bool) -> list[list[Segment]]:
-    """Return a node's figures, each with the space before it: load, GPUs, groups of cores, foreign processes, memory."""
+def _figures(
+    picture: NodePicture, groups: tuple[CoreGroup, ...], styles: Mapping[str, Style], *, long: bool, whose: bool
+) -> list[list[Segment]]:
+    """Return a node's figures, each with the space before it: load, GPUs, groups of cores, foreign processes and ``whose``, memory."""
     sample = picture.view.sample
     mean = sum(sample.cores) / len(sample.cores)
     parts = [[Segment("  cpu ", styles["note"]), Segment(f"{mean:3.0f} %", styles["value"])]]
@@ -248,8 +287,8 @@ def _figures(picture: NodePicture, groups: tuple[CoreGroup, ...], styles: Mappin
         name = Segment(f"{group.name}{cores}", styles[colours[group.role]])
         parts.append([Segment(f"  {group.sign} ", styles["sign"]), name, Segment(f" {group.mean:.0f} %", styles["label"])])
     for process in picture.view.foreign[: 3 if long else 1]:
-        where = f" on core {process.cpu}" if long else f" on {process.cpu}"
-        owner = " of another user" if long and not process.own else ""
+        where = f" on core {process.cpu}" if whose else f" on {process.cpu}"
+        owner = " of another user" if whose and not process.own else ""
         parts.append([Segment(f"  ! {brief_line(process.name, 15)}{owner} {process.cores:.1f} cores{where}", styles["full"])])
     # File cache gives way, so a node full of it is not full.
     full = sample.memory_used_bytes - sample.file_cache_bytes > 0.94 * sample.memory_total_bytes

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from so_tui.ui.text import Content, disk, duration, memory, memory_of, plural, rate, significant
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 SIGNS = {"fits": "✓", "tight": "~", "does not fit": "✗"}
 STYLES = {"fits": "$success", "tight": "$warning", "does not fit": "$error"}
+GAP = 3
+"""Cells between sections beside each other."""
 LABEL = 13
 """Cells of the labels left of the bars."""
 
@@ -46,11 +49,14 @@ def whole(plan: Plan, command: str, width: int) -> Content:
     from so_tui.plan.messages import messages
 
     notes = messages(fact for fact in plan.warnings if not isinstance(fact, RemoteCode))
+    terms = {
+        f"where the {name} memory goes": terms_table([term for term in plan.breakdown if term.location == location], width)
+        for name, location in (("GPU", "gpu"), ("host", "node"))
+    }
     sections: list[tuple[str, list[Content]]] = [
         ("", [*remote_code_lines(plan), *memory_lines(plan, width), *step_lines(plan, width)]),
         ("why", [*map(Content, plan.reason_texts), *(Content.assemble(("note: ", "$warning"), text) for text in notes)]),
-        ("where the GPU memory goes", terms_table([term for term in plan.breakdown if term.location == "gpu"], width)),
-        ("where the host memory goes", terms_table([term for term in plan.breakdown if term.location == "node"], width)),
+        *beside_each_other(terms, width),
         ("binding", binding_lines(plan)),
         ("the command   y copies it", [Content(command)]),
     ]
@@ -59,6 +65,22 @@ def whole(plan: Plan, command: str, width: int) -> Content:
         if body:
             lines += [*([Content(""), Content.styled(title, "bold $faint")] if title else []), *body]
     return Content("\n").join(lines)
+
+
+def beside_each_other(sections: Mapping[str, list[Content]], width: int) -> list[tuple[str, list[Content]]]:
+    """Return sections as one with its title in its first line, if they fit whole beside each other, else as they are."""
+    shown = {title: body for title, body in sections.items() if body}
+    widths = {title: max(len(title), *(line.cell_length for line in body)) for title, body in shown.items()}
+    if len(shown) < 2 or sum(widths.values()) + GAP * (len(widths) - 1) > width:
+        return list(sections.items())
+    columns = [
+        [line.pad_right(widths[title] + GAP - line.cell_length) for line in (Content.styled(title, "bold $faint"), *body)]
+        for title, body in shown.items()
+    ]
+    blank = [Content(" " * (widths[title] + GAP)) for title in shown]
+    rows = zip_longest(*columns)
+    joined = [Content("").join(part or blank[at] for at, part in enumerate(row)) for row in rows]
+    return [("", [Content(""), *joined])]
 
 
 def launch_facts(plan: Plan) -> list[Content]:

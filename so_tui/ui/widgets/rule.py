@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from textual.widget import Widget
-
 from so_tui.ui.text import Content
+from so_tui.ui.widgets.grip import Grip
 
 
-class Rule(Widget):
+class Rule(Grip):
     """``── log (following) ──────``."""
 
     DEFAULT_CSS = """

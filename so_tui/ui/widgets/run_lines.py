@@ -10,8 +10,8 @@ from rich.cells import cell_len
 from so_tui.launch.slow_text import slowdown_remedy, slowdown_text
 from so_tui.runs.records import FINAL_STATES, StepRecord
 from so_tui.trust.printable import brief_line
-from so_tui.ui.follow import PARTS, Snapshot, median_of
 from so_tui.ui.loads import GpuView
+from so_tui.ui.snapshot import PARTS, Snapshot, median_of
 from so_tui.ui.start_timeline import stages, timeline_lines
 from so_tui.ui.text import Content, age, brief_message, duration, memory_of, shorten
 from so_tui.ui.widgets.bars import FILLS, Part, Piece, fill_pieces, legend, stacked, usage_style

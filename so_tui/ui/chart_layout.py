@@ -1,4 +1,4 @@
-"""How a user wants the dashboard's charts, remembered from one start to the next."""
+"""How a user wants the dashboard's charts, remembered from one start to the next. Everything else a user sets is in ``so_tui.settings``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WIDE = 160
 Flag = Literal["log", "robust"]
 
 
-class ChartSettings(msgspec.Struct, frozen=True, kw_only=True):
+class ChartLayout(msgspec.Struct, frozen=True, kw_only=True):
     """A layout of charts."""
 
     shown: tuple[str, ...] = ("loss", "throughput", "norm", "learning-rate", "parts", "gpu-memory")
@@ -45,20 +45,20 @@ class ChartSettings(msgspec.Struct, frozen=True, kw_only=True):
         """Return whether a metric has a kind of scale."""
         return key in (self.log if flag == "log" else self.robust)
 
-    def toggled(self, flag: Flag, key: str) -> ChartSettings:
-        """Return the settings with a kind of scale switched on or off for a metric."""
+    def toggled(self, flag: Flag, key: str) -> ChartLayout:
+        """Return the layout with a kind of scale switched on or off for a metric."""
         keys = self.log if flag == "log" else self.robust
         changed = tuple(other for other in keys if other != key) if key in keys else (*keys, key)
         return msgspec.structs.replace(self, log=changed) if flag == "log" else msgspec.structs.replace(self, robust=changed)
 
-    def smoother(self, direction: int) -> ChartSettings:
-        """Return the settings with the next smoothing: the mean, then weights from 0 upwards."""
+    def smoother(self, direction: int) -> ChartLayout:
+        """Return the layout with the next smoothing: the mean, then weights from 0 upwards."""
         choices = (None, *EMAS)
         at = 0 if self.ema is None else 1 + sum(weight < self.ema for weight in EMAS)
         return msgspec.structs.replace(self, ema=choices[(at + direction) % len(choices)])
 
-    def next_grid(self, width: int) -> ChartSettings:
-        """Return the settings with the next grid."""
+    def next_grid(self, width: int) -> ChartLayout:
+        """Return the layout with the next grid."""
         at = GRIDS.index(self.cells(width))
         return msgspec.structs.replace(self, grid=GRIDS[(at + 1) % len(GRIDS)])
 
@@ -93,10 +93,10 @@ class Wanted:
     samples: tuple[str, ...] = ()
 
 
-def page_of(settings: ChartSettings, number: int, width: int) -> ChartPage:
+def page_of(layout: ChartLayout, number: int, width: int) -> ChartPage:
     """Return one page of charts; numbers beyond the last page begin again with the first."""
-    rows, columns = settings.cells(width)
-    metrics = tuple(BY_KEY[key] for key in settings.shown)
+    rows, columns = layout.cells(width)
+    metrics = tuple(BY_KEY[key] for key in layout.shown)
     pages = max(1, math.ceil(len(metrics) / (rows * columns)))
     number %= pages
     here = metrics[number * rows * columns : (number + 1) * rows * columns]
@@ -109,28 +109,28 @@ def wanted_by(page: ChartPage, ema: float | None) -> Wanted:
     return Wanted(fields_of(page.metrics), smoothed_fields(page.metrics, ema), ema or None, samples_of(page.metrics))
 
 
-def settings_path() -> Path:
+def layout_path() -> Path:
     """Return the file that remembers the layout."""
     return state_home() / "charts.json"
 
 
-def load_settings() -> ChartSettings:
+def load_layout() -> ChartLayout:
     """Return the remembered layout, without what this version does not know."""
     try:
-        found = read_json(settings_path(), ChartSettings)
+        found = read_json(layout_path(), ChartLayout)
     except FileNotFoundError:
-        return ChartSettings()
+        return ChartLayout()
     except (OSError, msgspec.DecodeError) as error:
         _log.info("the layout of charts is the default one: %s", error)
-        return ChartSettings()
+        return ChartLayout()
     return checked(found)
 
 
-def checked(found: ChartSettings) -> ChartSettings:
-    """Return settings with what is unknown or out of range left out."""
-    shown = tuple(dict.fromkeys(key for key in found.shown if key in BY_KEY)) or ChartSettings().shown
+def checked(found: ChartLayout) -> ChartLayout:
+    """Return a layout with what is unknown or out of range left out."""
+    shown = tuple(dict.fromkeys(key for key in found.shown if key in BY_KEY)) or ChartLayout().shown
     ema = None if found.ema is None or not math.isfinite(found.ema) else min(MOST_EMA, max(0.0, found.ema))
-    return ChartSettings(
+    return ChartLayout(
         shown=shown,
         grid=found.grid if found.grid in GRIDS else None,
         ema=ema,
@@ -139,8 +139,8 @@ def checked(found: ChartSettings) -> ChartSettings:
     )
 
 
-def save_settings(settings: ChartSettings) -> None:
+def save_layout(layout: ChartLayout) -> None:
     """Remember a layout. Raises OSError."""
-    path = settings_path()
+    path = layout_path()
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, msgspec.json.encode(settings))
+    write_atomic(path, msgspec.json.encode(layout))

@@ -1,0 +1,127 @@
+"""What wide terminals show beside each other, and panels whose sizes are changed and kept."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+from textual.containers import Container
+from textual.geometry import Offset
+
+from so_tui.settings.file import load_settings
+from so_tui.ui.panels.charts import ChartPanel
+from so_tui.ui.panels.details import StepDetails
+from so_tui.ui.panels.form import FormPanel
+from so_tui.ui.panels.run_preview import RunPreview
+from so_tui.ui.text import Content
+from so_tui.ui.view import LEAST_MAIN, SIDE_FROM, Rows, plot_rows, rows_for, side_columns
+from so_tui.ui.widgets.log import LogView
+from so_tui.ui.widgets.numa_nodes import NumaNodes, node_rows
+from so_tui.ui.widgets.plan_view import beside_each_other
+from tests.support.make_run import write_run
+from tests.support.screen import Driver, opened
+
+
+def kept(name: str) -> int | None:
+    value: int | None = getattr(load_settings().settings.panels, name)
+    return value
+
+
+async def pull(ui: Driver, selector: str, x: int, y: int) -> None:
+    """Pull a line with the mouse by ``x`` and ``y`` cells."""
+    begin = ui.screen.query_one(selector).region.offset
+    await ui.pilot.mouse_down(offset=begin)
+    for part in (1, 2):
+        await ui.pilot.hover(offset=begin + Offset(x * part // 2, y * part // 2))
+    await ui.pilot.mouse_up(offset=begin + Offset(x, y))
+
+
+async def test_details_and_log_stand_at_the_right_and_nodes_in_two_columns(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=60, seconds_of_samples=30, name="one")
+    async with opened(runs_dir, (220, 50), open_run=run) as ui:
+        await ui.until(lambda: "step 60" in ui.text())
+        nodes, details, log = ui.find("#nodes", NumaNodes), ui.find("StepDetails", StepDetails), ui.find("#log", LogView)
+        assert "node 0" in nodes.render_line(0).text
+        assert "node 1" in nodes.render_line(0).text
+        newest = details.lines.content.plain
+        for word in ("gradient norm", "useful tokens", "slowest rank"):
+            assert word in newest
+        assert log.region.y > details.region.y
+        assert log.region.x == details.region.x > nodes.region.right
+        await ui.press("i", "left", "left")
+        await ui.until(lambda: "at the cursor" in str(details.heading.render()))
+        assert details.lines.content.plain != newest
+        await ui.pilot.resize_terminal(120, 36)
+        await ui.until(lambda: not details.display)
+        assert log.region.y > nodes.region.y
+        assert "node 1" not in nodes.render_line(0).text
+
+
+async def test_panels_are_resized_by_keys_and_mouse_kept_and_reset(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=60, total=60, seconds_of_samples=2, state="finished", name="one")
+    async with opened(runs_dir, (220, 50), open_run=run) as ui:
+        await ui.until(lambda: "step 60" in ui.text())
+        charts = ui.find("ChartPanel", ChartPanel)
+        before = charts.size.height
+        await ui.press("left_curly_bracket")
+        await ui.until(lambda: kept("charts") == before - 1 == charts.size.height)
+        await pull(ui, "#nodes-rule", 0, 4)
+        await ui.until(lambda: kept("charts") == before + 3 == charts.size.height)
+        await pull(ui, "#panels > Divider", -8, 0)
+        await ui.until(lambda: kept("side") == side_columns(220) + 8)
+        await ui.press("vertical_line")
+        await ui.until(lambda: kept("charts") is kept("side") is None and charts.size.height == before)
+        await ui.press("4")
+        await ui.until(lambda: ui.find("RunPreview", RunPreview).size.width)
+        preview = ui.find("RunPreview", RunPreview)
+        columns = preview.size.width
+        assert "tokens/s" in ui.shown("#facts")
+        await ui.press("right_curly_bracket")  # the list has the focus
+        await ui.until(lambda: preview.size.width == columns - 4 and kept("run_beside") == columns - 3)
+        await ui.pilot.resize_terminal(120, 36)
+        body = ui.find("#preview", Container)
+        await ui.until(lambda: body.region.y > ui.screen.query_one("#table").region.y)
+        rows = body.size.height
+        await pull(ui, "#preview-rule", 0, -2)
+        await ui.until(lambda: kept("run") == rows + 2 == body.size.height)
+        await ui.configure()
+        await ui.press("escape")
+        form = ui.find("FormPanel", FormPanel)
+        columns = form.size.width
+        await ui.press("right_curly_bracket")
+        await ui.until(lambda: kept("form") == columns + 4 == form.size.width)
+        await ui.press("vertical_line")
+        await ui.until(lambda: kept("form") is None and form.size.width == columns)
+        assert kept("run") == rows + 2, "sizes of other screens stay"
+
+
+def test_rows_that_are_not_chosen_are_used_by_the_other_panels() -> None:
+    for height, nodes, log in itertools.product((30, 45, 60), (1, 2, 4), (True, False)):
+        rows = rows_for(height, nodes, 4, 6, log=log)
+        total = rows.charts + plot_rows(rows.plot, nodes) + rows.log
+        assert rows.resized(nodes, None, None) == rows
+        for charts, plot in itertools.product((None, 8, 12), (None, 0, 1)):
+            changed = rows.resized(nodes, charts, plot)
+            assert changed.charts == charts or charts is None
+            assert changed.plot == plot or plot is None
+            if log and charts is not None:
+                assert max(2, total - charts - plot_rows(changed.plot, nodes)) == changed.log
+            assert not changed.log or log
+    assert rows_for(50, 2, 4, 6, log=False).log == 0
+    assert Rows(12, 2, 8).resized(2, 12, 2) == Rows(12, 2, 8)
+
+
+def test_columns_go_to_what_has_room_for_them() -> None:
+    assert side_columns(SIDE_FROM - 1) == 0
+    assert side_columns(SIDE_FROM, 400) == SIDE_FROM - LEAST_MAIN
+    assert [node_rows(3, width) for width in (80, 160)] == [3, 2]
+    assert node_rows(1, 300) == 1
+
+
+def test_sections_stand_beside_each_other_only_if_they_are_whole() -> None:
+    sections = {"left": [Content("a" * 20), Content("b" * 10)], "right": [Content("c" * 30)]}
+    assert beside_each_other(sections, 52) == list(sections.items())
+    [(title, lines)] = beside_each_other(sections, 53)
+    assert title == ""
+    assert [line.plain.split() for line in lines] == [[], ["left", "right"], ["a" * 20, "c" * 30], ["b" * 10]]
+    assert beside_each_other({"left": [Content("a")], "right": []}, 99) == [("left", [Content("a")]), ("right", [])]
