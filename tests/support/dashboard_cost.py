@@ -1,7 +1,8 @@
 """What the dashboard of a live run costs, beside what a bare Textual application does that draws as much.
 
 ``python -m tests.support.dashboard_cost [SECONDS]``, in the root of the repository, measures both in a pty of 160x45, and an empty
-application, and prints a table. The run has six charts, four nodes with 288 cores and four GPUs, and moves with each tick: a step, a sample
+application, and prints a table; ``... bytes [SECONDS]`` prints how much of both a terminal is sent with each tick, in several sizes, which
+is what matters over ssh. The run has six charts, four nodes with 288 cores and four GPUs, and moves with each tick: a step, a sample
 of every core, a line in the log. The bare application draws six charts and 288 cores anew with each tick, with nothing else: no reading, no
 text, no history of nodes.
 
@@ -35,7 +36,12 @@ from tests.support.python_path import checkout_path
 if TYPE_CHECKING:
     from textual.app import App
 
-SIZE = (160, 45)
+    from so_tui.ui.snapshot import Snapshot
+
+Size = tuple[int, int]
+SIZE: Size = (160, 45)
+SIZES: tuple[Size, ...] = ((80, 24), (120, 36), (160, 45), (200, 50))
+"""Of the table of bytes."""
 TICK_S = 0.2
 WARMUP_S = 4.0
 QUIET_S = 0.04
@@ -51,8 +57,15 @@ class Cost(NamedTuple):
     """Of one core."""
     bytes_per_s: float
     memory_bytes: int
+    ticks: int
+    """Times that it drew something new."""
+    seconds: float
     keys_s: tuple[float, ...] = ()
     """CPU seconds from each key to its frame."""
+
+    @property
+    def bytes_per_tick(self) -> float:
+        return self.bytes_per_s * self.seconds / max(1, self.ticks)
 
     @property
     def key_p95_s(self) -> float:
@@ -63,9 +76,9 @@ class Cost(NamedTuple):
 class _Terminal:
     """A program in a pty, and what is heard of it."""
 
-    def __init__(self, kind: str, seconds: float, arguments: tuple[str, ...], state: Path) -> None:
+    def __init__(self, kind: str, seconds: float, arguments: tuple[str, ...], state: Path, size: Size) -> None:
         self._controller, terminal = pty.openpty()
-        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", SIZE[1], SIZE[0], 0, 0))
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", size[1], size[0], 0, 0))
         terminal_is = {"TERM": "xterm-256color", "COLORTERM": "truecolor", "LC_ALL": "C.UTF-8"}
         environment = {**os.environ, **terminal_is, "PYTHONPATH": checkout_path(), "XDG_STATE_HOME": str(state)}
         self._hearing, telling = os.pipe()
@@ -111,13 +124,16 @@ class _Terminal:
         os.close(self._hearing)
 
 
-def measure(kind: str, seconds: float, feed: Callable[[], object] = lambda: None, *arguments: str, keys: tuple[bytes, ...] = ()) -> Cost:
+def measure(
+    kind: str, seconds: float, size: Size, feed: Callable[[], object] = lambda: None, *arguments: str, keys: tuple[bytes, ...] = ()
+) -> Cost:
     """Run this script as ``kind`` in a pty, feeding it with each tick, then press keys."""
     with tempfile.TemporaryDirectory() as state:
         settings = Path(state, "so-tui", "charts.json")
         settings.parent.mkdir()
-        settings.write_text(json.dumps({"grid": [2, 3]}))
-        terminal = _Terminal(kind, seconds, arguments, Path(state))
+        if size == SIZE:
+            settings.write_text(json.dumps({"grid": [2, 3]}))
+        terminal = _Terminal(kind, seconds, arguments, Path(state), size)
         try:
             due, begun, sent = time.monotonic(), 0.0, 0
             while "end" not in terminal.said:
@@ -127,14 +143,15 @@ def measure(kind: str, seconds: float, feed: Callable[[], object] = lambda: None
                 if not begun and "begin" in terminal.said:
                     begun, sent = time.monotonic(), terminal.sent_bytes
                 terminal.listen(0.05)
-            bytes_per_s = (terminal.sent_bytes - sent) / (time.monotonic() - begun)
-            _, cpu, memory, _ = terminal.said.split()
-            return Cost(float(cpu), bytes_per_s, int(memory), tuple(map(terminal.key_cost_s, keys)))
+            took_s = time.monotonic() - begun
+            _, cpu, memory, ticks, _ = terminal.said.split()
+            sent = terminal.sent_bytes - sent
+            return Cost(float(cpu), sent / took_s, int(memory), int(ticks), took_s, tuple(map(terminal.key_cost_s, keys)))
         finally:
             terminal.close()
 
 
-def dashboard(seconds: float) -> Cost:
+def dashboard(seconds: float, size: Size = SIZE, keys: tuple[bytes, ...] = KEYS) -> Cost:
     """The dashboard of a run that is written meanwhile."""
     from msgspec.structs import replace
 
@@ -158,31 +175,31 @@ def dashboard(seconds: float) -> Cost:
                 log.write(f"rank 0  step {step}/5000  loss {1.42 + math.exp(-step / 260):.4f}  3.10 s\n")
             write_state(run, replace(read_state(run), step=step, heartbeat=step))
 
-        return measure("ours", seconds, feed, str(run.path), keys=KEYS)
+        return measure("ours", seconds, size, feed, str(run.path), keys=keys)
 
 
-def bare(seconds: float) -> Cost:
+def bare(seconds: float, size: Size = SIZE) -> Cost:
     """The bare application."""
-    return measure("bare", seconds)
+    return measure("bare", seconds, size)
 
 
 def empty() -> Cost:
     """An application with nothing in it."""
-    return measure("empty", 1.0)
+    return measure("empty", 1.0, SIZE)
 
 
-def _timed(app: App[None], seconds: float, telling: int) -> None:
-    """Tell on a pipe when measuring begins, and after ``seconds`` the share of a core since then, and the memory in bytes."""
-    spent = []
+def _timed(app: App[None], seconds: float, telling: int, ticks: Callable[[], int] = lambda: 0) -> None:
+    """Tell on a pipe when measuring begins, and after ``seconds`` the share of a core since then, the memory in bytes, and the ticks."""
+    spent: list[tuple[float, float, int]] = []
 
     def begin() -> None:
-        spent.append((time.process_time(), time.monotonic()))
+        spent.append((time.process_time(), time.monotonic(), ticks()))
         os.write(telling, b"begin ")
 
     def end() -> None:
-        cpu, wall = time.process_time() - spent[0][0], time.monotonic() - spent[0][1]
+        cpu, wall, ticked = time.process_time() - spent[0][0], time.monotonic() - spent[0][1], ticks() - spent[0][2]
         pages = int(Path("/proc/self/statm").read_text().split()[1])
-        os.write(telling, f"{100 * cpu / wall:.3f} {pages * os.sysconf('SC_PAGE_SIZE')} end".encode())
+        os.write(telling, f"{100 * cpu / wall:.3f} {pages * os.sysconf('SC_PAGE_SIZE')} {ticked} end".encode())
 
     app.set_timer(WARMUP_S, begin)
     app.set_timer(WARMUP_S + seconds, end)
@@ -195,7 +212,15 @@ def _run_ours(seconds: float, telling: int, path: str) -> None:
 
     app.RUNS_POLL_S *= TICK_S / screen.POLL_S
     screen.POLL_S = TICK_S
-    setattr(app.SoTuiApp, "on_ready", lambda app: _timed(app, seconds, telling))  # noqa: B010 - a subclass would look for its styles beside this file
+    drawn = []
+    take = screen.DashboardScreen._take
+
+    def counted(self: screen.DashboardScreen, snapshot: Snapshot) -> None:
+        drawn.append(snapshot.length)
+        take(self, snapshot)
+
+    setattr(screen.DashboardScreen, "_take", counted)  # noqa: B010 - mypy forbids to assign to a method
+    setattr(app.SoTuiApp, "on_ready", lambda app: _timed(app, seconds, telling, lambda: len(drawn)))  # noqa: B010 - a subclass would look for its styles beside this file
     app.SoTuiApp(open_run=RunDirectory(Path(path)), runs_dir=Path(path).parent).run()
 
 
@@ -246,7 +271,7 @@ def _run_bare(seconds: float, telling: int) -> None:
         def on_mount(self) -> None:
             self.count = 2000
             self.set_interval(TICK_S, self.tick)
-            _timed(self, seconds, telling)
+            _timed(self, seconds, telling, lambda: self.count)
 
         def tick(self) -> None:
             self.count += 1
@@ -298,6 +323,15 @@ def table(nothing: Cost, reference: Cost, real: Cost) -> str:
     return "\n".join(f"{name:<18}{first:>9}{second:>9}{third:>11}   {note}" for name, first, second, third, note in rows)
 
 
+def bytes_table(seconds: float) -> str:
+    """Return how many bytes a terminal is sent with each tick, in each size."""
+    lines = [f"{'bytes a tick':<14}{'cells':>8}{'bare':>9}{'dashboard':>11}"]
+    for size in SIZES:
+        sent = [cost.bytes_per_tick for cost in (bare(seconds, size), dashboard(seconds, size, ()))]
+        lines.append(f"{f'{size[0]}x{size[1]}':<14}{size[0] * size[1]:>8}{sent[0]:>9.0f}{sent[1]:>11.0f}")
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
     arguments = sys.argv[1:]
     if arguments[:1] == ["ours"]:
@@ -306,6 +340,8 @@ if __name__ == "__main__":
         _run_bare(float(arguments[1]), int(arguments[2]))
     elif arguments[:1] == ["empty"]:
         _run_empty(float(arguments[1]), int(arguments[2]))
+    elif arguments[:1] == ["bytes"]:
+        print(bytes_table(float(arguments[1]) if arguments[1:] else 10.0))
     else:
         span = float(arguments[0]) if arguments else 20.0
         print(table(empty(), bare(span), dashboard(span)))
