@@ -2,8 +2,8 @@
 #
 # Variables worth knowing:
 #   PYTHON=python3.12     the interpreter the environment is made with (3.11 or newer)
-#   TORCH=torch==2.13.0   which torch to install
-#   STACK=train           which locked training packages to install: train (newest) or oldest (with TORCH=torch==2.11.0)
+#   STACK=newest          which set of training packages to install: oldest, middle or newest (docs/versions.md)
+#   TORCH=torch==2.13.0   which torch to install, if not that of the set
 #   TORCH_INDEX=URL       another package index for torch (the CUDA or CPU build you need); empty: pip's default
 #   SYSTEM_TORCH=1        use the torch that PYTHON already has (site containers, modules) and install none
 #   VENV=.venv            where the environment goes
@@ -13,9 +13,9 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-TORCH ?= torch==2.13.0
+STACK ?= newest
+TORCH ?= torch==$(shell sed -n '/^name = "$(STACK)"/,/^$$/s/^torch = "\(.*\)"/\1/p' so_tui/machine/versions.toml)
 TORCH_INDEX ?=
-STACK ?= train
 SYSTEM_TORCH ?=
 BUDGETS ?= report
 COVERAGE ?=
@@ -69,7 +69,7 @@ $(LIGHT): $(BIN)/python pyproject.toml locks/light.txt
 $(PACKAGES): $(LIGHT) locks/$(STACK).txt
 	@echo "installing torch, DeepSpeed and transformers into $(VENV)"
 	@$(if $(SYSTEM_TORCH),$(BIN)/python -c 'import torch; print("using torch", torch.__version__)',$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH))
-	@$(PIP) install --use-pep517 -r locks/$(STACK).txt $(if $(filter train,$(STACK)),-c locks/light.txt)
+	@$(PIP) install --use-pep517 -r locks/$(STACK).txt $(if $(filter newest,$(STACK)),-c locks/light.txt)
 	@touch $@
 
 $(TRAIN): $(PACKAGES)

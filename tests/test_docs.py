@@ -16,6 +16,8 @@ from docs.make_codes import PAGE
 from docs.make_codes import page as codes
 from docs.make_published import PAGE as PUBLISHED
 from docs.make_published import page as published
+from docs.make_versions import PAGE as VERSIONS
+from docs.make_versions import page as versions
 from so_tui.commands import parser
 from so_tui.runs.outcome import OutcomeCode
 from tests.support.python_path import ROOT
@@ -53,6 +55,10 @@ def test_every_link_to_another_site_is_a_complete_address(page: Path) -> None:
 
 def test_the_codes_are_current() -> None:
     assert PAGE.read_text(encoding="utf-8") == codes(ROOT), "run: python docs/make_codes.py"
+
+
+def test_the_tested_versions_are_current() -> None:
+    assert VERSIONS.read_text(encoding="utf-8") == versions(), "run: python docs/make_versions.py"
 
 
 def test_published_figures_are_current() -> None:

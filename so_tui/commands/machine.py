@@ -25,6 +25,8 @@ class Findings(Struct, frozen=True):
 
     findings: tuple[Finding, ...]
     """Worst first."""
+    tested_set: str | None = None
+    """Name of the tested set of training packages that is installed; None if they are none."""
 
 
 def inspect(arguments: argparse.Namespace) -> int:
@@ -84,7 +86,8 @@ def doctor(arguments: argparse.Namespace) -> int:
     from so_tui.folders import default_runs_dir
     from so_tui.launch.partitioning import remove_leftovers
     from so_tui.machine.doctor import findings
-    from so_tui.machine.show import render_findings
+    from so_tui.machine.show import render_findings, render_set
+    from so_tui.machine.versions import installed_set
 
     if (arguments.fix or arguments.mpam) and arguments.machine:
         option = "--fix" if arguments.fix else "--mpam"
@@ -106,7 +109,10 @@ def doctor(arguments: argparse.Namespace) -> int:
             note(arguments, f"removed the resctrl group {name}, which a supervisor that has died left behind", stderr=arguments.json)
     found = findings(machine, plan, checkpoints=checkpoints)
     if arguments.json:
-        print_json(Findings(tuple(found)))
+        tested = installed_set(machine.software)
+        print_json(Findings(tuple(found), tested.name if tested else None))
     else:
         print_rich(render_findings(found))
+        if machine.live and machine.software.torch:
+            print_rich(render_set(machine.software))
     return 3 if any(finding.severity == "blocks" for finding in found) else 0

@@ -14,6 +14,7 @@ from so_tui.machine.cpulist import cpu_ranges
 from so_tui.machine.described import Description
 from so_tui.machine.doctor.types import Finding, Severity
 from so_tui.machine.types import Gpu, Machine, NumaNode, Software
+from so_tui.machine.versions import PACKAGES, installed_set
 from so_tui.trust.printable import printable_line
 from so_tui.units import GIB, memory_size, plural
 
@@ -49,6 +50,15 @@ def render_findings(findings: Sequence[Finding]) -> RenderableType:
     if not findings:
         return Text.assemble(("✓ ", "green"), "No problems found.")
     return Group(*(_finding(finding) for finding in findings))
+
+
+def render_set(software: Software) -> Text:
+    """Render which tested set of training packages is installed, if it is one."""
+    found = installed_set(software)
+    versions = ", ".join(f"{package} {getattr(software, package)}" for package in PACKAGES)
+    if found is None:
+        return Text.assemble(("· ", "cyan"), printable_line(f"Training packages: not a tested set ({versions})."))
+    return Text.assemble(("✓ ", "green"), printable_line(f"Training packages: the tested set {found.name} ({versions})."))
 
 
 def _tree(machine: Machine) -> RichTree:

@@ -190,7 +190,7 @@ def test_another_deepspeed_version_is_refused() -> None:
 
 
 def test_the_doctor_knows_the_versions_that_the_engine_supports() -> None:
-    from so_tui.machine.doctor.software import DEEPSPEED
+    from so_tui.machine.versions import bounds
     from superoffload.deepspeed_adapter.engine import NEWEST, OLDEST
 
-    assert (OLDEST, NEWEST) == DEEPSPEED
+    assert [(bound.oldest, bound.newest) for bound in bounds() if bound.package == "deepspeed"] == [(OLDEST, NEWEST)]

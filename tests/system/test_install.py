@@ -93,7 +93,7 @@ def torch_of_the_site(tmp_path: Path) -> Path:
 def test_beside_the_torch_of_a_site_the_train_extra_trains_the_tiny_model(
     tools: Path, wheel: Path, torch_of_the_site: Path, tmp_path: Path
 ) -> None:
-    constraints = " ".join(f"-c {ROOT / 'locks' / name}" for name in ("light.txt", "train.txt"))
+    constraints = " ".join(f"-c {ROOT / 'locks' / name}" for name in ("light.txt", "newest.txt"))
     options = ["--python", sys.executable, "--system-site-packages", f"--pip-args={constraints}"]
     installed = call(tmp_path, tools / "pipx", "install", *options, f"{wheel}[train]")
     assert installed.returncode == 0, installed.stderr

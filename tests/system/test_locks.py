@@ -11,6 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from so_tui.machine.versions import PACKAGES, VersionSet, version_sets
 from tests.aarch64.environment import wheel_options
 from tests.support.python_path import ROOT
 
@@ -26,11 +27,13 @@ def locked(name: str) -> list[str]:
     return [line for line in lines if line and not line.startswith("#") and line.partition("==")[0] not in BUILT_FROM_SOURCE]
 
 
-NEWEST, OLDEST = ("light.txt", "train.txt", "docs.txt"), ("oldest.txt",)
+NEWEST, MIDDLE, OLDEST = ("light.txt", "newest.txt", "docs.txt"), ("middle.txt",), ("oldest.txt",)
 
 
 @pytest.mark.parametrize(
-    ("version", "locks"), [("3.11", NEWEST), ("3.12", NEWEST), ("3.13", NEWEST), ("3.14", NEWEST), ("3.11", OLDEST)], ids=str
+    ("version", "locks"),
+    [("3.11", NEWEST), ("3.12", NEWEST), ("3.13", NEWEST), ("3.14", NEWEST), ("3.13", MIDDLE), ("3.11", OLDEST)],
+    ids=str,
 )
 def test_every_locked_package_has_a_wheel_for_aarch64(version: str, locks: tuple[str, ...], tmp_path: Path) -> None:
     requirements = tmp_path / "requirements.txt"
@@ -41,7 +44,7 @@ def test_every_locked_package_has_a_wheel_for_aarch64(version: str, locks: tuple
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("locks", [NEWEST, OLDEST], ids=str)
+@pytest.mark.parametrize("locks", [NEWEST, MIDDLE, OLDEST], ids=str)
 def test_the_locks_name_exact_versions_and_no_package_twice(locks: tuple[str, ...]) -> None:
     found = [line for lock in locks for line in locked(lock)]
     assert all("==" in line for line in found)
@@ -49,21 +52,20 @@ def test_the_locks_name_exact_versions_and_no_package_twice(locks: tuple[str, ..
     assert sorted(names) == sorted(set(names))
 
 
-def test_the_oldest_lock_has_the_lower_bounds_of_the_training_packages() -> None:
-    """Those may need newer versions of other packages than so-tui does; no package may be newer than so-tui allows."""
-    lines = (ROOT / "locks" / "oldest.txt").read_text().splitlines()
-    versions = {name: Version(version) for name, _, version in (line.partition("==") for line in lines if not line.startswith("#"))}
+@pytest.mark.parametrize("each", version_sets(), ids=lambda each: each.name)
+def test_a_lock_has_the_versions_of_its_set_and_none_that_so_tui_does_not_allow(each: VersionSet) -> None:
+    names = ["light.txt", "newest.txt"] if each.name == "newest" else [f"{each.name}.txt"]
+    lines = (line for name in names for line in (ROOT / "locks" / name).read_text().splitlines() if not line.startswith("#"))
+    versions = {name.lower().replace("_", "-"): version for name, _, version in (line.partition("==") for line in lines)}
+    versions["torch"] = each.torch
+    assert {package: versions[package] for package in PACKAGES} == each.versions
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for bound in map(Requirement, project["dependencies"] + project["optional-dependencies"]["train"]):
-        if bound.name != "torch":
-            assert versions[bound.name] in bound.specifier, bound.name
-        if bound.name in ("deepspeed", "transformers", "datasets"):
-            (lowest,) = [each.version for each in bound.specifier if each.operator == ">="]
-            assert versions[bound.name] == Version(lowest)
+        assert Version(versions[bound.name.lower()]) in bound.specifier, bound.name
 
 
 def test_the_documentation_needs_no_other_version_than_the_rest() -> None:
-    versions = dict(line.lower().split("==") for lock in ("light.txt", "train.txt") for line in locked(lock))
+    versions = dict(line.lower().split("==") for lock in ("light.txt", "newest.txt") for line in locked(lock))
     needed = dict(line.lower().split("==") for line in locked("docs.txt"))
     assert "sphinx" in needed
     assert {name: version for name, version in needed.items() if versions.get(name, version) != version} == {}

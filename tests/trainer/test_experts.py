@@ -12,9 +12,10 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from so_tui_trainer.model.build import load_config
 from so_tui_trainer.model.kernels import EXPERTS as EXPERTS_PART
-from so_tui_trainer.model.kernels import install
+from so_tui_trainer.model.kernels import experts, install
 from so_tui_trainer.model.kernels.experts import Gate, Weights, gated, mixture, route
 from so_tui_trainer.model.matching import meta_model
+from so_tui_trainer.older_versions import by_group, grouped_mm
 from tests.support.models import grad_of, scaled_down
 
 SILU, CLAMPED = Gate(), Gate(interleaved=True, alpha=1.702, limit=7.0, shift=1.0)
@@ -72,7 +73,9 @@ def gradients(hidden: Tensor, shares: Tensor, weights: Weights) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("gate", [SILU, CLAMPED], ids=["silu", "clamped"])
-def test_it_is_the_sum_of_what_each_expert_says(gate: Gate) -> None:
+@pytest.mark.parametrize("product", [grouped_mm, by_group], ids=["grouped_mm", "by_group"])
+def test_it_is_the_sum_of_what_each_expert_says(product: Any, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts, "grouped_mm", product)
     hidden, chosen, shares, weights = example(gate, 16, 24)
     results = []
     for compute in (one_by_one, mixture):

@@ -1,7 +1,8 @@
 """Check the installed software and the environment variables that a training process would inherit.
 
-Codes: missing-packages, untested-deepspeed, torch-cpu-only, binding-forbidden, no-numactl, no-compiler, no-ninja, adam-not-compiled,
-no-cuda-toolkit, cuda-toolkit-mismatch, slower-attention, omp-single-thread, kmp-affinity, arch-list-suffix.
+Codes: missing-packages, untested-deepspeed, version-too-old, version-too-new, untested-set, torch-cpu-only, binding-forbidden,
+no-numactl, no-compiler, no-ninja, adam-not-compiled, no-cuda-toolkit, cuda-toolkit-mismatch, slower-attention,
+omp-single-thread, kmp-affinity, arch-list-suffix.
 """
 
 from __future__ import annotations
@@ -17,13 +18,12 @@ from so_tui.machine.doctor.types import CheckContext, Finding
 from so_tui.machine.software import INSTALL_TRAINING
 from so_tui.machine.system_files import SystemFiles
 from so_tui.machine.types import version_numbers
+from so_tui.machine.versions import PACKAGES, Bound, installed_set, outside_bounds, version_sets
 from so_tui.spec.attention import KERNELS, Needs, Present, choose_backend, generation_of
 from so_tui.trust.ownership import distrust_of_file, distrust_of_folder
 
 _ORDINARY = Needs(head_size=128)
 """What most models ask of attention."""
-DEEPSPEED = ("0.18.9", "0.19.8")
-"""The oldest and the newest DeepSpeed version whose internals the offload engine supports."""
 
 
 def check_packages(context: CheckContext) -> Iterator[Finding]:
@@ -40,16 +40,50 @@ def check_packages(context: CheckContext) -> Iterator[Finding]:
             cost="Everything works except training.",
             remedy=f"{INSTALL_TRAINING}.",
         )
-    oldest, newest = DEEPSPEED
-    if installed.deepspeed is not None and not version_numbers(oldest) <= version_numbers(installed.deepspeed) <= version_numbers(newest):
+
+
+def check_versions(context: CheckContext) -> Iterator[Finding]:
+    """Check that each package is within the tested bounds, and that all of them were tested together."""
+    installed = context.machine.software
+    if not context.machine.live or not installed.torch:
+        return
+    outside = outside_bounds(installed)
+    for bound in outside:
+        yield _outside(bound, getattr(installed, bound.package))
+    complete = all(getattr(installed, package) for package in PACKAGES)
+    if complete and not outside and installed_set(installed) is None:
         yield Finding(
+            code="untested-set",
+            severity="note",
+            title="These versions were not tested together",
+            evidence=", ".join(f"{package} {getattr(installed, package)}" for package in PACKAGES),
+            cost="None is known: each version lies between the oldest and the newest that were tested.",
+            remedy="No action needed. Should a run fail where it should not, take a tested set: "
+            + "; or ".join(", ".join(f"{package} {version}" for package, version in each.versions.items()) for each in version_sets())
+            + ".",
+        )
+
+
+def _outside(bound: Bound, version: str) -> Finding:
+    evidence = f"installed: {version}; supported: {bound.oldest} to {bound.newest}"
+    if bound.package == "deepspeed":
+        return Finding(
             code="untested-deepspeed",
             severity="blocks",
-            title=f"DeepSpeed {installed.deepspeed} is not supported",
-            evidence=f"installed: {installed.deepspeed}; the offload engine uses internals of {oldest} to {newest}",
+            title=f"DeepSpeed {version} is not supported",
+            evidence=f"{evidence}, whose internals the offload engine uses",
             cost="With another version, weights could be updated wrongly without an error, so the engine refuses it.",
-            remedy=f"`pip install deepspeed=={newest}`",
+            remedy=f"`pip install deepspeed=={bound.newest}`",
         )
+    too_old = version_numbers(version) < version_numbers(bound.oldest)
+    return Finding(
+        code="version-too-old" if too_old else "version-too-new",
+        severity="warning",
+        title=f"{bound.package} {version} is {'older' if too_old else 'newer'} than any that was tested",
+        evidence=evidence,
+        cost=f"Runs may fail. {bound.older}" if too_old else "Runs may fail: what so-tui uses of it may have changed.",
+        remedy=f"Install {bound.package} {bound.oldest} to {bound.newest}.",
+    )
 
 
 def check_torch_build(context: CheckContext) -> Iterator[Finding]:
@@ -243,6 +277,7 @@ def check_environment(context: CheckContext) -> Iterator[Finding]:
 
 CHECKS = (
     check_packages,
+    check_versions,
     check_torch_build,
     check_memory_binding,
     check_build_tools,

@@ -78,10 +78,10 @@ def match(model: PreTrainedModel, index: Mapping[str, Stored]) -> Match:
     groups, unexpected = _grouped(model, wanted, index)
     conversions: list[Conversion] = []
     mismatched: dict[str, str] = {}
-    for (target, converter), sources in groups.items():
+    for target, converter, sources in groups:
         try:
             shapes = _outputs(model, target, converter, sources, index)
-        except (RuntimeError, ValueError) as error:  # The parts do not fit together.
+        except (RuntimeError, ValueError, AssertionError) as error:  # The parts do not fit together. Older torch only asserts that.
             mismatched[target] = f"{target} ({first_line(error)})"
             continue
         conversions.append(Conversion(target, tuple(sources), converter, shapes))
@@ -148,27 +148,28 @@ def largest_conversion_bytes(found: Match, index: Mapping[str, Stored]) -> int:
 
 def _grouped(
     model: PreTrainedModel, wanted: Mapping[str, Tensor], names: Iterable[str]
-) -> tuple[dict[tuple[str, Any], list[tuple[str, str]]], list[str]]:
-    """Group stored tensors by (target, converter); also return those that the model does not have."""
+) -> tuple[list[tuple[str, Any, list[tuple[str, str]]]], list[str]]:
+    """Return the stored tensors that make each target, with its converter; also those that the model does not have."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    groups: dict[tuple[str, Any], list[tuple[str, str]]] = {}
+    numbers = {pattern: number for number, converter in enumerate(converters) for pattern in converter.source_patterns}
+    groups: dict[tuple[str, int | None], list[tuple[str, str]]] = {}
     unexpected = []
     for name in sorted(names, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, dict(wanted))
         if target not in wanted and name in wanted:
             target, pattern = name, None
         if target in wanted:
-            converter = None if pattern is None else by_pattern[pattern]
-            groups.setdefault((target, converter), []).append((pattern or name, name))
+            number = None if pattern is None else numbers[pattern]
+            groups.setdefault((target, number), []).append((pattern or name, name))
         else:
             unexpected.append(name)
-    return groups, unexpected
+    joined = [(target, None if number is None else converters[number], sources) for (target, number), sources in groups.items()]
+    return joined, unexpected
 
 
 def _outputs(

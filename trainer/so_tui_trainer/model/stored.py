@@ -127,9 +127,9 @@ def _of_torch_save(path: Path) -> dict[str, Stored]:
         raise _unreadable(path, "it is not a dictionary of tensors")
     found = {}
     for name, tensor in loaded.items():
-        begin = tensor.untyped_storage()._checkpoint_offset
+        begin = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
         if begin is None:
-            raise _unreadable(path, "it is of a format older than torch 1.6")
+            raise _unreadable(path, "it is of a format older than torch 1.6, or torch is older than 2.7 here")
         if not tensor.is_contiguous():
             raise _unreadable(path, f"{name} is not contiguous")
         found[name] = Stored(path, tensor.dtype, tuple(tensor.shape), begin + int(tensor.storage_offset()) * tensor.itemsize)

@@ -28,7 +28,7 @@ from superoffload.run_ahead import RunAheadLimiter
 from superoffload.sub_groups import SubGroupState
 
 OLDEST, NEWEST = "0.18.9", "0.19.8"
-"""The range of supported versions. ``make test-system`` runs the engine's tests with the oldest and with one between."""
+"""The range of supported versions. ``make test-system`` runs the engine's tests with the oldest, one between and the newest."""
 
 Engine = Any
 """A ``deepspeed.DeepSpeedEngine``; DeepSpeed has no type information."""

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import grouped_mm
 
 from so_tui_trainer.model.recompute import in_checkpointed_layer, save_or_reuse
+from so_tui_trainer.older_versions import grouped_mm
 
 
 class Routing(NamedTuple):

@@ -1,0 +1,104 @@
+"""The tested sets of training packages (``so_tui/machine/versions.toml``), each in an environment that is kept in the checkout."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from so_tui.machine.versions import VersionSet, version_sets
+from so_tui.runs import RunDirectory
+from so_tui.runs.records import StepRecord
+from tests.support.launching import records
+from tests.support.models import saved
+from tests.support.python_path import ROOT, checkout_path
+
+pytestmark = pytest.mark.system
+
+*OLDER, NEWEST = version_sets()
+STEPS = 6
+TESTS = (
+    "tests/superoffload/test_superoffload.py",
+    "tests/superoffload/test_own_loop.py",
+    "tests/superoffload/test_speculation.py",
+    "tests/trainer/test_model.py",
+    "tests/trainer/test_matching.py",
+    "tests/trainer/test_loading.py",
+    "tests/trainer/test_kernels.py",
+    "tests/trainer/test_experts.py",
+    "tests/trainer/test_sources.py",
+)
+"""Engine, building and loading of models, and reading of data: what older packages have otherwise."""
+
+
+class Environment(NamedTuple):
+    """An environment with a set installed."""
+
+    python: Path
+    packages: VersionSet
+
+
+def call(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a module with an environment's Python."""
+    environment = {**os.environ, "PYTHONPATH": checkout_path(), "PATH": f"{python.parent}:{os.environ['PATH']}"}
+    return subprocess.run([python, "-m", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module", params=OLDER, ids=lambda each: each.name)
+def environment(request: pytest.FixtureRequest) -> Environment:
+    """Install a set, unless it is already."""
+    pytest.importorskip("torch")
+    packages: VersionSet = request.param
+    folder = ROOT / ".venv-sets" / packages.name
+    settings = {"PYTHON": sys.executable, "VENV": folder, "STACK": packages.name, "TORCH": f"torch=={packages.torch}", "SYSTEM_TORCH": ""}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "PYTHONPATH"))}
+    command = ["make", "--no-print-directory", "install", *(f"{name}={value}" for name, value in settings.items())]
+    made = subprocess.run(command, cwd=ROOT, env=inherited, capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stdout[-2000:] + made.stderr[-2000:]
+    return Environment(folder / "bin" / "python", packages)
+
+
+def losses(python: Path, model: Path, runs_dir: Path) -> list[float]:
+    """Train a model on the embedded rows, and return the loss of each step."""
+    changes = {"train.steps": str(STEPS), "model.id": str(model), "model.weights": "pretrained", "model.tokenizer": "builtin:tiny"}
+    settings = [argument for key, value in changes.items() for argument in ("--set", f"{key}={value}")]
+    trained = call(python, "so_tui", "run", "tiny", "--plain", "--gpus", "2", "--runs-dir", str(runs_dir), *settings)
+    assert trained.returncode == 0, trained.stdout[-3000:] + trained.stderr[-3000:]
+    (run,) = map(RunDirectory, (path.parent for path in runs_dir.glob("*/state.json")))
+    return [record.loss for record in records(run) if isinstance(record, StepRecord)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's folder: transformers' versions draw random weights in other orders."""
+    folder = tmp_path_factory.mktemp("model")
+    saved("tiny", folder, vocab_size=2048)  # that of the embedded tokenizer
+    return folder
+
+
+@pytest.fixture(scope="module")
+def newest_losses(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses with the packages that the tests run with."""
+    return losses(Path(sys.executable), model, tmp_path_factory.mktemp("newest"))
+
+
+def test_doctor_names_the_set(environment: Environment) -> None:
+    answer = json.loads(call(environment.python, "so_tui", "doctor", "--json").stdout)
+    assert answer["tested_set"] == environment.packages.name
+
+
+def test_a_model_learns_as_with_the_newest(environment: Environment, model: Path, newest_losses: list[float], tmp_path: Path) -> None:
+    found = losses(environment.python, model, tmp_path)
+    assert len(newest_losses) == STEPS
+    assert found == pytest.approx(newest_losses, rel=2e-3)  # versions of torch round bf16 products differently
+
+
+def test_the_engine_steps_as_adamw_and_models_are_built(environment: Environment) -> None:
+    options = ["-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu and not system", "-n", "2", "--dist", "loadfile"]
+    tested = call(environment.python, "pytest", *options, *TESTS)
+    assert tested.returncode == 0, tested.stdout[-4000:]
