@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from so_tui.machine.doctor.software import DEEPSPEED
 from so_tui.machine.software import package_version, torch_build
-from so_tui.machine.types import version_numbers
+from so_tui.machine.versions import bound_of
 from so_tui.trust.reading import open_regular
 
 _MAGIC, _LITTLE_ENDIAN = b"\x7fELF", 1
@@ -47,9 +46,9 @@ def faults(gpus: int) -> Iterator[str]:
         yield f"{', '.join(missing)} not installed"
     if gpus and torch is not None and not torch_build():
         yield f"torch {torch} is a build for the CPU only, and the run uses {gpus} GPUs of each node"
-    oldest, newest = DEEPSPEED
-    if deepspeed is not None and not version_numbers(oldest) <= version_numbers(deepspeed) <= version_numbers(newest):
-        yield f"DeepSpeed {deepspeed} is not supported; {oldest} to {newest} are"
+    bound = bound_of("deepspeed")
+    if deepspeed is not None and not bound.admits(deepspeed):
+        yield f"DeepSpeed {deepspeed} is not supported; {bound.oldest} to {bound.newest} are"
 
 
 if __name__ == "__main__":

@@ -70,6 +70,11 @@ def bounds() -> tuple[Bound, ...]:
     return _file().bounds
 
 
+def bound_of(package: str) -> Bound:
+    """Return the bound of Python or of one of PACKAGES."""
+    return next(bound for bound in bounds() if bound.package == package)
+
+
 def installed_set(software: Software) -> VersionSet | None:
     """Return the tested set that is installed; None if it is none. Builds of a version (``+cpu``, ``+cu130``) count as that version."""
     found = {package: version_numbers(getattr(software, package)) for package in PACKAGES}

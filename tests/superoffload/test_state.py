@@ -190,7 +190,8 @@ def test_another_deepspeed_version_is_refused() -> None:
 
 
 def test_the_doctor_knows_the_versions_that_the_engine_supports() -> None:
-    from so_tui.machine.versions import bounds
+    from so_tui.machine.versions import bound_of
     from superoffload.deepspeed_adapter.engine import NEWEST, OLDEST
 
-    assert [(bound.oldest, bound.newest) for bound in bounds() if bound.package == "deepspeed"] == [(OLDEST, NEWEST)]
+    bound = bound_of("deepspeed")
+    assert (bound.oldest, bound.newest) == (OLDEST, NEWEST)
