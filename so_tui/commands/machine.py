@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import re
 import sys
 from pathlib import Path
 
@@ -11,7 +13,10 @@ from msgspec import Struct
 from so_tui.commands.common import chosen_machine, chosen_spec, note, print_json, print_rich
 from so_tui.machine.described import MACHINES, Description, named_machine
 from so_tui.machine.doctor.types import Finding
+from so_tui.machine.types import Machine
 from so_tui.spec import InputError, Problem
+
+_PARTITION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 class KnownMachines(Struct, frozen=True):
@@ -42,6 +47,8 @@ def inspect(arguments: argparse.Namespace) -> int:
         message, remedy = "has an effect only with --sysroot", "Leave it out: this machine has a name."
         raise InputError([Problem(code="unused-option", field="--hostname", value=arguments.hostname, message=message, remedy=remedy)])
     machine = inspect_machine(sysroot, hostname=arguments.hostname)
+    if sysroot is None:
+        _remember_for_plans(arguments, machine)
     if arguments.json:
         print_json(machine)
     else:
@@ -49,6 +56,18 @@ def inspect(arguments: argparse.Namespace) -> int:
 
         print_rich(render(machine))
     return 0
+
+
+def _remember_for_plans(arguments: argparse.Namespace, machine: Machine) -> None:
+    """In an allocation of Slurm, keep the machine for plans of its partition."""
+    cluster, partition = os.environ.get("SLURM_CLUSTER_NAME", ""), os.environ.get("SLURM_JOB_PARTITION", "")
+    if not cluster or not _PARTITION.fullmatch(partition):
+        return
+    from so_tui.launch.partition_machines import remember, sees_part
+
+    remember(cluster, partition, machine)
+    part = ". This allocation has a part of the node; --exclusive shows all of it" if sees_part(machine) else ""
+    note(arguments, f"kept for plans of partition {partition} on {cluster}{part}", stderr=True)
 
 
 def machines(arguments: argparse.Namespace) -> int:

@@ -35,8 +35,19 @@ class SeenMachine(Struct, frozen=True, kw_only=True):
     machine: Machine
 
 
+def sees_part(machine: Machine) -> bool:
+    """Return whether a job had only a part of this node, and may not have seen all of its GPUs."""
+    return len(machine.allowed_cpus) < len(machine.online_cpus)
+
+
 def remember(cluster: str, partition: str, machine: Machine) -> None:
-    """Keep the machine of a cluster's partition. Where it cannot be written, the next job tries again."""
+    """Keep the machine of a cluster's partition. Where it cannot be written, the next job tries again.
+
+    What a job saw that had a part of a node does not replace what another saw with more GPUs.
+    """
+    before = seen_machine(cluster, partition)
+    if before is not None and sees_part(machine) and len(machine.gpus) < len(before.machine.gpus):
+        return
     content = msgspec.json.encode(SeenMachine(seen=time.time(), machine=machine))
     path = _path(cluster, partition)
     with contextlib.suppress(OSError, NotOwnError):
@@ -65,10 +76,12 @@ def keep_network(cluster: str, partition: str, machine: Machine, rate: NetworkRa
     Args:
         cluster: The cluster.
         partition: The partition.
-        machine: The job's first node.
+        machine: The job's first node, as the job sees it.
         rate: What was measured.
         local_ranks: How many ranks each node had; adapters of other GPUs were not used.
     """
+    seen = seen_machine(cluster, partition)
+    machine = seen.machine if seen is not None else machine
     source = f"measured on {rate.nodes} nodes, {datetime.fromtimestamp(rate.measured).date()}"
     network = measured_network(rate.bytes_per_s, local_ranks / max(1, len(machine.gpus)), source)
     remember(cluster, partition, replace(machine, network=network))

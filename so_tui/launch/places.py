@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 from msgspec.structs import replace
 
-from so_tui.launch.partition_machines import SeenMachine, seen_machine
+from so_tui.launch.partition_machines import SeenMachine, seen_machine, sees_part
 from so_tui.machine import inspect_machine
 from so_tui.machine.described import named_machine
 from so_tui.machine.types import Machine, Network
@@ -63,13 +63,12 @@ def machine_of_partition(partition: str, here: Machine | None = None, *, site: s
     """
     if not partition:
         return here or inspect_machine()
-    seen = _seen(partition)
+    seen, described, profile = _known(partition, site)
     if seen is not None:
         _LOG.info("partition %s: the machine that a job saw on %s", partition, datetime.fromtimestamp(seen.seen).date())
         if seen.machine.network is not None:
             return seen.machine
-    profile = _profile(site)
-    found = seen.machine if seen else _described(profile, partition)
+    found = seen.machine if seen else described
     if found is None:
         _LOG.info("partition %s: no job has seen its machine; this one stands for it", partition)
         found = here or inspect_machine()
@@ -80,22 +79,24 @@ def machine_of_partition(partition: str, here: Machine | None = None, *, site: s
 
 def source_of(partition: str, *, site: str = "") -> PlaceSource:
     """Return where the description of a partition's machine comes from; arguments and errors as for ``machine_of_partition``."""
-    if (seen := _seen(partition)) is not None:
+    seen, described, profile = _known(partition, site)
+    if seen is not None:
         return PlaceSource(partition=partition, seen=seen.seen)
-    profile = _profile(site)
-    return PlaceSource(partition=partition, profile=profile.title if _described(profile, partition) else "")
+    return PlaceSource(partition=partition, profile=profile.title if described else "")
 
 
-def _seen(partition: str) -> SeenMachine | None:
-    from so_tui.launch.executors.slurm.executor import cluster_here  # only where there is a partition: it takes time to import
+def _known(partition: str, site: str) -> tuple[SeenMachine | None, Machine | None, Site]:
+    """Return the machine that a job saw, the one that the site profile describes, and the profile.
 
-    return seen_machine(cluster_here(), partition)
+    A job that had a part of a node is not believed where the profile knows of more GPUs.
+    """
+    from so_tui.launch.executors.slurm.executor import cluster_here, named_site  # only where there is a partition: they take time to import
 
-
-def _profile(site: str) -> Site:
-    from so_tui.launch.executors.slurm.executor import named_site  # as above
-
-    return named_site(site)[1]
+    profile = named_site(site)[1]
+    seen, described = seen_machine(cluster_here(), partition), _described(profile, partition)
+    if seen is not None and described is not None and sees_part(seen.machine) and len(seen.machine.gpus) < len(described.gpus):
+        seen = None
+    return seen, described, profile
 
 
 def _described(profile: Site, partition: str) -> Machine | None:

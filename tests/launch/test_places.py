@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import time
 from datetime import date
 
@@ -11,10 +13,10 @@ from msgspec.structs import replace
 from so_tui.cli import main
 from so_tui.launch.executors.slurm import commands
 from so_tui.launch.executors.slurm.site import load_site, site_names
-from so_tui.launch.partition_machines import keep_network, remember, with_measured_network
+from so_tui.launch.partition_machines import keep_network, remember, seen_machine, with_measured_network
 from so_tui.launch.places import machine_of, source_of, with_remedy
 from so_tui.machine.described import MACHINES
-from so_tui.machine.types import Network
+from so_tui.machine.types import Machine, Network
 from so_tui.plan.network import between_hosts_bytes_per_s
 from so_tui.runs.network_rate import NetworkRate
 from so_tui.spec import InputError, Refusal, Refused
@@ -66,6 +68,45 @@ def test_a_plan_says_what_its_machine_is_known_from(plan: list[str], cluster: st
     assert str(date.today()) in told[1]
     main([*plan, "--partition", "gh", "--machine", "gh200-480"])
     assert "partition gh" not in capsys.readouterr().out
+
+
+def part_of(machine: Machine) -> Machine:
+    """Return a machine as a job sees it that has one GPU and its cores."""
+    return replace(machine, gpus=machine.gpus[:1], allowed_cpus=machine.online_cpus[:72])
+
+
+def test_a_job_that_had_a_part_of_a_node_hides_no_gpu(cluster: str) -> None:
+    spec = tiny(slurm__partition="ghx4", slurm__site="deltaai")
+    remember(cluster, "ghx4", part_of(QUAD))
+    assert len(machine_of(spec, CPU_ONLY).gpus) == 4  # as the profile says
+    assert source_of("ghx4", site="deltaai").seen is None
+    assert len(machine_of(tiny(slurm__partition="ghx4"), CPU_ONLY).gpus) == 1  # nothing else is known
+    remember(cluster, "ghx4", QUAD)
+    remember(cluster, "ghx4", part_of(QUAD))
+    keep_network(cluster, "ghx4", part_of(QUAD), NetworkRate(nodes=2, bytes_per_s=25e9, measured=1.8e9), local_ranks=1)
+    whole = machine_of(spec, CPU_ONLY)
+    assert len(whole.gpus) == 4
+    assert whole.network is not None
+    assert between_hosts_bytes_per_s(whole.network, 0.25) == pytest.approx(25e9, rel=0.01)
+    remember(cluster, "ghx4", replace(QUAD, gpus=QUAD.gpus[:2]))  # a whole node
+    assert len(machine_of(spec, CPU_ONLY).gpus) == 2
+
+
+def test_inspect_in_an_allocation_is_kept_for_plans(
+    cluster: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect"]) == 0
+    assert seen_machine(cluster, "gh") is None
+    monkeypatch.setenv("SLURM_CLUSTER_NAME", cluster)
+    monkeypatch.setenv("SLURM_JOB_PARTITION", "../gh")
+    assert main(["inspect", "--json"]) == 0
+    monkeypatch.setenv("SLURM_JOB_PARTITION", "gh")
+    capsys.readouterr()
+    assert main(["inspect", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["hostname"] == socket.gethostname()
+    seen = seen_machine(cluster, "gh")
+    assert seen is not None
+    assert seen.machine.hostname == socket.gethostname()
 
 
 def test_clusters_that_share_a_home_keep_their_machines_apart(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
