@@ -13,7 +13,9 @@ from rich.text import Text
 from textual.content import Span
 from textual.scrollbar import ScrollBarRender
 
+from so_tui.machine.described import named_machine
 from so_tui.machine.doctor import Finding
+from so_tui.plan import make_plan
 from so_tui.spec import field_index, find_preset, with_values
 from so_tui.ui.form import GROUPS, HINTS, LENGTH, advanced_paths, edits_between, hint, length_of, values_of, with_edit
 from so_tui.ui.glyphs import chosen_glyphs
@@ -249,3 +251,11 @@ def test_pythons_own_locale_is_not_taken_for_the_terminals(variables: dict[str, 
     kept = {name: value for name, value in os.environ.items() if name != "LANG" and not name.startswith(("LC_", "SO_TUI_GLYPHS", "TERM"))}
     done = subprocess.run([sys.executable, "-c", code], env=kept | variables, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == expected
+
+
+def test_a_plan_for_apus_has_one_memory_and_was_never_run() -> None:
+    plan = make_plan(find_preset("tiny").spec, named_machine("mi300a-4"))
+    assert "planned, never run" in plan_view.headline(plan).plain
+    shown = plan_view.whole(plan, "", 120).plain
+    assert "where the APU memory goes" in shown
+    assert "where the GPU memory goes" not in shown

@@ -53,7 +53,7 @@ def whole(plan: Plan, command: str, width: int) -> Content:
     notes = messages(fact for fact in plan.warnings if not isinstance(fact, RemoteCode))
     terms = {
         f"where the {name} memory goes": terms_table([term for term in plan.breakdown if term.location == location], width)
-        for name, location in (("GPU", "gpu"), ("host", "node"))
+        for name, location in (("GPU", "gpu"), ("APU" if plan.one_memory else "host", "node"))
     }
     sections: list[tuple[str, list[Content]]] = [
         ("", [*remote_code_lines(plan), *memory_lines(plan, width), *step_lines(plan, width)]),
