@@ -189,7 +189,7 @@ class Supervisor(HostSupervisor):
     def _finish(self, outcome: Outcome) -> int:
         state = run_state.observed(self._state, self._reader, self._attempt)
         launch, known = self._job.launch, RunFacts(name=self._run.name, saved_step=state.saved_step)
-        facts = with_advice(outcome, launch.spec, known, launch.plan.optional)
+        facts = with_advice(outcome, launch.spec, known, launch.plan.given_memory)
         ended = time.time() if self._heartbeat_at is None else run_state.last_alive(self._reader, self._attempt, self._heartbeat_at)
         self._state = run_state.final_state(state, outcome, outcome_text(outcome, facts), ended)
         if not deleted(self._run) and not self._superseded:

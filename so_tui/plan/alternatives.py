@@ -20,7 +20,7 @@ from so_tui.plan.messages import message
 from so_tui.plan.placement import Placement
 from so_tui.plan.sequence_parallel import more_sharing
 from so_tui.plan.speculation import can_speculate, second_states
-from so_tui.plan.types import NOTHING_OPTIONAL, OptionalMemory
+from so_tui.plan.types import NOTHING_KNOWN, GivenMemory, OptionalMemory
 from so_tui.spec.errors import InputError
 from so_tui.spec.types import ModelSpec, RunSpec, StatesFormat
 
@@ -181,20 +181,23 @@ def more_gpus(spec: RunSpec, counts: Sequence[int]) -> Iterator[Alternative]:
             yield Alternative((Change("gpus", spec.ranks_per_host, count),), replace(spec, gpus=count))
 
 
-def memory_advice(spec: RunSpec, pool: Literal["gpu", "node"], optional: OptionalMemory = NOTHING_OPTIONAL) -> MemoryAdvice:
+def memory_advice(spec: RunSpec, pool: Literal["gpu", "node"], given: GivenMemory = NOTHING_KNOWN) -> MemoryAdvice:
     """Return what would need less memory, for a run that ran out of it and whose mode is decided.
 
     Args:
         spec: The run's.
-        pool: The memory of which it had too little.
-        optional: What its plan gave to second states and to copies on each rank.
+        pool: The memory of which it had too little; where CPU and GPU have one memory, it does not matter which of them asked.
+        given: What its plan had to give.
     """
-    spared = list(_without_optional(spec, optional)) if pool == "node" else []
+    sides: tuple[Literal["gpu", "node"], ...] = ("gpu", "node") if given.one_memory else (pool,)
+    pool = "node" if given.one_memory else pool
+    spared = list(_without_optional(spec, given.optional)) if pool == "node" else []
     try:
-        now = _bytes(spec, pool)
+        now = _bytes(spec, pool, given)
         found = [
-            MemorySaving(changes=alternative.changes, saves_bytes=now - _bytes(alternative.spec, pool))
-            for alternative in alternatives(spec, pool)
+            MemorySaving(changes=other.changes, saves_bytes=now - _bytes(other.spec, pool, given))
+            for side in sides
+            for other in alternatives(spec, side)
         ]
     except InputError:  # without a parameter table nothing can be said about a model's memory
         found = []
@@ -210,20 +213,20 @@ def _without_optional(spec: RunSpec, optional: OptionalMemory) -> Iterator[Memor
         yield MemorySaving(changes=(Change("offload.speculation", "auto", "off"),), saves_bytes=optional.second_states_bytes)
 
 
-def less_gpu_memory(spec: RunSpec) -> str:
+def less_gpu_memory(spec: RunSpec, given: GivenMemory = NOTHING_KNOWN) -> str:
     """Return ``memory_advice`` in words for a run that ran out of GPU memory."""
-    return message(memory_advice(spec, "gpu"))
+    return message(memory_advice(spec, "gpu", given))
 
 
-def less_host_memory(spec: RunSpec, optional: OptionalMemory = NOTHING_OPTIONAL) -> str:
+def less_host_memory(spec: RunSpec, given: GivenMemory = NOTHING_KNOWN) -> str:
     """Return ``memory_advice`` in words for a run that ran out of host memory."""
-    return message(memory_advice(spec, "node", optional))
+    return message(memory_advice(spec, "node", given))
 
 
-def _bytes(spec: RunSpec, pool: Literal["gpu", "node"]) -> int:
+def _bytes(spec: RunSpec, pool: Literal["gpu", "node"], given: GivenMemory) -> int:
     profile = profile_of(spec.model)
     layout = profile.layout(spec.ranks, spec.offload)
-    placement = Placement(spec=spec, profile=profile, layout=layout, local_ranks=spec.ranks_per_host)
+    placement = Placement(spec=spec, profile=profile, layout=layout, local_ranks=spec.ranks_per_host, one_memory=given.one_memory)
     second = second_states(placement, lambda: 0)
     terms = (*memory_terms(placement), *([second.term] if second else ()))
     return sum(term.bytes for term in terms if term.location == pool and term.rank is None)

@@ -17,7 +17,7 @@ from so_tui.plan.alternatives import (
 )
 from so_tui.plan.facts import Change, FitsHere, MemorySaving
 from so_tui.plan.messages import message
-from so_tui.plan.types import OptionalMemory
+from so_tui.plan.types import GivenMemory, OptionalMemory
 from so_tui.spec import with_values
 from tests.support.machines import x86
 from tests.support.planning import CATALOG, QUAD, spec_of
@@ -78,13 +78,25 @@ def test_the_host_is_relieved_by_compact_moments() -> None:
 
 def test_the_host_is_relieved_first_of_what_changes_no_result() -> None:
     spec = spec_of("qwen3-14b", offload__mode="superoffload", checkpoint__every_steps="100")
-    optional = OptionalMemory(second_states_bytes=50 << 30, copies_bytes=20 << 30)
-    copies, second, ratio = memory_advice(spec, "node", optional).savings
+    given = GivenMemory(optional=OptionalMemory(second_states_bytes=50 << 30, copies_bytes=20 << 30))
+    copies, second, ratio = memory_advice(spec, "node", given).savings
     assert (copies.changes, copies.saves_bytes) == ((Change("checkpoint.background", "true", "false"),), 20 << 30)
     assert (second.changes, second.saves_bytes) == ((Change("offload.speculation", "auto", "off"),), 50 << 30)
     assert ratio.changes == (Change("offload.ratio", 0.9, 0.7),)
-    assert "checkpoint.background true -> false needs 20.0 GiB less" in less_host_memory(spec, optional)
-    assert memory_advice(spec, "gpu", optional) == memory_advice(spec, "gpu")
+    assert "checkpoint.background true -> false needs 20.0 GiB less" in less_host_memory(spec, given)
+    assert memory_advice(spec, "gpu", given) == memory_advice(spec, "gpu")
+
+
+def test_where_there_is_one_memory_no_more_offloading_is_proposed() -> None:
+    """Whichever side asked in vain: what helps either helps both, and a larger ratio frees nothing."""
+    spec = spec_of("qwen3-14b", offload__mode="superoffload", offload__ratio="0.5", model__activation_checkpointing="selective")
+    advice = memory_advice(spec, "gpu", GivenMemory(one_memory=True))
+    assert advice == memory_advice(spec, "node", GivenMemory(one_memory=True))
+    keys = [saving.changes[0].key for saving in advice.savings]
+    assert keys[:2] == ["train.micro_batch", "model.activation_checkpointing"]
+    apart = [saving for saving in memory_advice(spec, "gpu").savings if saving.changes[0].key == "offload.ratio"]
+    together = [saving for saving in advice.savings if saving.changes[0].key == "offload.ratio"]
+    assert sum(saving.saves_bytes for saving in together) < 0.2 * sum(saving.saves_bytes for saving in apart)
 
 
 def test_offloading_is_proposed_with_its_ratio() -> None:

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from so_tui.plan.alternatives import less_gpu_memory, less_host_memory
-from so_tui.plan.types import NOTHING_OPTIONAL, OptionalMemory
+from so_tui.plan.types import NOTHING_KNOWN, GivenMemory
 from so_tui.runs import RunDirectory
 from so_tui.spec import InputError, RunSpec, SoTuiError, first_line
 from so_tui.trust.decoding import read_json
@@ -66,7 +66,7 @@ class NonFiniteError(TrainingError):
         super().__init__("not-finite", f"the {what} was not finite at step {step}", _LOWER_RATE)
 
 
-def explain(error: BaseException, spec: RunSpec, rank: int, step: int, optional: OptionalMemory = NOTHING_OPTIONAL) -> Failure:
+def explain(error: BaseException, spec: RunSpec, rank: int, step: int, given: GivenMemory = NOTHING_KNOWN) -> Failure:
     """Explain an exception of a rank.
 
     Args:
@@ -74,9 +74,9 @@ def explain(error: BaseException, spec: RunSpec, rank: int, step: int, optional:
         spec: The run's spec, for suggestions.
         rank: The rank that failed.
         step: The last completed step.
-        optional: What the plan gave to second states and to copies, for suggestions.
+        given: What the plan had to give, for suggestions.
     """
-    code, reason, suggestion = explanation(error, spec, optional)
+    code, reason, suggestion = explanation(error, spec, given)
     return Failure(rank=rank, code=code, reason=reason, suggestion=suggestion, step=step)
 
 
@@ -97,7 +97,7 @@ def reported(run: RunDirectory, attempt: int, ranks: int) -> Failure | None:
     return read_json(min(paths, key=lambda path: path.stat().st_mtime_ns), Failure)
 
 
-def explanation(error: BaseException, spec: RunSpec, optional: OptionalMemory = NOTHING_OPTIONAL) -> Explanation:
+def explanation(error: BaseException, spec: RunSpec, given: GivenMemory = NOTHING_KNOWN) -> Explanation:
     """Return the code, the reason and the suggestion for an exception."""
     match error:
         case TrainingError():
@@ -106,21 +106,21 @@ def explanation(error: BaseException, spec: RunSpec, optional: OptionalMemory = 
             reasons = "; ".join(f"{problem.field} = {problem.value}: {problem.message}" for problem in error.problems)
             return Explanation(error.problems[0].code, reasons, error.problems[0].remedy)
         case WorkerLostError(code="worker-ended"):
-            return engine_explanation(error, less_host_memory(spec, optional))
+            return engine_explanation(error, less_host_memory(spec, given))
         case OffloadError():
             return engine_explanation(error)
         case SoTuiError():  # The message includes what to do.
             return Explanation("error", str(error), "")
         case MemoryError() | OSError(errno=errno.ENOMEM):
-            return _host_out_of_memory(spec, optional)
+            return _host_out_of_memory(spec, given)
         case OSError(errno=errno.ENOSPC | errno.EDQUOT):
             where = f" ({error.filename})" if error.filename else ""
             suggestion = "Free some space there, then resume the run. A new run can set `checkpoint.folder` to a larger disk."
             return Explanation("disk-full", f"the disk is full{where}", suggestion)
         case _ if type(error).__name__ == "OutOfMemoryError":
-            return Explanation("gpu-out-of-memory", f"the GPU ran out of memory: {first_line(error)}", less_gpu_memory(spec))
+            return Explanation("gpu-out-of-memory", f"the GPU ran out of memory: {first_line(error)}", less_gpu_memory(spec, given))
         case RuntimeError():
-            return _explain_runtime_error(error, spec, optional)
+            return _explain_runtime_error(error, spec, given)
     return _unknown(error)
 
 
@@ -142,19 +142,19 @@ def engine_explanation(error: OffloadError, less_memory: str = LESS_HOST_MEMORY)
     return Explanation(error.code, str(error), "")  # The message includes what to do.
 
 
-def _explain_runtime_error(error: RuntimeError, spec: RunSpec, optional: OptionalMemory) -> Explanation:
+def _explain_runtime_error(error: RuntimeError, spec: RunSpec, given: GivenMemory) -> Explanation:
     """Recognise errors of torch's allocator and of gloo, which have no types of their own, by their texts."""
     text = str(error)
     if any(part in text for part in _ALLOCATION_FAILED):
-        return _host_out_of_memory(spec, optional)
+        return _host_out_of_memory(spec, given)
     if any(part in text for part in _CONNECTION_LOST):
         suggestion = "See the end of the log. If the host ran out of memory, the kernel killed its largest process."
         return Explanation("rank-lost", "another rank was lost", suggestion)
     return _unknown(error)
 
 
-def _host_out_of_memory(spec: RunSpec, optional: OptionalMemory) -> Explanation:
-    return Explanation("host-out-of-memory", "this host ran out of memory", less_host_memory(spec, optional))
+def _host_out_of_memory(spec: RunSpec, given: GivenMemory) -> Explanation:
+    return Explanation("host-out-of-memory", "this host ran out of memory", less_host_memory(spec, given))
 
 
 def _unknown(error: BaseException) -> Explanation:

@@ -158,7 +158,7 @@ class Session:
             print(error, file=sys.stderr)
             return
         step = self.loop.step if self.loop else 0
-        failure = failures.explain(error, self.spec, self.rank, step, self.plan.optional)
+        failure = failures.explain(error, self.spec, self.rank, step, self.plan.given_memory)
         try:
             failures.report(failure, self.run, self.attempt)
             self._write_failure()
