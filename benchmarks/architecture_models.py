@@ -1,14 +1,18 @@
-"""The presets' models scaled down to a ten-thousandth of their size, and the runs that train them."""
+"""The presets' models scaled down to a ten-thousandth of their size, kinds of models without a preset, and the runs that train them."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
 
 from so_tui.spec import ModelSpec, RunSpec, find_preset, with_values
+from so_tui.spec.layers import layer_kinds, packing_problem
 
-NAMES = ("gpt-oss-20b", "qwen3-14b", "phi-4", "llama-3.1-8b", "seed-oss-36b", "qwen3-30b-a3b", "llama-3.3-70b")
+PRESETS = ("gpt-oss-20b", "qwen3-14b", "phi-4", "llama-3.1-8b", "seed-oss-36b", "qwen3-30b-a3b", "llama-3.3-70b")
 SHAPE: dict[str, Any] = {
     "vocab_size": 2048,
     "hidden_size": 128,
@@ -29,6 +33,59 @@ SHAPE: dict[str, Any] = {
 TOKENIZER_KEYS = ("rope_scaling", "pad_token_id", "bos_token_id", "eos_token_id")
 """Keys that are left out, since another tokenizer is used."""
 STEPS, SAVED_STEP = 8, 4
+_DELTA = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+_RECURRENT = {"layer_types": ["linear_attention", "full_attention"] * 2}
+_EXPERTS = {key: SHAPE[key] for key in ("moe_intermediate_size", "num_experts", "num_experts_per_tok")}
+KINDS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {
+        "kv_lora_rank": 32,
+        "q_lora_rank": 48,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 24,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 64,
+        "first_k_dense_replace": 1,
+    },
+    "gemma4_text": {
+        "global_head_dim": 64,
+        "sliding_window": 64,
+        "layer_types": SHAPE["layer_types"],
+        "vocab_size_per_layer_input": 2048,
+        "hidden_size_per_layer_input": 16,
+        "final_logit_softcapping": 30.0,
+    },
+    "qwen3_next": {**_DELTA, **_RECURRENT, **_EXPERTS, "shared_expert_intermediate_size": 64},
+    "qwen3_5_text": {**_DELTA, **_RECURRENT},
+    "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_chunk_size": 32},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "moe_shared_expert_intermediate_size": 64,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 32,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "chunk_size": 32,
+    },
+    "llama4_text": {
+        "layer_types": ["chunked_attention", "full_attention"] * 2,
+        "attention_chunk_size": 64,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 192,
+        "interleave_moe_layer_step": 2,
+    },
+}
+"""Kinds of models without a preset, by transformers' names: what sets them apart from SHAPE."""
+NAMES = (*PRESETS, *KINDS)
+_COMMON = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings")
 
 
 def scaled_down(original: ModelSpec) -> ModelSpec:
@@ -39,6 +96,21 @@ def scaled_down(original: ModelSpec) -> ModelSpec:
     shape |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
     model = ModelSpec(id="builtin:tiny", weights="random", config=shape, leaf_modules=original.leaf_modules)
     return msgspec.structs.replace(model, parameters=parameter_table(model))
+
+
+def of_kind(kind: str) -> ModelSpec:
+    """Return a small model of a kind with random weights, described as ``so-tui presets add FOLDER`` describes it."""
+    from so_tui_trainer.tools.describe_model import describe
+
+    config = {key: SHAPE[key] for key in _COMMON} | {"head_dim": 32, "num_hidden_layers": 4} | KINDS[kind]
+    absent = {"num_hidden_layers"} if kind == "nemotron_h" else {"head_dim"} if kind == "deepseek_v3" else set()
+    ids = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+    shape = {"model_type": kind} | {key: value for key, value in config.items() if key not in absent} | ids
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(shape))
+        *_, answer = describe({"model": folder, "weights": "random", "tokenizer": "builtin:tiny"})
+    described = msgspec.convert(answer["model"], ModelSpec)
+    return msgspec.structs.replace(described, id="builtin:tiny", tokenizer="")
 
 
 def small_spec(name: str, mode: str) -> RunSpec:
@@ -54,5 +126,8 @@ def small_spec(name: str, mode: str) -> RunSpec:
         "checkpoint.every_steps": str(SAVED_STEP),
         "checkpoint.export": "true",
     }
+    model = of_kind(name) if name in KINDS else scaled_down(find_preset(name).spec.model)
+    if packing_problem(layer_kinds(model.config)):
+        changes["data.packing"] = "false"
     spec = with_values(find_preset("tiny").spec, changes)
-    return msgspec.structs.replace(spec, name=name, title=f"{name}, scaled down", model=scaled_down(find_preset(name).spec.model))
+    return msgspec.structs.replace(spec, name=name, title=f"{name}, scaled down", model=model)

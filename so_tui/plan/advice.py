@@ -238,9 +238,8 @@ def cautions(spec: RunSpec, found: Assessment, *, searched: bool = False) -> Ite
     if spec.model.trust_remote_code:
         in_folder = spec.model.id.startswith(_FOLDERS)
         yield RemoteCode(model=spec.model.id, revision="" if in_folder else spec.model.revision)
-    positions = spec.model.config.get("max_position_embeddings")
-    if isinstance(positions, int) and 0 < positions < spec.data.sequence_length:
-        yield BeyondPositions(sequence_length=spec.data.sequence_length, positions=positions)
+    if 0 < spec.model.positions < spec.data.sequence_length:
+        yield BeyondPositions(sequence_length=spec.data.sequence_length, positions=spec.model.positions)
     if offload.mode == "superoffload" and offload.engine == "deepspeed" and spec.train.gradient_clipping > 0:
         yield _clipping(found)
     if offload.mode != "gpu" and resources.has_gpu:

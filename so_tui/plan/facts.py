@@ -426,7 +426,7 @@ class BeyondPositions(_Fact, frozen=True):
 
     sequence_length: int
     positions: int
-    """Of the model (``max_position_embeddings``)."""
+    """Of the model (``max_position_embeddings``), times ``model.rope_factor``."""
 
 
 class PackingOff(_Fact, frozen=True):

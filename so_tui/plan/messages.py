@@ -332,7 +332,7 @@ def _caution(fact: Caution) -> str:
             return f"{what} fits too and would take {fact.step_s:.2f} s a step instead of {fact.given_step_s:.2f} s"
         case facts.BeyondPositions():
             longest = f"documents of more than {thousands(fact.positions)} tokens are longer than the model was made for"
-            remedy = "its rotary positions are not scaled for them, so quality may suffer. Shorter documents are not concerned"
+            remedy = "its rotary positions are not scaled for them, so quality may suffer; model.rope_scaling = yarn scales them"
             return f"data.sequence_length = {thousands(fact.sequence_length)}: {longest}; {remedy}"
         case facts.FasterAttention():
             steps = f"{fact.step_s:.2f} s a step instead of {fact.given_step_s:.2f} s (predicted)"

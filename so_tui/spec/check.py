@@ -310,6 +310,15 @@ def _model_problems(model: dict[str, Any], train: dict[str, Any]) -> Iterator[Pr
             message="cuts dense feed-forward blocks that are recomputed, and this model has none",
             remedy='Leave it at "auto". It needs model.activation_checkpointing = "full" or "attention", and a model without experts.',
         )
+    scaling, factor = model.get("rope_scaling", "model"), model.get("rope_factor", 1)
+    if (scaling != "model") != (factor != 1):
+        yield Problem(
+            code="rope-factor",
+            field="model.rope_factor",
+            value=shown(factor),
+            message=f'does not go with model.rope_scaling = "{scaling}"',
+            remedy='Set both: "yarn" or "linear", and a factor above 1; or neither.',
+        )
     if train.get("router_loss_coefficient") and config and not _EXPERTS & config.keys():
         yield Problem(
             code="no-experts",

@@ -109,6 +109,17 @@ class ModelSpec(Spec, frozen=True):
         Literal["auto", "plain"],
         Meta(description="`auto` uses fused norms, rotary embedding, gates and experts if they support the model; `plain` never does."),
     ] = "auto"
+    rope_scaling: Annotated[
+        Literal["model", "linear", "yarn"],
+        Meta(
+            description="How rotary positions reach documents longer than the model was made for: as the `model` says, or with all "
+            "frequencies divided by `rope_factor` (`linear`), or only the low ones (`yarn`). An export carries it."
+        ),
+    ] = "model"
+    rope_factor: Annotated[
+        float,
+        Meta(ge=1, le=1024, description="How many times as long documents may be with `rope_scaling` as the model was made for."),
+    ] = 1.0
     leaf_modules: Annotated[
         tuple[str, ...], Meta(description="Module classes that ZeRO-3 all-gathers as a whole (mixture-of-experts blocks).")
     ] = ()
@@ -121,6 +132,12 @@ class ModelSpec(Spec, frozen=True):
     parameters: Annotated[
         tuple[ParameterBlock, ...], Meta(description="Generated table of all parameters in order; do not edit by hand.")
     ] = ()
+
+    @property
+    def positions(self) -> int:
+        """Tokens of the longest document that the model was made for, or that its rotary positions are scaled to; 0 if it does not say."""
+        own = self.config.get("max_position_embeddings")
+        return round(own * self.rope_factor) if isinstance(own, int) and own > 0 else 0
 
     @property
     def repeats_products(self) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from so_tui.spec import ModelSpec, load_catalog
 from so_tui_trainer.model.build import load_config
@@ -38,61 +38,70 @@ ONE_OF_EACH = {
 """One preset of each kind of model, by its type."""
 
 
+def known(kinds: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the kinds that the installed transformers has; older ones that are supported lack the newest."""
+    return {kind: keys for kind, keys in kinds.items() if kind in CONFIG_MAPPING}
+
+
 LATENT = {"kv_lora_rank": 8, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4}
-OTHERS: dict[str, dict[str, Any]] = {
-    "gemma3_text": {},
-    "olmo2": {"head_dim": None, "layer_types": None},
-    "mistral": {"layer_types": None},
-    "deepseek_v3": {
-        **LATENT,
-        "head_dim": None,
-        "layer_types": None,
-        "n_routed_experts": 4,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-    },
-    "granite": {"layer_types": None, "logits_scaling": 4.0},
-    "gemma4_text": {
-        "final_logit_softcapping": 2.0,
-        "global_head_dim": 32,
-        "vocab_size_per_layer_input": 2000,
-        "hidden_size_per_layer_input": 8,
-        "num_experts": None,
-    },
-}
+OTHERS: dict[str, dict[str, Any]] = known(
+    {
+        "gemma3_text": {},
+        "olmo2": {"head_dim": None, "layer_types": None},
+        "mistral": {"layer_types": None},
+        "deepseek_v3": {
+            **LATENT,
+            "head_dim": None,
+            "layer_types": None,
+            "n_routed_experts": 4,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
+        "granite": {"layer_types": None, "logits_scaling": 4.0},
+        "gemma4_text": {
+            "final_logit_softcapping": 2.0,
+            "global_head_dim": 32,
+            "vocab_size_per_layer_input": 2000,
+            "hidden_size_per_layer_input": 8,
+            "num_experts": None,
+        },
+    }
+)
 """Kinds of models without a preset, that one can be made for: what sets them apart from SMALL."""
 
 
 DELTA = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 KINDS = ["linear_attention", "full_attention"]
-IN_ROWS: dict[str, dict[str, Any]] = {
-    "qwen3_next": {**DELTA, "layer_types": KINDS, "shared_expert_intermediate_size": 32},
-    "qwen3_5_text": {**DELTA, "layer_types": KINDS},
-    "falcon_h1": {
-        "layer_types": None,
-        "lm_head_multiplier": 0.5,
-        "mamba_d_ssm": 64,
-        "mamba_n_heads": 4,
-        "mamba_d_head": 16,
-        "mamba_d_state": 8,
-        "mamba_chunk_size": 16,
-    },
-    "nemotron_h": {
-        "layer_types": None,
-        "num_hidden_layers": None,
-        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
-        "n_routed_experts": 4,
-        "num_local_experts": None,
-        "moe_shared_expert_intermediate_size": 32,
-        "mamba_num_heads": 4,
-        "mamba_head_dim": 16,
-        "ssm_state_size": 8,
-        "n_groups": 2,
-        "chunk_size": 16,
-    },
-    "llama4_text": {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 16, "num_experts_per_tok": 1},
-}
+IN_ROWS: dict[str, dict[str, Any]] = known(
+    {
+        "qwen3_next": {**DELTA, "layer_types": KINDS, "shared_expert_intermediate_size": 32},
+        "qwen3_5_text": {**DELTA, "layer_types": KINDS},
+        "falcon_h1": {
+            "layer_types": None,
+            "lm_head_multiplier": 0.5,
+            "mamba_d_ssm": 64,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 16,
+            "mamba_d_state": 8,
+            "mamba_chunk_size": 16,
+        },
+        "nemotron_h": {
+            "layer_types": None,
+            "num_hidden_layers": None,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+            "n_routed_experts": 4,
+            "num_local_experts": None,
+            "moe_shared_expert_intermediate_size": 32,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 8,
+            "n_groups": 2,
+            "chunk_size": 16,
+        },
+        "llama4_text": {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 16, "num_experts_per_tok": 1},
+    }
+)
 """Kinds of models in which documents of one row would see each other."""
 
 

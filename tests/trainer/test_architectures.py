@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from benchmarks.architecture_models import KINDS
 from so_tui.spec import ModelSpec
 from so_tui.spec.attention import Needs, Present
 from so_tui_trainer.data.batches import Batches
@@ -19,7 +20,7 @@ from so_tui_trainer.model.build import TrainedModel, build, disable_dropout, loa
 from so_tui_trainer.model.matching import meta_model
 from tests.support.attention import PLAIN
 from tests.support.documents import documents, spec
-from tests.support.models import IN_ROWS, ONE_OF_EACH, OTHERS, another, causal_model, scaled_down
+from tests.support.models import IN_ROWS, ONE_OF_EACH, OTHERS, another, causal_model, known, scaled_down
 from tests.support.problems import refusal
 
 
@@ -146,6 +147,12 @@ def test_attention_with_sinks_is_kept_where_activations_are(policy: recompute.Po
         torch.testing.assert_close(ours[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
 
 
+@pytest.mark.skipif("gemma4_text" not in OTHERS, reason="this transformers does not know Gemma 4")
+def test_the_widest_heads_decide() -> None:
+    config = load_config(another("gemma4_text"))
+    assert attention.needs_of(config, supports_sdpa=True, sinks=False, deterministic=False) == Needs(head_size=32)
+
+
 def test_sinks_are_never_left_out() -> None:
     meta = meta_model(load_config(scaled_down("gpt-oss-20b")))
     assert attention.has_sinks(meta)
@@ -173,18 +180,24 @@ def test_a_backend_that_cannot_be_used_is_refused(asked: Any, needs: Needs, gene
     assert (problem.code, problem.value) == (code, asked)
 
 
-@pytest.mark.system
 @pytest.mark.timeout(1300)
-def test_every_architecture_trains_resumes_exactly_and_exports_its_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(("qwen3_next",), marks=pytest.mark.slow, id="a hybrid"),
+        pytest.param((*ONE_OF_EACH.values(), *sorted(known(KINDS).keys() - {"qwen3_next"})), marks=pytest.mark.system, id="all others"),
+    ],
+)
+def test_every_architecture_trains_resumes_exactly_and_exports_its_weights(names: tuple[str, ...], tmp_path: Path) -> None:
     """The benchmark that makes the table, on the CPU and without the launcher, which has nothing to do with architectures."""
     rows = tmp_path / "rows.json"
     script = Path(__file__).parents[2] / "benchmarks" / "architectures.py"
     command = [sys.executable, str(script), "--out", str(rows), "--device", "cpu", "--fork", "--jobs", "2"]
-    command += ["--only", *ONE_OF_EACH.values()]
+    command += ["--only", *names]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = json.loads(rows.read_text())
-    assert {row["model_type"] for row in found} == ONE_OF_EACH.keys()
+    assert {row["name"] for row in found} == set(names)
     for row in found:
         assert row["trains"], row
         assert row["resume_exact"], row

@@ -25,7 +25,7 @@ from so_tui_trainer.model.build import load_config
 from so_tui_trainer.tools.export import export_run
 from tests.support.launching import tiny
 from tests.support.model_checkpoints import checkpoint_of, run_with_checkpoints
-from tests.support.models import ONE_OF_EACH, another, causal_model, load_pretrained, scaled_down
+from tests.support.models import ONE_OF_EACH, OTHERS, another, causal_model, load_pretrained, scaled_down
 from tests.support.problems import refusal
 
 MARK = ExportMarker(run="r", step=5, version="1")
@@ -165,7 +165,7 @@ def test_a_model_whose_head_is_its_embedding_writes_from_its_checkpoint(tmp_path
         torch.testing.assert_close(written.eval().float()(input_ids=ids).logits, model.eval()(input_ids=ids).logits, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "gemma4_text"])
+@pytest.mark.parametrize("kind", sorted(OTHERS.keys() & {"deepseek_v3", "gemma4_text"}))
 def test_what_belongs_to_the_weights_but_is_not_trained_is_exported(kind: str, tmp_path: Path) -> None:
     """A router's bias and a layer's scale come from the pretrained weights: checkpoints do not have them."""
     torch.manual_seed(0)

@@ -14,7 +14,7 @@ from so_tui.spec import InputError, ModelSpec, Problem, RunSpec, first_line, res
 from so_tui.spec.layers import packing_problem
 from so_tui.spec.types import decays
 from so_tui_trainer.data.batches import Batch
-from so_tui_trainer.model import attention, kernels, loading, matching, recompute, tiles
+from so_tui_trainer.model import attention, kernels, loading, matching, recompute, rope, tiles
 from so_tui_trainer.model.host_inputs import HostInputs
 from so_tui_trainer.model.loss import HeadLoss
 from so_tui_trainer.model.matching import decoder_of, meta_model
@@ -96,6 +96,18 @@ class TrainedModel(nn.Module):
         return result
 
 
+def load_config(model: ModelSpec) -> PretrainedConfig:
+    """Load the model's configuration, without its quantisation, and with the spec's scaling of rotary positions.
+
+    Raises:
+        InputError: It cannot be loaded, or its positions cannot be scaled.
+    """
+    config = _given_config(model)
+    if model.rope_scaling != "model":
+        rope.scale(config, model)
+    return config
+
+
 def config_of(shape: Mapping[str, Any]) -> PretrainedConfig:
     """Build the configuration that ``[model.config]`` describes, without the keys that the model's own class computes.
 
@@ -118,12 +130,7 @@ def _is_computed(owner: type, name: str) -> bool:
     return isinstance(found, property) and found.fset is None
 
 
-def load_config(model: ModelSpec) -> PretrainedConfig:
-    """Load the model's configuration, without its quantisation.
-
-    Raises:
-        InputError: It cannot be loaded.
-    """
+def _given_config(model: ModelSpec) -> PretrainedConfig:
     from transformers import AutoConfig
 
     try:

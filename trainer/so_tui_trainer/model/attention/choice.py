@@ -69,7 +69,9 @@ def needs_of(config: PretrainedConfig, *, supports_sdpa: bool, sinks: bool, dete
         deterministic: Whether backward passes must be deterministic.
     """
     latent = (getattr(config, "qk_nope_head_dim", None) or 0) + (getattr(config, "qk_rope_head_dim", None) or 0)
-    size = latent or getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else (config,)
+    widest = max(getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads for layer in layers)
+    size = latent or widest
     softcap = bool(getattr(config, "attn_logit_softcapping", None))
     rows = needs_rows(config)
     return Needs(head_size=size, sinks=sinks, softcap=softcap, rows=rows, deterministic=deterministic, plain=supports_sdpa)
