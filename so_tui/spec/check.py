@@ -20,6 +20,7 @@ Problem codes of combinations of keys:
     missing-architecture: Random weights without ``[model.config]``.
     no-experts: A router loss for a model without experts.
     sequence-parallel-gpus, sequence-parallel-length: ``train.sequence_parallel`` does not divide the GPUs, or the sequence length.
+    sequence-parallel-layers: A layer of the model is not attention that can be divided among ranks.
     sequence-parallel-router: Ranks that share sequences cannot compute a router loss.
     nothing-to-offload: ``model.activation_offload = "on"`` where no layer is checkpointed.
     nothing-to-tile: ``model.tiled_mlp = "on"`` where no dense feed-forward block is recomputed.
@@ -46,7 +47,7 @@ from msgspec import Struct
 from so_tui.spec.errors import InputError, Problem
 from so_tui.spec.fields import FieldInfo, FieldType, field_index, source_index
 from so_tui.spec.files import path_fault
-from so_tui.spec.layers import layer_kinds, packing_problem
+from so_tui.spec.layers import layer_kinds, packing_problem, sharing_problem
 from so_tui.spec.table import REGENERATE, table_problems
 from so_tui.spec.types import DataSource, DataSpec, RunSpec
 from so_tui.spec.wording import nearest, shown
@@ -242,7 +243,7 @@ def _cross_problems(tree: dict[str, Any]) -> Iterator[Problem]:
             remedy='Use "none". If the weights do not fit, train on more GPUs: each holds a shard of them.',
         )
     yield from _evaluation_problems(data, train)
-    yield from _sharing_problems(data, train, tree.get("gpus", 1))
+    yield from _sharing_problems(model, data, train, tree.get("gpus", 1))
     gpus = tree.get("gpus")
     if isinstance(gpus, list | tuple):
         if not gpus:
@@ -329,7 +330,7 @@ def _model_problems(model: dict[str, Any], train: dict[str, Any]) -> Iterator[Pr
         )
 
 
-def _sharing_problems(data: dict[str, Any], train: dict[str, Any], gpus: Any) -> Iterator[Problem]:
+def _sharing_problems(model: dict[str, Any], data: dict[str, Any], train: dict[str, Any], gpus: Any) -> Iterator[Problem]:
     ranks, length = train.get("sequence_parallel", 1), data.get("sequence_length", DataSpec.sequence_length)
     if not isinstance(ranks, int) or ranks < 2:
         return
@@ -348,6 +349,8 @@ def _sharing_problems(data: dict[str, Any], train: dict[str, Any], gpus: Any) ->
         message = "cannot be combined with a router loss, which is computed over whole sequences"
         remedy = "Set train.sequence_parallel to 1, or train.router_loss_coefficient to 0."
         yield Problem(code="sequence-parallel-router", field=field, value=value, message=message, remedy=remedy)
+    elif problem := sharing_problem(layer_kinds(_section(model, "config")), ranks):
+        yield problem
 
 
 def _evaluation_problems(data: dict[str, Any], train: dict[str, Any]) -> Iterator[Problem]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from so_tui.plan import make_plan, recommend
 from so_tui.plan.facts import FitsHere, SequencesNotShareable, SequencesShared
@@ -10,7 +11,7 @@ from so_tui.plan.fit import assess, target_of
 from so_tui.plan.memory import all_terms
 from so_tui.plan.sequence_parallel import exchanged_bytes, more_sharing
 from so_tui.plan.terms import TermKind
-from so_tui.spec import InputError, RunSpec
+from so_tui.spec import InputError, RunSpec, problems_in, spec_tree
 from tests.support.machines import x86
 from tests.support.planning import CPU_ONLY, facts_of, only, spec_of
 
@@ -77,6 +78,18 @@ def test_heads_and_backends_that_cannot_share_are_refused(name: str, changes: di
     plan = make_plan(spec_of(name, **{"gpus": "4", "train__sequence_parallel": "2"} | changes), H200S)
     assert not plan.possible
     assert only(plan.reasons, SequencesNotShareable).ranks in (2, 4)
+
+
+@pytest.mark.parametrize("kind", ["linear_attention", "chunked_attention", "conv"])
+def test_layers_that_would_see_only_a_part_are_refused_and_never_tried(kind: str) -> None:
+    """Recurrences and convolutions carry state from token to token, chunks are counted from the start of a row."""
+    given = long_spec(LONG, data__packing="false")
+    config = given.model.config | {"layer_types": ["full_attention", kind]}
+    hybrid = replace(given, model=replace(given.model, config=config))
+    assert list(more_sharing(given))
+    assert not list(more_sharing(hybrid))
+    shared = spec_tree(replace(hybrid, train=replace(hybrid.train, sequence_parallel=2)))
+    assert [problem.code for problem in problems_in(shared)] == ["sequence-parallel-layers"]
 
 
 def test_without_a_gpu_nothing_can_share() -> None:

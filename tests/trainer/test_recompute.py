@@ -40,15 +40,16 @@ Trained = tuple[float, dict[str, Tensor]]
 """Loss and gradients."""
 
 
-def model_of(policy: recompute.Policy, model_type: str, *, offloaded: bool = False, tile: int = 0) -> PreTrainedModel:
+def model_of(policy: recompute.Policy, model_type: str, *, offloaded: bool = False, tile: int = 0, device: str = "cpu") -> PreTrainedModel:
     torch.manual_seed(0)
     mixture = model_type in MIXTURES
     attention = "eager" if model_type == "gpt_oss" else "sdpa"
     config = AutoConfig.for_model(model_type, **SHAPE | (EXPERTS if mixture else {}))
     disable_dropout(config)
     causal = causal_model(config, dtype=torch.float32, attention=attention)
+    causal.to(torch.device(device))  # type: ignore[arg-type]
     kernels.install(causal, [kernels.EXPERTS])
-    inputs = HostInputs(SHAPE["num_hidden_layers"], 2 * 128 * SHAPE["hidden_size"] * 4, torch.device("cpu")) if offloaded else None
+    inputs = HostInputs(SHAPE["num_hidden_layers"], 2 * 128 * SHAPE["hidden_size"] * 4, torch.device(device)) if offloaded else None
     recompute.install(causal, policy, inputs)
     if tile:
         assert tiles.install(causal, tile) == SHAPE["num_hidden_layers"]
@@ -60,13 +61,13 @@ def forward(causal: PreTrainedModel) -> Tensor:
     """The loss of one micro-batch."""
     model = TrainedModel(causal, causal.config._attn_implementation)
     batch = next(Batches(documents(), spec(data__sequence_length="128"), 0).micro_batches(1))
-    loss: Tensor = model(batch, 1 / len(batch.targets))
+    loss: Tensor = model(batch.to(model.loss.weight.device), 1 / len(batch.targets))
     return loss
 
 
-def trained(policy: recompute.Policy, model_type: str = "qwen3", *, passes: int = 1, offloaded: bool = False, tile: int = 0) -> Trained:
+def trained(policy: recompute.Policy, model_type: str = "qwen3", *, passes: int = 1, **options: Any) -> Trained:
     """Loss of the last micro-batch, and gradients of all."""
-    causal = model_of(policy, model_type, offloaded=offloaded, tile=tile)
+    causal = model_of(policy, model_type, **options)
     for _ in range(passes):
         loss = forward(causal)
         torch.autograd.backward(loss)
@@ -83,7 +84,7 @@ def test_loss_and_gradients_are_those_of_keeping_everything(policy: recompute.Po
         torch.testing.assert_close(ours[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text", *MIXTURES])
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text", "gpt2", *MIXTURES])
 @pytest.mark.parametrize("policy", ["full", "attention", "selective"])
 def test_inputs_in_host_memory_change_no_bit(policy: recompute.Policy, model_type: str) -> None:
     """Nor does a second micro-batch, which reuses the memory of the first."""
@@ -94,7 +95,19 @@ def test_inputs_in_host_memory_change_no_bit(policy: recompute.Policy, model_typ
         assert torch.equal(ours[name], gradient), name
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "phi3", "gemma3_text"])
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("policy", ["full", "attention", "selective"])
+def test_inputs_in_pinned_memory_change_nothing_on_a_gpu(policy: recompute.Policy) -> None:
+    """Their copies run beside the computation: one that came too late would leave other numbers."""
+    expected, gradients = trained(policy, passes=4, device="cuda")
+    found, ours = trained(policy, passes=4, offloaded=True, device="cuda")
+    assert found == pytest.approx(expected, rel=1e-6)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "phi3", "gemma3_text", "gpt2"])
 @pytest.mark.parametrize("policy", ["full", "attention"])
 def test_tiles_of_tokens_change_no_loss_and_no_gradient(policy: recompute.Policy, model_type: str) -> None:
     """Of 256 tokens, 100 at a time."""

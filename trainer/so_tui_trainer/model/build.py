@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from so_tui.model.activations import MLP_TILE_TOKENS, offloads_inputs, policy_of, tiles_mlp
 from so_tui.spec import InputError, ModelSpec, Problem, RunSpec, first_line, resolve_source
-from so_tui.spec.layers import packing_problem
+from so_tui.spec.layers import packing_problem, sharing_problem
 from so_tui.spec.types import decays
 from so_tui_trainer.data.batches import Batch
 from so_tui_trainer.model import attention, kernels, loading, matching, recompute, rope, tiles
@@ -168,7 +168,10 @@ def build(
             cannot be packed.
     """
     config = load_config(spec.model)
-    if spec.data.packing and (problem := packing_problem(getattr(config, "layer_types", None) or ())):
+    kinds = getattr(config, "layer_types", None) or ()
+    if spec.data.packing and (problem := packing_problem(kinds)):
+        raise InputError([problem])
+    if problem := sharing_problem(kinds, spec.train.sequence_parallel):
         raise InputError([problem])
     disable_dropout(config)
     causal, implementation = _causal(spec, config, device, ds_config, on_files)
@@ -177,8 +180,10 @@ def build(
     if spec.model.kernels == "auto":
         kernels.install(causal)
     recompute.install(causal, policy_of(spec.model), _host_inputs(causal, spec, device))
-    if tiles_mlp(spec.model):
-        tiles.install(causal, MLP_TILE_TOKENS)
+    if tiles_mlp(spec.model) and not tiles.install(causal, MLP_TILE_TOKENS):
+        message = "no layer has a feed-forward block of its own whose tokens are computed one by one"
+        problem = Problem(code="nothing-to-tile", field="model.tiled_mlp", value="on", message=message, remedy="Set it to off.")
+        raise InputError([problem])
     set_leaf_modules(causal, spec)
     causal.train()
     coefficient = spec.train.router_loss_coefficient

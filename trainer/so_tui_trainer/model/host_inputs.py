@@ -48,7 +48,8 @@ class HostInputs:
             OffloadError: The memory cannot be pinned (``pinning``).
         """
         self._device, cuda = device, device.type == "cuda"
-        memory = mmap.mmap(-1, max(1, layers * input_bytes))
+        # Not shared, as Python's default is: the kernel grants huge pages for shared memory more rarely.
+        memory = mmap.mmap(-1, max(1, layers * input_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         prefer_huge_pages(memory)
         self._slots = torch.frombuffer(memory, dtype=torch.uint8).view(layers, input_bytes)
         if cuda:

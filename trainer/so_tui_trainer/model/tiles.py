@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from so_tui_trainer.model.recompute import checkpointed_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_LINEAR = (nn.Linear, Conv1D)
 Block = Callable[[Tensor], Tensor]
 """Computes a feed-forward block: [1, tokens, hidden] to the same."""
 
@@ -33,11 +35,12 @@ def install(causal: PreTrainedModel, tile_tokens: int) -> int:
 
 def _feed_forward(layer: nn.Module) -> nn.Module | None:
     """Return a layer's last block, if it has nothing but linear layers and functions, so that tokens do not meet in it."""
-    blocks = [name.rpartition(".")[0] for name, module in layer.named_modules() if type(module) is nn.Linear]
-    if len(set(blocks)) < 2 or not blocks[-1]:
+    parents = [name.rpartition(".")[0] for name, module in layer.named_modules() if type(module) in _LINEAR]
+    blocks = [parent for parent in parents if parent]
+    if len(set(blocks)) < 2:
         return None
     found = layer.get_submodule(blocks[-1])
-    plain = all(type(module) is nn.Linear or not list(module.parameters(recurse=False)) for module in found.modules())
+    plain = all(type(module) in _LINEAR or not list(module.parameters(recurse=False)) for module in found.modules())
     return found if plain and blocks.count(blocks[-1]) > 1 else None
 
 
