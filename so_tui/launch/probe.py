@@ -53,7 +53,7 @@ def probe_spec(spec: RunSpec, data: Data, *, measured_steps: int = MEASURED_STEP
     model, source = spec.model, replace(spec.data, held_out=0.0, evaluation="", evaluation_split="")
     if data == "random":
         model = replace(model, weights="random", tokenizer="builtin:tiny")
-        source = replace(source, source="builtin:tiny/rows.jsonl", subset="", split="train", format="alpaca", packing=True)
+        source = replace(source, source="builtin:tiny/rows.jsonl", subset="", split="train", format="alpaca")
     return replace(
         spec,
         name="probe",

@@ -430,7 +430,12 @@ class BeyondPositions(_Fact, frozen=True):
 
 
 class PackingOff(_Fact, frozen=True):
-    pass
+    """Each document is a sequence of its own, so that padding is computed."""
+
+    padding_share: float | None
+    """Padding of all positions if every sequence had the full length; None where the data are not known."""
+    mixing: tuple[str, ...]
+    """Kinds of the model's layers because of which its documents cannot be packed; none where they could be."""
 
 
 class RemoteCode(_Fact, frozen=True):

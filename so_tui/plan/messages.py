@@ -317,6 +317,12 @@ def _remote_code(fact: facts.RemoteCode) -> str:
     return text if pinned else f"{text}. Set model.revision to a commit: a branch or tag can change"
 
 
+def _packing_off(fact: facts.PackingOff) -> str:
+    why = f", since layers of {', '.join(map(printable_line, fact.mixing))} would mix the documents" if fact.mixing else ""
+    share = "padding" if fact.padding_share is None else f"padding, up to {fact.padding_share:.0%} of all positions with these data,"
+    return f"packing is off{why}: {share} is computed but counts for nothing"
+
+
 def _caution(fact: Caution) -> str:
     match fact:
         case facts.NeverRun():
@@ -344,7 +350,7 @@ def _caution(fact: Caution) -> str:
         case facts.SlowWithoutGpu():
             return f"{fact.parameters / 1e9:.1f} B parameters without a GPU: one step may take hours"
         case facts.PackingOff():
-            return "packing is off: padding is computed but counts for nothing"
+            return _packing_off(fact)
         case facts.RemoteCode():
             return _remote_code(fact)
         case facts.Note():

@@ -67,6 +67,8 @@ def test_a_probe_trains_the_plans_settings_and_keeps_nothing() -> None:
     assert (short.offload, short.train.micro_batch, short.data.sequence_length) == (plan.spec.offload, 4, 4096)
     assert (short.checkpoint.every_steps, short.checkpoint.at_end, short.checkpoint.export) == (0, False, False)
     assert (short.model.weights, short.data.source) == ("random", "builtin:tiny/rows.jsonl")
+    assert short.data.packing
+    assert not probe_spec(with_values(plan.spec, {"data.packing": "false"}), "random").data.packing
     own = probe_spec(with_values(plan.spec, {"model.weights": "pretrained"}), "spec")
     assert (own.model.weights, own.data.source) == ("pretrained", plan.spec.data.source)
 

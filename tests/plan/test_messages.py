@@ -107,6 +107,7 @@ def test_every_fact_has_a_code_of_its_own_and_words() -> None:
         "hosts": (),
         "savings": (),
         "obstacle": "head-size",
+        "mixing": ("linear_attention",),
         "asked": (1,),
         "present": (0,),
         "model": "org/model",

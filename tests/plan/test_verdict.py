@@ -24,10 +24,12 @@ from so_tui.plan.facts import (
     MoreGpusFit,
     MoreMachinesFit,
     NoSuchGpu,
+    PackingOff,
     Shortage,
     TooFewGpus,
 )
 from so_tui.plan.resources import Supply
+from so_tui.plan.types import Workload
 from so_tui.plan.verdict import Demand, judge
 from so_tui.spec import InputError, with_values
 from tests.support.machines import x86
@@ -234,6 +236,15 @@ def test_nothing_is_recommended_for_gpus_of_unknown_memory() -> None:
         assert not facts_of(plan.reasons, AllOnGpu)
         assert only(make_plan(spec_of(name, gpus="1"), unknown).reasons, AutoMode).why == "gpu-memory-unknown"
     assert not any(plan.recommended for row in plan_table(list(CATALOG.presets.values()), unknown) for plan in row.cells.values())
+
+
+def test_what_padding_costs_is_said_with_the_reason_for_it() -> None:
+    spec = with_values(spec_of("qwen3-14b"), {"data.packing": "false"})
+    assert only(make_plan(spec, BIG).warnings, PackingOff) == PackingOff(padding_share=None, mixing=())
+    hybrid = spec.model.config | {"layer_types": ["linear_attention", "full_attention"] * 20}
+    spec = replace(spec, model=replace(spec.model, config=hybrid))
+    found = only(make_plan(spec, BIG, workload=Workload(useful_share=0.25)).warnings, PackingOff)
+    assert found == PackingOff(padding_share=0.75, mixing=("linear_attention",))
 
 
 @pytest.mark.parametrize(("length", "warned"), [(40_960, False), (65_536, True)])
