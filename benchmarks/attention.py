@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-HEADS, KEY_HEADS, HEAD_SIZE = 32, 8, 128
 PACKS: dict[str, tuple[int, ...]] = {
     "1 x 65,536": (65_536,),
     "32,768 + 16,384 + 2 x 8,192": (32_768, 16_384, 8_192, 8_192),
@@ -86,18 +85,6 @@ def _append(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     path.write_text(json.dumps([*_rows(path), *rows], indent=1) + "\n")
 
 
-def _usable() -> dict[str, Any]:
-    """Return the kernels of every backend that can be used here, by name."""
-    import torch
-
-    from so_tui.spec.attention import KERNELS, Needs, obstacle_to
-    from so_tui_trainer.model import attention
-
-    available = attention.present(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    names = [kernel.name for kernel in KERNELS if obstacle_to(kernel.name, Needs(head_size=HEAD_SIZE), available) is None]
-    return {name: attention.kernels_of(name) for name in names}
-
-
 def _host() -> dict[str, Any]:
     """Return where rows were measured."""
     import torch
@@ -117,23 +104,16 @@ def _kernels(*, tiny: bool) -> list[dict[str, Any]]:
     """Return a row for each backend and pack."""
     import torch
 
-    from so_tui.model.flops import attention_pairs
-    from so_tui_trainer.model.attention import Documents
+    from so_tui_trainer.tools.attention_rates import flops_per_s, usable_backends
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows = []
-    for backend, kernels in _usable().items():
+    for backend, kernels in usable_backends(device).items():
         for pack, lengths in PACKS.items():
             kept = [min(length, 64) for length in lengths[:4]] if tiny else list(lengths)
-            documents = Documents(torch.tensor([0, *kept], device=device).cumsum(0).to(torch.int32), max(kept), HEAD_SIZE**-0.5)
-            shapes = [(sum(kept), heads, HEAD_SIZE) for heads in (HEADS, KEY_HEADS, KEY_HEADS, HEADS)]
-            query, key, value, gradient = (torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes)
-            out, normaliser = kernels.forward(query, key, value, documents)
-            forward_s = _seconds(lambda: kernels.forward(query, key, value, documents))  # noqa: B023 -- called at once
-            backward_s = _seconds(lambda: kernels.backward(gradient, query, key, value, out, normaliser, documents))  # noqa: B023
-            flops = 4.0 * HEADS * HEAD_SIZE * sum(map(attention_pairs, kept))
-            row = {"what": "kernel", "backend": backend, "pack": pack, "lengths": kept, "forward_s": forward_s, "backward_s": backward_s}
-            row |= {"forward_tflops": flops / forward_s / 1e12, "backward_tflops": 2.5 * flops / backward_s / 1e12, **_host()}
+            forward, backward = flops_per_s(kernels, kept, device, _seconds)
+            row: dict[str, Any] = {"what": "kernel", "backend": backend, "pack": pack, "lengths": kept}
+            row |= {"forward_tflops": forward / 1e12, "backward_tflops": backward / 1e12, **_host()}
             rows.append(row)
             print(f"{backend}, {pack}: {row['forward_tflops']:.0f} / {row['backward_tflops']:.0f} TFLOPS", flush=True)
     return rows
@@ -186,6 +166,7 @@ def _steps(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     from so_tui_trainer.model import attention
     from so_tui_trainer.model.build import build, parameter_groups
     from so_tui_trainer.ranks import join
+    from so_tui_trainer.tools.attention_rates import usable_backends
 
     ranks = join(use_gpu=not arguments.tiny)
     torch.manual_seed(0)
@@ -199,7 +180,8 @@ def _steps(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         used = _spec(arguments, sequences, tokens)
         document = min(arguments.documents or tokens, tokens)
         batches = _batches(used, document, ranks, end_to_end=not arguments.tiny)
-        for backend, kernels in (_usable() or {"": None}).items():
+        usable: dict[str, Any] = {str(name): kernels for name, kernels in usable_backends(ranks.device).items()}
+        for backend, kernels in (usable or {"": None}).items():
             if arguments.backends and backend not in arguments.backends:
                 continue
             if kernels is not None:

@@ -44,7 +44,7 @@ MEMORY = (
 )
 STEP = (
     "matrix_efficiency",
-    "elementwise_efficiency",
+    "elementwise_bytes_per_flop",
     "loss_bytes_per_logit",
     "forward_launches_per_layer",
     "backward_launches_per_layer",

@@ -7,6 +7,7 @@ from typing import Any
 from so_tui.model.profile import profile_of
 from so_tui.model.sharding import live_parameters
 from so_tui.plan.types import Plan
+from so_tui.spec import TrainSpec
 from superoffload.ds_config import engine_config
 
 
@@ -15,9 +16,11 @@ def ds_config(plan: Plan) -> dict[str, Any]:
 
     For our engine, values that it replaces are listed beside the user's in the section ``superoffload`` (see ``superoffload.ds_config``).
     """
+    level = plan.spec.train.log_level
+    changes = {} if level == TrainSpec().log_level else {"log_level": level}
     if plan.mode == "superoffload" and plan.spec.offload.config != "so-tui":
-        return example_config(plan)
-    config = published_config(plan)
+        return example_config(plan) | changes
+    config = published_config(plan) | changes
     return engine_config(config) if _our_engine(plan) else config
 
 

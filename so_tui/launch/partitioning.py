@@ -74,6 +74,13 @@ class Partitioning:
         (group / "cpus_list").write_text(f"{cpu_ranges(partition.cpus)}\n")
 
 
+def possible(bindings: Sequence[RankBinding], root: Path | None = None) -> bool:
+    """Return whether this user's runs could have partitions for these ranks."""
+    files = SystemFiles(root)
+    found = read_resctrl(files) if _writable_mount(files) is not None else None
+    return found is not None and not isinstance(partitions(found, bindings), str)
+
+
 def remove_leftovers(files: SystemFiles | None = None) -> tuple[str, ...]:
     """Remove this user's groups whose supervisors have died, and return their names. Those of other PID namespaces are not judged.
 

@@ -13,6 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from so_tui.launch.attaching import ensure_supervised
+from so_tui.launch.executors import Executor
 from so_tui.launch.lifecycle import start, stop
 from so_tui.launch.preparation import Launch
 from so_tui.launch.shutdown import request_stop
@@ -66,20 +67,28 @@ def probe_spec(spec: RunSpec, data: Data, *, measured_steps: int = MEASURED_STEP
     )
 
 
-def run_to_end(launch: Launch, runs_dir: Path, report: Callable[[MetricRecord], None], *, limit_s: float = 1800.0) -> RunDirectory:
+def run_to_end(
+    launch: Launch,
+    runs_dir: Path,
+    report: Callable[[MetricRecord], None],
+    *,
+    executor: Executor | None = None,
+    limit_s: float = 1800.0,
+) -> RunDirectory:
     """Start a run and wait for its end.
 
     Args:
         launch: From ``prepare``.
         runs_dir: Where to make the run directory.
         report: Receives every record.
+        executor: As for ``start``.
         limit_s: How long the run may take, in seconds.
 
     Raises:
         InputError, Refused: As for ``start``.
         SoTuiError: The run failed, or took too long and was stopped, or killed.
     """
-    run = start(launch, runs_dir=runs_dir)
+    run = start(launch, runs_dir=runs_dir, executor=executor)
     reader, begun = RunReader(run), time.monotonic()
     try:
         while True:
@@ -108,7 +117,7 @@ def run_to_end(launch: Launch, runs_dir: Path, report: Callable[[MetricRecord], 
 
 def measured_of(run: RunDirectory, plan: Plan) -> Measured:
     """Return what a finished run measured of its steps after the warm-up. Raises SoTuiError if it recorded no step."""
-    records, samples = _everything(run)
+    records, samples = records_and_samples(run)
     steps = [record for record in records if isinstance(record, StepRecord)]
     counted = [step for step in steps if step.step > plan.spec.benchmark.warmup_steps] or steps
     if not counted:
@@ -243,7 +252,8 @@ def compared(probe: Probe) -> Iterator[tuple[str, float, float, float | None]]:
             yield name.replace("_bytes", "_gib"), predicted, actual, predicted / actual - 1 if predicted else None
 
 
-def _everything(run: RunDirectory) -> tuple[list[MetricRecord], list[Sample]]:
+def records_and_samples(run: RunDirectory) -> tuple[list[MetricRecord], list[Sample]]:
+    """Return everything that a run recorded."""
     reader = RunReader(run)
     records: list[MetricRecord] = []
     samples: list[Sample] = []

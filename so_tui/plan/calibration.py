@@ -20,11 +20,12 @@ from so_tui.folders import state_home
 from so_tui.machine.types import Machine
 from so_tui.model.profile import profile_of
 from so_tui.plan import state_files
-from so_tui.plan.constants import JSON_NAMES, Calibrated, Speed, published_speed
+from so_tui.plan.constants import JSON_NAMES, AttentionRates, Calibrated, Speed, published_speed
 from so_tui.plan.facts import Mode
 from so_tui.plan.terms import MemoryTerm, TermKind
 from so_tui.plan.types import StepTime
 from so_tui.plan.workload import Workload
+from so_tui.spec.attention import AttentionBackend
 from so_tui.spec.types import ModelSpec
 from so_tui.structs import prepare
 
@@ -60,8 +61,12 @@ class Rates(Struct, frozen=True, kw_only=True, rename=JSON_NAMES):
     """(ranks, the same where that many synchronise after every 32 of them, about once in a layer of a model)."""
     adam: tuple[tuple[Count, Positive], ...] = ()
     """(cores, bytes of host memory traffic per second)."""
+    adam_remote: tuple[tuple[Count, Positive], ...] = ()
+    """(NUMA node, the same on all cores of the first GPU's node while the states lie in that node's memory). Plans keep states near."""
     adam_together: tuple[tuple[Count, Positive], ...] = ()
     """(ranks, bytes of host memory traffic per second of each) with that many Adam workers on the first GPU's node."""
+    attention: tuple[tuple[AttentionBackend, AttentionRates], ...] = ()
+    """FLOP/s of the attention backends that the first GPU can use."""
     node_bytes_per_s: tuple[tuple[Count, Positive], ...] = ()
     """(NUMA node, highest bandwidth of its memory that any number of its cores reached)."""
 
@@ -182,6 +187,7 @@ def speed_of(machine: Machine, gpu_name: str, known: Calibration | None) -> Spee
         "layer_launch_overhead_by_ranks": rates.layer_launch_overhead_by_ranks,
         "adam": rates.adam or None,
         "adam_together": rates.adam_together,
+        "attention": dict(rates.attention),
         "node_bytes_per_s": slowest,
     }
     own = {name: value for name, value in measured.items() if value is not None}

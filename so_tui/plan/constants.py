@@ -78,8 +78,11 @@ class StepConstants(Struct, frozen=True, kw_only=True, rename=_STEP_JSON_NAMES):
     """Rate in a model's forward and backward over the rate of bare matrix products."""
     expert_efficiency: float
     """The same in mixture-of-experts models."""
+    elementwise_bytes_per_flop: float
+    """Rate of norms, activations and residuals over that of bare matrix products: they wait for instructions more than for memory, so GPUs
+    that differ in their memory alone take as long."""
     elementwise_efficiency: float
-    """Memory rate of norms, activations and residuals over that of a bare copy."""
+    """Their highest rate over that of a bare copy."""
     loss_bytes_per_logit: float
     """GPU memory traffic of the loss."""
     forward_launches_per_layer: float

@@ -225,7 +225,8 @@ class StepModel:
     @property
     def _moved_bytes_per_s(self) -> float:
         """Rate of elementwise work through GPU memory."""
-        return self.speed.hbm_bytes_per_s * self.use.elementwise_efficiency
+        speed, use = self.speed, self.use
+        return min(speed.matrix_flops * use.elementwise_bytes_per_flop, speed.hbm_bytes_per_s * use.elementwise_efficiency)
 
     @cached_property
     def _adam_bytes_per_s(self) -> float:

@@ -31,6 +31,7 @@ Attention = Literal[
 ]
 LossOn = Literal["assistant", "last-turn", "all"]
 Schedule = Literal["cosine", "linear", "constant", "wsd"]
+LogLevel = Literal["debug", "info", "warning", "error"]
 TensorKind = Literal["linear", "expert", "embedding", "other"]
 
 
@@ -304,6 +305,7 @@ class TrainSpec(Spec, frozen=True):
             ge=1, description="Steps between metric records; each record synchronizes with the GPU once.", extra={"unit": "optimizer steps"}
         ),
     ] = 1
+    log_level: Annotated[LogLevel, Meta(description="The least severe messages that DeepSpeed writes to the log of the run.")] = "warning"
     seed: Annotated[int, Meta(ge=0, le=2**32 - 1, description="Seed for weights, data order and dropout.")] = 42
     deterministic: Annotated[bool, Meta(description="Use only deterministic kernels, which are slower.")] = False
 

@@ -43,7 +43,7 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ),
     ),
     ("Evaluation", ("data.held_out", "data.evaluation", "data.evaluation_split", "train.evaluate_every_steps")),
-    ("Logging", ("train.log_interval", "train.seed", "train.deterministic")),
+    ("Logging", ("train.log_interval", "train.log_level", "train.seed", "train.deterministic")),
 )
 
 LABELS = {

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from so_tui.plan.calibration import Rates
+from so_tui.plan.constants import Speed, published_speed
 from so_tui.spec.files import write_atomic
 from so_tui.svg import Bar, Curve, bars, curves
 from so_tui.units import memory_size, plural, significant
@@ -13,6 +15,18 @@ from so_tui.validation.report import CopiesFound, MachineFound, Outcome, RatesFo
 
 _TERMS = ("step_s", "forward_s", "backward_s", "exposed_optimizer_s", "gpu_reserved_bytes", "host_bytes")
 _NAMES = dict(zip(_TERMS, ("step", "forward", "backward", "optimizer exposed", "GPU memory reserved", "host memory"), strict=True))
+_Row = tuple[str, str, str]
+_RATES = (
+    ("matrix_flops", "matrix products", "TFLOPS", 1e12),
+    ("hbm_bytes_per_s", "copies within GPU memory", "GB/s", 1e9),
+    ("d2h_bytes_per_s", "copies from GPU to host", "GB/s", 1e9),
+    ("h2d_bytes_per_s", "copies from host to GPU", "GB/s", 1e9),
+    ("pageable_d2h_bytes_per_s", "copies to host memory that is not pinned", "GB/s", 1e9),
+    ("cast_h2d_bytes_per_s", "weights cast on the host and copied", "GB/s", 1e9),
+    ("peer_bytes_per_s", "all-gather between GPUs", "GB/s", 1e9),
+    ("layer_launch_overhead_s", "host time of a small layer", "µs", 1e-6),
+)
+"""Fields of rates, measured and published: name, unit, and how many make one of it."""
 _BASELINE = ("gpu", "zerooffload")
 """Speeds are given as multiples of these, if they were measured."""
 
@@ -64,7 +78,9 @@ def _points(losses: Sequence[float | None]) -> tuple[tuple[float, float], ...]:
 
 def markdown(report: Report) -> str:
     """Return the report's text."""
-    sections = [_head(report), *map(_part, report.outcomes), _speeds(report), _agreement(report), _plans(report), _outcomes(report)]
+    published = _published(report)
+    parts = [_part(outcome, published) for outcome in report.outcomes]
+    sections = [_head(report), *parts, _speeds(report), _agreement(report), _plans(report), _outcomes(report)]
     return "\n".join(line for section in sections for line in section).rstrip() + "\n"
 
 
@@ -77,24 +93,22 @@ def _head(report: Report) -> Iterator[str]:
     yield ""
 
 
-def _part(outcome: Outcome) -> Iterator[str]:
+def _part(outcome: Outcome, published: Speed | None) -> Iterator[str]:
     match outcome.result:
         case MachineFound() as found:
             yield from ["## Machine", "", f"{found.cpu}, {found.cores} usable hardware threads, {found.architecture}.", ""]
             yield from (f"- node {node.id}: {node.cores} threads, {memory_size(node.memory_bytes)}" for node in found.nodes)
             yield from (f"- GPU {gpu.index}: {gpu.name}, node {gpu.numa_node}" for gpu in found.gpus)
-            yield from (f"- {one.severity}: {one.title} (`{one.code}`)" for one in found.findings)
+            yield from (f"- {one.severity}: {f'{one.title} ' if one.title else ''}(`{one.code}`)" for one in found.findings)
             yield ""
         case RatesFound() as found:
-            rates = found.rates
-            yield from ["## Rates", "", "Plans of this machine use these from now on.", ""]
-            yield from (f"- CPU Adam on {plural(cores, 'thread')}: {rate / 1e9:.1f} GB/s" for cores, rate in rates.adam)
-            yield from (f"- memory of node {node}: {rate / 1e9:.1f} GB/s" for node, rate in rates.node_bytes_per_s)
-            if rates.matrix_flops:
-                yield f"- matrix products: {rates.matrix_flops / 1e12:.0f} TFLOPS"
-            if rates.cast_h2d_bytes_per_s:
-                yield f"- weights cast on the host and copied: {rates.cast_h2d_bytes_per_s / 1e9:.1f} GB/s of bf16"
-            yield ""
+            yield from [
+                "## Rates",
+                "",
+                "Plans of this machine use what was measured from now on, in place of what is published for its GPU.",
+                "",
+            ]
+            yield from _table(("", "measured", "published"), list(_rates(found.rates, published)))
         case CopiesFound() as found:
             headings = ("GPU", "node", "pinned d2h", "pinned h2d", "pageable d2h", "pageable h2d", "both ways, each")
             yield from ["## Copies, GB/s", "", "![copies](copies.svg)", ""]
@@ -107,6 +121,39 @@ def _part(outcome: Outcome) -> Iterator[str]:
                 for one in found.copies
             ]
             yield from _table(headings, rows)
+
+
+def _published(report: Report) -> Speed | None:
+    """Return what plans of the reported machine assume before it is calibrated."""
+    names = [gpu.name for outcome in report.outcomes if isinstance(outcome.result, MachineFound) for gpu in outcome.result.gpus]
+    return published_speed(names[0]) if names else None
+
+
+def _rates(rates: Rates, published: Speed | None) -> Iterator[_Row]:
+    """Yield each rate in words, as measured, and as published."""
+
+    def row(
+        name: str, measured: float | None, assumed: float | None, unit: str = "GB/s", of: float = 1e9
+    ) -> Iterator[tuple[str, str, str]]:
+        if measured:
+            yield f"{name}, {unit}", significant(measured / of), significant(assumed / of) if assumed else "—"
+
+    for cores, rate in rates.adam:
+        yield from row(f"CPU Adam on {plural(cores, 'thread')}", rate, published.adam_bytes_per_s(cores, 1) if published else None)
+    for node, rate in rates.adam_remote:
+        yield from row(f"CPU Adam with its states on node {node}", rate, None)
+    for ranks, rate in rates.adam_together:
+        yield from row(f"CPU Adam of each of {ranks} ranks together", rate, None)
+    for node, rate in rates.node_bytes_per_s:
+        yield from row(f"memory of node {node}", rate, published.node_bytes_per_s if published else None)
+    for field, name, unit, of in _RATES:
+        yield from row(name, getattr(rates, field), getattr(published, field, None), unit, of)
+    for backend, found in rates.attention:
+        for rate_at in found:
+            assumed_at = published.attention_at(backend, rate_at.document) if published else None
+            where = f"documents of {rate_at.document:,} tokens"
+            yield from row(f"{backend}, forward, {where}", rate_at.forward, assumed_at.forward if assumed_at else None, "TFLOPS", 1e12)
+            yield from row(f"{backend}, backward, {where}", rate_at.backward, assumed_at.backward if assumed_at else None, "TFLOPS", 1e12)
 
 
 def _speeds(report: Report) -> Iterator[str]:
@@ -156,7 +203,8 @@ def _plans(report: Report) -> Iterator[str]:
         "",
         "![seconds per step](steps.svg)",
         "",
-        "Measured / planned, term by term; seconds, or GB.",
+        "Measured / planned, term by term; seconds, or GB. Planned from the rates above. Later plans of this model also use what the bound",
+        "runs measured without offload, with our engine and with ZeRO-Offload.",
         "",
     ]
     rows = []

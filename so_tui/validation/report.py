@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
-import re
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -23,9 +20,6 @@ from so_tui.trust.decoding import read_json
 
 SCHEMA = 1
 FILE = "report.json"
-HIDDEN = "[hidden]"
-"""Stands in a shared report for names of the host, the user and folders."""
-_PATH = re.compile(r"(?<![\w.])~?/[\w.@%+-]+(?:/[\w.@%+-]+)*/?")
 
 State = Literal["pending", "measured", "failed", "timed-out", "left-out"]
 FAILURES: tuple[State, ...] = ("failed", "timed-out")
@@ -52,6 +46,7 @@ class Found(Struct, frozen=True, kw_only=True):
     code: str
     severity: str
     title: str
+    """Empty in a shared report."""
 
 
 class MachineFound(Struct, frozen=True, kw_only=True, tag="machine"):
@@ -113,6 +108,8 @@ class TrainingFound(Struct, frozen=True, kw_only=True, tag="training"):
     """By the formula of DeepSpeed's example script, summed over GPUs."""
     losses: tuple[float | None, ...]
     """Of all steps, warm-up included; None where it is not finite."""
+    partitioned: bool = False
+    """Whether cache and memory bandwidth were partitioned between its main and Adam cores."""
     losses_only: bool = False
     """Whether it was trained for its losses: many steps of a model so small that its speed says nothing."""
 
@@ -243,29 +240,3 @@ def write(folder: Path, report: Report) -> None:
 def encoded(report: Report) -> bytes:
     """Return a report as JSON."""
     return msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n"
-
-
-def shared(report: Report) -> Report:
-    """Return a report that names neither the host, nor the user, nor any path."""
-    names = {socket.gethostname(), report.host, getpass.getuser(), Path.home().name} - {"", "root"}
-    return replace(
-        report,
-        host="",
-        outcomes=tuple(
-            replace(outcome, reason=_hidden(outcome.reason, names), result=_shared(outcome.result, names)) for outcome in report.outcomes
-        ),
-    )
-
-
-def _shared(result: Result | None, names: set[str]) -> Result | None:
-    if not isinstance(result, MachineFound):
-        return result
-    return replace(result, findings=tuple(replace(found, title=_hidden(found.title, names)) for found in result.findings))
-
-
-def _hidden(text: str, names: set[str]) -> str:
-    """Return a text without paths, and without any of the names as a word, in capitals or not."""
-    text = _PATH.sub(HIDDEN, text)
-    for name in sorted(names, key=len, reverse=True):
-        text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", HIDDEN, text, flags=re.IGNORECASE)
-    return text

@@ -13,20 +13,23 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from so_tui.folders import probes_dir
-from so_tui.launch.helpers import call_tool
+from so_tui.launch import partitioning
+from so_tui.launch.executors.local import LocalExecutor
 from so_tui.launch.preparation import launch_of, usable_machine
-from so_tui.launch.probe import MEASURED_STEPS, WARMUP_STEPS, measured_of, predicted_of, probe_spec, run_to_end
+from so_tui.launch.probe import MEASURED_STEPS, WARMUP_STEPS, probe_of, probe_spec, records_and_samples, run_to_end
 from so_tui.machine.types import Machine
 from so_tui.model.architecture import architecture
-from so_tui.plan import make_plan
+from so_tui.plan import calibration, make_plan
 from so_tui.plan.published import with_layers
 from so_tui.plan.types import DeepSpeedBinding, MemoryPolicy, Plan, RankBinding
-from so_tui.runs import delete_run
+from so_tui.runs import RunDirectory, delete_run
 from so_tui.runs.records import MetricRecord, PhaseRecord, StepRecord
 from so_tui.spec import RunSpec, SoTuiError, find_preset, with_values
 from so_tui.spec.as_published import EXAMPLE_SEQUENCES, as_published
+from so_tui.trust.printable import so_tui_command
+from so_tui.validation.cpu_adam import CpuAdam
 from so_tui.validation.report import Placed, TrainingFound
-from so_tui.validation.runner import Measurement
+from so_tui.validation.runner import Measure, Measurement
 
 _GPU_SHAPE, _CPU_SHAPE = "qwen3-4b-random", "tiny"
 _LAYERS = (36, 28, 20, 14, 10, 6, 4)
@@ -42,6 +45,9 @@ _LOSS_STEP_S = 0.1
 """At most, of ``tiny`` on GPUs."""
 
 _PLAIN = {"offload.mode": "superoffload", "offload.engine": "so-tui", "train.gradient_clipping": "0", "offload.ratio": "0.9"}
+_CLIPPED = _PLAIN | {"train.gradient_clipping": "1"}
+_ON_GPU = {"offload.mode": "gpu", "train.gradient_clipping": "0"}
+_ZEROOFFLOAD = {"offload.mode": "zerooffload", "offload.ratio": "1.0", "train.gradient_clipping": "0"}
 
 
 class Part(Struct, frozen=True, kw_only=True):
@@ -56,6 +62,12 @@ class Part(Struct, frozen=True, kw_only=True):
     """With the settings of DeepSpeed's SuperOffload examples."""
     losses_only: bool = False
     """Many steps of ``tiny`` in place of a few of the shape: for its losses, not for its speed."""
+    partitioned: bool = False
+    """With partitions of cache and memory bandwidth for main and Adam cores."""
+
+    @property
+    def needs_deepspeeds_adam(self) -> bool:
+        return self.published or self.settings.get("offload.mode") == "zerooffload"
 
 
 def shape_for(machine: Machine) -> RunSpec:
@@ -75,44 +87,50 @@ def shape_name(spec: RunSpec) -> str:
     return f"{spec.name}, {architecture(spec.model.config).layers} layers"
 
 
-def parts_of(machine: Machine, gpus: int) -> Iterator[Part]:
-    """Yield the training parts for a machine, the most important first.
+def parts_of(machine: Machine, gpus: int, *, partitions: bool = False) -> Iterator[Part]:
+    """Yield the training parts for a machine, the most telling first.
 
     Args:
         machine: Where.
         gpus: The most GPUs that a run may have.
+        partitions: Whether runs may partition cache and memory bandwidth here.
     """
-    clipped = _PLAIN | {"train.gradient_clipping": "1"}
-    zerooffload = {"offload.mode": "zerooffload", "offload.ratio": "1.0", "train.gradient_clipping": "0"}
-    if not machine.gpus:
-        yield Part(key="ours", title="SuperOffload with our engine, without clipping", settings=_PLAIN)
-        yield Part(key="zerooffload", title="ZeRO-Offload", settings=zerooffload)
-        yield Part(key="ours-clipped", title="our engine with clipping", settings=clipped)
-        return
-    yield Part(key="gpu", title="no offload", settings={"offload.mode": "gpu", "train.gradient_clipping": "0"})
+    yield from _parts(machine, gpus) if machine.gpus else _parts_without_gpus()
+    if partitions:
+        title = "our engine, cache and memory bandwidth partitioned"
+        yield Part(key="ours-partitioned", title=title, settings=_PLAIN, partitioned=True)
+
+
+def _parts_without_gpus() -> Iterator[Part]:
+    yield Part(key="ours", title="SuperOffload with our engine, without clipping", settings=_PLAIN)
+    yield Part(key="zerooffload", title="ZeRO-Offload", settings=_ZEROOFFLOAD)
+    yield Part(key="ours-clipped", title="our engine with clipping", settings=_CLIPPED)
+
+
+def _parts(machine: Machine, gpus: int) -> Iterator[Part]:
+    several = [ranks for ranks in (2, 4) if ranks <= gpus]
+    yield Part(key="gpu", title="no offload", settings=_ON_GPU)
     yield Part(key="ours", title="SuperOffload with our engine, ratio 0.9, without clipping", settings=_PLAIN)
-    for ranks in (1, 2, 4):
-        if ranks <= gpus:
-            yield from _loss_parts(ranks)
-    yield Part(key="published", title="DeepSpeed's SuperOffload as published, its default for clipping", published=True)
-    explicit = {"offload.config": "published-clipping", "train.gradient_clipping": "0"}
-    yield Part(key="published-unclipped", title="DeepSpeed's SuperOffload as published, clipping 0", settings=explicit, published=True)
-    yield Part(key="zerooffload", title="ZeRO-Offload", settings=zerooffload)
     yield Part(key="unbound", title="our engine, ranks not bound", settings=_PLAIN, placed="unbound")
     if len([node for node in machine.cpu_nodes if node.cpus]) > 1:
         yield Part(key="wrong-node", title="our engine, bound to the wrong NUMA node", settings=_PLAIN, placed="wrong-node")
-    yield Part(key="ours-clipped", title="our engine with clipping", settings=clipped)
-    for ranks in (2, 4):
-        if ranks <= gpus:
-            yield Part(key=f"ours-{ranks}", title=f"our engine on {ranks} GPUs, the same global batch", settings=_PLAIN, ranks=ranks)
-            alike = {"offload.mode": "gpu", "train.gradient_clipping": "0"}
-            yield Part(key=f"gpu-{ranks}", title=f"no offload on {ranks} GPUs, the same global batch", settings=alike, ranks=ranks)
-            yield Part(
-                key=f"published-{ranks}", title=f"DeepSpeed's SuperOffload as published on {ranks} GPUs", ranks=ranks, published=True
-            )
-    if gpus > 1:
+    # While these run, DeepSpeed's CPU Adam is compiled for the parts after them.
+    for ranks in (1, *several):
+        yield from _loss_parts(ranks)
+    yield Part(key="published", title="DeepSpeed's SuperOffload as published, its default for clipping", published=True)
+    yield Part(key="zerooffload", title="ZeRO-Offload", settings=_ZEROOFFLOAD)
+    for ranks in several:
+        yield Part(key=f"ours-{ranks}", title=f"our engine on {ranks} GPUs, the same global batch", settings=_PLAIN, ranks=ranks)
+        yield Part(key=f"gpu-{ranks}", title=f"no offload on {ranks} GPUs, the same global batch", settings=_ON_GPU, ranks=ranks)
+    yield Part(key="ours-clipped", title="our engine with clipping", settings=_CLIPPED)
+    explicit = {"offload.config": "published-clipping", "train.gradient_clipping": "0"}
+    yield Part(key="published-unclipped", title="DeepSpeed's SuperOffload as published, clipping 0", settings=explicit, published=True)
+    if several:
         for ranks in (1, 2):
             yield _published_losses(ranks)
+    for ranks in several:
+        title = f"DeepSpeed's SuperOffload as published on {ranks} GPUs"
+        yield Part(key=f"published-{ranks}", title=title, ranks=ranks, published=True)
     for ratio in ("0.5", "0.7", "1.0"):
         yield Part(key=f"ours-{ratio}", title=f"our engine, ratio {ratio}", settings=_PLAIN | {"offload.ratio": ratio})
     for states in ("bf16-moments", "int8-moments"):
@@ -122,10 +140,10 @@ def parts_of(machine: Machine, gpus: int) -> Iterator[Part]:
 def _loss_parts(ranks: int) -> Iterator[Part]:
     """Yield the runs whose losses must agree step by step, whatever the number of GPUs: clipped, because the norm is over all of them."""
     where = "on 1 GPU" if ranks == 1 else f"on {ranks} GPUs, the same global batch"
-    clipped = {"train.gradient_clipping": "1"}
     if ranks == 1:
-        yield Part(key="losses-gpu", title=f"tiny without offload {where}", settings=clipped | {"offload.mode": "gpu"}, losses_only=True)
-    yield Part(key=f"losses-{ranks}", title=f"tiny with our engine {where}", settings=_PLAIN | clipped, ranks=ranks, losses_only=True)
+        settings = _ON_GPU | {"train.gradient_clipping": "1"}
+        yield Part(key="losses-gpu", title=f"tiny without offload {where}", settings=settings, losses_only=True)
+    yield Part(key=f"losses-{ranks}", title=f"tiny with our engine {where}", settings=_CLIPPED, ranks=ranks, losses_only=True)
 
 
 def _published_losses(ranks: int) -> Part:
@@ -175,12 +193,19 @@ def _moved(rank: RankBinding, machine: Machine, how: Placed) -> RankBinding:
     return replace(rank, cpus=cpus, main_cpus=main, adam_cpus=adam, memory_policy=policy, deepspeed=launcher, deepspeed_unlisted=None)
 
 
-def measurements(machine: Machine, shape: RunSpec, parts: Sequence[Part]) -> list[Measurement]:
+def can_partition(machine: Machine, shape: RunSpec) -> bool:
+    """Return whether runs of our engine may partition cache and memory bandwidth here."""
+    plan = make_plan(with_values(shape, _PLAIN), usable_machine(machine, os.environ))
+    return partitioning.possible(plan.binding)
+
+
+def measurements(machine: Machine, shape: RunSpec, parts: Sequence[Part], cpu_adam: CpuAdam) -> list[Measurement]:
     """Return the measurements of these parts."""
-    return [
-        Measurement(part.key, part.title, _estimate_s(machine, shape, part), partial(_measure, part=part, shape=shape, machine=machine))
-        for part in parts
-    ]
+
+    def measure(part: Part) -> Measure:
+        return partial(_measure, part=part, shape=shape, machine=machine, cpu_adam=cpu_adam)
+
+    return [Measurement(part.key, part.title, _estimate_s(machine, shape, part), measure(part)) for part in parts]
 
 
 def _estimate_s(machine: Machine, shape: RunSpec, part: Part) -> float:
@@ -195,13 +220,20 @@ def _estimate_s(machine: Machine, shape: RunSpec, part: Part) -> float:
     return _START_S + _STEPS * (step_s or 10.0)
 
 
-def _measure(tell: Callable[[str], None], limit_s: float, *, part: Part, shape: RunSpec, machine: Machine) -> TrainingFound:
-    """Train a few steps of a part and return its figures beside the prediction. The run is deleted; one that failed keeps its folder."""
+def _measure(
+    tell: Callable[[str], None], limit_s: float, *, part: Part, shape: RunSpec, machine: Machine, cpu_adam: CpuAdam
+) -> TrainingFound:
+    """Train a few steps of a part and return its figures beside the prediction. The run is deleted; one that failed keeps its folder.
+
+    Plans of the same model use the figures from then on, as those of a probe.
+    """
     deadline = time.monotonic() + limit_s
     usable = usable_machine(machine, os.environ)
-    if spec_of(shape, part).offload.mode == "zerooffload" or part.published:
+    if part.needs_deepspeeds_adam:
         tell(f"{part.title}: DeepSpeed's CPU Adam is compiled unless it is cached")
-        call_tool("build_ops", {}, timeout_s=limit_s)
+        cpu_adam.wait(limit_s)
+    elif part.losses_only:
+        cpu_adam.begin()
     measured_steps = _LOSS_STEPS - WARMUP_STEPS if part.losses_only else MEASURED_STEPS
     spec = probe_spec(spec_of(shape, part), "random", measured_steps=measured_steps)
     plan = placed(make_plan(spec, usable), usable, part.placed)
@@ -214,9 +246,13 @@ def _measure(tell: Callable[[str], None], limit_s: float, *, part: Part, shape: 
         elif isinstance(record, PhaseRecord):
             tell(f"{part.title}: {record.phase}")
 
-    run = run_to_end(launch_of(plan, usable), probes_dir(), report, limit_s=deadline - time.monotonic())
-    found = measured_of(run, plan)
-    _, predicted = predicted_of(plan.spec, usable, found.workload)
+    executor = LocalExecutor({partitioning.VARIABLE: "on" if part.partitioned else "off"})
+    run = run_to_end(launch_of(plan, usable), probes_dir(), report, executor=executor, limit_s=deadline - time.monotonic())
+    if part.partitioned and not _was_partitioned(run):
+        raise SoTuiError(f"the partitions were not made: `{so_tui_command('logs', str(run.path))}` shows why")
+    found = probe_of(run, plan, usable)
+    if part.placed == "bound" and not (part.published or part.partitioned or part.losses_only):
+        calibration.store(machine, probe=found)
     with suppress(OSError):  # what is left of it is below the probes, where nothing lists it
         delete_run(run)
     counted = [step for step in steps if step.step > WARMUP_STEPS] or steps
@@ -227,8 +263,9 @@ def _measure(tell: Callable[[str], None], limit_s: float, *, part: Part, shape: 
         placed=part.placed,
         clipping=plan.spec.train.gradient_clipping,
         steps=len(counted),
-        measured=found.figures,
-        predicted=predicted,
+        partitioned=part.partitioned,
+        measured=found.actual,
+        predicted=found.predicted,
         workload=found.workload,
         useful_tokens_per_s=sum(step.useful_tokens for step in counted) / seconds,
         model_tflops_per_gpu=sum(step.model_tflops_per_gpu * step.step_s for step in counted) / seconds,
@@ -236,3 +273,8 @@ def _measure(tell: Callable[[str], None], limit_s: float, *, part: Part, shape: 
         losses=tuple(step.loss if math.isfinite(step.loss) else None for step in steps),
         losses_only=part.losses_only,
     )
+
+
+def _was_partitioned(run: RunDirectory) -> bool:
+    _, samples = records_and_samples(run)
+    return any(place.mpam_groups for sample in samples for place in sample.placement)

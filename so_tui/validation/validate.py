@@ -8,7 +8,8 @@ from pathlib import Path
 from so_tui import __version__
 from so_tui.machine.types import Machine
 from so_tui.spec.errors import InputError, Problem
-from so_tui.validation import machine_parts, render, report, runner, training
+from so_tui.validation import machine_parts, render, report, runner, sharing, training
+from so_tui.validation.cpu_adam import CpuAdam
 from so_tui.validation.report import Report
 
 SHARED = "shared"
@@ -34,18 +35,20 @@ def validate(machine: Machine, folder: Path, *, seconds: float, gpus: int, share
         KeyboardInterrupt: The user stopped. What was measured is in the folder, and a later call continues.
     """
     shape = training.shape_for(machine)
-    parts = training.measurements(machine, shape, list(training.parts_of(machine, gpus)))
+    parts = list(training.parts_of(machine, gpus, partitions=training.can_partition(machine, shape)))
     begun = _begun(machine, folder, gpus, training.shape_name(shape))
 
     def write(found: Report) -> None:
         report.write(folder, found)
         render.write(folder, found)
         if share:
-            hidden = report.shared(found)
-            report.write(folder / SHARED, hidden)
-            render.write(folder / SHARED, hidden)
+            nameless = sharing.shared(found)
+            report.write(folder / SHARED, nameless)
+            render.write(folder / SHARED, nameless)
 
-    return runner.run(begun, [*machine_parts.measurements(machine, folder), *parts], seconds, write, tell)
+    with CpuAdam() as cpu_adam:
+        of_training = training.measurements(machine, shape, parts, cpu_adam)
+        return runner.run(begun, [*machine_parts.measurements(machine, folder), *of_training], seconds, write, tell)
 
 
 def _begun(machine: Machine, folder: Path, gpus: int, shape: str) -> Report:

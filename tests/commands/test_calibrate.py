@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
+import torch
 from msgspec.structs import replace
 
 from so_tui.cli import main
 from so_tui.launch.calibrating import request_of
 from so_tui.launch.helpers import stream_tool
 from so_tui.machine import inspect_machine
+from so_tui.plan.calibration import Rates, calibration_of, speed_of, store
+from so_tui.plan.constants import AttentionRate
 from so_tui.spec import SoTuiError
+from so_tui_trainer.model.attention import Kernels
 from so_tui_trainer.tools import calibrate
+from so_tui_trainer.tools.attention_rates import attention_rates
 from so_tui_trainer.tools.calibrate import rank_counts
+from tests.support.attention import plain_backward, plain_forward
 from tests.support.machines import x86
 from tests.support.schemas import valid
 
@@ -91,3 +99,37 @@ def test_ranks_are_measured_together_on_the_cores_they_would_have() -> None:
     assert [set(gpu["rank_cpus"]) for gpu in request_of(machine)["gpus"]] == [{0, 1, 2, 3, 8, 9, 10, 11}, {4, 5, 6, 7, 12, 13, 14, 15}]
     nowhere = replace(machine, allowed_cpus=())
     assert [gpu["rank_cpus"] for gpu in request_of(nowhere)["gpus"]] == [[], []]
+
+
+def test_attention_is_measured_within_documents_and_plans_use_it() -> None:
+    """The kernels are plain ones, since those of the backends need a GPU."""
+    calls = []
+
+    def seconds(run: Callable[[], object]) -> float:
+        run()
+        calls.append(run)
+        return 0.5
+
+    ((_, found),) = attention_rates({"torch-flash": Kernels(plain_forward, plain_backward)}, torch.device("cpu"), seconds, 0.001)
+    assert len(calls) == 2 * len(found)
+    longest, forward, backward = found[-1]
+    assert (longest, forward) == (65, 4.0 * 32 * 128 * 65 * 65 / 2 / 0.5)
+    assert backward == 2.5 * forward
+    machine = x86("NVIDIA H200")
+    store(machine, rates=msgspec.convert({"measured": "now", "seconds": 1.0, "attention": [("torch-flash", [(1024, 1e14, 5e13)])]}, Rates))
+    speed = speed_of(machine, "NVIDIA H200", calibration_of(machine))
+    assert speed is not None
+    assert speed.attention_at("torch-flash", 1024.0) == AttentionRate(1024, 1e14, 5e13)
+    assert speed.attention_at("flash-attn-4", 1024.0).forward == pytest.approx(0.517 * 687e12)
+
+
+@pytest.mark.slow
+def test_adam_is_measured_with_its_states_on_every_other_node() -> None:
+    """A second node is pretended, whose memory is the first one's; a third one has none."""
+    (node, *_) = request_of(inspect_machine())["nodes"]
+    others = [{"id": node["id"], "cpus": node["cpus"]}, {"id": 1000, "cpus": node["cpus"]}]
+    *told, last = stream_tool("calibrate", {"nodes": [node, *others], "gpus": [], "scale": 0.01})
+    ((memory, rate),) = last["rates"]["adam_remote"]
+    assert memory == node["id"]
+    assert 1e8 < rate < 1e13
+    assert any("on node 1000: cannot set" in answer["message"] for answer in told)

@@ -90,6 +90,14 @@ def test_gradient_clipping_is_always_written(clipping: float, mode: Mode) -> Non
     assert ds_config(plan_of(spec_of(train=TrainSpec(gradient_clipping=clipping)), mode=mode))["gradient_clipping"] == clipping
 
 
+@pytest.mark.parametrize("preset", ["qwen3-14b", "qwen3-14b:as-published"])
+def test_deepspeed_writes_as_much_to_the_log_as_was_asked_for(preset: str) -> None:
+    spec = find_preset(preset).spec
+    asked = msgspec.structs.replace(spec, train=msgspec.structs.replace(spec.train, log_level="debug"))
+    usual, more = (ds_config(make_plan(one, quad_gh200())) for one in (spec, asked))
+    assert more == usual | {"log_level": "debug"}
+
+
 def test_gradients_accumulate_in_fp32() -> None:
     train = TrainSpec(micro_batch=2, gradient_accumulation=8)
     config = published_config(plan_of(spec_of(train=train)))

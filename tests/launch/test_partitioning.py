@@ -15,7 +15,7 @@ from so_tui.commands.mpam import print_mpam_script
 from so_tui.launch import prepare
 from so_tui.launch.job import Job
 from so_tui.launch.partition_script import mount_script, partition_script
-from so_tui.launch.partitioning import VARIABLE, Partitioning, remove_leftovers
+from so_tui.launch.partitioning import VARIABLE, Partitioning, possible, remove_leftovers
 from so_tui.launch.placement import group_of
 from so_tui.machine.resctrl import Resctrl, read_groups, read_resctrl
 from so_tui.machine.system_files import SystemFiles
@@ -160,6 +160,13 @@ def test_groups_are_made_and_removed(tmp_path: Path) -> None:
     partitioning.remove()
     partitioning.remove()
     assert read_groups(files, "/sys/fs/resctrl") == {}
+
+
+def test_partitions_are_possible_where_resctrl_may_be_written_and_ranks_have_adam_cores(tmp_path: Path) -> None:
+    assert not possible(bindings(), tmp_path)
+    tree(tmp_path, GRACE, dict.fromkeys(range(72), 1))
+    assert possible(bindings(), tmp_path)
+    assert not possible([replace(rank, adam_cpus=()) for rank in bindings()], tmp_path)
 
 
 @pytest.mark.usefixtures("_kernel_removes_files")

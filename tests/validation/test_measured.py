@@ -11,12 +11,14 @@ from so_tui.launch.probe import predicted_of, probe_spec
 from so_tui.machine.types import Gpu, Machine, Mpam, NumaNode
 from so_tui.plan.calibration import store
 from so_tui.trust.decoding import read_json
+from so_tui.validation import render
 from so_tui.validation import report as reports
 from so_tui.validation.report import MachineFound, RatesFound, Report, TrainingFound, trained
 from so_tui.validation.training import parts_of, shape_for, shape_name, spec_of
 
+DOCS = Path(__file__).parents[2] / "docs"
 RESULTS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("validate-*.json"))
-STEP, GPU_MEMORY, HOST_MEMORY = 0.25, 0.1, 0.15
+STEP, GPU_MEMORY, HOST_MEMORY = 0.15, 0.1, 0.15
 """Relative errors that a plan may have."""
 LOSS = 0.06
 """Largest relative difference between losses at a step. The first reports trained tiny at its own learning rate, where two runs of the same
@@ -71,7 +73,7 @@ def test_what_was_measured_is_planned(path: Path) -> None:
     store(machine, rates=rates.rates)
     shape = shape_for(machine)
     assert shape_name(shape) == report.shape
-    parts = {part.key: part for part in parts_of(machine, report.gpus)}
+    parts = {part.key: part for part in parts_of(machine, report.gpus, partitions=True)}
     wrong = []
     for outcome, found in trained(report.outcomes):
         # Plans are for bound ranks. A model so small that its speed says nothing is not predicted by it.
@@ -93,6 +95,12 @@ def test_losses_agree_whatever_the_offload_and_the_number_of_gpus(path: Path) ->
         if one.key in ours:
             assert one.largest is not None, one.key
             assert one.largest < LOSS, one.key
+
+
+def test_the_docs_show_the_losses_of_one_and_two_gpus() -> None:
+    drawn = render.figures(read_json(RESULTS[0].with_name("validate-h100-x2.json"), Report))["losses.svg"]
+    assert (DOCS / "figures" / "losses-of-1-and-2-gpus.svg").read_text() == drawn
+    assert drawn.count("<polyline") == 3
 
 
 def test_a_figure_that_was_not_planned_is_noticed(tmp_path: Path) -> None:

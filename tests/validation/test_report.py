@@ -17,6 +17,7 @@ from so_tui.plan.calibration import Figures
 from so_tui.validation import machine_parts, render
 from so_tui.validation import report as reports
 from so_tui.validation.report import CopiesFound, CopyRates, Found, Outcome, TrainingFound, machine_found
+from so_tui.validation.sharing import HIDDEN, hidden, shared
 from so_tui.validation.validate import validate
 from tests.support.schemas import valid
 from tests.validation.test_runner import EMPTY
@@ -101,14 +102,52 @@ def test_a_shared_report_names_neither_host_nor_user_nor_folder() -> None:
     home, host, user = str(Path.home()), socket.gethostname(), getpass.getuser()
     named = Found(code="a", severity="note", title=f"{host.upper()}: {home}/.cache is full, says {user}@{host}")
     machine = machine_found(inspect_machine(), (named,))
+    machine = replace(machine, software=replace(machine.software, compiler=f"c++ (built in {home}/gcc) 12"))
     failed = Outcome(key="b", title="b", estimate_s=1, state="failed", reason=f"`so-tui logs {home}/.local/state/x` shows; alps says no")
     report = replace(EMPTY, outcomes=(Outcome(key="m", title="m", estimate_s=1, state="measured", result=machine), failed))
-    shared = reports.shared(report)
-    text = reports.encoded(shared).decode() + render.markdown(shared)
+    nameless = shared(report)
+    text = reports.encoded(nameless).decode() + render.markdown(nameless)
     names = [home, "alps", *([user] if user != "root" else [])]
     assert not [name for name in names if name in text]
-    assert f"{reports.HIDDEN} is full, says" in text
-    assert reports.HIDDEN in text
+    assert "- note: (`a`)" in text
+    assert f"{HIDDEN} shows; {HIDDEN} says no" in text
+    assert f"c++ (built in {HIDDEN} 12" in text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Alps.cscs.example refused",
+        "on ALPS01, alps-2 and alps_3.cscs.example",
+        "cscs.example has no route",
+        "/scratch/alice",
+        "~alice/runs",
+        "~/alps/x",
+        "runs/alice/x and ./alps/y and ../alps",
+        "open('/data/my alps folder/x') failed",
+        "`so-tui logs /a b/alps c/d`",
+        '"/data/alps: x/y"',
+        "file:///home/alice/x?y=alps",
+        "https://alps:1234/x",
+        "//alps/share",
+        "PATH=/opt/alps:/usr/bin",
+        "/a=b,alps/c",
+        "/données/alps",
+        "alice@mail.example wrote",
+        "user_alice and alice's and ALICE",
+        "Alice Example did",
+        "10.0.17.3:29500 and fe80::1:2 and ::1",
+        "GPU-01b9bd69-6109-7d25-5094-d38997c81eb0 is busy",
+    ],
+)
+def test_nothing_that_names_somebody_is_left_of_a_reason(text: str) -> None:
+    left = hidden(text, {"alps.cscs.example", "alice", "Alice Example"}).casefold()
+    assert not [name for name in ("alps", "cscs", "alice", "donn", "scratch", "opt", "10.0.17", "fe80", "01b9") if name in left]
+
+
+def test_what_names_nobody_is_left() -> None:
+    text = "takes about 57 s, and 9 s were left: 45.2 GB/s, 0.3 s/step (exit code 1) of alpsee"
+    assert hidden(text, {"alps", "al", "", "root", "localhost"}) == text
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from so_tui.launch.preparation import launch_of
 from so_tui.machine.described import named_machine
 from so_tui.plan import make_plan
 from so_tui.spec import find_preset
+from so_tui.validation.cpu_adam import CpuAdam
 from so_tui.validation.training import Part, measurements, parts_of, placed, shape_for, spec_of
 from tests.support.machines import x86
 
@@ -38,7 +39,8 @@ def test_every_part_plans_and_has_the_same_global_batch() -> None:
         sequences = trained.train.micro_batch * trained.gradient_accumulation_steps
         assert plan.tokens_per_step == sequences * trained.data.sequence_length
         assert plan.spec.train.learning_rate == (3e-4 if one.losses_only else trained.train.learning_rate)
-    assert all(measurement.estimate_s > 60 for measurement in measurements(QUAD, SHAPE, parts))
+    with CpuAdam() as cpu_adam:
+        assert all(measurement.estimate_s > 60 for measurement in measurements(QUAD, SHAPE, parts, cpu_adam))
 
 
 def test_fewer_gpus_have_fewer_parts() -> None:
@@ -60,6 +62,19 @@ def test_losses_over_many_steps_are_of_no_offload_and_of_ours_on_every_number_of
     assert {spec.offload.mode for spec in specs} == {"gpu", "superoffload"}
     assert {spec.train.gradient_clipping for spec in specs} == {1.0}
     assert [spec.ranks for spec in specs] == [one.ranks for one in parts]
+
+
+def test_the_most_telling_parts_come_first_and_the_compiler_works_beside_losses() -> None:
+    keys = [one.key for one in parts_of(QUAD, 1)]
+    assert keys[:4] == ["gpu", "ours", "unbound", "wrong-node"]
+    compiled = next(position for position, one in enumerate(parts_of(QUAD, 1)) if one.needs_deepspeeds_adam)
+    assert keys[compiled - 1] == "losses-1"
+
+
+def test_partitions_are_a_part_where_runs_may_make_them() -> None:
+    added = [one for one in parts_of(QUAD, 4, partitions=True) if one not in list(parts_of(QUAD, 4))]
+    assert [(one.key, one.partitioned) for one in added] == [("ours-partitioned", True)]
+    assert spec_of(SHAPE, added[0]) == spec_of(SHAPE, part("ours"))
 
 
 def test_as_published_means_deepspeeds_block_with_and_without_a_clipping_key() -> None:

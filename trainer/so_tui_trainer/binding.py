@@ -59,7 +59,7 @@ def bind(binding: RankBinding) -> RankBindingReport:
     if found_cpus != binding.cpus:
         problems += _move_threads(binding.cpus)
     if found_policy != _policy_text(binding.memory_policy):
-        problems += _set_memory_policy(binding.memory_policy)
+        problems += set_memory_policy(binding.memory_policy)
     cpus, policy = _affinity(), memory_policy()
     return RankBindingReport(
         rank=binding.rank,
@@ -128,7 +128,8 @@ def _move_threads(cpus: Iterable[int]) -> list[str]:
     return []
 
 
-def _set_memory_policy(policy: MemoryPolicy) -> list[str]:
+def set_memory_policy(policy: MemoryPolicy) -> list[str]:
+    """Set the policy of this thread, and of the threads and processes that it starts. Return problems in words."""
     numbers = _SYSCALLS.get(platform.machine())
     if numbers is None:
         return [f"no set_mempolicy known for {platform.machine()}"]

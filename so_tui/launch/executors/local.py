@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from so_tui.launch.executors import JobStatus, SupervisorHandle
@@ -28,13 +29,17 @@ class LocalExecutor:
 
     here = True
 
+    def __init__(self, environment: Mapping[str, str] = MappingProxyType({})) -> None:
+        """``environment`` has what supervisors get beside, or in place of, this program's."""
+        self._environment = environment
+
     def start(self, run: RunDirectory, attempt: int, token: str) -> SupervisorHandle:
         """Start the supervisor detached from this program; see ``Executor.start``."""
-        return _started(run, attempt, {**os.environ, TOKEN_VARIABLE: token})
+        return _started(run, attempt, {**os.environ, **self._environment, TOKEN_VARIABLE: token})
 
     def attach(self, run: RunDirectory, attempt: int) -> None:
         """Start a supervisor for an attempt whose own has died. It starts nothing of the run. Raises OSError."""
-        _started(run, attempt, os.environ)
+        _started(run, attempt, {**os.environ, **self._environment})
 
     def unavailable(self, launch: Launch) -> tuple[Problem, ...]:
         return ()

@@ -23,7 +23,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from so_tui.plan.types import MemoryPolicy
 from so_tui.spec import SoTuiError
+from so_tui_trainer.binding import set_memory_policy
 from so_tui_trainer.tools.channel import Answer, serve
 
 _ADAM_PARAMETERS = 64_000_000
@@ -78,14 +80,34 @@ def _cpu(nodes: Sequence[dict[str, Any]], gpus: Sequence[dict[str, Any]], scale:
             cores = "1 core" if count == 1 else f"{count} cores"
             yield {"message": f"node {node['id']}: CPU Adam on {cores}: {found['step_bytes_per_s'] / 1e9:.1f} GB/s"}
         bandwidth.append((node["id"], best))
+    remote: list[tuple[int, float]] = []
+    for node in nodes[1:]:
+        message, rate = _adam_on(node["id"], nodes[0], scale)
+        remote += [(node["id"], rate)] if rate else []
+        yield {"message": message}
     for ranks in rank_counts(nodes, gpus):
         cpus = nodes[0]["cpus"]
         share = len(cpus) // ranks
-        rate = slowest_together([cpus[rank * share : (rank + 1) * share] for rank in range(ranks)], scale)
-        together.append((ranks, rate))
-        yield {"message": f"node {nodes[0]['id']}: CPU Adam of {ranks} ranks together, {share} cores each: {rate / 1e9:.1f} GB/s each"}
-    rates = {"adam": _rising(points), "adam_together": together, "node_bytes_per_s": bandwidth}
+        slowest = slowest_together([cpus[rank * share : (rank + 1) * share] for rank in range(ranks)], scale)
+        together.append((ranks, slowest))
+        yield {"message": f"node {nodes[0]['id']}: CPU Adam of {ranks} ranks together, {share} cores each: {slowest / 1e9:.1f} GB/s each"}
+    rates = {"adam": _rising(points), "adam_remote": remote, "adam_together": together, "node_bytes_per_s": bandwidth}
     yield {"message": "CPU measured", "rates": rates}
+
+
+def _adam_on(memory: int, node: dict[str, Any], scale: float) -> tuple[str, float | None]:
+    """Measure Adam on a node's cores while its states lie in the memory of another one. Return it in words, and None where that fails."""
+    where = f"node {node['id']}: CPU Adam with its states on node {memory}"
+    problems = set_memory_policy(MemoryPolicy(mode="bind", nodes=(memory,)))  # the process that measures inherits it
+    if problems:
+        return f"{where}: {'; '.join(problems)}", None
+    try:
+        rate = _adam(node["cpus"], scale)["step_bytes_per_s"]
+    except SoTuiError as error:
+        return f"{where}: {error}", None
+    finally:
+        set_memory_policy(MemoryPolicy(mode="default"))
+    return f"{where}: {rate / 1e9:.1f} GB/s", rate
 
 
 def rank_counts(nodes: Sequence[dict[str, Any]], gpus: Sequence[dict[str, Any]]) -> tuple[int, ...]:
@@ -148,12 +170,14 @@ def _gpus(gpus: Sequence[dict[str, Any]], device: str, scale: float) -> Iterator
     environment = os.environ | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     first = gpus[0]
     request = {"device": device, "cpus": first["cpus"], "seconds": _SECONDS * scale, "scale": scale}
-    rates = _answer(gpu_argv(request), environment | {"CUDA_VISIBLE_DEVICES": str(first["index"])})
+    alone = environment | {"CUDA_VISIBLE_DEVICES": str(first["index"])}
+    rates = _answer(gpu_argv(request), alone)
     d2h, h2d = rates["down_bytes_per_s"] / 1e9, rates["up_bytes_per_s"] / 1e9
     yield {
         "message": f"GPU {first['index']}: {rates['matrix_flops'] / 1e12:.0f} TFLOPS, {d2h:.0f} GB/s d2h, {h2d:.0f} GB/s h2d",
         "rates": rates,
     }
+    yield from _attention(request, alone)
     if len(gpus) < 2:
         return
     # The processes meet in a file and on the loopback interface: a store with a port would listen on every network.
@@ -176,6 +200,19 @@ def _gpus(gpus: Sequence[dict[str, Any]], device: str, scale: float) -> Iterator
         "message": f"layer launch overhead: {1e6 * rates['small_layer_s']:.0f} µs on one GPU, {times} together",
         "rates": {"small_layer_together": together},
     }
+
+
+def _attention(request: dict[str, Any], environment: dict[str, str]) -> Iterator[Answer]:
+    """Measure attention in a process of its own. Plans do without it where a backend of others does not work."""
+    try:
+        rates = _answer(gpu_argv(request | {"attention": True}), environment)
+    except SoTuiError as error:
+        yield {"message": f"attention: {error}"}
+        return
+    for backend, found in rates["attention"]:
+        speeds = ", ".join(f"{forward / 1e12:.0f} / {backward / 1e12:.0f} at {length:,}" for length, forward, backward in found)
+        yield {"message": f"attention, {backend}, TFLOPS forward / backward by tokens of a document: {speeds}"}
+    yield {"message": "attention measured", "rates": rates}
 
 
 def gpu_argv(request: dict[str, Any]) -> list[str]:

@@ -1,9 +1,9 @@
 """Measure one GPU, or several together, in a process of its own: ``python -m so_tui_trainer.tools.gpu_rates REQUEST``.
 
 Request (JSON): ``device`` ("cuda:0"), ``cpus`` (near the GPU; pinned memory is allocated where this process runs), ``seconds`` per
-measurement, ``scale`` (1 for real sizes), ``copies`` (measure nothing else). With ``rank``, ``ranks``, ``counts`` and ``store`` it measures
-several ranks together: an all-gather, and the layer launch overhead of the first ``counts`` ranks. Prints one JSON object. Without a GPU
-(device "cpu") the same code runs on small sizes, as a test.
+measurement, ``scale`` (1 for real sizes), ``copies`` or ``attention`` (measure nothing else). With ``rank``, ``ranks``, ``counts`` and
+``store`` it measures several ranks together: an all-gather, and the layer launch overhead of the first ``counts`` ranks. Prints one JSON
+object. Without a GPU (device "cpu") the same code runs on small sizes, as a test.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def main(request: dict[str, Any]) -> None:
     """Measure and print the answer."""
     if request.get("cpus"):
         os.sched_setaffinity(0, request["cpus"])
-    measure = _measure_between_gpus if "ranks" in request else _measure_copies if request.get("copies") else _measure_one_gpu
+    alone = (("ranks", _measure_between_gpus), ("copies", _measure_copies), ("attention", _measure_attention))
+    measure = next((measure for name, measure in alone if request.get(name)), _measure_one_gpu)
     answer = measure(request)
     print(json.dumps(answer), flush=True)
     os._exit(0)  # There is nothing to save, and the shutdown of CUDA takes a second.
@@ -106,6 +107,19 @@ def _measure_copies(request: dict[str, Any]) -> dict[str, Any]:
         "cast_h2d_bytes_per_s": size / 2 / _seconds(lambda: weights.copy_(masters), device, limit_s),
         "both_ways_bytes_per_s": [size / together, size / together],
     }
+
+
+def _measure_attention(request: dict[str, Any]) -> dict[str, Any]:
+    """Measure the attention backends that this GPU can use."""
+    import torch
+
+    from so_tui_trainer.tools.attention_rates import attention_rates, usable_backends
+
+    device = torch.device(request["device"])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    limit_s = request["seconds"] / 4
+    return {"attention": attention_rates(usable_backends(device), device, lambda run: _seconds(run, device, limit_s), request["scale"])}
 
 
 def _small_layers(device: Any) -> Callable[[], object]:

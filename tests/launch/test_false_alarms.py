@@ -1,0 +1,70 @@
+"""Ordinary noise of real hardware is no slowdown, for hours; the same noise around slower steps is one.
+
+The noise is that of the steps which ``benchmarks/results`` has one by one: of our engine, of others and without offload, on hosts with one
+to four H100 or H200. Steps alone decide whether a run counts as slow; samples of its host only explain it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+from so_tui.launch.slow_watch import SlowWatch
+from so_tui.runs.slowdown import Slowdown
+from tests.launch.test_slow_causes import MACHINE, plan, sample
+from tests.support.records import step_record
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+NAMES = ("compare-h200", "whole-program-h200", "offload-h200", "offload-h200-x2", "offload-h200-x4", "offload-h100-x2")
+LEAST_WARMUP = 2
+HOUR_S = 3600.0
+PLANNED_S = 3.0
+
+
+def measured_runs() -> Iterator[list[float]]:
+    """Yield the steps after the warm-up of each run, as multiples of their median, in their order."""
+    for name in NAMES:
+        found: Any = json.loads((RESULTS / f"{name}.json").read_text())
+        for row in found if isinstance(found, list) else found["rows"]:
+            steps = [step["step_s"] for step in row.get("steps", ()) if isinstance(step, dict)][max(LEAST_WARMUP, row.get("warmup", 0)) :]
+            if len(steps) > 2:
+                yield [step_s / median(steps) for step_s in steps]
+
+
+RUNS = list(measured_runs())
+
+
+def said(usual_s: float, hours: int, seed: int) -> list[Slowdown]:
+    """Return what a watch says while steps usually take so many seconds, with the noise of runs drawn at random, one after the other."""
+    chance, watching, now, step = random.Random(seed), SlowWatch(plan(PLANNED_S), MACHINE, attempt=1), 0.0, 0
+    found: list[Slowdown] = []
+    while now < hours * HOUR_S:
+        for noise in chance.choice(RUNS):
+            step, now = step + 1, now + usual_s * noise
+            watching.take([step_record(step, time=1e9 + now, step_s=usual_s * noise)])
+            watching.sample(sample(now))
+            if watching.found is not None:
+                found.append(watching.found)
+    return found
+
+
+def test_the_noise_is_that_of_real_hardware() -> None:
+    steps = [noise for run in RUNS for noise in run]
+    assert len(steps) > 150
+    assert max(steps) > 1.3
+    assert min(steps) < 0.8
+
+
+@pytest.mark.parametrize("off", [0.9, 1.0, 1.1])
+def test_ten_hours_of_ordinary_noise_raise_no_alarm_though_the_plan_is_a_little_off(off: float) -> None:
+    assert said(off * PLANNED_S, hours=10, seed=19) == []
+
+
+def test_steps_that_take_a_third_longer_do() -> None:
+    assert said(1.33 * PLANNED_S, hours=1, seed=19)
