@@ -164,7 +164,7 @@ def _add_plan(commands: _Commands) -> None:
         choices=("random", "spec"),
         const="random",
         metavar="DATA",
-        help="train a few real steps here and correct predictions by them: with random weights and embedded rows (`random`, which "
+        help="train a few real steps here and correct predictions by them: with random weights and rows made for it (`random`, which "
         "downloads nothing), or with the preset's own model and data (`spec`)",
     )
     plan.add_argument("--as-given", action="store_true", help="plan the preset's own settings instead of searching for better ones")

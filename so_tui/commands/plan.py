@@ -114,7 +114,8 @@ def _probe(arguments: argparse.Namespace, chosen: Plan, machine: Machine) -> int
     from so_tui.launch import prepare
     from so_tui.launch.preparation import plan_refused
     from so_tui.launch.probe import compared, probe_of, probe_spec, run_to_end
-    from so_tui.plan import make_plan, plans_json
+    from so_tui.launch.probe_rows import write_rows
+    from so_tui.plan import make_plan, plans_json, workload
     from so_tui.plan.calibration import store
     from so_tui.plan.render import render_comparison, render_plan
     from so_tui.runs import delete_run
@@ -129,8 +130,16 @@ def _probe(arguments: argparse.Namespace, chosen: Plan, machine: Machine) -> int
         elif isinstance(record, PhaseRecord):
             note(arguments, record.detail or record.phase, stderr=True)
 
-    launch = prepare(probe_spec(chosen.spec, arguments.probe), machine)
-    run = run_to_end(launch, probes_dir(), report)
+    rows = None
+    if arguments.probe == "random":
+        known = workload.seen(chosen.spec)
+        rows = write_rows(chosen.spec, known.workload if known else workload.Workload(), probes_dir())
+    try:
+        launch = prepare(probe_spec(chosen.spec, arguments.probe, rows=rows), machine)
+        run = run_to_end(launch, probes_dir(), report)
+    finally:
+        if rows:
+            rows.unlink()
     probe = probe_of(run, launch.plan, machine)
     path = store(machine, probe=probe)
     delete_run(run)

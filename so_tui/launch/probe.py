@@ -16,6 +16,7 @@ from so_tui.launch.attaching import ensure_supervised
 from so_tui.launch.executors import Executor
 from so_tui.launch.lifecycle import start, stop
 from so_tui.launch.preparation import Launch
+from so_tui.launch.probe_rows import EMBEDDED_ROWS
 from so_tui.launch.shutdown import request_stop
 from so_tui.machine.types import Machine
 from so_tui.model.flops import flops_of
@@ -36,7 +37,7 @@ _GRACE_S = 20.0
 """What a run that is given up may take to stop before it is killed. It saves nothing."""
 
 Data = Literal["random", "spec"]
-"""What a probe trains on: random weights and the embedded rows, so that nothing is downloaded, or the spec's own."""
+"""What a probe trains on: random weights and rows made of the embedded ones, so that nothing is downloaded, or the spec's own."""
 
 
 class Measured(Struct, frozen=True, kw_only=True):
@@ -49,12 +50,15 @@ class Measured(Struct, frozen=True, kw_only=True):
     """Those without a speculative step that was final; all of them where nothing speculates."""
 
 
-def probe_spec(spec: RunSpec, data: Data, *, measured_steps: int = MEASURED_STEPS) -> RunSpec:
-    """Return the spec of a short run with the same settings, without checkpoints, evaluation and trackers, that records every step."""
+def probe_spec(spec: RunSpec, data: Data, *, rows: Path | None = None, measured_steps: int = MEASURED_STEPS) -> RunSpec:
+    """Return the spec of a short run with the same settings, without checkpoints, evaluation and trackers, that records every step.
+
+    ``rows`` is what a probe with random weights trains on (``write_rows``); without it the embedded rows.
+    """
     model, source = spec.model, replace(spec.data, held_out=0.0, evaluation="", evaluation_split="")
     if data == "random":
         model = replace(model, weights="random", tokenizer="builtin:tiny")
-        source = replace(source, source="builtin:tiny/rows.jsonl", subset="", split="train", format="alpaca")
+        source = replace(source, source=str(rows) if rows else EMBEDDED_ROWS, subset="", split="train", format="alpaca")
     return replace(
         spec,
         name="probe",
