@@ -168,7 +168,7 @@ def test_all_gpus_of_a_machine_are_a_remedy_whatever_their_number() -> None:
 
 
 def test_a_needless_ratio_is_priced() -> None:
-    plan = make_plan(spec_of("qwen3-4b-random", gpus="1", offload__mode="superoffload", offload__ratio="0.9"), x86("NVIDIA H200"))
+    plan = make_plan(spec_of("qwen3-4b-random", gpus="1", offload__mode="superoffload", offload__ratio="1.0"), x86("NVIDIA H200"))
     faster = only(plan.warnings, FasterOffload)
     assert faster.step_s < faster.given_step_s == plan.step_s
 
