@@ -19,7 +19,6 @@ from so_tui.model.activations import (
     offloads_inputs,
     policy_of,
     tiled_block_bytes,
-    tiles_mlp,
 )
 from so_tui.model.loss import LOSS_BLOCK_LOGITS, LOSS_KEPT_LOGITS
 from so_tui.model.sharding import StatesFormat, moments_bytes
@@ -163,7 +162,7 @@ def _working_set(placement: Placement, stored: int) -> MemoryTerm:
     """Return what recomputation and backward of one block hold beyond the ``stored`` bytes per token."""
     profile, tokens, share = placement.profile, placement.tokens, constants().memory.block_share
     shape, fused = profile.architecture, profile.fused
-    if not tiles_mlp(placement.spec.model) or shape.experts or tokens <= MLP_TILE_TOKENS:
+    if not placement.tiled:
         block = profile.activations[policy_of(placement.spec.model)].block
         formula = Formula("{} tokens x {} B", (tokens, block))
         size = int(share * tokens * max(0, block - stored))

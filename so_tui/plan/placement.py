@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from so_tui.model.activations import MLP_TILE_TOKENS, tiles_mlp
 from so_tui.model.layout import StateLayout
 from so_tui.model.profile import ModelProfile
 from so_tui.model.sharding import OWN_LARGEST_BUCKET
@@ -48,6 +49,11 @@ class Placement:
     def tokens(self) -> int:
         """Tokens of a micro-batch on one rank."""
         return self.spec.train.micro_batch * self.spec.data.sequence_length // self.spec.train.sequence_parallel
+
+    @property
+    def tiled(self) -> bool:
+        """Whether feed-forward blocks compute a micro-batch in more than one tile."""
+        return tiles_mlp(self.spec.model) and not self.profile.architecture.experts and self.tokens > MLP_TILE_TOKENS
 
     @property
     def gradient_bytes(self) -> int:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from so_tui.model.activations import MLP_TILE_TOKENS, block_input_bytes, offloads_inputs, policy_of, tiles_mlp
+from so_tui.model.activations import block_input_bytes, offloads_inputs, policy_of
 from so_tui.model.flops import attention_pairs
 from so_tui.model.padding import bucket_tokens
 from so_tui.plan import deepspeed_step
@@ -157,8 +157,7 @@ class StepModel:
             "none": 0.0,
         }
         # Backward of a tile computes the block's last product, whose result it does not need.
-        tiled = tiles_mlp(placement.spec.model) and not shape.experts and placement.tokens > MLP_TILE_TOKENS
-        last_product = 2.0 * tokens * shape.hidden * shape.intermediate * shape.layers / rate if tiled else 0.0
+        last_product = 2.0 * tokens * shape.hidden * shape.intermediate * shape.layers / rate if placement.tiled else 0.0
         exchange = self._exchange_s()
         policy = policy_of(placement.spec.model)
         return _Layers(

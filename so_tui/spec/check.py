@@ -47,9 +47,10 @@ from msgspec import Struct
 from so_tui.spec.errors import InputError, Problem
 from so_tui.spec.fields import FieldInfo, FieldType, field_index, source_index
 from so_tui.spec.files import path_fault
-from so_tui.spec.layers import layer_kinds, packing_problem, sharing_problem
+from so_tui.spec.layers import layer_kinds, packing_problem
+from so_tui.spec.sharing import sharing_problems
 from so_tui.spec.table import REGENERATE, table_problems
-from so_tui.spec.types import DataSource, DataSpec, RunSpec
+from so_tui.spec.types import DataSource, RunSpec
 from so_tui.spec.wording import nearest, shown
 
 LENGTHS = ("steps", "epochs", "tokens")
@@ -243,7 +244,7 @@ def _cross_problems(tree: dict[str, Any]) -> Iterator[Problem]:
             remedy='Use "none". If the weights do not fit, train on more GPUs: each holds a shard of them.',
         )
     yield from _evaluation_problems(data, train)
-    yield from _sharing_problems(model, data, train, tree.get("gpus", 1))
+    yield from sharing_problems(model, data, train, tree.get("gpus", 1))
     gpus = tree.get("gpus")
     if isinstance(gpus, list | tuple):
         if not gpus:
@@ -328,29 +329,6 @@ def _model_problems(model: dict[str, Any], train: dict[str, Any]) -> Iterator[Pr
             message="the model has no experts",
             remedy="Set it to 0; it balances the load of the experts in a mixture-of-experts model.",
         )
-
-
-def _sharing_problems(model: dict[str, Any], data: dict[str, Any], train: dict[str, Any], gpus: Any) -> Iterator[Problem]:
-    ranks, length = train.get("sequence_parallel", 1), data.get("sequence_length", DataSpec.sequence_length)
-    if not isinstance(ranks, int) or ranks < 2:
-        return
-    count = len(gpus) if isinstance(gpus, list | tuple) else gpus
-    field, value = "train.sequence_parallel", shown(ranks)
-    if isinstance(count, int) and count % ranks:
-        message, remedy = (
-            f"ranks cannot share each sequence: gpus = {count} is no multiple of it",
-            "Choose a divisor of the number of GPUs.",
-        )
-        yield Problem(code="sequence-parallel-gpus", field=field, value=value, message=message, remedy=remedy)
-    elif isinstance(length, int) and length % ranks:
-        message, remedy = f"cannot divide data.sequence_length = {length}", "Choose a divisor of the sequence length."
-        yield Problem(code="sequence-parallel-length", field=field, value=value, message=message, remedy=remedy)
-    elif train.get("router_loss_coefficient"):
-        message = "cannot be combined with a router loss, which is computed over whole sequences"
-        remedy = "Set train.sequence_parallel to 1, or train.router_loss_coefficient to 0."
-        yield Problem(code="sequence-parallel-router", field=field, value=value, message=message, remedy=remedy)
-    elif problem := sharing_problem(layer_kinds(_section(model, "config")), ranks):
-        yield problem
 
 
 def _evaluation_problems(data: dict[str, Any], train: dict[str, Any]) -> Iterator[Problem]:

@@ -28,16 +28,6 @@ def layers_without_attention(kinds: Iterable[str]) -> int:
     return sum(kind in _WITHOUT_ATTENTION for kind in kinds)
 
 
-def sharing_problem(kinds: Iterable[str], ranks: int) -> Problem | None:
-    """Return why ranks cannot share the sequences of a model with layers of these kinds; None if they can."""
-    mixing = mixing_kinds(kinds)
-    if ranks == 1 or not mixing:
-        return None
-    message = f"the model has layers of {', '.join(mixing)}, which would see only a rank's part of a sequence"
-    field, remedy = "train.sequence_parallel", "Set it to 1."
-    return Problem(code="sequence-parallel-layers", field=field, value=str(ranks), message=message, remedy=remedy)
-
-
 def packing_problem(kinds: Iterable[str]) -> Problem | None:
     """Return why documents of a model with layers of these kinds cannot be packed; None if they can."""
     mixing = mixing_kinds(kinds)

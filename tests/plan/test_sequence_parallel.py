@@ -92,6 +92,11 @@ def test_layers_that_would_see_only_a_part_are_refused_and_never_tried(kind: str
     assert [problem.code for problem in problems_in(shared)] == ["sequence-parallel-layers"]
 
 
+def test_the_length_that_a_spec_leaves_out_counts_too() -> None:
+    tree = {"name": "x", "gpus": 3, "model": {"id": "x/y"}, "data": {"source": "x/z"}, "train": {"steps": 1, "sequence_parallel": 3}}
+    assert [problem.code for problem in problems_in(tree)] == ["sequence-parallel-length"]
+
+
 def test_without_a_gpu_nothing_can_share() -> None:
     assert facts_of(make_plan(spec_of("tiny", gpus="2", train__sequence_parallel="2"), CPU_ONLY).reasons, SequencesNotShareable)
 
