@@ -10,12 +10,15 @@ import time
 from array import array
 
 import pytest
+from rich.segment import Segment
 from rich.style import Style
+from textual.geometry import Region
+from textual.strip import Strip
 
 from so_tui.ui.glyphs import GlyphName
 from so_tui.ui.series import Axis, Line, Series, TrailingMean
 from so_tui.ui.text import significant
-from so_tui.ui.widgets.drawing import Mark, axis_row, gutter_text, plot_rows, x_text
+from so_tui.ui.widgets.drawing import Mark, axis_row, changed_parts, gutter_text, plot_rows, x_text
 from so_tui.ui.widgets.plot import GLYPHS, Canvas, Scale, fit_scale, round_values, spans, ticks, time_values
 
 
@@ -227,3 +230,32 @@ def test_hundreds_of_marks_leave_the_axis_its_labels() -> None:
 def test_labels_of_small_values_keep_their_leading_digits() -> None:
     labels = gutter_text(Scale(0.0, 0.022), 12, significant)
     assert [label.strip() for label in labels if label.strip()] == ["0.0200", "0.0150", "0.0100", "0.005", "0"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_repainted_of_a_row_is_all_that_changed(seed: int) -> None:
+    chance = random.Random(seed)
+    styles = [Style(color=name) for name in ("red", "green")]
+
+    def row(like: Strip | None = None) -> Strip:
+        texts = [segment.text for segment in like] if like is not None else ["".join(chance.choices("ab█⣿", k=5)) for _ in range(4)]
+        if like is not None:
+            at = chance.randrange(len(texts))
+            texts[at] = "".join(chance.choice("ab█⣿") if chance.random() < 0.3 else character for character in texts[at])
+        return Strip([Segment(text, chance.choice(styles)) for text in texts])
+
+    before = [row() for _ in range(5)]
+    after = [row(strip) if chance.random() < 0.7 else strip for strip in before]
+    parts = changed_parts(before, after, 20)
+    assert sum(part.area for part in parts) < 100
+    for number, (old, new) in enumerate(zip(before, after, strict=True)):
+        cells = [(cell.text, cell.style) for cell in _cells(old)]
+        for part in parts:
+            if part.y == number:
+                cells[part.x : part.right] = [(cell.text, cell.style) for cell in _cells(new)[part.x : part.right]]
+        assert cells == [(cell.text, cell.style) for cell in _cells(new)]
+    assert changed_parts(before, before[1:], 20) == [Region(0, 0, 20, 5)]
+
+
+def _cells(strip: Strip) -> list[Segment]:
+    return [Segment(character, segment.style) for segment in strip for character in segment.text]

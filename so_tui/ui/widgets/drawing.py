@@ -1,4 +1,4 @@
-"""Parts of charts: rows of a plot, the x axis, the gutter of y labels, and repainting of changed rows."""
+"""Parts of charts: rows of a plot, the x axis, the gutter of y labels, and repainting of what changed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from rich.cells import cell_len
 from rich.segment import Segment
 from rich.style import Style
 from textual.geometry import Region
@@ -196,16 +197,41 @@ def gutter_text(scale: Scale, height: int, format_value: Callable[[float], str],
     return texts
 
 
-def changed_rows(before: Sequence[Strip], after: Sequence[Strip], width: int) -> list[Region]:
-    """Return the rows that differ; all of them where their number does."""
+def changed_parts(before: Sequence[Strip], after: Sequence[Strip], width: int) -> list[Region]:
+    """Return of each row that differs the part from its first to its last cell that does; everything where the number of rows differs."""
     if len(before) != len(after):
         return [Region(0, 0, width, max(len(before), len(after)))]
-    return [Region(0, row, width, 1) for row, (old, new) in enumerate(zip(before, after, strict=True)) if old is not new and old != new]
+    regions = []
+    for row, (old, new) in enumerate(zip(before, after, strict=True)):
+        if old is not new and old != new:
+            start = _same_cells(old, new)
+            end = max(start + 1, width - _same_cells(old, new, -1))
+            regions.append(Region(start, row, end - start, 1))
+    return regions
+
+
+def _same_cells(old: Strip, new: Strip, step: int = 1) -> int:
+    """Return how many cells two rows have in common at their beginning, or with ``step`` -1 at their end."""
+    same = 0
+    for was, now in zip(list(old)[::step], list(new)[::step], strict=False):
+        if was != now:
+            text = _common(was.text[::step], now.text[::step]) if was.style == now.style else ""
+            return same + cell_len(text)
+        same += now.cell_length
+    return same
+
+
+def _common(old: str, new: str) -> str:
+    """Return the common beginning of two texts."""
+    for at, (was, now) in enumerate(zip(old, new, strict=False)):
+        if was != now:
+            return new[:at]
+    return min(old, new, key=len)
 
 
 def repaint(widget: Widget, before: Sequence[Strip], after: Sequence[Strip]) -> None:
-    """Repaint the rows that differ, if any: painting a row costs more than drawing it."""
-    if regions := changed_rows(before, after, widget.size.width):  # without a region, everything would be painted
+    """Repaint the cells that differ, if any: painting a row costs more than drawing it, and a terminal may be far away."""
+    if regions := changed_parts(before, after, widget.size.width):  # without a region, everything would be painted
         widget.refresh(*regions)
 
 

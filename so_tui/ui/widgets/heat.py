@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from so_tui.ui.glyphs import GlyphName
 
 LEVELS: dict[GlyphName, str] = {"braille": "▁▂▃▄▅▆▇█", "block": "▁▂▃▄▅▆▇█", "ascii": ".:-=+*#@"}
 _PAIRS = ((0x40, 0x44, 0x46, 0x47), (0x80, 0xA0, 0xB0, 0xB8))
 """Braille columns filled from below, one to four dots."""
+_Members = tuple[str, str, str, tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +35,21 @@ class CoreGroup:
 
 def group_cores(loads: Sequence[float], cpus: Sequence[int], adam: frozenset[int], main: frozenset[int]) -> tuple[CoreGroup, ...]:
     """Group a node's cores by the run's use of them; groups without a core are left out."""
+    return tuple(
+        CoreGroup(name, sign, role, tuple([loads[at] for at in positions]), members, positions)
+        for name, sign, role, members, positions in _groups(tuple(cpus[: len(loads)]), adam, main)
+    )
+
+
+@lru_cache(maxsize=64)
+def _groups(cpus: tuple[int, ...], adam: frozenset[int], main: frozenset[int]) -> tuple[_Members, ...]:
+    """Return name, sign, role, cores and their positions of each group, which stay the same from one sample to the next."""
     by_role: dict[str, list[int]] = {"adam": [], "main": [], "other": []}
-    for position, cpu in enumerate(cpus[: len(loads)]):
+    for position, cpu in enumerate(cpus):
         by_role["adam" if cpu in adam else "main" if cpu in main else "other"].append(position)
     names = (("adam", "Adam", "A"), ("main", "main", "m"), ("other", "other", "o"))
     return tuple(
-        CoreGroup(name, sign, role, tuple(loads[at] for at in found), tuple(cpus[at] for at in found), tuple(found))
-        for role, name, sign in names
-        if (found := by_role[role])
+        (name, sign, role, tuple(cpus[at] for at in found), tuple(found)) for role, name, sign in names if (found := by_role[role])
     )
 
 
@@ -55,7 +64,8 @@ def heat_cells(groups: Sequence[CoreGroup], width: int, glyphs: GlyphName) -> li
             cells.append((" ", "empty"))
         cells.append((group.sign, "sign"))
         if per_cell == 1:
-            shown = [level(load, glyphs) for load in group.loads]
+            of_percent = _LEVEL_OF_PERCENT[glyphs]
+            shown = [of_percent[min(100, int(load))] for load in group.loads]
         elif per_cell == 2:
             shown = [
                 pair(group.loads[index], group.loads[index + 1] if index + 1 < len(group.loads) else None)
@@ -72,6 +82,10 @@ def level(load: float, glyphs: GlyphName) -> str:
     """Return the character of one core's load (percent)."""
     levels = LEVELS[glyphs]
     return levels[min(len(levels) - 1, max(0, int(load / 100 * len(levels))))]
+
+
+_LEVEL_OF_PERCENT: dict[GlyphName, list[str]] = {glyphs: [level(percent, glyphs) for percent in range(101)] for glyphs in LEVELS}
+"""Looked up, since hundreds of cores are drawn each second."""
 
 
 def pair(left: float, right: float | None) -> str:
