@@ -85,7 +85,7 @@ def told_attempt(run: RunDirectory, submitted: int, count: int, clock: Callable[
     while True:
         try:
             told = decode_json(read_own(path), Restart)
-        except (FileNotFoundError, msgspec.DecodeError):  # not yet, or just being written on a network file system
+        except (OSError, msgspec.DecodeError):  # not yet, or a network file system is away or has half of it
             if clock() > deadline:
                 message, remedy = "the first node of its job does not say which attempt the job makes", "`so-tui resume` continues the run."
                 problem = Problem(code="first-node-silent", field="run", value=run.name, message=message, remedy=remedy)

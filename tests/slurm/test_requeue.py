@@ -44,15 +44,15 @@ def job_of(run: RunDirectory, attempt: int) -> str:
 
 
 def do_not_wait(cluster: Cluster, job: str) -> None:
-    """Let a job that Slurm has put back into the queue start at once.
+    """Let a job that Slurm has put back into the queue start as soon as it can.
 
-    Slurm gives it a start time two minutes later, so that nothing of its first start is taken for the end of the second one.
+    Slurm gives it a start time two minutes later. Within the second in which the job ended, nodes refuse its credential.
     """
     deadline = time.monotonic() + 60
     while cluster.run("squeue", "--noheader", f"--jobs={job}", "--format=%T").strip() != "PENDING" or cluster.has_steps():
         assert time.monotonic() < deadline, cluster.run("squeue")
         time.sleep(0.2)
-    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now+3seconds")
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

@@ -23,7 +23,7 @@ from so_tui.runs import RunDirectory
 from so_tui.runs.outcome import OutcomeCode
 from so_tui.runs.records import StepRecord
 from so_tui.spec import InputError
-from tests.slurm.cluster import Cluster
+from tests.slurm.cluster import NODES, Cluster
 from tests.slurm.submitting import ended, submit, wait_for
 from tests.support.launching import records, tiny
 from tests.support.make_run import quad_machine
@@ -41,6 +41,14 @@ def test_a_run_trains_on_another_host_and_is_planned_for_it(cluster: Cluster, tm
     assert seen is not None
     assert seen.machine.hostname == "n1"
     assert cluster.left() == ("", ())
+
+
+def test_inspect_in_an_allocation_records_its_node(cluster: Cluster) -> None:
+    inspect = [sys.executable, "-P", "-m", "so_tui", "inspect"]
+    subprocess.run(["srun", "--partition=strict", "--exclusive", *inspect], capture_output=True, check=True, timeout=120)
+    seen = seen_machine("simulated", "strict")
+    assert seen is not None
+    assert seen.machine.hostname in NODES
 
 
 def test_a_queued_run_says_why_it_waits_and_leaves_the_queue_when_it_is_stopped(busy: Cluster, tmp_path: Path) -> None:
