@@ -188,7 +188,8 @@ class SoTuiApp(AnnouncingApp[None]):
         self.load()
 
     def on_loaded(self, message: messages.Loaded) -> None:
-        self.catalog, self.machine, self.machine_file = message.catalog, message.machine, message.machine_file
+        self.machine_file = message.machine_file  # before the machine, whose watchers read it
+        self.catalog, self.machine = message.catalog, message.machine
         self.diagnose()
 
     @work(thread=True, exclusive=True, group="doctor", name="doctor", exit_on_error=False)

@@ -49,6 +49,16 @@ async def test_keys_move_the_axis_of_a_live_run(runs_dir: Path) -> None:
         assert loss.log_scale
 
 
+async def test_without_a_run_only_keys_that_do_something_are_offered(runs_dir: Path) -> None:
+    async with opened(runs_dir) as ui:
+        await ui.press("3")
+        await ui.until(lambda: "No run yet" in ui.text() and "Zoom" not in ui.key_line)
+        assert "q Quit" in ui.key_line
+        write_run(runs_dir, steps=5, seconds_of_samples=2)
+        ui.app.list_runs()
+        await ui.until(lambda: "Zoom" in ui.key_line)
+
+
 async def test_several_hosts_are_told_apart(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=120, seconds_of_samples=5)
     shutil.copytree(run.samples_dir("quad-gh200"), run.samples_dir("second"))

@@ -10,7 +10,7 @@ from textual.widgets import Input, Select
 
 from so_tui.machine.types import Machine
 from so_tui.spec import Problem
-from so_tui.ui.form import problem_text
+from so_tui.ui.form import LENGTH, problem_text
 from so_tui.ui.panels.form import FormPanel
 from so_tui.ui.panels.what_if import WhatIf, figures, strip_lines
 from so_tui.ui.screens.configure import ConfigureScreen
@@ -67,6 +67,10 @@ async def test_a_field_is_found_by_its_name_and_described(runs_dir: Path) -> Non
         await ui.until(lambda: "train.learning_rate" in ui.shown("#about"))
         await ui.type_text("fast", replace=True)
         await ui.until(lambda: "✗ train.learning_rate" in ui.shown("#about"))
+        await ui.press("escape", "slash")
+        await ui.type_text("steps")
+        await ui.press("enter")
+        await ui.until(lambda: focused_row(ui) == LENGTH)
         await ui.press("escape", "slash")
         await ui.type_text("nothing is called so")
         await ui.until(lambda: not form.rows)

@@ -138,21 +138,47 @@ async def test_the_first_run_ends_the_first_visit(runs_dir: Path) -> None:
 async def test_a_machine_without_a_gpu_says_what_to_do_and_trains_tiny_with_one_key(runs_dir: Path) -> None:
     async with opened(runs_dir, machine=CPU_ONLY, start=never) as ui:
         await ui.presets()
-        assert ui.find("#no-gpu", Static).display
+        assert "No GPU here" in ui.shown("#about-machine")
         assert not ui.find("#first-visit", Static).display
         await ui.press("t")
         await ui.until(lambda: isinstance(ui.screen, Question))
         assert "tiny" in ui.text()
         await ui.press("escape")
-        await ui.press("o")
+        await ui.pilot.click("#about-machine", offset=(ui.shown("#about-machine").index("plans"), 0))
         await ui.until(lambda: ui.screen.query("#said"))
-        await ui.type_text("gh200-q")
         entry = ui.find("Input", Input)
+        await ui.press("down")
+        assert entry.value == "gh200-480"
+        await ui.pilot.click("OptionList", offset=(2, 2))
+        assert entry.value == "gh200-120"
+        await ui.type_text("gh200-q", replace=True)
         await ui.until(lambda: entry._suggestion == "gh200-quad-120")
         await ui.press("right", "enter")
         await ui.until(lambda: ui.app.machine_file == "gh200-quad-120")
         await ui.until(lambda: "4 GPUs" in ui.text())
-        assert not ui.find("#no-gpu", Static).display
+        assert "gh200-quad-120" in ui.shown("#about-machine")
+
+
+async def test_plans_of_another_machine_are_not_shown_under_the_name_of_this_one(runs_dir: Path) -> None:
+    async with opened(runs_dir, machine=CPU_ONLY) as ui:
+        table = await ui.presets()
+        rows: list[int] = []
+        ui.app.watch(ui.app, "machine", lambda: rows.append(table.row_count), init=False)
+        ui.app.plan_for(quad_machine(), "quad.json")
+        await ui.until(lambda: "4 GPUs" in ui.text())
+        assert rows == [0]
+
+
+async def test_the_cursor_stays_on_its_plan_when_the_terminal_gets_wider(runs_dir: Path) -> None:
+    async with opened(runs_dir) as ui:
+        table = await ui.presets()
+        columns, before = len(table.columns), ui.shown("#detail-title")
+        await ui.press("right")
+        await ui.until(lambda: ui.shown("#detail-title") != before)
+        chosen = ui.shown("#detail-title")
+        await ui.pilot.resize_terminal(200, 50)
+        await ui.until(lambda: len(table.columns) > columns)
+        assert ui.shown("#detail-title") == chosen
 
 
 async def test_paths_are_completed_too(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ class ConfigureScreen(ResizablePage):
         super().__init__()
 
     def body(self) -> Iterable[Widget]:
-        yield Static("Choose a preset first: press 1, then enter on a row.", id="form-title")
+        yield Static("reading the presets …", id="form-title")
         with Horizontal(id="columns"):
             yield FormPanel()
             yield Divider()
@@ -129,6 +129,7 @@ class ConfigureScreen(ResizablePage):
         return self._drafts.unsaved()
 
     async def _show_form(self) -> None:
+        self._show_title()  # at once: making the fields takes a while
         if await self.form.show_values(self._drafts.shown_value, slurm=has_slurm()) and has_slurm():
             self._ask_for_partitions()
         self.replan()

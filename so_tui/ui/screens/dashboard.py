@@ -181,9 +181,11 @@ class DashboardScreen(PanelledPage):
     # The run.
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        if self.run_shown is None or self.app.checking is not None:
+            return action in ("leave_field", "copy_text")  # nothing is shown that a key could act on
         if action in ("stop", "checkpoint", "resume"):
             snapshot = self.snapshot
-            if snapshot is None or snapshot.state is None or snapshot.deleted or self.app.checking is not None:
+            if snapshot is None or snapshot.state is None or snapshot.deleted:
                 return False
             if action == "resume":
                 return snapshot.state.state in run_actions.RESUMABLE

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 from textual import on
 from textual.app import ComposeResult
@@ -11,7 +11,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.screen import ModalScreen
 from textual.suggester import Suggester
-from textual.widgets import Button, Input, Static
+from textual.widgets import Button, Input, OptionList, Static
 
 from so_tui.spec.errors import InputError
 from so_tui.ui.text import Content
@@ -57,11 +57,15 @@ class Question(ModalScreen[bool]):
 class AskText(ModalScreen[Answer | None]):
     """Asks for a line of text. The result is what ``read`` returns for it, or None when the dialog was cancelled.
 
-    What was typed stays until ``read`` accepts it.
+    What was typed stays until ``read`` accepts it. A choice that is clicked, or reached with up and down, is entered into the field.
     """
 
     CSS_PATH = "dialogs.tcss"
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss(None)", "Cancel")]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "dismiss(None)", "Cancel"),
+        Binding("down", "choose('down')", "Next choice", show=False),
+        Binding("up", "choose('up')", "Choice before", show=False),
+    ]
 
     def __init__(
         self,
@@ -73,21 +77,44 @@ class AskText(ModalScreen[Answer | None]):
         read: Callable[[str], Answer],
         may_be_empty: bool = False,
         suggester: Suggester | None = None,
+        choices: Sequence[tuple[str, str]] = (),
     ) -> None:
-        """``read`` raises InputError."""
+        """``read`` raises InputError. ``choices`` are texts to enter, each with what it means; only that is shown of an empty one."""
         self._title, self._hint, self._value, self._yes = title, hint, value, yes
-        self._read, self._may_be_empty, self._suggester = read, may_be_empty, suggester
+        self._read, self._may_be_empty, self._suggester, self._choices = read, may_be_empty, suggester, choices
         super().__init__()
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog"):
             yield Static(Content(self._title), classes="dialog-title")
             yield Static(Content(self._hint), classes="faint")
+            if self._choices:
+                yield from self._list()
             yield Entry(self._value, compact=True, suggester=self._suggester)
             yield Static(id="said", classes="dialog-answer")
             with Horizontal(classes="dialog-buttons"):
                 yield Button(Content(f"{self._yes}  enter"), id="yes", compact=True)
                 yield Button("Cancel  esc", id="no", compact=True)
+
+    def _list(self) -> ComposeResult:
+        """Compose the choices; the keyboard stays in the field."""
+        width = max(len(text) for text, _ in self._choices)
+        named = (f"{text:<{width}}  " if text else "" for text, _ in self._choices)
+        lines = [Content.assemble(text, (meaning, "$faint")) for text, (_, meaning) in zip(named, self._choices, strict=True)]
+        listed = OptionList(*lines, compact=True, classes="choices")
+        listed.can_focus = False
+        listed.highlighted = next((index for index, (text, _) in enumerate(self._choices) if text == self._value), None)
+        yield listed
+
+    def action_choose(self, way: Literal["up", "down"]) -> None:
+        for listed in self.query(OptionList):
+            listed.action_cursor_down() if way == "down" else listed.action_cursor_up()
+
+    @on(OptionList.OptionHighlighted)
+    def _chosen(self, event: OptionList.OptionHighlighted) -> None:
+        entry = self.query_one(Input)
+        entry.value = self._choices[event.option_index][0]
+        entry.cursor_position = len(entry.value)
 
     @on(Input.Submitted)
     @on(Button.Pressed, "#yes")

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from so_tui.ui.app import SoTuiApp
 
 HINT = (
-    f"A name: {', '.join(MACHINES)}. Or a file that `so-tui inspect --json > FILE` wrote on that machine. Empty: this machine. "
-    "Right arrow completes. Runs start on this machine only."
+    "Up, down or a click choose one, or give a file that `so-tui inspect --json > FILE` wrote on that machine (right arrow completes). "
+    "Runs start on this machine only."
 )
+THIS_MACHINE = ("", "this machine")
 _MOST_ENTRIES = 2000
 
 
@@ -44,7 +45,14 @@ def ask_for_machine(app: SoTuiApp) -> None:
             app.plan_for(*described)
 
     dialog = AskText(
-        "Plan for another machine", HINT, app.machine_file, yes="Plan", read=read, may_be_empty=True, suggester=MachineSuggester()
+        "Plan for another machine",
+        HINT,
+        app.machine_file,
+        yes="Plan",
+        read=read,
+        may_be_empty=True,
+        suggester=MachineSuggester(),
+        choices=[THIS_MACHINE, *((name, machine.title) for name, machine in MACHINES.items())],
     )
     app.push_screen(dialog, chosen)
 

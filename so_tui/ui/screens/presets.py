@@ -33,8 +33,12 @@ FIRST_VISIT = (
 )
 
 
-NO_GPU = "No GPU here. [$accent]o[/] plans for another machine ({names} …). [$accent]t[/] trains [b]tiny[/] here, now.{slurm}"
+NO_GPU = (
+    "No GPU here. [@click=app.other_machine]o plans for another machine[/] ({names} …). "
+    "[@click=screen.train_tiny]t trains tiny here, now[/].{slurm}"
+)
 SLURM = " Configure submits runs to a Slurm partition."
+ELSEWHERE = "[@click=app.other_machine]o goes to another machine, or back to this one[/]."
 
 
 class TableReady(Message):
@@ -79,6 +83,8 @@ class PresetsScreen(Page):
 
     filter = getters.query_one("#filter", FindField)
     table = getters.query_one(PresetTable)
+    planned_for: var[Machine | None] = var(None)
+    """The machine of ``rows``."""
     rows: var[tuple[PlanRow, ...]] = var(())
     counts: var[tuple[int, ...]] = var(())
     _to_select = ""
@@ -88,7 +94,7 @@ class PresetsScreen(Page):
 
     def body(self) -> Iterable[Widget]:
         yield Static(id="first-visit")
-        yield Static(id="no-gpu")
+        yield Static(id="about-machine")
         yield Static(id="problems")
         yield FindField("show models whose name contains …", id="filter")
         yield PresetTable(id="table", cursor_type="cell")
@@ -97,9 +103,7 @@ class PresetsScreen(Page):
             yield Static(id="detail")
 
     def on_mount(self) -> None:
-        self.query_one("#detail-title", Static).update(
-            Content.styled("inspecting this machine and planning every preset for it …", "$faint")
-        )
+        self._wait("inspecting this machine and planning every preset for it …")
         self.watch(self.app, "machine", self._machine_known)
         self.watch(self.app, "catalog", self._machine_known, init=False)
         self.watch(self.app, "runs", self._runs_known)
@@ -107,31 +111,43 @@ class PresetsScreen(Page):
 
     def _runs_known(self) -> None:
         self.query_one("#first-visit", Static).update(Content.from_markup(FIRST_VISIT))
-        self.query_one("#first-visit").display = not self.app.runs and not self.query_one("#no-gpu").display
+        self.query_one("#first-visit").display = not self.app.runs and not self.query_one("#about-machine").display
 
     def _machine_known(self) -> None:
         catalog = self.app.catalog
         if self.app.machine is None or catalog is None:
             return
-        self._tell_of_no_gpu(self.app.machine)
+        self._tell_of(self.app.machine)
         problems = self.query_one("#problems", Static)
         problems.display = bool(catalog.problems)
         if catalog.problems:
             more = f"   and {plural(len(catalog.problems) - 1, 'more problem')}" if len(catalog.problems) > 1 else ""
             problems.update(Content.assemble(("✗ one of your presets was ignored: ", "$error"), str(catalog.problems[0]), (more, "$faint")))
+        if self.planned_for not in (None, self.app.machine):
+            self.rows = ()
+            self.table.clear()
+            self._wait(f"planning every preset for {self.app.machine.label} …")
+        self.planned_for = self.app.machine
         self.plan_all()
 
-    def _tell_of_no_gpu(self, machine: Machine) -> None:
-        """Say what can be done on a machine without a GPU, such as most login nodes."""
+    def _wait(self, text: str) -> None:
+        """Say what is awaited, where a plan will stand."""
+        self.query_one("#detail-title", Static).update(Content.styled(text, "$faint"))
+        self.query_one("#detail", Static).update("")
+
+    def _tell_of(self, machine: Machine) -> None:
+        """Say what can be done on a machine without a GPU, such as most login nodes; and how to come back from another machine."""
         from so_tui.machine.described import MACHINES
         from so_tui.ui.screens.configure import has_slurm
 
-        told = self.query_one("#no-gpu", Static)
-        told.display = not machine.gpus and not self.app.machine_file
-        if told.display:
+        told = self.query_one("#about-machine", Static)
+        told.display = bool(self.app.machine_file) or not machine.gpus
+        if self.app.machine_file:
+            told.update(Content.assemble("Plans for ", (machine.label, "bold"), ". ", Content.from_markup(ELSEWHERE)))
+        elif told.display:
             slurm = SLURM if has_slurm() else ""
             told.update(Content.from_markup(NO_GPU.format(names=", ".join(list(MACHINES)[:3]), slurm=slurm)))
-            self.query_one("#first-visit").display = False
+        self._runs_known()
 
     @work(thread=True, exclusive=True, group="plan", name="plan all presets", exit_on_error=False)
     def plan_all(self) -> None:
@@ -182,6 +198,7 @@ class PresetsScreen(Page):
             return
         table = self.table
         at = table.cursor_coordinate
+        gpus_column = at.column - self._fixed
         preset = self._preset_at(at.row)
         table.clear(columns=True)
         noun = "GPU" if self.app.machine and self.app.machine.gpus else "rank"
@@ -199,7 +216,8 @@ class PresetsScreen(Page):
             if spacious:
                 fixed.append(Text(str(row.sequence_length), justify="right"))
             table.add_row(*fixed, *(self._cell(row.cells.get(ranks), wide) for ranks in self.counts), key=row.preset)
-        table.move_cursor(row=table.get_row_index(preset) if preset in table.rows else at.row, column=at.column)
+        column = self._fixed + gpus_column if gpus_column >= 0 else at.column
+        table.move_cursor(row=table.get_row_index(preset) if preset in table.rows else at.row, column=column)
 
     def _preset_at(self, row: int) -> str:
         """Return the preset in a row of the table; empty where there is none."""

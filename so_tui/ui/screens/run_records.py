@@ -22,9 +22,12 @@ from so_tui.units import thousands
 
 if TYPE_CHECKING:
     from so_tui.ui.app import SoTuiApp
+    from so_tui.ui.runlist import RunRow
     from so_tui.ui.screens.runs import RunsScreen
 
 _MOST_ATTEMPTS, _LOG_LINES = 5, 40
+WROTE_S = 15.0
+"""How long is shown where a file was written: long enough to note it."""
 METRICS, PICTURE = (".csv", ".parquet"), ".svg"
 
 
@@ -93,8 +96,9 @@ def _show_lines(app: SoTuiApp, title: str, lines: list[str]) -> None:
     app.push_screen(Notice(title, lines, bad=False))
 
 
-def ask_to_export(screen: RunsScreen, run: RunDirectory, lines: Sequence[Line], names: Sequence[str]) -> None:
+def ask_to_export(screen: RunsScreen, row: RunRow, lines: Sequence[Line], names: Sequence[str]) -> None:
     """Ask where to, and export: what it is follows from the name."""
+    run = row.run
     from so_tui.ui.screens.dialogs import AskText
 
     def read(text: str) -> Path:
@@ -112,8 +116,15 @@ def ask_to_export(screen: RunsScreen, run: RunDirectory, lines: Sequence[Line], 
             work = partial(_export, screen, run, path, tuple(lines), tuple(names))
             screen.run_worker(work, thread=True, group="export", name="export", exit_on_error=False)
 
-    hint = "NAME.csv or NAME.parquet: every step. NAME.svg: the chart as shown. A folder: the model, for from_pretrained"
-    screen.app.push_screen(AskText(f"Export {run.name} to", hint, f"{run.name}.csv", yes="Export", read=read), named)
+    hint = "Up, down or a click choose what. Another name or path can be given; its ending says what is written."
+    choices = [
+        *([(f"{run.name}-model", "the model, a folder for from_pretrained")] if row.state.saved_step is not None else []),
+        (f"{run.name}.csv", "every step"),
+        (f"{run.name}.parquet", "every step (with pyarrow)"),
+        (f"{run.name}.svg", "the chart as shown"),
+    ]
+    dialog = AskText(f"Export {run.name} to", hint, choices[0][0], yes="Export", read=read, choices=choices)
+    screen.app.push_screen(dialog, named)
 
 
 def _export(screen: RunsScreen, run: RunDirectory, path: Path, lines: tuple[Line, ...], names: tuple[str, ...]) -> None:
@@ -134,7 +145,7 @@ def _export(screen: RunsScreen, run: RunDirectory, path: Path, lines: tuple[Line
     except OSError as error:
         app.post_message(Failed(f"{run.name} could not be exported", (f"{path}: {error.strerror}",)))
     else:
-        app.call_from_thread(app.notify, f"Wrote {path}: {said}", markup=False)
+        app.call_from_thread(app.notify, f"Wrote {path}: {said}", markup=False, timeout=WROTE_S)
     screen.post_message(Exporting(""))
 
 
@@ -156,4 +167,4 @@ def _export_model(screen: RunsScreen, run: RunDirectory, path: Path) -> str:
     for event in stream_tool("export", {"run": str(run.path), "to": str(path)}):
         if text := event.get("message"):
             screen.post_message(Exporting(f"{path.name}: {brief_message(str(text))}"))
-    return "the model"
+    return f"the model; `{so_tui_command('chat', str(path))}` talks to it"

@@ -68,6 +68,12 @@ class RunsScreen(ResizablePage):
     SIZES = ("run", "run_beside")
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("space", "mark", "Mark", id="mark", tooltip="Overlay the losses of marked runs; = compares them"),
+        Binding("E", "export", "Export", id="export", tooltip="The model, every step (CSV, Parquet), or the chart (SVG)"),
+        Binding("S", "sort", "Sort", show=False, id="sort", tooltip="By start, name, model, state, loss, tokens/s, MFU, memory; kept"),
+        Binding("V", "group", "Group", show=False, id="group", tooltip="By model, state, tag or host; kept"),
+        Binding("s", "stop", "Stop", id="stop", tooltip="Save and stop the run (asks; No is the default)"),
+        Binding("r", "resume", "Resume", id="resume", tooltip="Continue from its last checkpoint"),
+        Binding("D,delete", "delete", "Delete", key_display="D", id="delete", tooltip="Delete the run's folder (asks; never a live one)"),
         Binding(
             "equals_sign",
             "differences",
@@ -76,14 +82,8 @@ class RunsScreen(ResizablePage):
             id="differences",
             tooltip="Settings that differ, and results, of all marked runs; without marks, the settings of this one",
         ),
-        Binding("S", "sort", "Sort", show=False, id="sort", tooltip="By start, name, model, state, loss, tokens/s, MFU, memory; kept"),
-        Binding("V", "group", "Group", show=False, id="group", tooltip="By model, state, tag or host; kept"),
-        Binding("s", "stop", "Stop", id="stop", tooltip="Save and stop the run (asks; No is the default)"),
-        Binding("r", "resume", "Resume", id="resume", tooltip="Continue from its last checkpoint"),
-        Binding("D,delete", "delete", "Delete", key_display="D", id="delete", tooltip="Delete the run's folder (asks; never a live one)"),
         Binding("slash", "find", "Filter", key_display="/", id="find", tooltip="Show only runs whose name, model or state contains a text"),
         Binding("T", "note", "Note", id="note", tooltip="Write a note and tags on the run"),
-        Binding("E", "export", "Export", id="export", tooltip="Every step (CSV, Parquet), the chart (SVG), or the model"),
         Binding("C", "chat", "Chat", show=False, id="chat", tooltip="Talk to its last checkpoint, beside the model that it began with"),
         Binding("A", "attempts", "Earlier logs", show=False, id="attempts", tooltip="What the processes of earlier attempts wrote last"),
         Binding("L", "log_scale", "Log y", show=False, id="log-scale"),
@@ -277,9 +277,9 @@ class RunsScreen(ResizablePage):
             run_records.show_earlier_logs(self.app, run)
 
     def action_export(self) -> None:
-        if (run := self.chosen_run) is not None:
-            drawn = [(other, self._curves[other]) for other in self._marked or [run] if other in self._curves]
-            run_records.ask_to_export(self, run, [curve.line for _, curve in drawn], [other.name for other, _ in drawn])
+        if (row := self._chosen_row()) is not None:
+            drawn = [(other, self._curves[other]) for other in self._marked or [row.run] if other in self._curves]
+            run_records.ask_to_export(self, row, [curve.line for _, curve in drawn], [other.name for other, _ in drawn])
 
     @on(run_records.Exporting)
     def _exporting(self, message: run_records.Exporting) -> None:

@@ -19,7 +19,7 @@ from so_tui.spec.errors import InputError
 from so_tui.ui.messages import answer
 from so_tui.ui.text import Content, shorten
 from so_tui.ui.widgets.bars import fill
-from so_tui.units import duration, significant
+from so_tui.units import duration, significant, thousands
 
 if TYPE_CHECKING:
     from so_tui.validation.report import Outcome, Report, State
@@ -75,7 +75,7 @@ def _speeds(report: Report, width: int) -> Iterator[Content]:
             "GPUs": str(result.ranks),
             "s/step": significant(result.measured.step_s),
             "planned": significant(result.predicted.step_s) if result.predicted.step_s else "·",
-            "tokens/s": f"{result.useful_tokens_per_s:,.0f}",
+            "tokens/s": thousands(round(result.useful_tokens_per_s)),
         }
         bar = "  " + fill(result.useful_tokens_per_s / best, _BAR_CELLS) if bars else Content("")
         row = "".join(f"{figures[name]:>{_COLUMN_CELLS}}" for name in chosen)

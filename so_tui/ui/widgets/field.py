@@ -93,7 +93,7 @@ class FieldRow(Horizontal):
         info = self.info
         if info is None:
             yield FormEntry(self._value, compact=True, classes="field-control field-number")
-            options = [(path.rpartition(".")[2], path) for path in LENGTH_KEYS]
+            options = [(unit_of(path), path) for path in LENGTH_KEYS]
             yield Choice(options, value=self._key, allow_blank=False, compact=True, classes="field-unit")
         elif info.type_name == "boolean":
             yield Tick(_yes_or_no(self._value == "true"), self._value == "true", compact=True, classes="field-control")
@@ -111,8 +111,9 @@ class FieldRow(Horizontal):
 
     @property
     def name_shown(self) -> str:
-        """Its label in small letters."""
-        return label(self.path).lower()
+        """Its label in small letters, with the units to choose from."""
+        units = [unit_of(path) for path in LENGTH_KEYS] if self.info is None else []
+        return " ".join((label(self.path).lower(), *units))
 
     @property
     def about(self) -> str:
@@ -180,6 +181,11 @@ class FieldRow(Horizontal):
     def focus_control(self) -> None:
         """Focus this field's control."""
         self.query(Input if self.query(Input) else "Select, Checkbox").first().focus()
+
+
+def unit_of(path: str) -> str:
+    """Return ``steps`` for ``train.steps``."""
+    return path.rpartition(".")[2]
 
 
 def _yes_or_no(checked: bool) -> str:

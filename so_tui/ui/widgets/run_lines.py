@@ -32,6 +32,7 @@ SIGNS = {
 }
 STALE_S = 8.0
 """Seconds without news after which a live run is marked as stale: several beats of a supervisor that beats once a second."""
+AFTER_THE_END = "4 lists the run; there E exports the model, and C talks to it"
 _PART_NAMES = ("data", "forward", "backward", "optimizer exposed", "other")
 _SHORT_PART_NAMES = ("data", "forward", "backward", "exposed", "other")
 _PART_STYLES = ("$data-part", "$forward", "$backward", "$exposed", "$other-part")
@@ -104,7 +105,7 @@ def news_line(snapshot: Snapshot) -> Content | None:
         reason = brief_message(state.reason or (end.reason if end else ""))
         suggestion = brief_message(state.suggestion or (end.suggestion if end else ""))
         if not reason and not suggestion:
-            return None
+            return Content.assemble(("next: ", "$faint"), AFTER_THE_END) if state.state == "finished" and snapshot.checkpoints else None
         style = "$error" if state.state in ("failed", "lost") else "$warning"
         return Content.assemble((reason or state.state, style), ("   next: " if suggestion else "", "$faint"), suggestion)
     if snapshot.read_error:
@@ -116,7 +117,8 @@ def news_line(snapshot: Snapshot) -> Content | None:
     if state is not None and state.detail and state.state in ("queued", "starting", "saving"):
         return Content.assemble((f"{state.state}: ", "$accent"), brief_message(state.detail))
     if snapshot.latest is None and snapshot.phase is not None:
-        return Content.assemble((f"{snapshot.phase.phase}: ", "$accent"), brief_message(snapshot.phase.detail) or "…")
+        detail = brief_message(snapshot.phase.detail)
+        return Content.assemble((f"{snapshot.phase.phase}: ", "$accent"), detail) if detail else None
     if state is not None and state.state == "training" and state.slowdown is not None:
         text, remedy = slowdown_text(state.slowdown), slowdown_remedy(state.slowdown)
         return Content.assemble(("~ ", "$warning"), text, (f"   {remedy}", "$faint"))
