@@ -114,6 +114,7 @@ test-slow: $(TRAIN)
 
 # One test after the other: what the dashboard costs is measured while nothing else runs.
 test-system: $(TRAIN)
+	@TORCH_INDEX=$(TORCH_INDEX) $(BIN)/python -m tests.support.set_environments
 	@$(PYTEST) --tier system -m system --ignore=$(AARCH64_KERNEL) $(SYSTEM_TESTS)
 
 # The light install, then the Adam kernel and its worker. A part that this machine cannot run says what it lacks.

@@ -1,4 +1,4 @@
-"""The tested sets of training packages (``so_tui/machine/versions.toml``), each in an environment that is kept in the checkout."""
+"""The tested sets of training packages (``so_tui/machine/versions.toml``), each in an environment of its own."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import NamedTuple
 
 import pytest
 
-from so_tui.machine.versions import VersionSet, version_sets
+from so_tui.machine.versions import VersionSet
 from so_tui.runs import RunDirectory
 from so_tui.runs.records import StepRecord
 from tests.support.launching import records
 from tests.support.models import saved
 from tests.support.python_path import ROOT, checkout_path
+from tests.support.set_environments import OLDER, environment
 
 pytestmark = pytest.mark.system
 
-*OLDER, NEWEST = version_sets()
 STEPS = 6
 TESTS = (
     "tests/superoffload/test_superoffload.py",
@@ -36,8 +36,8 @@ TESTS = (
 """Engine, building and loading of models, and reading of data: what older packages have otherwise."""
 
 
-class Environment(NamedTuple):
-    """An environment with a set installed."""
+class Installed(NamedTuple):
+    """A set in its environment."""
 
     python: Path
     packages: VersionSet
@@ -45,22 +45,14 @@ class Environment(NamedTuple):
 
 def call(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a module with an environment's Python."""
-    environment = {**os.environ, "PYTHONPATH": checkout_path(), "PATH": f"{python.parent}:{os.environ['PATH']}"}
-    return subprocess.run([python, "-m", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    variables = {**os.environ, "PYTHONPATH": checkout_path(), "PATH": f"{python.parent}:{os.environ['PATH']}"}
+    return subprocess.run([python, "-m", *arguments], cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module", params=OLDER, ids=lambda each: each.name)
-def environment(request: pytest.FixtureRequest) -> Environment:
-    """Install a set, unless it is already."""
-    pytest.importorskip("torch")
-    packages: VersionSet = request.param
-    folder = ROOT / ".venv-sets" / packages.name
-    settings = {"PYTHON": sys.executable, "VENV": folder, "STACK": packages.name, "TORCH": f"torch=={packages.torch}", "SYSTEM_TORCH": ""}
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "PYTHONPATH"))}
-    command = ["make", "--no-print-directory", "install", *(f"{name}={value}" for name, value in settings.items())]
-    made = subprocess.run(command, cwd=ROOT, env=inherited, capture_output=True, text=True, check=False)
-    assert made.returncode == 0, made.stdout[-2000:] + made.stderr[-2000:]
-    return Environment(folder / "bin" / "python", packages)
+def installed(request: pytest.FixtureRequest) -> Installed:
+    """Return an older set in its environment."""
+    return Installed(environment(request.param), request.param)
 
 
 def losses(python: Path, model: Path, runs_dir: Path) -> list[float]:
@@ -87,18 +79,18 @@ def newest_losses(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list
     return losses(Path(sys.executable), model, tmp_path_factory.mktemp("newest"))
 
 
-def test_doctor_names_the_set(environment: Environment) -> None:
-    answer = json.loads(call(environment.python, "so_tui", "doctor", "--json").stdout)
-    assert answer["tested_set"] == environment.packages.name
+def test_doctor_names_the_set(installed: Installed) -> None:
+    answer = json.loads(call(installed.python, "so_tui", "doctor", "--json").stdout)
+    assert answer["tested_set"] == installed.packages.name
 
 
-def test_a_model_learns_as_with_the_newest(environment: Environment, model: Path, newest_losses: list[float], tmp_path: Path) -> None:
-    found = losses(environment.python, model, tmp_path)
+def test_a_model_learns_as_with_the_newest(installed: Installed, model: Path, newest_losses: list[float], tmp_path: Path) -> None:
+    found = losses(installed.python, model, tmp_path)
     assert len(newest_losses) == STEPS
     assert found == pytest.approx(newest_losses, rel=2e-3)  # versions of torch round bf16 products differently
 
 
-def test_the_engine_steps_as_adamw_and_models_are_built(environment: Environment) -> None:
+def test_the_engine_steps_as_adamw_and_models_are_built(installed: Installed) -> None:
     options = ["-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu and not system", "-n", "2", "--dist", "loadfile"]
-    tested = call(environment.python, "pytest", *options, *TESTS)
+    tested = call(installed.python, "pytest", *options, *TESTS)
     assert tested.returncode == 0, tested.stdout[-4000:]
