@@ -1,4 +1,4 @@
-"""Pictures of the dashboard and of Configure, compared with those in ``__snapshots__``. CONTRIBUTING.md says how to renew them."""
+"""Pictures of screens, compared with those in ``__snapshots__``. CONTRIBUTING.md says how to renew them."""
 
 from __future__ import annotations
 
@@ -87,3 +87,17 @@ async def test_configure(runs_dir: Path, picture: SnapshotAssertion, size: tuple
                 await ui.until(lambda: form.plan.what_if.strips)
             await ui.press("escape")
             assert await svg(ui) == picture(name=mark.removeprefix("-"))
+
+
+async def test_presets(runs_dir: Path, picture: SnapshotAssertion, size: tuple[int, int]) -> None:
+    async with opened(runs_dir, size) as ui:
+        await ui.presets()
+        await ui.until(lambda: ui.app.findings is not None)
+        assert await svg(ui) == picture
+
+
+async def test_machine(runs_dir: Path, picture: SnapshotAssertion, size: tuple[int, int]) -> None:
+    async with opened(runs_dir, size) as ui:
+        await ui.press("5")
+        await ui.until(lambda: ui.app.findings is not None)
+        assert await svg(ui) == picture
