@@ -14,6 +14,7 @@ import msgspec
 
 from so_tui.plan.types import Workload
 from so_tui.spec import RunSpec, resolve_source
+from so_tui.trust.decoding import decode_json
 
 EMBEDDED_ROWS = "builtin:tiny/rows.jsonl"
 _CHARACTERS_PER_TOKEN = 3.6
@@ -65,7 +66,7 @@ def rows_for(spec: RunSpec, workload: Workload) -> Iterator[Row]:
 def _words() -> Iterator[str]:
     """Yield the words of the embedded rows, over and over."""
     lines = Path(resolve_source(EMBEDDED_ROWS)).read_bytes().splitlines()
-    rows = [msgspec.json.decode(line, type=Row) for line in lines]
+    rows = [decode_json(line, Row) for line in lines]
     return cycle(list(chain.from_iterable(f"{row.instruction} {row.output}".split() for row in rows)))
 
 
