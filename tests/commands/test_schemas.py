@@ -81,7 +81,7 @@ def test_the_documented_site_profile_has_every_key() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"titel": "x"}, {"poll_s": 0}, {"options": ["--x y\nz"]}, {"partitions": {"gh": {"time_limit": "soon"}}}]
+    "wrong", [{"heading": "x"}, {"poll_s": 0}, {"options": ["--x y\nz"]}, {"partitions": {"gh": {"time_limit": "soon"}}}]
 )
 def test_a_wrong_site_profile_does_not_agree(wrong: dict[str, object]) -> None:
     valid("site-profile", json.dumps({"title": "x"}))
