@@ -73,7 +73,7 @@ def measure(part: Part, shape: Shape, job: dict[str, Any]) -> dict[str, Any]:
         for host_batch in batches.micro_batches(number):
             batch = host_batch.to(device)
             keys = attention.arguments(batch, implementation, model.config, torch.bfloat16)
-            loss = engine(input_ids=batch.input_ids, position_ids=batch.position_ids, labels=labels(batch), **keys).loss
+            loss = engine(input_ids=batch.input_ids, labels=labels(batch), **keys).loss
             engine.backward(loss)
             engine.step()
             total += loss.detach() / part.accumulation
