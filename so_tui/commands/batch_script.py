@@ -11,22 +11,17 @@ Problem codes:
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-import time
 from pathlib import Path
 
 from so_tui.commands.common import usable_terminal
-from so_tui.commands.edit import edited
-from so_tui.folders import state_home
 from so_tui.launch import Launch, start
 from so_tui.launch.executors import executor_of
+from so_tui.launch.executors.slurm.editing import Draft, edited, kept
 from so_tui.launch.executors.slurm.executor import SlurmExecutor
 from so_tui.launch.executors.slurm.script import for_run
 from so_tui.runs import RunDirectory
 from so_tui.spec import InputError, Problem, RunSpec, SoTuiError
-from so_tui.spec.files import write_atomic
-from so_tui.trust.ownership import private_folder
 from so_tui.trust.printable import quoted
 from so_tui.trust.reading import read_bounded
 
@@ -80,23 +75,22 @@ def start_with_script(launch: Launch, choice: ScriptChoice, arguments: argparse.
     Raises:
         SoTuiError: As ``start``, once the user gives up. A changed script is in a file, and stderr names it.
     """
-    name = f"{launch.spec.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.sh"
-    kept: Path | None = None
+    draft: Draft | None = None
     while True:
         try:
             run = start(launch, runs_dir=arguments.runs_dir, executor=SlurmExecutor(edit=choice))
         except BaseException as error:
             if not choice.is_changed:
                 raise
-            kept = private_folder(state_home() / "scripts") / name
-            write_atomic(kept, choice.script.encode())
+            draft = kept(choice.script, launch.spec.name, draft)
             again = isinstance(error, SoTuiError) and usable_terminal() and _wants_again(error)
             if not again:
-                print(f"so-tui: your script is kept. To submit it: the same command with --script {quoted(str(kept))}", file=sys.stderr)
+                file = quoted(str(draft.path))
+                print(f"so-tui: your script is kept. To submit it: the same command with --script {file}", file=sys.stderr)
                 raise
         else:
-            if kept is not None:
-                kept.unlink(missing_ok=True)
+            if draft is not None:
+                draft.discard()
             return run
 
 

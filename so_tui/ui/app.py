@@ -24,7 +24,7 @@ from textual.worker import Worker, WorkerState
 from so_tui.ui import messages
 from so_tui.ui.announcing import AnnouncingApp
 from so_tui.ui.glyphs import GlyphName, PlainCharacters
-from so_tui.ui.launching import Checking, go_back, start_launch
+from so_tui.ui.launching import Checking, go_back
 from so_tui.ui.screens import MODES, PAGES
 from so_tui.ui.terminal import terminal_lost
 
@@ -280,12 +280,11 @@ class SoTuiApp(AnnouncingApp[None]):
     def on_failed(self, message: messages.Failed) -> None:
         from so_tui.ui.screens.dialogs import Notice
 
-        def answered(forced: bool | None) -> None:
-            if forced and message.retry_forced is not None:
-                start_launch(self, message.retry_forced)
+        def answered(taken: bool | None) -> None:
+            if taken and message.offer is not None:
+                message.offer.action()
 
-        offer = "Launch anyway" if message.retry_forced is not None else ""
-        self.push_screen(Notice(message.title, message.lines, offer=offer), answered)
+        self.push_screen(Notice(message.title, message.lines, offer=message.offer.text if message.offer else ""), answered)
 
     def open_run(self, run: RunDirectory) -> None:
         """Show ``run`` on the dashboard."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -13,6 +12,8 @@ from so_tui.ui.text import Content
 
 if TYPE_CHECKING:
     from so_tui.launch import Launch
+    from so_tui.launch.executors import Executor
+    from so_tui.launch.executors.slurm.editing import Draft
     from so_tui.ui.app import SoTuiApp
 
 
@@ -34,10 +35,12 @@ class Checking:
         return Content.assemble((self.label, "bold"), "\n\n", timeline_lines([stage], width))
 
 
-def ask_to_launch(app: SoTuiApp, launch: Launch, facts: Iterable[Content]) -> None:
-    """Ask once, then start ``launch`` where its spec says."""
+def ask_to_launch(app: SoTuiApp, launch: Launch, draft: Draft | None = None) -> None:
+    """Ask once, then start ``launch`` where its spec says, with the batch script that the user has changed before or changes now."""
     from so_tui.launch.executors import executor_of
     from so_tui.ui.screens.dialogs import Question
+    from so_tui.ui.screens.launch_question import JobQuestion
+    from so_tui.ui.widgets.plan_view import launch_facts
 
     if not app.may_start():
         return
@@ -47,15 +50,35 @@ def ask_to_launch(app: SoTuiApp, launch: Launch, facts: Iterable[Content]) -> No
         app.post_message(messages.Failed(f"{launch.spec.label} was not started", (there, back)))
         return
 
+    title, facts = f"Launch {launch.spec.label}?", launch_facts(launch.plan)
+    if executor_of(launch.spec).here:
+        question = Question(title, facts, yes="Launch", default_yes=True)
+    else:
+        question = JobQuestion(title, facts, launch, draft)
+
     def answered(yes: bool | None) -> None:
+        changed = question.draft if isinstance(question, JobQuestion) else None
         if yes:
-            start_launch(app, launch)
+            start_launch(app, launch, changed)
+        elif changed is not None:
+            app.notify(_where_kept(changed), title="Your script is kept", markup=False)
 
-    app.push_screen(Question(f"Launch {launch.spec.label}?", list(facts), yes="Launch", default_yes=True), answered)
+    app.push_screen(question, answered)
 
 
-def start_launch(app: SoTuiApp, launch: Launch) -> None:
-    """Start ``launch`` unless something else is being started. The dashboard shows its checks, and then the run."""
+def launch_anyway(app: SoTuiApp, launch: Launch | None, draft: Draft | None = None) -> messages.Offer | None:
+    """Return the offer to start ``launch`` although something speaks against it; None if there is nothing to start."""
+    return messages.Offer("Launch anyway", partial(start_launch, app, launch, draft)) if launch else None
+
+
+def start_launch(app: SoTuiApp, launch: Launch, draft: Draft | None = None) -> None:
+    """Start ``launch`` unless something else is being started. The dashboard shows its checks, and then the run.
+
+    Args:
+        app: The application.
+        launch: What is started.
+        draft: The user's batch script; None for the one that so-tui writes.
+    """
     from so_tui.ui.page import Page
 
     if not app.may_start():
@@ -64,7 +87,7 @@ def start_launch(app: SoTuiApp, launch: Launch) -> None:
         page.action_leave_field()  # or the user would still be typing there after coming back
     app.starting = launch.spec.label
     app.checking = Checking(launch.spec.label, time.monotonic(), app.current_mode)
-    app.run_worker(partial(_launch, app, launch), thread=True, group="launch", name="launch", exit_on_error=False)
+    app.run_worker(partial(_launch, app, launch, draft), thread=True, group="launch", name="launch", exit_on_error=False)
     app.switch_mode("dashboard")
 
 
@@ -78,7 +101,7 @@ def go_back(app: SoTuiApp) -> None:
         app.switch_mode(checking.asked_on)
 
 
-def _launch(app: SoTuiApp, launch: Launch) -> None:
+def _launch(app: SoTuiApp, launch: Launch, draft: Draft | None) -> None:
     """Run the preflight checks, then hand the run to its supervisor. A refusal is shown with its reasons. Runs in a thread."""
     from msgspec.structs import replace
 
@@ -92,9 +115,30 @@ def _launch(app: SoTuiApp, launch: Launch) -> None:
             checked, warnings = preflight(launch, runs_dir=app.runs_dir)
             for warning in warnings:
                 app.call_from_thread(app.notify, warning, severity="warning", markup=False)
-            run = start(checked, runs_dir=app.runs_dir)
+            run = start(checked, runs_dir=app.runs_dir, executor=_submitting(draft) if draft else None)
     except SoTuiError as error:
-        retry = replace(launch, forced=True) if isinstance(error, Refused) and error.forceable else None
-        app.post_message(messages.NotLaunched(f"{launch.spec.label} was not started", tuple(str(error).splitlines()), retry_forced=retry))
+        if isinstance(error, Refused) and error.forceable:
+            offer = launch_anyway(app, replace(launch, forced=True), draft)
+        else:
+            offer = messages.Offer("Edit the script", partial(ask_to_launch, app, launch, draft)) if draft else None
+        lines = (*str(error).splitlines(), *([f"Your script is kept. {_where_kept(draft)}"] if draft else []))
+        app.post_message(messages.NotLaunched(f"{launch.spec.label} was not started", lines, offer=offer))
     else:
+        if draft is not None:
+            draft.discard()
         app.post_message(messages.Launched(run))
+
+
+def _submitting(draft: Draft) -> Executor:
+    """Return an executor that submits the user's script."""
+    from so_tui.launch.executors.slurm.executor import SlurmExecutor
+    from so_tui.launch.executors.slurm.script import for_run
+
+    return SlurmExecutor(edit=partial(for_run, draft.script))
+
+
+def _where_kept(draft: Draft) -> str:
+    """Say how a script that was not submitted is submitted later."""
+    from so_tui.trust.printable import quoted
+
+    return f"`so-tui run` submits it with --script {quoted(str(draft.path))}."

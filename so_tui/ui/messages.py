@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 from textual.message import Message
 from textual.worker import get_current_worker
@@ -36,11 +37,18 @@ class Loaded(Message):
         super().__init__()
 
 
-class Failed(Message):
-    """A worker failed; ``title`` names what was tried."""
+class Offer(NamedTuple):
+    """An action that is offered where something failed."""
 
-    def __init__(self, title: str, lines: tuple[str, ...], *, retry_forced: Launch | None = None) -> None:
-        self.title, self.lines, self.retry_forced = title, lines, retry_forced
+    text: str
+    action: Callable[[], None]
+
+
+class Failed(Message):
+    """A worker failed; ``title`` names what was tried, and ``offer`` is what the user can do about it at once."""
+
+    def __init__(self, title: str, lines: tuple[str, ...], *, offer: Offer | None = None) -> None:
+        self.title, self.lines, self.offer = title, lines, offer
         super().__init__()
 
 

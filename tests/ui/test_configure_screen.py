@@ -40,7 +40,7 @@ async def test_a_wrong_field_is_marked_and_nothing_can_be_launched(runs_dir: Pat
 async def test_launching_right_after_a_key_press_uses_the_new_value(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Launch] = []
     async with opened(runs_dir) as ui:
-        monkeypatch.setattr("so_tui.ui.launching.ask_to_launch", lambda app, launch, facts: asked.append(launch))
+        monkeypatch.setattr("so_tui.ui.launching.ask_to_launch", lambda app, launch: asked.append(launch))
         await ui.configure()
         row = await ui.edit("train.warmup_ratio", "0.0")
         await ui.until(lambda: row.has_class("-changed"))

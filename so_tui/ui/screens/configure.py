@@ -28,7 +28,6 @@ from so_tui.ui.panels.plan import PlanPanel
 from so_tui.ui.panels.what_if import WhatIf
 from so_tui.ui.resizing import ResizablePage, Size
 from so_tui.ui.text import Content, plural
-from so_tui.ui.widgets import plan_view
 from so_tui.ui.widgets.field import FieldRow
 from so_tui.ui.widgets.grip import Divider
 
@@ -287,9 +286,9 @@ class ConfigureScreen(ResizablePage):
             self._go_to_first_problem(planned)
         elif not planned.plan.fits:
             title = f"{planned.plan.spec.label} does not fit here"
-            self.app.post_message(Failed(title, planned.plan.reason_texts, retry_forced=planned.launch))
+            self.app.post_message(Failed(title, planned.plan.reason_texts, offer=launching.launch_anyway(self.app, planned.launch)))
         elif planned.launch is not None:
-            launching.ask_to_launch(self.app, planned.launch, plan_view.launch_facts(planned.plan))
+            launching.ask_to_launch(self.app, planned.launch)
 
     def _go_to_first_problem(self, planned: Planned) -> None:
         texts = [*map(problem_text, planned.problems), *(planned.plan.reason_texts if planned.plan else ())]

@@ -41,8 +41,12 @@ class Question(ModalScreen[bool]):
                 for line in self._lines:
                     yield Static(Content(line) if isinstance(line, str) else line)
             with Horizontal(classes="dialog-buttons"):
-                yield Button(Content(f"{self._yes}  y"), id="yes", compact=True)
-                yield Button(Content(f"{self._no}  n"), id="no", compact=True)
+                yield from self.buttons()
+
+    def buttons(self) -> ComposeResult:
+        """Compose the buttons."""
+        yield Button(Content(f"{self._yes}  y"), id="yes", compact=True)
+        yield Button(Content(f"{self._no}  n"), id="no", compact=True)
 
     def on_mount(self) -> None:
         self.query_one("#yes" if self._default_yes else "#no").focus()
@@ -50,7 +54,8 @@ class Question(ModalScreen[bool]):
     def action_answer(self, answer: bool) -> None:
         self.dismiss(answer)
 
-    def on_button_pressed(self, event: Button.Pressed) -> None:
+    @on(Button.Pressed, "#yes,#no")
+    def _pressed(self, event: Button.Pressed) -> None:
         self.dismiss(event.button.id == "yes")
 
 

@@ -316,7 +316,7 @@ class PresetsScreen(Page):
         except Refused as error:
             self.app.post_message(Failed(f"{row.title} cannot run here", error.reasons))
             return
-        launching.ask_to_launch(self.app, launch, plan_view.launch_facts(plan))
+        launching.ask_to_launch(self.app, launch)
 
     def action_train_tiny(self) -> None:
         row = next((row for row in self.rows if row.preset == "tiny"), None)

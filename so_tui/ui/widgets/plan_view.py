@@ -22,8 +22,6 @@ GAP = 3
 LABEL = 13
 """Cells of the labels left of the bars."""
 
-_SCRIPT = ". `so-tui run --edit` shows and changes its batch script first."
-
 
 def verdict(plan: Plan) -> Content:
     """Return ``✓ fits``."""
@@ -94,7 +92,7 @@ def launch_facts(plan: Plan) -> list[Content]:
         *memory_lines(plan, 70),
         Content(f"{run_length(plan.spec)} on {data_name(plan.spec)}"),
         Content(", ".join(filter(None, (tokens_per_step(plan), run_duration(plan))))),
-        *([Content.assemble("In a job on Slurm partition ", (partition, "bold"), (_SCRIPT, "$faint"))] if partition else []),
+        *([Content.assemble("In a job on Slurm partition ", (partition, "bold"))] if partition else []),
         Content.styled("Closing this screen does not stop it.", "$faint"),
     ]
 

@@ -105,7 +105,9 @@ def test_a_script_that_was_kept_is_submitted_for_another_run() -> None:
     kept = script(run="/runs/one").replace("--nodes=1", "--nodes=1 --hold") + "# mine\n"
     generated = script(run="/runs/two &")
     moved = for_run(kept, generated)
-    assert moved == kept.replace("so_tui_run=/runs/one", "so_tui_run='/runs/two &'")
+    assert moved == kept.replace("so_tui_run=/runs/one", "so_tui_run='/runs/two &'").replace("--job-name=one", "--job-name=two__")
+    named = kept.replace("--job-name=one", "--job-name=mine")
+    assert "--job-name=mine\n" in for_run(named, generated), "the user's own name stays"
     with pytest.raises(InputError) as caught:
         for_run("#!/bin/sh\ntrue\n", generated)
     assert [problem.code for problem in caught.value.problems] == ["script-without-run"]

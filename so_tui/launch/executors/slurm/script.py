@@ -31,7 +31,8 @@ _EARLY_S = 60
 _MARGIN = 2.0
 _STEP_S = 60
 """For the step in progress, which is finished first."""
-_RUN = re.compile(r"^so_tui_run=.*$", re.MULTILINE)
+_RUN = re.compile(r"^so_tui_run=(.*)$", re.MULTILINE)
+_QUOTES = "'\""
 _RESERVED = frozenset(
     (
         *("--array", "--chdir", "--clusters", "--error", "--export", "--export-file", "--get-user-env", "--input", "--job-name"),
@@ -85,7 +86,7 @@ def batch_script(
     return "\n".join(
         (
             "#!/bin/bash",
-            f"#SBATCH --job-name={re.sub(r'[^A-Za-z0-9._-]', '_', run.name)}",
+            f"#SBATCH --job-name={_job_name(run.name)}",
             *(f"#SBATCH {option}" for option in _options(spec, site, gpus, warning_s)),
             "",
             f"# Attempt {attempt} of the run {spec.name}, written by so-tui for {site.title}.",
@@ -111,14 +112,26 @@ def _architecture_check(architecture: str, interpreter: str) -> Iterator[str]:
 def for_run(script: str, generated: str) -> str:
     """Return a user's script for the run that a generated script is for; it may have been made for another one.
 
+    The job is named after the new run, too, unless the user has named it.
+
     Raises:
         InputError: It names no run (code ``script-without-run``).
     """
-    named = _RUN.search(generated)
-    if named is None or not _RUN.search(script):
+    named, other = _RUN.search(generated), _RUN.search(script)
+    if named is None or other is None:
         message, remedy = "has no line `so_tui_run=...`, which names the run directory", "Keep it, and what uses it, as --edit shows them."
         raise InputError([Problem(code="script-without-run", field="--script", value="", message=message, remedy=remedy)])
-    return _RUN.sub(lambda _: named[0], script, count=1)
+    moved = _RUN.sub(lambda _: named[0], script, count=1)
+    return moved.replace(_name_option(other), _name_option(named), 1)
+
+
+def _name_option(run_line: re.Match[str]) -> str:
+    """Return the line that names the job after the run that a script's line names."""
+    return f"#SBATCH --job-name={_job_name(run_line[1].strip(_QUOTES).rpartition('/')[2])}\n"
+
+
+def _job_name(run_name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "_", run_name)
 
 
 def _environment(spec: RunSpec, site: Site) -> dict[str, str]:

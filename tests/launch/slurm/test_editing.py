@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from so_tui.cli import main
-from so_tui.commands.edit import edited
+from so_tui.launch.executors.slurm.editing import edited
 from so_tui.spec import SoTuiError
 
 
@@ -26,3 +26,9 @@ def test_an_editor_that_fails_or_saves_nothing_ends_the_start(editor: str, monke
 def test_a_run_on_this_machine_has_no_script_to_edit(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "tiny", "--edit"]) == 2
     assert "--partition" in capsys.readouterr().err
+
+
+def test_an_interrupt_reaches_the_editor_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In vi, Ctrl-C ends typing. The terminal sends it to so-tui too."""
+    monkeypatch.setenv("VISUAL", "sh -c 'kill -INT $PPID; echo typed > \"$0\"'")
+    assert edited("#!/bin/bash\n") == "typed\n"

@@ -1,0 +1,73 @@
+"""The question before a run is submitted to a scheduler, with its batch script for editing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from textual import on
+from textual.app import ComposeResult, SuspendNotSupported
+from textual.binding import Binding, BindingType
+from textual.widgets import Button, Static
+
+from so_tui.ui.screens.dialogs import Question
+from so_tui.ui.text import Content
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from so_tui.launch import Launch
+    from so_tui.launch.executors.slurm.editing import Draft
+
+_CHANGED = "You have changed the batch script. It is submitted as you saved it."
+
+
+class JobQuestion(Question):
+    """Asks whether to submit a launch. ``draft`` is the user's batch script; None while it is the one that so-tui writes."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("e", "edit", "Edit the script")]
+
+    def __init__(self, title: str, lines: Sequence[str | Content], launch: Launch, draft: Draft | None) -> None:
+        self._launch, self.draft = launch, draft
+        super().__init__(title, [*lines, _CHANGED], yes="Launch", default_yes=True)
+
+    def buttons(self) -> ComposeResult:
+        yield from super().buttons()
+        yield Button("Edit the script  e", id="edit", compact=True)
+
+    def on_mount(self) -> None:
+        super().on_mount()
+        self._show_draft()
+
+    def _show_draft(self) -> None:
+        self.query(".dialog-body Static").last(Static).display = self.draft is not None
+
+    @on(Button.Pressed, "#edit")
+    def action_edit(self) -> None:
+        """Open the script in the user's editor, which has the terminal until it ends."""
+        from so_tui.spec import SoTuiError
+
+        failure = ""
+        try:
+            with self.app.suspend():
+                try:  # an exception that left this block would leave the terminal with the editor
+                    self.draft = self._edited()
+                except (SoTuiError, OSError) as error:
+                    failure = str(error)
+        except SuspendNotSupported:
+            failure = "This terminal cannot be lent to an editor. Leave the screen and use `so-tui run --edit`."
+        if failure:
+            self.notify(failure, title="The script is as it was", severity="error", markup=False)
+        self._show_draft()
+
+    def _edited(self) -> Draft | None:
+        """Return the script that the user saves; None if it is the generated one."""
+        from so_tui.launch.executors import executor_of
+        from so_tui.launch.executors.slurm.editing import edited, kept
+
+        generated = executor_of(self._launch.spec).preview(self._launch)
+        saved = edited(self.draft.script if self.draft else generated)
+        if saved != generated:
+            return kept(saved, self._launch.spec.name, self.draft)
+        if self.draft:
+            self.draft.discard()
+        return None

@@ -1,0 +1,116 @@
+"""The batch script of a job, changed in an editor from the question before a launch."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from textual.drivers.headless_driver import HeadlessDriver
+
+from so_tui.folders import state_home
+from so_tui.launch import Launch, prepare
+from so_tui.launch.executors.slurm import commands
+from so_tui.launch.executors.slurm.commands import SlurmError
+from so_tui.machine import inspect_machine
+from so_tui.runs import RunDirectory
+from so_tui.ui.launching import ask_to_launch
+from so_tui.ui.screens.dialogs import Notice
+from so_tui.ui.screens.launch_question import JobQuestion
+from tests.support.launching import tiny
+from tests.support.screen import Driver, opened
+
+
+@pytest.fixture
+def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launch:
+    """A launch for a partition, from a terminal that can be lent to an editor."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setattr("so_tui.launch.executors.slurm.queue.cache_home", lambda: tmp_path / "cache")
+    monkeypatch.setattr(commands, "cluster_name", lambda: "here")
+    monkeypatch.setattr(HeadlessDriver, "can_suspend", True)
+    monkeypatch.delenv("VISUAL", raising=False)
+    return prepare(tiny(slurm__partition="gh"), inspect_machine())
+
+
+def kept_scripts() -> list[Path]:
+    return list((state_home() / "scripts").glob("*"))
+
+
+async def question(ui: Driver, launch: Launch) -> JobQuestion:
+    ask_to_launch(ui.app, launch)
+    await ui.until(lambda: isinstance(ui.screen, JobQuestion))
+    assert isinstance(ui.screen, JobQuestion)
+    return ui.screen
+
+
+async def test_what_the_editor_saved_is_submitted_and_kept_while_slurm_refuses_it(
+    launch: Launch, runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted: list[str] = []
+
+    def submit(script: str, folder: str, environment: Mapping[str, str]) -> str:
+        submitted.append(Path(script).read_text())
+        if len(submitted) == 1:
+            raise SlurmError("sbatch refused: the queue is closed")
+        return "7"
+
+    monkeypatch.setattr(commands, "submit", submit)
+    monkeypatch.setattr(commands, "own_jobs", lambda: ())
+    async with opened(runs_dir) as ui:
+        await question(ui, launch)
+        monkeypatch.setenv("EDITOR", "sed -i '$ a # first'")
+        await ui.press("e")
+        await ui.until(lambda: "You have changed the batch script" in ui.text())
+        await ui.press("y")
+        await ui.until(lambda: isinstance(ui.screen, Notice))
+        assert "the queue is closed" in ui.text()
+        (kept,) = kept_scripts()
+        assert kept.read_text().endswith("# first\n")
+        await ui.pilot.click("#offer")
+        await ui.until(lambda: isinstance(ui.screen, JobQuestion))
+        assert "You have changed the batch script" in ui.text()
+        monkeypatch.setenv("EDITOR", "sed -i '$ a # second'")
+        await ui.press("e", "y")
+        await ui.until(lambda: len(submitted) == 2 and ui.app.opened)
+        assert ui.app.opened is not None
+        run = RunDirectory(ui.app.opened.path)
+    assert submitted[0].endswith("# first\n")
+    assert submitted[1].endswith("# first\n# second\n")
+    assert f"#SBATCH --job-name={run.name}\n" in submitted[1]
+    assert f"so_tui_run={shlex.quote(str(run.path))}\n" in submitted[1]
+    assert run.job_script_path(1).read_text() == submitted[1]
+    assert kept_scripts() == []
+
+
+async def test_a_changed_script_outlives_a_no_and_an_editor_that_fails(
+    launch: Launch, runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(runs_dir) as ui:
+        asked = await question(ui, launch)
+        monkeypatch.setenv("EDITOR", "true")
+        await ui.press("e")
+        assert asked.draft is None, "nothing was changed"
+        monkeypatch.setenv("EDITOR", "sed -i '$ a # mine'")
+        await ui.pilot.click("#edit")
+        await ui.until(lambda: asked.draft)
+        monkeypatch.setenv("EDITOR", "/nowhere/editor")
+        await ui.press("e")
+        assert any("/nowhere/editor" in note for note in ui.notes())
+        assert asked.draft is not None
+        assert asked.draft.script.endswith("# mine\n")
+        await ui.press("n")
+        assert any(str(asked.draft.path) in note for note in ui.notes())
+    assert kept_scripts() == [asked.draft.path]
+    assert list(runs_dir.glob("*")) == []
+
+
+async def test_a_terminal_that_cannot_be_lent_is_named_with_the_command_that_edits(
+    launch: Launch, runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HeadlessDriver, "can_suspend", False)
+    async with opened(runs_dir) as ui:
+        asked = await question(ui, launch)
+        await ui.press("e")
+        assert any("run --edit" in note for note in ui.notes())
+        assert asked.draft is None
