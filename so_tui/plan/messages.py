@@ -326,7 +326,8 @@ def _packing_off(fact: facts.PackingOff) -> str:
 def _caution(fact: Caution) -> str:
     match fact:
         case facts.NeverRun():
-            return f"planned, never run: so-tui has not run on {fact.name} yet, and these figures follow from publications"
+            known = "speeds follow from publications, and memory from runs on NVIDIA GPUs"
+            return f"planned, never run: so-tui has not run on {fact.name} yet; {known}"
         case facts.DeepSpeedNvidiaOnly():
             return "DeepSpeed says of its SuperOffload that it supports NVIDIA GPUs only; offload.engine = so-tui makes no such demand"
         case facts.ClippingWaits():

@@ -17,7 +17,8 @@ from so_tui.launch import partitioning
 from so_tui.launch.executors.local import LocalExecutor
 from so_tui.launch.preparation import launch_of, usable_machine
 from so_tui.launch.probe import MEASURED_STEPS, WARMUP_STEPS, probe_of, probe_spec, records_and_samples, run_to_end
-from so_tui.machine.types import Machine
+from so_tui.machine.numa import distance
+from so_tui.machine.types import Machine, NumaNode
 from so_tui.model.architecture import architecture
 from so_tui.plan import calibration, make_plan
 from so_tui.plan.published import with_layers
@@ -112,7 +113,7 @@ def _parts(machine: Machine, gpus: int) -> Iterator[Part]:
     yield Part(key="gpu", title="no offload", settings=_ON_GPU)
     yield Part(key="ours", title="SuperOffload with our engine, ratio 0.9, without clipping", settings=_PLAIN)
     yield Part(key="unbound", title="our engine, ranks not bound", settings=_PLAIN, placed="unbound")
-    if len([node for node in machine.cpu_nodes if node.cpus]) > 1:
+    if len(_usable_nodes(machine)) > 1:
         yield Part(key="wrong-node", title="our engine, bound to the wrong NUMA node", settings=_PLAIN, placed="wrong-node")
     # While these run, DeepSpeed's CPU Adam is compiled for the parts after them.
     for ranks in (1, *several):
@@ -180,9 +181,8 @@ def _moved(rank: RankBinding, machine: Machine, how: Placed) -> RankBinding:
     policy = MemoryPolicy(mode="default")
     cpus = main = adam = allowed
     if how == "wrong-node":
-        nodes = [node for node in machine.cpu_nodes if set(node.cpus) & set(allowed)]
-        others = [node for node in nodes if node.id != rank.numa_node]
-        node = max(others, key=lambda other: other.distances[rank.numa_node or 0] if other.distances else 0)
+        others = [node for node in _usable_nodes(machine) if node.id != rank.numa_node]
+        node = max(others, key=lambda other: distance(machine.numa_nodes, other, rank.numa_node or 0) or 0)
         cpus = tuple(cpu for cpu in node.cpus if cpu in set(allowed))[: len(rank.cpus)]
         split = max(1, len(cpus) - len(rank.adam_cpus)) if rank.adam_cpus else len(cpus)
         main, adam = cpus[:split], cpus[split:] or cpus
@@ -191,6 +191,12 @@ def _moved(rank: RankBinding, machine: Machine, how: Placed) -> RankBinding:
     launcher = DeepSpeedBinding(cpus=cpus, numactl=(), omp_num_threads=len(cpus), matches=True)
     adam = adam if rank.adam_cpus else ()
     return replace(rank, cpus=cpus, main_cpus=main, adam_cpus=adam, memory_policy=policy, deepspeed=launcher, deepspeed_unlisted=None)
+
+
+def _usable_nodes(machine: Machine) -> list[NumaNode]:
+    """Return the NUMA nodes with cores that this process may use: a job may have those of one superchip only."""
+    allowed = set(machine.allowed_cpus)
+    return [node for node in machine.cpu_nodes if allowed.intersection(node.cpus)]
 
 
 def can_partition(machine: Machine, shape: RunSpec) -> bool:

@@ -52,7 +52,6 @@ CHANGES: list[tuple[str, dict[str, Any], str, str]] = [
     ("gpu", {"compute_mode": "Prohibited"}, "blocks", "compute-prohibited"),
     ("gpu", {"mig": True}, "warning", "mig-enabled"),
     ("gpu", {"vendor": "amd"}, "blocks", "amd-gpus"),
-    ("gpu", {"vendor": "amd", "memory_node": 0}, "warning", "never-run"),
     ("software", {"torch_cuda": None, "torch": "2.13.0+cpu"}, "blocks", "torch-cpu-only"),
     ("software", {"deepspeed": None}, "blocks", "missing-packages"),
     ("software", {"deepspeed": "0.18.0"}, "blocks", "untested-deepspeed"),
@@ -81,6 +80,19 @@ def test_traps_of_the_machine_itself(tmp_path: Path, part: str, change: dict[str
     }[part]()
     finding = only(found(changed))
     assert (finding.severity, finding.code) == (severity, code)
+
+
+@pytest.mark.parametrize(
+    ("build", "expected"),
+    [
+        ({"torch_cuda": None, "torch_rocm": "7.1"}, [("warning", "never-run")]),
+        ({"torch_cuda": "13.0"}, [("warning", "never-run"), ("blocks", "torch-no-rocm")]),
+        ({"torch": None, "torch_cuda": None}, [("warning", "never-run"), ("blocks", "missing-packages")]),
+    ],
+)
+def test_an_apu_needs_a_build_of_torch_with_rocm(tmp_path: Path, build: dict[str, Any], expected: list[tuple[str, str]]) -> None:
+    machine = with_software(with_gpu(healthy(tmp_path, ONE_GH200), vendor="amd", memory_node=0), **build)
+    assert sorted(kinds(found(machine))) == sorted(expected)
 
 
 @pytest.mark.parametrize(

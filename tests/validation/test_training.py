@@ -16,6 +16,9 @@ from tests.support.machines import x86
 
 QUAD = named_machine("gh200-quad-120")
 SHAPE = shape_for(QUAD)
+GAPS = (8, 12, 20)
+GAP_DISTANCES = ((10, 20, 40), (20, 10, 40), (40, 40, 10))
+"""Distances from each of these nodes, in the order of the nodes."""
 
 
 def part(key: str, machine: object = QUAD, gpus: int = 4) -> Part:
@@ -50,6 +53,21 @@ def test_fewer_gpus_have_fewer_parts() -> None:
     assert not {"wrong-node", "ours-2"} & keys
     assert "ours-2" in {one.key for one in parts_of(QUAD, 2)}
     assert "ours-4" not in {one.key for one in parts_of(QUAD, 2)}
+
+
+def test_a_job_with_the_cores_of_one_node_is_not_bound_to_another() -> None:
+    job = replace(QUAD, allowed_cpus=QUAD.cpu_nodes[0].cpus, gpus=QUAD.gpus[:1])
+    assert "wrong-node" in {one.key for one in parts_of(replace(job, allowed_cpus=QUAD.allowed_cpus), 1)}
+    assert "wrong-node" not in {one.key for one in parts_of(job, 1)}
+
+
+def test_the_wrong_node_is_the_farthest_also_where_node_ids_have_gaps() -> None:
+    plan = make_plan(spec_of(SHAPE, part("ours", gpus=1)), QUAD)
+    (rank,) = plan.binding
+    home, near, far = (replace(node, id=id, distances=row) for node, id, row in zip(QUAD.cpu_nodes, GAPS, GAP_DISTANCES, strict=False))
+    machine = replace(QUAD, numa_nodes=(home, near, far))
+    (moved,) = placed(replace(plan, binding=(replace(rank, numa_node=home.id),)), machine, "wrong-node").binding
+    assert moved.memory_policy.nodes == (far.id,)
 
 
 @pytest.mark.parametrize(("gpus", "expected"), [(1, ["gpu", "1"]), (2, ["gpu", "1", "2"]), (4, ["gpu", "1", "2", "4"])])

@@ -37,7 +37,7 @@ def check_vendor(context: CheckContext) -> Iterator[Finding]:
             severity="warning",
             title="so-tui has never run on these GPUs",
             evidence=named,
-            cost="Plans follow from publications: planned, never run.",
+            cost="Plans are unproven here: speeds follow from publications, and memory from measurements on NVIDIA GPUs.",
             remedy="Begin with a short run of `tiny`, and report what happens.",
         )
     if split := tuple(gpu for gpu in amd if gpu.mig):

@@ -1,7 +1,7 @@
 """Check the installed software and the environment variables that a training process would inherit.
 
-Codes: missing-packages, untested-deepspeed, version-too-old, version-too-new, untested-set, torch-cpu-only, binding-forbidden,
-no-numactl, no-compiler, no-ninja, adam-not-compiled, no-cuda-toolkit, cuda-toolkit-mismatch, slower-attention,
+Codes: missing-packages, untested-deepspeed, version-too-old, version-too-new, untested-set, torch-cpu-only, torch-no-rocm,
+binding-forbidden, no-numactl, no-compiler, no-ninja, adam-not-compiled, no-cuda-toolkit, cuda-toolkit-mismatch, slower-attention,
 omp-single-thread, kmp-affinity, arch-list-suffix.
 """
 
@@ -96,6 +96,15 @@ def check_torch_build(context: CheckContext) -> Iterator[Finding]:
             evidence=f"torch {installed.torch} without CUDA, on a machine with {len(context.nvidia_gpus)} NVIDIA GPU(s)",
             cost="Training would not use the GPUs.",
             remedy="Install a CUDA build: torch 2.11 or newer from PyPI, or with `--index-url https://download.pytorch.org/whl/cu130`.",
+        )
+    if any(gpu.shares_memory for gpu in context.machine.gpus) and installed.torch and installed.torch_rocm is None:
+        yield Finding(
+            code="torch-no-rocm",
+            severity="blocks",
+            title="torch is built without ROCm",
+            evidence=f"torch {installed.torch}, on a machine with {context.machine.gpus[0].name}",
+            cost="Training could not use the GPUs, and runs are refused.",
+            remedy="Install a ROCm build of torch from pytorch.org.",
         )
 
 
