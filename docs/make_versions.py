@@ -26,7 +26,8 @@ _SETS = """\
 
 All tests run with the newest set. `make test-system` makes an environment of each other one, with everything else as in its lock file.
 There it trains a small model, whose losses must be those of the newest set, and runs the tests of the engine, whose steps must equal
-AdamW's, and of building and loading models. On GPUs, only torch 2.11 was tested.
+AdamW's, and of building and loading models. All of this was done with Python 3.11. On GPUs, only
+torch 2.11 with Python 3.12 was tested. Only the workflow for GitHub has Python 3.13 and 3.14.
 
 """
 _INSTALL = """\
