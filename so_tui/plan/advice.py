@@ -50,6 +50,7 @@ from so_tui.plan.facts import (
 from so_tui.plan.fit import Assessment, Target, assess, best
 from so_tui.plan.resources import rank_counts, usable_bytes
 from so_tui.plan.sequence_parallel import more_sharing, not_shareable
+from so_tui.spec.attention import MASKED_BACKENDS
 from so_tui.spec.layers import layer_kinds, mixing_kinds
 from so_tui.spec.types import RunSpec
 
@@ -253,7 +254,7 @@ def cautions(spec: RunSpec, found: Assessment, *, searched: bool = False) -> Ite
         yield GpuMemoryUnknown()
     if not resources.has_gpu and found.layout.parameters > _SLOW_ON_CPU:
         yield SlowWithoutGpu(parameters=found.layout.parameters)
-    if not spec.data.packing:
+    if not spec.data.packing and attention_of(found.spec, found.target.profile, resources).backend in MASKED_BACKENDS:
         useful = found.target.workload.useful_share
         mixing = mixing_kinds(layer_kinds(spec.model.config))
         yield PackingOff(padding_share=1 - useful if useful < 1 else None, mixing=mixing)

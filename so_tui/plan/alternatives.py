@@ -105,8 +105,7 @@ def more_recomputation(spec: RunSpec) -> Iterator[Alternative]:
 def memory_savings(spec: RunSpec) -> Iterator[RunSpec]:
     """Yield a spec with feed-forward blocks in tiles, with layer inputs on the host, and with both, as far as it leaves them open."""
     model, policy = spec.model, spec.model.activation_checkpointing
-    tokens = spec.train.micro_batch * spec.data.sequence_length // spec.train.sequence_parallel
-    tiles = {"tiled_mlp": "on"} if tokens > MLP_TILE_TOKENS and _can_tile(model) else {}
+    tiles = {"tiled_mlp": "on"} if spec.micro_batch_tokens > MLP_TILE_TOKENS and _can_tile(model) else {}
     host = {"activation_offload": "on"} if model.activation_offload == "auto" and policy != "none" else {}
     for values in (tiles, host, {**tiles, **host} if tiles and host else {}):
         if values:

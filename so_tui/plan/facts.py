@@ -430,7 +430,7 @@ class BeyondPositions(_Fact, frozen=True):
 
 
 class PackingOff(_Fact, frozen=True):
-    """Each document is a sequence of its own, so that padding is computed."""
+    """Each document is a sequence of its own, and attention takes a mask, so that padding is computed."""
 
     padding_share: float | None
     """Padding of all positions if every sequence had the full length; None where the data are not known."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 from so_tui.model.activations import MLP_TILE_TOKENS, tiles_mlp
 from so_tui.model.layout import StateLayout
@@ -45,10 +44,10 @@ class Placement:
         """Whether pinned blocks cost more than their size. Without CUDA there are none."""
         return self.rounds_pinned and self.has_gpu
 
-    @cached_property
+    @property
     def tokens(self) -> int:
         """Tokens of a micro-batch on one rank."""
-        return self.spec.train.micro_batch * self.spec.data.sequence_length // self.spec.train.sequence_parallel
+        return self.spec.micro_batch_tokens
 
     @property
     def tiled(self) -> bool:

@@ -505,6 +505,11 @@ class RunSpec(Spec, frozen=True, kw_only=True):
         return self.ranks // self.train.sequence_parallel
 
     @property
+    def micro_batch_tokens(self) -> int:
+        """Positions of a micro-batch on one rank, padding included: ranks that share sequences have a part each."""
+        return self.train.micro_batch * self.data.sequence_length // self.train.sequence_parallel
+
+    @property
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches per optimizer step: as given, or nearest to ``train.tokens_per_step``, at least 1."""
         if not self.train.tokens_per_step:

@@ -240,7 +240,9 @@ def test_nothing_is_recommended_for_gpus_of_unknown_memory() -> None:
 
 def test_what_padding_costs_is_said_with_the_reason_for_it() -> None:
     spec = with_values(spec_of("qwen3-14b"), {"data.packing": "false"})
-    assert only(make_plan(spec, BIG).warnings, PackingOff) == PackingOff(padding_share=None, mixing=())
+    assert not facts_of(make_plan(spec, BIG).warnings, PackingOff), "with boundaries padding is not computed"
+    masked = with_values(spec, {"model.attention": "sdpa"})
+    assert only(make_plan(masked, BIG).warnings, PackingOff) == PackingOff(padding_share=None, mixing=())
     hybrid = spec.model.config | {"layer_types": ["linear_attention", "full_attention"] * 20}
     spec = replace(spec, model=replace(spec.model, config=hybrid))
     found = only(make_plan(spec, BIG, workload=Workload(useful_share=0.25)).warnings, PackingOff)

@@ -55,6 +55,17 @@ def test_answers_are_what_the_model_writes_alone(micro_batch: str, model: Traine
         assert (answer.prompt, answer.text, answer.tokens) == (text, alone.text, alone.tokens)
 
 
+def test_ranks_that_share_sequences_answer_no_more_tokens_than_they_train(model: TrainedModel, single_rank: Ranks) -> None:
+    shared = spec(train__micro_batch="4", train__sequence_parallel="2", gpus="2", prompts__max_tokens="100")
+    sizes: list[int] = []
+    watch = model.register_forward_pre_hook(lambda _, given: sizes.append(given[0].input_ids.numel()))
+    try:
+        Prompts(shared, single_rank, end_to_end=False).ask(model, attempt=1, step=1)
+    finally:
+        watch.remove()
+    assert 0 < max(sizes) <= shared.micro_batch_tokens == 256
+
+
 def test_the_seed_decides_where_tokens_are_drawn(model: TrainedModel, single_rank: Ranks) -> None:
     def answers(seed: str) -> tuple[AnsweredPrompt, ...]:
         drawn = spec(prompts__temperature="1", train__seed=seed)

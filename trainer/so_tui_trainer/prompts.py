@@ -93,8 +93,8 @@ class Prompts:
         )
 
     def _groups(self, answers: Sequence[_Answer]) -> Iterator[list[_Answer]]:
-        """Yield answers that are written together: no more tokens than a micro-batch of training has."""
-        limit = self._spec.train.micro_batch * self._spec.data.sequence_length
+        """Yield answers that are written together: no more tokens than a micro-batch of training has on this rank."""
+        limit = self._spec.micro_batch_tokens
         group: list[_Answer] = []
         for answer in answers:
             widest = max(each.prompt_length for each in (*group, answer)) + self._sampling.max_tokens

@@ -194,9 +194,8 @@ def build(
 def _host_inputs(causal: PreTrainedModel, spec: RunSpec, device: torch.device) -> HostInputs | None:
     if not offloads_inputs(spec.model):
         return None
-    tokens = spec.train.micro_batch * spec.data.sequence_length // spec.train.sequence_parallel
     width = causal.config.get_text_config().hidden_size * causal.dtype.itemsize
-    return HostInputs(len(recompute.checkpointed_layers(causal)), tokens * width, device)
+    return HostInputs(len(recompute.checkpointed_layers(causal)), spec.micro_batch_tokens * width, device)
 
 
 def disable_dropout(config: PretrainedConfig) -> None:
