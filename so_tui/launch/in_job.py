@@ -93,11 +93,11 @@ def supervise_in_job(run: RunDirectory, attempt: int, token: str | None) -> int:
         return code
     if needs_successor(run, before, start_over=submitted.start_over):
         if requeues(submitted.spec, load_site(submission.site)):
-            put_back(run, attempt)
+            put_back(run)
         else:
             _submit_successor(run, machine)
     elif lost_a_node(run, before, start_over=submitted.start_over) and requeues(submitted.spec, load_site(submission.site)):
-        put_back(run, attempt)
+        put_back(run)
     return code
 
 

@@ -23,7 +23,7 @@ from so_tui.plan.network import measured_network
 from so_tui.runs.network_rate import NetworkRate
 from so_tui.spec.files import write_atomic
 from so_tui.trust.decoding import decode_json
-from so_tui.trust.ownership import NotOwnError, private_folder, read_own
+from so_tui.trust.ownership import private_folder, read_own
 
 
 class SeenMachine(Struct, frozen=True, kw_only=True):
@@ -50,7 +50,7 @@ def remember(cluster: str, partition: str, machine: Machine) -> None:
         return
     content = msgspec.json.encode(SeenMachine(seen=time.time(), machine=machine))
     path = _path(cluster, partition)
-    with contextlib.suppress(OSError, NotOwnError):
+    with contextlib.suppress(OSError):
         private_folder(path.parent)
         write_atomic(path, content)
 
@@ -59,7 +59,7 @@ def seen_machine(cluster: str, partition: str) -> SeenMachine | None:
     """Return the machine of a cluster's partition; None if no job of this user has seen it."""
     try:
         return decode_json(read_own(_path(cluster, partition)), SeenMachine)
-    except (OSError, NotOwnError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError):
         return None
 
 

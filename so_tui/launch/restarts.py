@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Struct
 
 from so_tui.launch.executors.slurm import commands
-from so_tui.launch.executors.slurm.executor import Restarted, SlurmExecutor, read_submission
+from so_tui.launch.executors.slurm.executor import Restarted, SlurmExecutor
 from so_tui.launch.node_states import FIRST_SIGN_S
 from so_tui.launch.run_state import left_queue, queued_state
 from so_tui.launch.shutdown import stop_request
@@ -109,20 +109,19 @@ def _made_attempt(run: RunDirectory, submitted: int, token: str, machine: Machin
         message, remedy = f"is {state.state} ({state.code or 'by a person'})", "`so-tui resume` continues it."
         raise InputError([Problem(code="not-continued", field="run", value=run.name, message=message, remedy=remedy)])
     _leave_queue(run)
-    executor = SlurmExecutor(restarted=Restarted(job_id=os.environ["SLURM_JOB_ID"], works_in=submitted, token=token))
+    executor = SlurmExecutor(restarted=Restarted(job_id=_this_job(), works_in=submitted, token=token))
     return resume(run, prepare_resume(run, machine, assume_dead=True), executor=executor)
 
 
-def put_back(run: RunDirectory, attempt: int) -> None:
+def put_back(run: RunDirectory) -> None:
     """Put this job back into the queue, and record that. If Slurm refuses, the run stays stopped, and can be resumed."""
-    submission = read_submission(run, attempt)
     with run_lock(run) as lock:
-        if lock is None or submission is None:
+        if lock is None:
             return
         stopped = read_state(run)
         write_state(run, queued_state(stopped))
     try:
-        commands.requeue(submission.job_id)
+        commands.requeue(_this_job())
     except SoTuiError as error:
         print(f"so-tui: the job of {run.name} is not started again: {error}", file=sys.stderr, flush=True)
         write_state(run, stopped)
@@ -133,6 +132,11 @@ def may_continue(run: RunDirectory, state: RunState) -> bool:
     asked = stop_request(run)
     by_a_person = asked is not None and not asked.warned and not asked.signalled
     return not by_a_person and (state.state not in FINAL_STATES or state.code in _ENDED_FROM_OUTSIDE)
+
+
+def _this_job() -> str:
+    """Return the number of the job that this process belongs to, which may not have been recorded."""
+    return os.environ["SLURM_JOB_ID"]
 
 
 def _leave_queue(run: RunDirectory) -> None:

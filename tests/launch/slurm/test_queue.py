@@ -71,6 +71,16 @@ def test_the_ends_of_a_job_are_told_apart_and_recorded(
     assert read_state(run) == found
 
 
+def test_why_a_job_failed_is_said_however_much_it_wrote(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines of ``setup`` may write anything, and a job that Slurm starts again appends to what it wrote before."""
+    written = b"loading modules\n" * 10_000 + b"10 %\r100 %\n\x1b[31mpython: not found\x1b[0m\nended"
+    (run.attempt_dir(1) / "slurm.7.log").write_bytes(written)
+    answer(monkeypatch, Job(id="7", state="FAILED", folder=folder_of(run)))
+    status = SlurmExecutor().status(run, 1)
+    assert status is not None
+    assert status.output == "loading modules / 100 % / python: not found / ended"
+
+
 @pytest.mark.parametrize(
     "slurm", ["REVOKED", "EXPEDITING", "POWER_UP_NODE", "", "RUNNING", "SUSPENDED", "CONFIGURING", "REQUEUED", "STOPPED"]
 )

@@ -14,7 +14,7 @@ from so_tui.launch.admission import refuse_start
 from so_tui.launch.current import current_state
 from so_tui.launch.executors.slurm import commands
 from so_tui.launch.executors.slurm.commands import SlurmError
-from so_tui.launch.executors.slurm.executor import read_submission
+from so_tui.launch.executors.slurm.executor import read_submission, write_submission
 from so_tui.launch.executors.slurm.job import Job
 from so_tui.launch.executors.slurm.script import batch_script
 from so_tui.launch.executors.slurm.site import Site
@@ -185,7 +185,18 @@ def test_a_job_near_its_time_limit_is_put_back(refused: bool, run: RunDirectory,
     monkeypatch.setattr(commands, "requeue", requeue)
     stopped = replace(read_state(run), state="stopped", code=OutcomeCode.STOPPED, saved_step=4)
     write_state(run, stopped)
-    put_back(run, 1)
+    put_back(run)
     assert put == ["7"]
     assert read_state(run).state == ("stopped" if refused else "queued")
     assert read_state(run).saved_step == 4
+
+
+def test_a_job_is_put_back_although_its_number_could_not_be_recorded(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    put: list[str] = []
+    monkeypatch.setattr(commands, "requeue", put.append)
+    submission = read_submission(run, 1)
+    assert submission is not None
+    write_submission(run, 1, replace(submission, job_id=""))
+    write_state(run, replace(read_state(run), state="stopped", code=OutcomeCode.STOPPED, saved_step=4))
+    put_back(run)
+    assert put == ["7"]

@@ -34,6 +34,7 @@ from so_tui.launch.starter import TOKEN_VARIABLE, record_token
 from so_tui.plan.types import Plan
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.files import write_run_file
+from so_tui.runs.log import LogReader
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.outcome import OutcomeCode
 from so_tui.runs.records import RunState
@@ -43,11 +44,9 @@ from so_tui.spec import Problem, RunSpec, SoTuiError
 from so_tui.trust.decoding import decode_json
 from so_tui.trust.ownership import read_own
 from so_tui.trust.printable import so_tui_command
-from so_tui.trust.reading import read_bounded
 
 _FORGOTTEN_S = 60.0
 """An answer this much younger than a submission, without the job, means that Slurm has forgotten it or never had it. Clocks differ."""
-_OUTPUT_BYTES = 1 << 16
 _RUNNING = frozenset(("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT"))
 _QUEUED = frozenset(("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"))
 _ENDS: dict[str, OutcomeCode | None] = {
@@ -293,8 +292,9 @@ def _accounted(job_id: str, minute: int) -> Job | None:
 
 
 def _last_lines(folder: Path, job_id: str) -> str:
+    log = LogReader(folder / OUTPUT.replace("%j", job_id))
     try:
-        content = read_bounded(folder / OUTPUT.replace("%j", job_id), _OUTPUT_BYTES)
-    except OSError:  # nothing was written, or more than anybody reads
+        lines = log.tail(3)
+    except OSError:
         return ""
-    return " / ".join(content.decode(errors="replace").split("\n")[-4:]).strip(" /")
+    return " / ".join(filter(None, (*lines, log.partial)))

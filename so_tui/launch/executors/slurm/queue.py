@@ -24,7 +24,7 @@ from so_tui.launch.executors.slurm.commands import SlurmError
 from so_tui.launch.executors.slurm.job import Job
 from so_tui.spec.files import write_atomic
 from so_tui.trust.decoding import decode_json
-from so_tui.trust.ownership import NotOwnError, private_folder, read_own
+from so_tui.trust.ownership import private_folder, read_own
 
 _WAIT_S = 2.0
 """How long a caller waits for an answer that it has asked for. Later it finds the answer in the file."""
@@ -111,7 +111,7 @@ def _alone(path: Path) -> Iterator[bool]:
 def _read(path: Path) -> Queue | None:
     try:
         return decode_json(read_own(path), Queue)
-    except (OSError, NotOwnError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError):
         return None
 
 
