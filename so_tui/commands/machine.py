@@ -59,7 +59,9 @@ def inspect(arguments: argparse.Namespace) -> int:
 
 
 def _remember_for_plans(arguments: argparse.Namespace, machine: Machine) -> None:
-    """In an allocation of Slurm, keep the machine for plans of its partition."""
+    """On a node of a Slurm job, keep the machine for plans of its partition."""
+    if "SLURMD_NODENAME" not in os.environ:  # the shell of salloc may be on the login node, with the job's other variables
+        return
     cluster, partition = os.environ.get("SLURM_CLUSTER_NAME", ""), os.environ.get("SLURM_JOB_PARTITION", "")
     if not cluster or not _PARTITION.fullmatch(partition):
         return

@@ -98,6 +98,10 @@ def test_inspect_in_an_allocation_is_kept_for_plans(
     assert main(["inspect"]) == 0
     assert seen_machine(cluster, "gh") is None
     monkeypatch.setenv("SLURM_CLUSTER_NAME", cluster)
+    monkeypatch.setenv("SLURM_JOB_PARTITION", "gh")
+    assert main(["inspect"]) == 0
+    assert seen_machine(cluster, "gh") is None, "the shell of salloc may be on the login node"
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
     monkeypatch.setenv("SLURM_JOB_PARTITION", "../gh")
     assert main(["inspect", "--json"]) == 0
     monkeypatch.setenv("SLURM_JOB_PARTITION", "gh")
