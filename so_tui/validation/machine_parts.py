@@ -15,7 +15,7 @@ import msgspec
 
 from so_tui.launch.calibrating import gpus_taken, measure_rates, request_of
 from so_tui.launch.helpers import stream_tool
-from so_tui.launch.preparation import visible_machine
+from so_tui.launch.preparation import usable_machine, visible_machine
 from so_tui.machine.doctor import Finding, findings
 from so_tui.machine.types import Machine
 from so_tui.spec.errors import SoTuiError
@@ -28,12 +28,13 @@ _COPY_S = 6.0
 
 def measurements(machine: Machine, folder: Path) -> list[Measurement]:
     """Return the machine's parts of a report that is written to ``folder``."""
+    gpus = usable_machine(machine, os.environ).gpus
     parts = [
         Measurement("machine", "the machine, and what is wrong with it", 5.0, partial(_machine, machine, folder)),
-        Measurement("rates", "rates of Adam, products and copies", 60.0 if machine.gpus else 30.0, partial(_rates, machine)),
+        Measurement("rates", "rates of Adam, products and copies", 60.0 if gpus else 30.0, partial(_rates, machine)),
     ]
-    if machine.gpus:
-        pairs = len(machine.gpus) * len(machine.cpu_nodes) + (len(machine.gpus) > 1)
+    if gpus:
+        pairs = len(gpus) * len(machine.cpu_nodes) + (len(gpus) > 1)
         title = "copies between every GPU and every NUMA node"
         parts.append(Measurement("copies", title, _COPY_S * pairs, partial(copies, machine)))
     return parts

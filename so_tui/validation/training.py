@@ -211,7 +211,8 @@ def measurements(machine: Machine, shape: RunSpec, parts: Sequence[Part], cpu_ad
     def measure(part: Part) -> Measure:
         return partial(_measure, part=part, shape=shape, machine=machine, cpu_adam=cpu_adam)
 
-    return [Measurement(part.key, part.title, _estimate_s(machine, shape, part), measure(part)) for part in parts]
+    usable = usable_machine(machine, os.environ)
+    return [Measurement(part.key, part.title, _estimate_s(usable, shape, part), measure(part)) for part in parts]
 
 
 def _estimate_s(machine: Machine, shape: RunSpec, part: Part) -> float:

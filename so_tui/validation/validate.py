@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from datetime import UTC, datetime
 from pathlib import Path
 
 from so_tui import __version__
+from so_tui.launch.preparation import usable_machine
 from so_tui.machine.types import Machine
 from so_tui.spec.errors import InputError, Problem
 from so_tui.validation import machine_parts, render, report, runner, sharing, training
@@ -23,7 +25,7 @@ def validate(machine: Machine, folder: Path, *, seconds: float, gpus: int, share
         machine: This machine.
         folder: The report's.
         seconds: How long all of it may take.
-        gpus: The most GPUs that a run may have.
+        gpus: The most GPUs that a run may have, of those that the environment shows.
         share: Also write the form without names of host, user and paths.
         tell: Shows progress.
 
@@ -34,8 +36,10 @@ def validate(machine: Machine, folder: Path, *, seconds: float, gpus: int, share
         InputError: The folder has another report (codes ``not-a-report``, ``another-report``).
         KeyboardInterrupt: The user stopped. What was measured is in the folder, and a later call continues.
     """
-    shape = training.shape_for(machine)
-    parts = list(training.parts_of(machine, gpus, partitions=training.can_partition(machine, shape)))
+    usable = usable_machine(machine, os.environ)
+    gpus = min(gpus, len(usable.gpus))
+    shape = training.shape_for(usable)
+    parts = list(training.parts_of(usable, gpus, partitions=training.can_partition(machine, shape)))
     begun = _begun(machine, folder, gpus, training.shape_name(shape))
 
     def write(found: Report) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+from pathlib import Path
+
 import pytest
 from msgspec.structs import replace
 
@@ -12,6 +15,7 @@ from so_tui.plan import make_plan
 from so_tui.spec import find_preset
 from so_tui.validation.cpu_adam import CpuAdam
 from so_tui.validation.training import Part, measurements, parts_of, placed, shape_for, spec_of
+from so_tui.validation.validate import validate
 from tests.support.machines import x86
 
 QUAD = named_machine("gh200-quad-120")
@@ -59,6 +63,19 @@ def test_a_job_with_the_cores_of_one_node_is_not_bound_to_another() -> None:
     job = replace(QUAD, allowed_cpus=QUAD.cpu_nodes[0].cpus, gpus=QUAD.gpus[:1])
     assert "wrong-node" in {one.key for one in parts_of(replace(job, allowed_cpus=QUAD.allowed_cpus), 1)}
     assert "wrong-node" not in {one.key for one in parts_of(job, 1)}
+
+
+@pytest.mark.parametrize(("shown", "gpus", "copies"), [("1", 1, True), ("0,2", 2, True), ("", 0, False)])
+def test_only_gpus_that_the_environment_shows_are_validated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shown: str, gpus: int, copies: bool
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    here = replace(QUAD, hostname=socket.gethostname())
+    report = validate(here, tmp_path, seconds=0, gpus=4, share=False, tell=lambda text, share: None)
+    keys = {outcome.key for outcome in report.outcomes}
+    assert report.gpus == gpus
+    assert ("ours-2" in keys, "ours-4" in keys) == (gpus == 2, False)
+    assert ("gpu" in keys, "copies" in keys) == (copies, copies)
 
 
 def test_the_wrong_node_is_the_farthest_also_where_node_ids_have_gaps() -> None:
