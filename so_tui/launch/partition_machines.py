@@ -43,11 +43,14 @@ def sees_part(machine: Machine) -> bool:
 def remember(cluster: str, partition: str, machine: Machine) -> None:
     """Keep the machine of a cluster's partition. Where it cannot be written, the next job tries again.
 
-    What a job saw that had a part of a node does not replace what another saw with more GPUs.
+    What a job saw that had a part of a node does not replace what another saw with more GPUs, and a network that was measured is replaced
+    only by another measurement.
     """
     before = seen_machine(cluster, partition)
     if before is not None and sees_part(machine) and len(machine.gpus) < len(before.machine.gpus):
         return
+    if machine.network is None or not machine.network.measured:
+        machine = _with_network_of(before, machine)
     content = msgspec.json.encode(SeenMachine(seen=time.time(), machine=machine))
     path = _path(cluster, partition)
     with contextlib.suppress(OSError):
@@ -65,7 +68,10 @@ def seen_machine(cluster: str, partition: str) -> SeenMachine | None:
 
 def with_measured_network(cluster: str, partition: str, machine: Machine) -> Machine:
     """Return a machine of a partition with the network between its nodes as a job measured it, if one has."""
-    seen = seen_machine(cluster, partition)
+    return _with_network_of(seen_machine(cluster, partition), machine)
+
+
+def _with_network_of(seen: SeenMachine | None, machine: Machine) -> Machine:
     network = seen.machine.network if seen is not None else None
     return replace(machine, network=network) if network is not None and network.measured else machine
 

@@ -113,6 +113,16 @@ def test_inspect_in_an_allocation_is_kept_for_plans(
     assert seen.machine.hostname == socket.gethostname()
 
 
+def test_a_new_inspection_keeps_the_network_that_was_measured(cluster: str) -> None:
+    keep_network(cluster, "gh", QUAD, NetworkRate(nodes=2, bytes_per_s=25e9, measured=1.8e9), local_ranks=4)
+    remember(cluster, "gh", replace(QUAD, hostname="another", network=Network(gbit_per_s=800, source="hsn0")))
+    seen = seen_machine(cluster, "gh")
+    assert seen is not None
+    assert seen.machine.hostname == "another"
+    assert seen.machine.network is not None
+    assert seen.machine.network.measured
+
+
 def test_clusters_that_share_a_home_keep_their_machines_apart(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = tiny(slurm__partition="normal")
     remember(cluster, "normal", CPU_ONLY)
