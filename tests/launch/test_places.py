@@ -165,8 +165,8 @@ def test_a_network_that_a_job_has_measured_counts_more_than_any_other(cluster: s
     assert "3 nodes" in measured.source
     assert with_measured_network(cluster, "gh", CPU_ONLY).network == measured  # the next job keeps it
     assert with_measured_network(cluster, "another", CPU_ONLY) == CPU_ONLY
-    remember(cluster, "gh", replace(QUAD, network=Network(gbit_per_s=200, source="hsn0")))
-    assert with_measured_network(cluster, "gh", CPU_ONLY) == CPU_ONLY  # read, and not measured
+    remember(cluster, "unmeasured", replace(QUAD, network=Network(gbit_per_s=200, source="hsn0")))
+    assert with_measured_network(cluster, "unmeasured", CPU_ONLY) == CPU_ONLY  # read, and not measured
 
 
 def test_every_profile_names_machines_that_are_known() -> None:
