@@ -25,6 +25,7 @@ from so_tui.plan.calibration import Figures, Probe, model_key
 from so_tui.plan.constants import digest
 from so_tui.plan.host_memory import load_bytes, steady_bytes
 from so_tui.plan.types import Plan, Workload
+from so_tui.plan.workload import seen
 from so_tui.runs import RunDirectory, RunReader
 from so_tui.runs.records import FINAL_STATES, MetricRecord, PhaseRecord, Sample, StepRecord
 from so_tui.spec import RunSpec, SoTuiError
@@ -157,7 +158,7 @@ def _held_back(steps: Sequence[StepRecord], counted: Collection[int]) -> int:
 
 
 def workload_of(steps: Sequence[StepRecord], plan: Plan) -> Workload:
-    """Return the workload of these steps, from their counts and from the attention FLOPs that they executed."""
+    """Return the workload of these steps, from their counts, the attention FLOPs that they executed, and what the run saw of its data."""
     positions = len(steps) * plan.tokens_per_step
     useful = sum(step.useful_tokens for step in steps)
     executed = sum(step.model_tflops_per_gpu * 1e12 * step.step_s for step in steps) * plan.gpus
@@ -171,10 +172,12 @@ def workload_of(steps: Sequence[StepRecord], plan: Plan) -> Workload:
             shortest = middle + 1
         else:
             longest = middle
+    data = seen(plan.spec)
     return Workload(
         attended_tokens=float(shortest),
         trained_share=sum(step.trained_tokens for step in steps) / positions,
         useful_share=useful / positions,
+        row_shares=data.workload.row_shares if data else (),
     )
 
 

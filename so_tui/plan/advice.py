@@ -255,7 +255,7 @@ def cautions(spec: RunSpec, found: Assessment, *, searched: bool = False) -> Ite
     if not resources.has_gpu and found.layout.parameters > _SLOW_ON_CPU:
         yield SlowWithoutGpu(parameters=found.layout.parameters)
     if not spec.data.packing and attention_of(found.spec, found.target.profile, resources).backend in MASKED_BACKENDS:
-        useful = found.target.workload.useful_share
+        useful = found.target.workload.useful_share / found.target.workload.row_share(spec.train.micro_batch)
         mixing = mixing_kinds(layer_kinds(spec.model.config))
         yield PackingOff(padding_share=1 - useful if useful < 1 else None, mixing=mixing)
     yield from (Note(text=note) for note in resources.machine.notes)

@@ -21,10 +21,10 @@ from so_tui.plan.placement import Placement
 from so_tui.plan.sequence_parallel import more_sharing
 from so_tui.plan.speculation import can_speculate, second_states
 from so_tui.plan.types import NOTHING_KNOWN, GivenMemory, OptionalMemory
+from so_tui.plan.workload import MICRO_BATCHES
 from so_tui.spec.errors import InputError
 from so_tui.spec.types import ModelSpec, RunSpec, StatesFormat
 
-MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 _FORMATS: tuple[StatesFormat, ...] = ("fp32", "bf16-moments", "int8-moments")
 SHORTEST = 512
 """Fewest tokens of a sequence that are proposed."""

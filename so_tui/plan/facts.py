@@ -433,7 +433,7 @@ class PackingOff(_Fact, frozen=True):
     """Each document is a sequence of its own, and attention takes a mask, so that padding is computed."""
 
     padding_share: float | None
-    """Padding of all positions if every sequence had the full length; None where the data are not known."""
+    """Padding of all computed positions; of all positions where rows are not known; None where the data are not known."""
     mixing: tuple[str, ...]
     """Kinds of the model's layers because of which its documents cannot be packed; none where they could be."""
 

@@ -185,23 +185,29 @@ class StepModel:
 
     @cached_property
     def _computed_tokens(self) -> float:
-        """Positions of a micro-batch that are computed: backends that take boundaries see little padding."""
+        """Positions of a micro-batch that are computed: backends that take boundaries see little padding, others rows of one width."""
         positions = self.placement.tokens
         if self.attention in MASKED_BACKENDS:
-            return positions
+            return positions * self._row_share
         return min(positions, positions * self.workload.useful_share + bucket_tokens(positions) / 2)
+
+    @property
+    def _row_share(self) -> float:
+        """Width of a micro-batch's rows, of the sequence length, where attention takes a mask."""
+        return self.workload.row_share(self.placement.spec.train.micro_batch)
 
     def _attention_s(self) -> tuple[float, float]:
         """Return the seconds of attention in all layers' forward and backward.
 
-        Backends that take boundaries attend within documents, masked ones to all pairs of a sequence. A sliding window makes a document
+        Backends that take boundaries attend within documents, masked ones to all pairs of a row. A sliding window makes a document
         as slow as one of twice its length.
         """
         flops, length = self.placement.profile.flops, self.placement.spec.data.sequence_length
         if self.attention in MASKED_BACKENDS:
-            rate = self.speed.attention_at(self.attention, length)
+            row = self._row_share * length
+            rate = self.speed.attention_at(self.attention, row)
             width = sum(layers * width for layers, width, _ in flops.attention_layers)
-            forward = 4.0 * width * float(self.placement.tokens) * length
+            forward = 4.0 * width * self._computed_tokens * row
             return forward / rate.forward, BACKWARD_ATTENTION * forward / rate.backward
         document = self.workload.attended_tokens or float(length)
         tokens = self.placement.tokens * self.workload.useful_share

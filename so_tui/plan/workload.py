@@ -17,6 +17,8 @@ from so_tui.spec.types import RunSpec
 from so_tui.structs import prepare
 
 SCHEMA = 1
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+"""Those that plans try."""
 
 
 class Workload(Struct, frozen=True, kw_only=True):
@@ -28,6 +30,12 @@ class Workload(Struct, frozen=True, kw_only=True):
     """Tokens that carry loss, of all positions."""
     useful_share: float = 1.0
     """Tokens that are not padding, of all positions."""
+    row_shares: tuple[tuple[int, float], ...] = ()
+    """(micro-batch, positions that are computed of all) where each document is a row, as wide as the longest of its micro-batch."""
+
+    def row_share(self, micro_batch: int) -> float:
+        """Return the share of ``row_shares`` for a micro-batch, or for the next larger one; 1 where it is not known."""
+        return next((share for size, share in self.row_shares if size >= micro_batch), 1.0)
 
 
 class Seen(Struct, frozen=True, kw_only=True):

@@ -384,6 +384,20 @@ def test_padding_takes_no_time_where_attention_takes_boundaries() -> None:
     assert forward["sdpa"][0] == forward["sdpa"][1] > forward["torch-flash"][1]
 
 
+def test_rows_with_a_mask_are_as_wide_as_the_longest_of_their_micro_batch() -> None:
+    spec = with_values(SPEC, {"gpus": "1", "model.attention": "sdpa", "data.packing": "false", "model.activation_checkpointing": "full"})
+    machine = x86("NVIDIA H200", gpu_count=1, cores=16, memory_mib=512 * 1024)
+    data = Workload(useful_share=0.2, row_shares=((1, 0.2), (2, 0.3), (8, 0.5)))
+    assert [data.row_share(size) for size in (1, 2, 4, 8, 16)] == [0.2, 0.3, 0.5, 0.5, 1.0]
+    narrow, wide = (
+        make_plan(with_values(spec, {"train.micro_batch": "4"}), machine, workload=known).step
+        for known in (data, Workload(useful_share=0.2))
+    )
+    assert narrow is not None
+    assert wide is not None
+    assert narrow.backward_s < 0.6 * wide.backward_s
+
+
 def test_rates_between_measured_lengths() -> None:
     rates = (AttentionRate(document=1_000, forward=2.0, backward=1.0), AttentionRate(document=4_000, forward=4.0, backward=3.0))
     assert [rate_at(rates, length).forward for length in (10, 1_000, 2_000, 4_000, 9_000)] == [2.0, 2.0, pytest.approx(3.0), 4.0, 4.0]

@@ -17,8 +17,9 @@ from so_tui.plan.workload import seen
 from so_tui.spec import RunSpec
 from so_tui_trainer import training_data
 from so_tui_trainer.data import tokens
+from so_tui_trainer.data.batches import width
 from so_tui_trainer.data.cache import intact, read
-from so_tui_trainer.data.tokens import load_tokenizer, prepare
+from so_tui_trainer.data.tokens import load_tokenizer, prepare, row_shares
 from so_tui_trainer.failures import TrainingError
 from so_tui_trainer.ranks import Ranks
 from tests.support.launching import tiny
@@ -62,6 +63,17 @@ def test_plans_are_told_what_the_data_are(tmp_path: Path) -> None:
     unpacked = seen(alone)
     assert unpacked is not None
     assert unpacked.workload.useful_share == pytest.approx(lengths.mean() / alone.data.sequence_length)
+    assert not found.workload.row_shares
+
+
+@pytest.mark.parametrize("micro_batch", ["1", "4"])
+def test_the_width_of_rows_is_foretold(micro_batch: str, tmp_path: Path) -> None:
+    spec = spec_of(rows_file(tmp_path), data__packing="false", train__micro_batch=micro_batch, data__sequence_length="64")
+    lengths = np.random.default_rng(1).integers(3, 64, 400)
+    shares = dict(row_shares(lengths, 64))
+    drawn = np.random.default_rng(2).choice(lengths, (4_000, int(micro_batch)))
+    widths = [width(each, spec, end_to_end=False) for each in drawn]
+    assert shares[int(micro_batch)] == pytest.approx(np.mean(widths) / 64, rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -22,10 +22,7 @@ from torch import Tensor
 from so_tui.model.padding import computed_tokens
 from so_tui.spec import InputError, Problem, RunSpec
 from so_tui_trainer.data.documents import Documents
-from so_tui_trainer.data.packing import Sequences, fill
-
-_PADDING_MULTIPLE = 8
-"""Without packing, the width of a micro-batch is a multiple of this."""
+from so_tui_trainer.data.packing import Sequences, fill, row_widths
 
 
 @dataclass(frozen=True)
@@ -260,7 +257,7 @@ def width(lengths: npt.NDArray[np.int64], spec: RunSpec, *, end_to_end: bool) ->
         return computed_tokens(int(lengths.sum()), spec.train.micro_batch * length, spec.train.sequence_parallel)
     if spec.data.packing:
         return length
-    return min(length, -(-int(lengths.max()) // _PADDING_MULTIPLE) * _PADDING_MULTIPLE)
+    return int(row_widths(lengths.max(keepdims=True), length)[0])
 
 
 def assemble(documents: Documents, sequences: Sequences, rows: npt.NDArray[np.int64], width: int, padding_id: int) -> Batch:

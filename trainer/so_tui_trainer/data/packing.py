@@ -11,6 +11,9 @@ import numpy.typing as npt
 
 from so_tui.spec import DataSpec
 
+_PADDING_MULTIPLE = 8
+"""Without packing, the width of a micro-batch is a multiple of this."""
+
 
 @dataclass(frozen=True)
 class Sequences:
@@ -100,3 +103,8 @@ def one_each(documents: int) -> Sequences:
 def _sequences(bins: Sequence[Sequence[int]]) -> Sequences:
     documents = np.fromiter((document for content in bins for document in content), dtype=np.int64)
     return Sequences(documents, np.concatenate(([0], np.cumsum([len(content) for content in bins], dtype=np.int64))))
+
+
+def row_widths(longest: npt.NDArray[np.int64], sequence_length: int) -> npt.NDArray[np.int64]:
+    """Return how wide the rows of micro-batches are without packing, by the tokens of their longest documents, [micro-batches]."""
+    return np.minimum(sequence_length, -(-longest // _PADDING_MULTIPLE) * _PADDING_MULTIPLE)

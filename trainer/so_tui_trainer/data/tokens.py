@@ -22,6 +22,7 @@ from so_tui_trainer.data import cache
 from so_tui_trainer.data.chat import chat_of
 from so_tui_trainer.data.documents import Counts, Documents
 from so_tui_trainer.data.encoding import Encoder
+from so_tui_trainer.data.packing import row_widths
 from so_tui_trainer.data.sources import Opened, open_sources
 
 if TYPE_CHECKING:
@@ -141,7 +142,18 @@ def workload_of(documents: Documents, data: DataSpec) -> Workload:
         attended_tokens=float(np.square(lengths).sum()) / tokens,
         trained_share=useful * float(np.count_nonzero(documents.trained)) / tokens,
         useful_share=useful,
+        row_shares=() if data.packing else row_shares(documents.lengths, data.sequence_length),
     )
+
+
+def row_shares(lengths: npt.NDArray[np.int64], sequence_length: int) -> tuple[tuple[int, float], ...]:
+    """Return (micro-batch, its expected width as a share of the sequence length) of documents that are a row each.
+
+    Of n documents, the i-th shortest is the longest of m drawn ones with a probability of (i / n)^m - ((i - 1) / n)^m.
+    """
+    widths = row_widths(np.sort(lengths), sequence_length) / sequence_length
+    below = np.arange(len(widths) + 1) / len(widths)
+    return tuple((size, float(np.diff(below**size) @ widths)) for size in workload.MICRO_BATCHES)
 
 
 # Tokenising in several processes.
