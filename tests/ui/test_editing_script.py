@@ -99,7 +99,7 @@ async def test_a_changed_script_outlives_a_no_and_an_editor_that_fails(
         assert any("/nowhere/editor" in note for note in ui.notes())
         assert asked.draft is not None
         assert asked.draft.script.endswith("# mine\n")
-        await ui.press("n")
+        await ui.pilot.click("#no")
         assert any(str(asked.draft.path) in note for note in ui.notes())
     assert kept_scripts() == [asked.draft.path]
     assert list(runs_dir.glob("*")) == []
