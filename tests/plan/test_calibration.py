@@ -156,6 +156,18 @@ def test_what_a_superoffload_probe_measured_as_waiting_is_no_faster_forward() ->
         assert probed.step_s == pytest.approx(unprobed.step_s, rel=0.001)
 
 
+@pytest.mark.parametrize("mode", ["superoffload", "gpu"])
+def test_what_a_probe_found_of_the_gpus_work_corrects_every_mode_alike(mode: str) -> None:
+    """Otherwise the mode that was not probed would seem the faster one."""
+    store(H200, probe=(probe := probe_of(3.8, 0.0)))
+    spec = with_values(SPEC, {"offload.mode": mode})
+    probed, unprobed = (make_plan(spec, H200, probed=probed, workload=probe.workload).step for probed in (True, False))
+    assert probed is not None
+    assert unprobed is not None
+    assert probed.forward_s == pytest.approx(3.8 * unprobed.forward_s)
+    assert probed.backward_s == pytest.approx(3.8 * unprobed.backward_s)
+
+
 def test_a_probe_that_found_less_memory_takes_the_slack_away_at_most() -> None:
     store(H200, probe=probe_of(1.0, -30.0))
     plan = make_plan(SPEC, H200)
