@@ -93,9 +93,16 @@ def _nice(process: Process) -> int:
     return 0
 
 
-def misplaced(placement: RankPlacement, cpus: Collection[int]) -> bool:
-    """Return whether a rank's processes may run on other cores than these, which were planned for it, or not on all of them."""
-    return {*placement.cpus, *placement.adam_cpus} != set(cpus)
+def misplaced(placement: RankPlacement, cpus: Collection[int], main_cpus: Collection[int]) -> bool:
+    """Return whether a rank's processes may run on other cores than the planned ones, or not on all of them.
+
+    Args:
+        placement: Where they may run.
+        cpus: The cores that were planned for the rank.
+        main_cpus: Those of them that the Adam worker leaves. The rank keeps to them when the worker has ended.
+    """
+    found = {*placement.cpus, *placement.adam_cpus}
+    return found != set(cpus) and (bool(placement.adam_cpus) or found != set(main_cpus))
 
 
 def share_on_nodes(placement: RankPlacement, nodes: Collection[int]) -> float | None:

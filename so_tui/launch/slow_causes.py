@@ -108,7 +108,7 @@ def _causes(measured: Measured, planned: Planned) -> Iterator[Cause]:
 
     bound = {binding.rank: binding for binding in planned.binding}
     placed = [(place, bound[place.rank]) for place in measured.placement if place.rank in bound]
-    if elsewhere := [place.rank for place, binding in placed if misplaced(place, binding.cpus)]:
+    if elsewhere := [place.rank for place, binding in placed if misplaced(place, binding.cpus, binding.main_cpus)]:
         yield cause("binding", compute_excess_s, float(len(elsewhere)), 0.0, rank=elsewhere[0])
     shares = [(share, place.rank) for place, binding in placed if (share := share_on_nodes(place, binding.memory_policy.nodes)) is not None]
     if shares and (worst := min(shares))[0] < LEAST_OWN_SHARE:

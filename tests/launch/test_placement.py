@@ -35,10 +35,15 @@ def test_memory_by_node_counts_shared_memory_and_leaves_out_files() -> None:
 
 
 def test_cores_other_than_planned_or_fewer_are_misplaced() -> None:
-    assert not misplaced(RIGHT, BINDING.cpus)
-    assert not misplaced(replace(RIGHT, cpus=BINDING.cpus, adam_cpus=()), BINDING.cpus)  # while it loads, before there is a worker
-    assert misplaced(replace(RIGHT, adam_cpus=BINDING.main_cpus), BINDING.cpus)
-    assert misplaced(replace(RIGHT, cpus=(*BINDING.main_cpus, 0)), BINDING.cpus)
+    assert not misplaced(RIGHT, BINDING.cpus, BINDING.main_cpus)
+    assert not misplaced(
+        replace(RIGHT, cpus=BINDING.cpus, adam_cpus=()), BINDING.cpus, BINDING.main_cpus
+    )  # while it loads, before there is a worker
+    ended = replace(RIGHT, adam_cpus=())
+    assert not misplaced(ended, BINDING.cpus, BINDING.main_cpus)  # the worker of a run that stopped
+    assert misplaced(ended, BINDING.cpus, BINDING.cpus)  # without a worker, all cores are the rank's
+    assert misplaced(replace(RIGHT, adam_cpus=BINDING.main_cpus), BINDING.cpus, BINDING.main_cpus)
+    assert misplaced(replace(RIGHT, cpus=(*BINDING.main_cpus, 0)), BINDING.cpus, BINDING.main_cpus)
 
 
 def test_the_share_of_memory_on_the_right_node() -> None:

@@ -43,6 +43,7 @@ class _Planned(NamedTuple):
 
     name: str
     cpus: tuple[int, ...]
+    main_cpus: tuple[int, ...]
     nodes: tuple[int, ...]
     """Empty where any NUMA node will do, or only another host's plan knows."""
 
@@ -81,8 +82,8 @@ def _planned(snapshot: Snapshot) -> dict[int, _Planned]:
     """Return where each rank should be: those of the plan, and those of other hosts, as they reported after they were bound."""
     reports = snapshot.binding.ranks if snapshot.binding is not None else ()
     bound = snapshot.plan.binding if snapshot.plan is not None else ()
-    found = {report.rank: _Planned(_name(report.rank, report.gpu), report.cpus, ()) for report in reports}
-    return found | {each.rank: _Planned(_name(each.rank, each.gpu), each.cpus, each.memory_policy.nodes) for each in bound}
+    found = {report.rank: _Planned(_name(report.rank, report.gpu), report.cpus, report.main_cpus, ()) for report in reports}
+    return found | {each.rank: _Planned(_name(each.rank, each.gpu), each.cpus, each.main_cpus, each.memory_policy.nodes) for each in bound}
 
 
 def _problems(place: RankPlacement | None, planned: _Planned, report: RankBindingReport | None) -> Iterator[str]:
@@ -90,7 +91,7 @@ def _problems(place: RankPlacement | None, planned: _Planned, report: RankBindin
         yield f"could not be bound: {brief_message(report.problem)}"
     if place is None:
         return
-    if misplaced(place, planned.cpus):
+    if misplaced(place, planned.cpus, planned.main_cpus):
         yield f"may run on cores {_listed({*place.cpus, *place.adam_cpus})}, planned {_listed(planned.cpus)}"
     share = share_on_nodes(place, planned.nodes)
     if share is not None and share < LEAST_OWN_SHARE:
