@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from so_tui.launch.executors.slurm import commands
 from so_tui.launch.executors.slurm.executor import read_submission
+from so_tui.launch.executors.slurm.job import Job
 from so_tui.runs.outcome import OutcomeCode
 from so_tui.spec import InputError
 from tests.slurm.accounting import ACCOUNT, missing
@@ -47,8 +49,16 @@ def test_a_wrong_account_is_refused_and_the_database_knows_how_a_job_ended(accou
     accounted.stop_node("n1")
     state = wait_for(run, lambda state: state.state == "lost")
     assert state.code == OutcomeCode.NODE_FAILED
-    recorded = commands.accounted(submission.job_id)  # what is asked when the controller has forgotten the job
-    assert recorded is not None
+    recorded = _ended(submission.job_id)
     assert (recorded.state, recorded.nodes) == ("NODE_FAIL", "n1")
     assert run.attempt_dir(1).samefile(recorded.folder)
     accounted.start_node("n1")
+
+
+def _ended(job_id: str) -> Job:
+    """Return what the database says of a job, which is asked when the controller has forgotten it. It learns of its end a little later."""
+    end = time.monotonic() + 60
+    while (found := commands.accounted(job_id)) is None or found.state == "RUNNING":
+        assert time.monotonic() < end, found
+        time.sleep(0.2)
+    return found
