@@ -15,7 +15,7 @@ from so_tui.launch.executors import executor_of
 from so_tui.launch.preparation import Launch
 from so_tui.machine import cpu_ranges
 from so_tui.plan import plan_tree
-from so_tui.plan.messages import deepspeed_text
+from so_tui.plan.binding_text import deepspeed_text
 from so_tui.plan.types import DeepSpeedBinding, MemoryPolicy, RankBinding
 from so_tui.trust.printable import printable, printable_line, quoted
 from superoffload.ds_config import Override, overrides

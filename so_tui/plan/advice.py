@@ -22,37 +22,38 @@ from so_tui.plan.alternatives import (
     with_policy,
 )
 from so_tui.plan.attention import attention_of
-from so_tui.plan.facts import (
+from so_tui.plan.facts.cautions import (
     BeyondPositions,
     Caution,
-    Change,
     ClippingWaits,
-    CompactStatesFit,
     DeepSpeedNvidiaOnly,
     FasterAttention,
     FasterOffload,
-    FitsHere,
     GpuMemoryUnknown,
-    LargerHostFits,
-    Mode,
-    MoreGpusFit,
     MoreGpusKeepMargin,
-    MoreMachinesFit,
     NeverRun,
     Note,
-    OtherMachineNeeded,
     PackingOff,
     PcieOffload,
-    Remedy,
     RemoteCode,
     SlowWithoutGpu,
+)
+from so_tui.plan.facts.remedies import (
+    Change,
+    CompactStatesFit,
+    FitsHere,
+    LargerHostFits,
+    MoreGpusFit,
+    MoreMachinesFit,
+    OtherMachineNeeded,
+    Remedy,
 )
 from so_tui.plan.fit import Assessment, Target, assess, best
 from so_tui.plan.resources import rank_counts, usable_bytes
 from so_tui.plan.sequence_parallel import more_sharing, not_shareable
 from so_tui.spec.attention import MASKED_BACKENDS
 from so_tui.spec.layers import layer_kinds, mixing_kinds
-from so_tui.spec.types import RunSpec
+from so_tui.spec.types import Mode, RunSpec
 
 LARGE_GRACE_BYTES = 480_000_000_000
 """Host memory of the larger GH200 part."""

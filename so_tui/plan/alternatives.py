@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from so_tui.model.activations import MLP_TILE_TOKENS, TILED_POLICIES, Policy
 from so_tui.model.profile import profile_of
-from so_tui.plan.facts import Change, MemoryAdvice, MemorySaving
+from so_tui.plan.facts.remedies import Change, MemoryAdvice, MemorySaving
 from so_tui.plan.memory import memory_terms
 from so_tui.plan.messages import message
 from so_tui.plan.placement import Placement

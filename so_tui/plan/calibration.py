@@ -21,12 +21,11 @@ from so_tui.machine.types import Machine
 from so_tui.model.profile import profile_of
 from so_tui.plan import state_files
 from so_tui.plan.constants import JSON_NAMES, AttentionRates, Calibrated, Speed, published_speed
-from so_tui.plan.facts import Mode
 from so_tui.plan.terms import MemoryTerm, TermKind
 from so_tui.plan.types import StepTime
 from so_tui.plan.workload import Workload
 from so_tui.spec.attention import AttentionBackend
-from so_tui.spec.types import ModelSpec
+from so_tui.spec.types import Mode, ModelSpec
 from so_tui.structs import prepare
 
 SCHEMA = 1

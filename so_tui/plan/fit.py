@@ -17,7 +17,8 @@ from so_tui.plan.attention import attention_of
 from so_tui.plan.calibration import Probe, corrected_step, corrected_terms
 from so_tui.plan.constants import digest
 from so_tui.plan.copies import Copies, copies
-from so_tui.plan.facts import AmdGpu, Blocker, EngineNeedsGpu, Mode, ModeNeedsGpu, Shortage
+from so_tui.plan.facts.blockers import AmdGpu, Blocker, EngineNeedsGpu, ModeNeedsGpu
+from so_tui.plan.facts.memory import Shortage
 from so_tui.plan.memory import memory_terms
 from so_tui.plan.network import between_hosts_bytes_per_s
 from so_tui.plan.offload_ratio import RATIOS, STATE_BYTES, smallest_ratio
@@ -30,7 +31,7 @@ from so_tui.plan.timing import StepModel
 from so_tui.plan.types import GPU_MARGIN, TIGHT_MARGIN, PlannedRates, StepTime, Verdict
 from so_tui.plan.verdict import Demand, demand_of, host_room, judge
 from so_tui.plan.workload import Workload
-from so_tui.spec.types import RunSpec
+from so_tui.spec.types import Mode, RunSpec
 
 _ANY_DATA = Workload()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from so_tui.plan.facts import AcrossHosts
+from so_tui.plan.facts.choices import AcrossHosts
 from so_tui.plan.fit import Assessment, step_model
 
 _COLLECTIVES = 3

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from so_tui.plan.facts import CheckpointInterval
+from so_tui.plan.facts.choices import CheckpointInterval
 from so_tui.plan.fit import Assessment, assess
 from so_tui.spec.types import RunSpec
 

@@ -9,7 +9,8 @@ import msgspec
 
 from so_tui.plan.constants import SpeedSource
 from so_tui.plan.facts import Fact
-from so_tui.plan.messages import message, pool_name
+from so_tui.plan.messages import message
+from so_tui.plan.messages.memory import pool_name
 from so_tui.plan.resources import Gpus
 from so_tui.plan.speed_text import speed_source_text
 from so_tui.plan.types import Plan

@@ -21,21 +21,19 @@ from so_tui.plan.attention import attention_of
 from so_tui.plan.binding import whole_gpus
 from so_tui.plan.constants import SpeedSource
 from so_tui.plan.example import as_read
-from so_tui.plan.facts import (
+from so_tui.plan.facts.choices import (
     AttentionFallsBack,
     AutoCheckpointing,
     AutoMode,
     Choice,
     InputsOnHost,
-    MemoryNeeded,
     MlpTiled,
-    Need,
     OneMemory,
     SavesBehind,
-    Shortage,
     StepsEarly,
     TokensReached,
 )
+from so_tui.plan.facts.memory import MemoryNeeded, Need, Shortage
 from so_tui.plan.fit import Assessment, Target, assess, blockers, held_back_step, in_mode, mode_without_gpu, target_of
 from so_tui.plan.hosts import across_hosts
 from so_tui.plan.interval import checkpoint_interval
@@ -43,11 +41,11 @@ from so_tui.plan.resources import Resources, rank_counts
 from so_tui.plan.search import ALIKE, choices, fastest, fastest_policy, larger_steps, or_with_less_memory, rate, with_fitting_cores
 from so_tui.plan.speculation import can_speculate, second_states_bytes
 from so_tui.plan.terms import OUTSIDE_ALLOCATOR, TERM_NAMES, MemoryTerm, TermKind
-from so_tui.plan.types import Mode, OptionalMemory, Plan, PlanRow
+from so_tui.plan.types import OptionalMemory, Plan, PlanRow
 from so_tui.plan.verdict import node_needs
 from so_tui.plan.workload import Workload, seen
 from so_tui.spec.errors import InputError
-from so_tui.spec.types import Preset, RunSpec
+from so_tui.spec.types import Mode, Preset, RunSpec
 
 
 def make_plan(spec: RunSpec, machine: Machine, *, workload: Workload | None = None, probed: bool = True) -> Plan:

@@ -12,10 +12,12 @@ from rich.text import Text
 
 from so_tui.machine.types import Machine
 from so_tui.plan.binding import cpu_ranges
+from so_tui.plan.binding_text import deepspeed_text
 from so_tui.plan.constants import SpeedSource
 from so_tui.plan.example import example_tflops
-from so_tui.plan.facts import MemoryPool
-from so_tui.plan.messages import deepspeed_text, message, network_text
+from so_tui.plan.facts.memory import MemoryPool
+from so_tui.plan.messages import message
+from so_tui.plan.network_text import network_text
 from so_tui.plan.speed_text import rates_text, speed_source_text, workload_text
 from so_tui.plan.types import Confidence, Location, MemoryTerm, Plan, PlanRow, Verdict
 from so_tui.plan.workload import Workload

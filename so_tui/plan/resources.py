@@ -14,7 +14,7 @@ from so_tui.machine.types import Gpu, Machine, Network, NumaNode, version_number
 from so_tui.plan.binding import bind_ranks, whole_gpus
 from so_tui.plan.calibration import Calibration, calibration_of, speed_of
 from so_tui.plan.constants import Speed
-from so_tui.plan.facts import Blocker, NoSuchGpu, NotBindable, TooFewGpus
+from so_tui.plan.facts.blockers import Blocker, NoSuchGpu, NotBindable, TooFewGpus
 from so_tui.plan.network import assumed_network
 from so_tui.plan.types import RankBinding
 from so_tui.spec.errors import InputError

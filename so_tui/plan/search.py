@@ -14,16 +14,15 @@ from msgspec.structs import replace
 
 from so_tui.model.activations import POLICIES, TILED_POLICIES, Policy, policy_of
 from so_tui.plan.alternatives import batch_splits, memory_savings, with_micro_batch, with_policy
-from so_tui.plan.facts import (
+from so_tui.plan.facts.cautions import LargerSteps
+from so_tui.plan.facts.choices import (
     AdamCoresChosen,
     AllOnGpu,
     CheckpointingChosen,
     Choice,
     FasterRatio,
-    LargerSteps,
     LeastGpuMemory,
     MicroBatchChosen,
-    Mode,
     ModeWithoutGpu,
     NextBest,
     NoNextBest,
@@ -35,7 +34,7 @@ from so_tui.plan.facts import (
 from so_tui.plan.fit import Assessment, Candidates, Target, assess, best, in_mode, step_with
 from so_tui.plan.sequence_parallel import more_sharing, not_shareable
 from so_tui.plan.types import Verdict
-from so_tui.spec.types import RunSpec
+from so_tui.spec.types import Mode, RunSpec
 
 _T = TypeVar("_T")
 CORE_FRACTIONS = (0.7, 0.8, 0.9)

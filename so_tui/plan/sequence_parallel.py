@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from so_tui.model.architecture import Architecture
 from so_tui.model.profile import profile_of
 from so_tui.plan.attention import attention_of
-from so_tui.plan.facts import SequencesNotShareable
+from so_tui.plan.facts.blockers import SequencesNotShareable
 from so_tui.plan.resources import Resources
 from so_tui.spec.attention import MASKED_BACKENDS
 from so_tui.spec.layers import layer_kinds, mixing_kinds

@@ -7,11 +7,14 @@ from typing import Literal
 from msgspec import Struct
 
 from so_tui.plan.constants import SpeedSource
-from so_tui.plan.facts import Caution, Mode, NeverRun, Reason, Remedy, Shortage
+from so_tui.plan.facts import Reason
+from so_tui.plan.facts.cautions import Caution, NeverRun
+from so_tui.plan.facts.memory import Shortage
+from so_tui.plan.facts.remedies import Remedy
 from so_tui.plan.messages import messages
 from so_tui.plan.terms import Confidence, Location, MemoryTerm, Phase
 from so_tui.plan.workload import Workload
-from so_tui.spec.types import RunSpec
+from so_tui.spec.types import Mode, RunSpec
 from so_tui.structs import prepare
 
 __all__ = [
@@ -23,7 +26,6 @@ __all__ = [
     "Location",
     "MemoryPolicy",
     "MemoryTerm",
-    "Mode",
     "OptionalMemory",
     "Phase",
     "Plan",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from so_tui.plan.facts import MemoryPool, NodeNeed, Shortage
+from so_tui.plan.facts.memory import MemoryPool, NodeNeed, Shortage
 from so_tui.plan.resources import Resources, Supply
 from so_tui.plan.terms import MemoryTerm
 from so_tui.plan.types import GPU_MARGIN, HOST_MARGIN, TIGHT_MARGIN, Verdict

@@ -16,6 +16,8 @@ from so_tui.trust.printable import brief_line
 
 StatesFormat = Literal["fp32", "bf16-moments", "int8-moments"]
 OffloadMode = Literal["auto", "superoffload", "zerooffload", "gpu"]
+Mode = Literal["superoffload", "zerooffload", "gpu"]
+"""Offload modes once ``auto`` is decided."""
 DataFormat = Literal["auto", "alpaca", "sharegpt", "messages", "prompt-completion", "text"]
 ActivationCheckpointing = Literal["auto", "full", "attention", "selective", "none"]
 Attention = Literal[

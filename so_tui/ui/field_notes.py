@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def impossible_field(plan: Plan | None) -> tuple[str, str]:
     """Return the field that makes a plan impossible on its machine and the reason; two empty strings where none does."""
-    from so_tui.plan.facts import NoSuchGpu, TooFewGpus
+    from so_tui.plan.facts.blockers import NoSuchGpu, TooFewGpus
 
     if plan is None or plan.possible:
         return "", ""

@@ -15,7 +15,7 @@ from so_tui.plan.alternatives import (
     shorter_sequences,
     smaller_batches,
 )
-from so_tui.plan.facts import Change, FitsHere, MemorySaving
+from so_tui.plan.facts.remedies import Change, FitsHere, MemorySaving
 from so_tui.plan.messages import message
 from so_tui.plan.types import GivenMemory, OptionalMemory
 from so_tui.spec import with_values

@@ -6,7 +6,7 @@ import pytest
 
 from so_tui.model.profile import profile_of
 from so_tui.plan import make_plan, recommend
-from so_tui.plan.facts import CompactStatesFit, MoreGpusFit
+from so_tui.plan.facts.remedies import CompactStatesFit, MoreGpusFit
 from so_tui.plan.messages import message
 from so_tui.plan.terms import TermKind
 from so_tui.spec.types import StatesFormat

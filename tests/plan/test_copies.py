@@ -7,7 +7,7 @@ import pytest
 from so_tui.model.profile import profile_of
 from so_tui.model.sharding import copied, copy_bytes
 from so_tui.plan import make_plan
-from so_tui.plan.facts import SavesBehind
+from so_tui.plan.facts.choices import SavesBehind
 from so_tui.plan.messages import message
 from so_tui.plan.terms import TermKind
 from so_tui.plan.types import Plan

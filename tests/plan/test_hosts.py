@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from so_tui.machine.described import named_machine
 from so_tui.machine.types import Machine, Network
 from so_tui.plan import make_plan, plan_table, recommend
-from so_tui.plan.facts import AcrossHosts
+from so_tui.plan.facts.choices import AcrossHosts
 from so_tui.plan.messages import message
 from so_tui.plan.render import render_table
 from so_tui.plan.types import Plan

@@ -9,27 +9,14 @@ import msgspec
 import pytest
 
 from so_tui.machine.types import Network
-from so_tui.plan import facts as plan_facts
 from so_tui.plan import plan_tree, recommend
 from so_tui.plan.constants import Calibrated, SpeedSource
-from so_tui.plan.facts import (
-    AutoMode,
-    Change,
-    Fact,
-    FitsHere,
-    LargerHostFits,
-    MemoryAdvice,
-    MemoryNeeded,
-    MemorySaving,
-    MicroBatchChosen,
-    NextBest,
-    NodeNeed,
-    NotBindable,
-    Note,
-    RemoteCode,
-    Shortage,
-    TooFewGpus,
-)
+from so_tui.plan.facts import Fact
+from so_tui.plan.facts.blockers import TooFewGpus
+from so_tui.plan.facts.cautions import Note, RemoteCode
+from so_tui.plan.facts.choices import AutoMode, MicroBatchChosen, NextBest
+from so_tui.plan.facts.memory import MemoryNeeded, NodeNeed, Shortage
+from so_tui.plan.facts.remedies import Change, FitsHere, LargerHostFits, MemoryAdvice, MemorySaving
 from so_tui.plan.messages import message
 from so_tui.plan.render import render_plan
 from so_tui.plan.speed_text import speed_source_text
@@ -119,7 +106,6 @@ def test_every_fact_has_a_code_of_its_own_and_words() -> None:
         if kind is TooFewGpus:
             given |= {"asked": 2, "present": 1}
         assert message(kind(**given)) or kind is Note, kind
-    assert plan_facts.NotBindable is NotBindable
 
 
 def test_every_term_has_a_name() -> None:

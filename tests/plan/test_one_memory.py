@@ -12,7 +12,9 @@ from so_tui.cli import main
 from so_tui.machine import load_machine
 from so_tui.machine.described import named_machine
 from so_tui.plan import make_plan
-from so_tui.plan.facts import AmdGpu, AutoMode, DeepSpeedNvidiaOnly, NeverRun, OneMemory
+from so_tui.plan.facts.blockers import AmdGpu
+from so_tui.plan.facts.cautions import DeepSpeedNvidiaOnly, NeverRun
+from so_tui.plan.facts.choices import AutoMode, OneMemory
 from so_tui.plan.fit import assess, in_mode, target_of
 from so_tui.plan.resources import usable_bytes
 from so_tui.plan.terms import TermKind

@@ -9,22 +9,20 @@ from msgspec.structs import replace
 from so_tui.machine.types import Machine
 from so_tui.plan import command_of, make_plan, plans_json, recommend
 from so_tui.plan.constants import SpeedSource
-from so_tui.plan.facts import (
+from so_tui.plan.facts.cautions import LargerSteps, MoreGpusKeepMargin, PcieOffload
+from so_tui.plan.facts.choices import (
     AdamCoresChosen,
     CheckpointingChosen,
     FasterRatio,
-    LargerSteps,
-    MemoryNeeded,
     MicroBatchChosen,
-    MoreGpusKeepMargin,
     NextBest,
     NoNextBest,
     NothingOffloaded,
-    PcieOffload,
     SmallestRatio,
     StepsEarly,
     TokensReached,
 )
+from so_tui.plan.facts.memory import MemoryNeeded
 from so_tui.plan.fit import assess, in_mode, target_of
 from so_tui.plan.search import choices
 from so_tui.plan.types import Plan, Workload

@@ -6,7 +6,9 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.plan import make_plan, recommend
-from so_tui.plan.facts import FitsHere, SequencesNotShareable, SequencesShared
+from so_tui.plan.facts.blockers import SequencesNotShareable
+from so_tui.plan.facts.choices import SequencesShared
+from so_tui.plan.facts.remedies import FitsHere
 from so_tui.plan.fit import assess, target_of
 from so_tui.plan.memory import all_terms
 from so_tui.plan.sequence_parallel import exchanged_bytes, more_sharing

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.plan import make_plan
-from so_tui.plan.facts import StepsEarly
+from so_tui.plan.facts.choices import StepsEarly
 from so_tui.plan.fit import assess, target_of
 from so_tui.plan.speculation import choose
 from so_tui.plan.types import Plan, StepTime

@@ -6,7 +6,7 @@ import pytest
 
 from so_tui.model.activations import MLP_TILE_TOKENS
 from so_tui.plan import make_plan, recommend
-from so_tui.plan.facts import InputsOnHost, MlpTiled
+from so_tui.plan.facts.choices import InputsOnHost, MlpTiled
 from so_tui.plan.fit import assess, target_of
 from so_tui.plan.memory import all_terms
 from so_tui.plan.terms import TermKind

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from so_tui.model.profile import profile_of
 from so_tui.plan import make_plan
 from so_tui.plan.constants import AttentionRate, Speed, SpeedSource, constants, published_speed, rate_at
-from so_tui.plan.facts import FasterAttention
+from so_tui.plan.facts.cautions import FasterAttention
 from so_tui.plan.fit import assess, target_of
 from so_tui.plan.placement import Placement
 from so_tui.plan.timing import Pass, StepModel, Update, arrivals, weight_wait_s

@@ -7,27 +7,12 @@ from msgspec.structs import replace
 
 from so_tui.machine.types import Machine
 from so_tui.plan import make_plan, plan_table, recommend
-from so_tui.plan.facts import (
-    AllOnGpu,
-    AmdGpu,
-    AutoMode,
-    BeyondPositions,
-    Change,
-    ClippingWaits,
-    EngineNeedsGpu,
-    Fact,
-    FasterOffload,
-    FitsHere,
-    GpuMemoryUnknown,
-    LargerHostFits,
-    ModeNeedsGpu,
-    MoreGpusFit,
-    MoreMachinesFit,
-    NoSuchGpu,
-    PackingOff,
-    Shortage,
-    TooFewGpus,
-)
+from so_tui.plan.facts import Fact
+from so_tui.plan.facts.blockers import AmdGpu, EngineNeedsGpu, ModeNeedsGpu, NoSuchGpu, TooFewGpus
+from so_tui.plan.facts.cautions import BeyondPositions, ClippingWaits, FasterOffload, GpuMemoryUnknown, PackingOff
+from so_tui.plan.facts.choices import AllOnGpu, AutoMode
+from so_tui.plan.facts.memory import Shortage
+from so_tui.plan.facts.remedies import Change, FitsHere, LargerHostFits, MoreGpusFit, MoreMachinesFit
 from so_tui.plan.resources import Supply
 from so_tui.plan.types import Workload
 from so_tui.plan.verdict import Demand, judge

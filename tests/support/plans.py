@@ -6,9 +6,9 @@ import msgspec
 
 from so_tui.launch.preparation import Launch, launch_of
 from so_tui.machine.types import Gpu, Machine, Mpam, NumaNode, Software
-from so_tui.plan.types import DeepSpeedBinding, MemoryPolicy, Mode, Plan, RankBinding
+from so_tui.plan.types import DeepSpeedBinding, MemoryPolicy, Plan, RankBinding
 from so_tui.spec import find_preset
-from so_tui.spec.types import DataSpec, RunSpec, TrainSpec
+from so_tui.spec.types import DataSpec, Mode, RunSpec, TrainSpec
 
 GIB = 2**30
 TINY = find_preset("tiny").spec.model

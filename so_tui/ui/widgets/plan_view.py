@@ -45,7 +45,7 @@ def headline(plan: Plan) -> Content:
 
 def whole(plan: Plan, command: str, width: int) -> Content:
     """Return the whole plan: memory and step, reasons, terms, binding, and the command that would be started."""
-    from so_tui.plan.facts import RemoteCode
+    from so_tui.plan.facts.cautions import RemoteCode
     from so_tui.plan.messages import messages
 
     notes = messages(fact for fact in plan.warnings if not isinstance(fact, RemoteCode))
@@ -99,7 +99,7 @@ def launch_facts(plan: Plan) -> list[Content]:
 
 def remote_code_lines(plan: Plan) -> list[Content]:
     """Return a warning if the run executes Python code that comes with the model."""
-    from so_tui.plan.facts import RemoteCode
+    from so_tui.plan.facts.cautions import RemoteCode
     from so_tui.plan.messages import message
 
     return [Content.styled(f"! {message(fact)}.", "bold $warning") for fact in plan.warnings if isinstance(fact, RemoteCode)]
