@@ -30,7 +30,8 @@ from so_tui.machine import inspect_machine  # noqa: E402
 from so_tui.machine.types import Machine  # noqa: E402
 from so_tui.runs.records import StepRecord  # noqa: E402
 from so_tui.spec import find_preset, with_values  # noqa: E402
-from so_tui.spec.types import RunSpec, StatesFormat  # noqa: E402
+from so_tui.spec.sections.offload import StatesFormat  # noqa: E402
+from so_tui.spec.types import RunSpec  # noqa: E402
 
 FORMATS: tuple[StatesFormat, ...] = get_args(StatesFormat)
 LAST = 20

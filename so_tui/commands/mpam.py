@@ -43,7 +43,7 @@ def print_mpam_script(machine: Machine, plan: Plan | None, files: SystemFiles | 
 
 def _on_all_gpus(machine: Machine) -> tuple[RankBinding, ...]:
     from so_tui.plan.binding import bind_ranks, whole_gpus
-    from so_tui.spec.types import OffloadSpec
+    from so_tui.spec.sections.offload import OffloadSpec
 
     gpus = tuple(gpu.index for gpu in whole_gpus(machine)) or 1
     return bind_ranks(machine, gpus, mode="superoffload", cpu_adam_cores_fraction=OffloadSpec().cpu_adam_cores_fraction)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Literal
 
 from so_tui.model.architecture import Architecture
-from so_tui.spec.types import ModelSpec
+from so_tui.spec.sections.model import ModelSpec
 
 Policy = Literal["full", "attention", "selective", "none"]
 """What backward recomputes: every block; a block except its attention; norms, rotary positions and activation functions; nothing."""

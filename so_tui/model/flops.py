@@ -17,7 +17,8 @@ from math import prod
 from msgspec import Struct
 
 from so_tui.model.architecture import Architecture, architecture
-from so_tui.spec.types import ModelSpec, ParameterBlock, TensorKind
+from so_tui.spec.sections.model import ModelSpec
+from so_tui.spec.sections.parameters import ParameterBlock, TensorKind
 
 PEAK_BF16_FLOPS: tuple[tuple[str, float], ...] = (
     # Dense bf16, tensor cores, no sparsity; data sheets of NVIDIA and AMD. The first pattern found in the name counts.

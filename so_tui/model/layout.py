@@ -16,7 +16,7 @@ from typing import Literal
 from msgspec import Struct
 
 from so_tui.model.sharding import deepspeed_gpu_sub_groups, gpu_sub_groups, partition_numel, sub_group_slices
-from so_tui.spec.types import ParameterBlock, Tensor
+from so_tui.spec.sections.parameters import ParameterBlock, Tensor
 
 Device = Literal["gpu", "cpu"]
 Group = Literal["decay", "no-decay"]

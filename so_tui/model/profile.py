@@ -29,7 +29,9 @@ from so_tui.model.layout import (
 from so_tui.model.loss import loss_bytes, recomputed_logits
 from so_tui.model.sharding import PERSISTENCE_THRESHOLD
 from so_tui.spec.errors import InputError, Problem
-from so_tui.spec.types import ModelSpec, OffloadSpec, ParameterBlock
+from so_tui.spec.sections.model import ModelSpec
+from so_tui.spec.sections.offload import OffloadSpec
+from so_tui.spec.sections.parameters import ParameterBlock
 
 _K = TypeVar("_K")
 _V = TypeVar("_V")

@@ -53,7 +53,8 @@ from so_tui.plan.resources import rank_counts, usable_bytes
 from so_tui.plan.sequence_parallel import more_sharing, not_shareable
 from so_tui.spec.attention import MASKED_BACKENDS
 from so_tui.spec.layers import layer_kinds, mixing_kinds
-from so_tui.spec.types import Mode, RunSpec
+from so_tui.spec.sections.offload import Mode
+from so_tui.spec.types import RunSpec
 
 LARGE_GRACE_BYTES = 480_000_000_000
 """Host memory of the larger GH200 part."""

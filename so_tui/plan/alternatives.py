@@ -23,7 +23,9 @@ from so_tui.plan.speculation import can_speculate, second_states
 from so_tui.plan.types import NOTHING_KNOWN, GivenMemory, OptionalMemory
 from so_tui.plan.workload import MICRO_BATCHES
 from so_tui.spec.errors import InputError
-from so_tui.spec.types import ModelSpec, RunSpec, StatesFormat
+from so_tui.spec.sections.model import ModelSpec
+from so_tui.spec.sections.offload import StatesFormat
+from so_tui.spec.types import RunSpec
 
 _FORMATS: tuple[StatesFormat, ...] = ("fp32", "bf16-moments", "int8-moments")
 SHORTEST = 512

@@ -25,7 +25,8 @@ from so_tui.plan.terms import MemoryTerm, TermKind
 from so_tui.plan.types import StepTime
 from so_tui.plan.workload import Workload
 from so_tui.spec.attention import AttentionBackend
-from so_tui.spec.types import Mode, ModelSpec
+from so_tui.spec.sections.model import ModelSpec
+from so_tui.spec.sections.offload import Mode
 from so_tui.structs import prepare
 
 SCHEMA = 1

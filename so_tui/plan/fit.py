@@ -31,7 +31,8 @@ from so_tui.plan.timing import StepModel
 from so_tui.plan.types import GPU_MARGIN, TIGHT_MARGIN, PlannedRates, StepTime, Verdict
 from so_tui.plan.verdict import Demand, demand_of, host_room, judge
 from so_tui.plan.workload import Workload
-from so_tui.spec.types import Mode, RunSpec
+from so_tui.spec.sections.offload import Mode
+from so_tui.spec.types import RunSpec
 
 _ANY_DATA = Workload()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 
 from so_tui.model.profile import ModelProfile
-from so_tui.spec.types import OffloadSpec
+from so_tui.spec.sections.offload import OffloadSpec
 
 RATIOS = tuple(step / 20 for step in range(21))
 """Offload ratios that are tried, ascending."""

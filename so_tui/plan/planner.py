@@ -45,7 +45,8 @@ from so_tui.plan.types import OptionalMemory, Plan, PlanRow
 from so_tui.plan.verdict import node_needs
 from so_tui.plan.workload import Workload, seen
 from so_tui.spec.errors import InputError
-from so_tui.spec.types import Mode, Preset, RunSpec
+from so_tui.spec.sections.offload import Mode
+from so_tui.spec.types import Preset, RunSpec
 
 
 def make_plan(spec: RunSpec, machine: Machine, *, workload: Workload | None = None, probed: bool = True) -> Plan:

@@ -34,7 +34,8 @@ from so_tui.plan.facts.choices import (
 from so_tui.plan.fit import Assessment, Candidates, Target, assess, best, in_mode, step_with
 from so_tui.plan.sequence_parallel import more_sharing, not_shareable
 from so_tui.plan.types import Verdict
-from so_tui.spec.types import Mode, RunSpec
+from so_tui.spec.sections.offload import Mode
+from so_tui.spec.types import RunSpec
 
 _T = TypeVar("_T")
 CORE_FRACTIONS = (0.7, 0.8, 0.9)

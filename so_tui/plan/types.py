@@ -14,7 +14,8 @@ from so_tui.plan.facts.remedies import Remedy
 from so_tui.plan.messages import messages
 from so_tui.plan.terms import Confidence, Location, MemoryTerm, Phase
 from so_tui.plan.workload import Workload
-from so_tui.spec.types import Mode, RunSpec
+from so_tui.spec.sections.offload import Mode
+from so_tui.spec.types import RunSpec
 from so_tui.structs import prepare
 
 __all__ = [

@@ -13,21 +13,15 @@ from so_tui.spec.catalog import (
 from so_tui.spec.check import check_tree, problems_in
 from so_tui.spec.errors import InputError, Problem, Refusal, Refused, SoTuiError, first_line
 from so_tui.spec.fields import FieldInfo, field_index, fields
+from so_tui.spec.sections.benchmark import BenchmarkSpec
+from so_tui.spec.sections.checkpoint import CheckpointSpec
+from so_tui.spec.sections.data import DataSource, DataSpec
+from so_tui.spec.sections.model import ModelSpec
+from so_tui.spec.sections.offload import OffloadSpec
+from so_tui.spec.sections.parameters import ParameterBlock, Tensor, decays
+from so_tui.spec.sections.train import TrainSpec
 from so_tui.spec.tree import OF_A_SOURCE, complete_tree, differences, parse_value, spec_tree, with_values
-from so_tui.spec.types import (
-    BenchmarkSpec,
-    CheckpointSpec,
-    DataSource,
-    DataSpec,
-    ModelSpec,
-    OffloadSpec,
-    ParameterBlock,
-    Preset,
-    RunSpec,
-    Tensor,
-    TrainSpec,
-    decays,
-)
+from so_tui.spec.types import Preset, RunSpec
 
 __all__ = [
     "OF_A_SOURCE",

@@ -48,9 +48,10 @@ from so_tui.spec.errors import InputError, Problem
 from so_tui.spec.fields import FieldInfo, FieldType, field_index, source_index
 from so_tui.spec.files import path_fault
 from so_tui.spec.layers import layer_kinds, packing_problem
+from so_tui.spec.sections.data import DataSource
 from so_tui.spec.sharing import sharing_problems
 from so_tui.spec.table import REGENERATE, table_problems
-from so_tui.spec.types import DataSource, RunSpec
+from so_tui.spec.types import RunSpec
 from so_tui.spec.wording import nearest, shown
 
 LENGTHS = ("steps", "epochs", "tokens")

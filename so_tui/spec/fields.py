@@ -1,4 +1,4 @@
-"""Every key of a preset with its documentation, unit, range and default, read from the types in ``types.py``."""
+"""Every key of a preset with its documentation, unit, range and default, read from ``RunSpec``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any, Literal, get_args, get_type_hints
 import msgspec
 from msgspec import Struct, inspect
 
-from so_tui.spec.types import DataSource, RunSpec
+from so_tui.spec.sections.data import DataSource
+from so_tui.spec.types import RunSpec
 
 FieldType = Literal["integer", "number", "text", "boolean", "choice", "list", "table"]
 

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from so_tui.spec.errors import Problem
-from so_tui.spec.types import ParameterBlock
+from so_tui.spec.sections.parameters import ParameterBlock
 from so_tui.spec.wording import shown
 from so_tui.units import thousands
 

@@ -17,7 +17,7 @@ from so_tui.machine.described import named_machine
 from so_tui.machine.types import Software
 from so_tui.plan.types import Plan
 from so_tui.spec import CheckpointSpec, DataSource, DataSpec, InputError, ModelSpec, Refused, RunSpec, find_preset
-from so_tui.spec.types import TrackingSpec
+from so_tui.spec.sections.tracking import TrackingSpec
 from tests.support.plans import SOFTWARE, TINY, cpu_machine, launch_with, plan_of, quad_gh200, spec_of
 from tests.support.problems import refusal
 from tests.support.python_path import python_path

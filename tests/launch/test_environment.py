@@ -8,7 +8,10 @@ from so_tui.launch import environment
 from so_tui.launch.placeholders import Placeholder
 from so_tui.machine.described import named_machine
 from so_tui.machine.types import Machine, Software, version_numbers
-from so_tui.spec.types import DataSpec, ModelSpec, OffloadSpec, RunSpec
+from so_tui.spec.sections.data import DataSpec
+from so_tui.spec.sections.model import ModelSpec
+from so_tui.spec.sections.offload import OffloadSpec
+from so_tui.spec.types import RunSpec
 from tests.support.plans import cpu_machine, plan_of, quad_gh200, spec_of
 
 ALLOCATOR_2_13 = "expandable_segments:True,pinned_max_round_threshold_mb:64,pinned_max_cached_size_mb:64"

@@ -9,7 +9,11 @@ from so_tui.model.layout import Parameter, StateLayout, expand, layout_of
 from so_tui.model.profile import profile_of
 from so_tui.model.sharding import deepspeed_gpu_sub_groups, gpu_sub_groups, partition_numel, sub_group_slices
 from so_tui.spec.errors import InputError
-from so_tui.spec.types import DataSpec, ModelSpec, OffloadSpec, ParameterBlock, RunSpec, Tensor
+from so_tui.spec.sections.data import DataSpec
+from so_tui.spec.sections.model import ModelSpec
+from so_tui.spec.sections.offload import OffloadSpec
+from so_tui.spec.sections.parameters import ParameterBlock, Tensor
+from so_tui.spec.types import RunSpec
 
 CONFIG = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 3, "vocab_size": 100, "intermediate_size": 33}
 BLOCKS = (

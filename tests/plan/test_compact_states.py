@@ -9,7 +9,7 @@ from so_tui.plan import make_plan, recommend
 from so_tui.plan.facts.remedies import CompactStatesFit, MoreGpusFit
 from so_tui.plan.messages import message
 from so_tui.plan.terms import TermKind
-from so_tui.spec.types import StatesFormat
+from so_tui.spec.sections.offload import StatesFormat
 from tests.support.machines import superchips
 from tests.support.planning import BIG, QUAD, facts_of, only, spec_of
 

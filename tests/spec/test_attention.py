@@ -15,7 +15,7 @@ from so_tui.spec.attention import (
     generation_of,
     obstacle_to,
 )
-from so_tui.spec.types import Attention
+from so_tui.spec.sections.model import Attention
 
 ALL = frozenset(kernel.package for kernel in KERNELS if kernel.package)
 PLAIN = Needs(head_size=128)

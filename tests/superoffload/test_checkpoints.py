@@ -19,7 +19,7 @@ import superoffload
 from so_tui.runs import RunDirectory, control, write_state
 from so_tui.runs.records import CheckpointRecord, RunState
 from so_tui.spec import RunSpec
-from so_tui.spec.types import CheckpointSpec
+from so_tui.spec.sections.checkpoint import CheckpointSpec
 from so_tui_trainer import checkpoint, checkpoint_folder
 from so_tui_trainer.control import Control, refuse_if_superseded
 from so_tui_trainer.failures import SUPERSEDED, TrainingError

@@ -19,7 +19,10 @@ from torch.utils.hooks import RemovableHandle
 import superoffload
 from so_tui.plan.types import DeepSpeedBinding, MemoryPolicy, RankBinding
 from so_tui.spec import find_preset
-from so_tui.spec.types import DataSpec, OffloadSpec, RunSpec, TrainSpec
+from so_tui.spec.sections.data import DataSpec
+from so_tui.spec.sections.offload import OffloadSpec
+from so_tui.spec.sections.train import TrainSpec
+from so_tui.spec.types import RunSpec
 from so_tui_trainer.checkpoint import Manifest
 from so_tui_trainer.engine_settings import engine_settings
 from superoffload import checkpoint

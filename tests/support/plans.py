@@ -8,7 +8,10 @@ from so_tui.launch.preparation import Launch, launch_of
 from so_tui.machine.types import Gpu, Machine, Mpam, NumaNode, Software
 from so_tui.plan.types import DeepSpeedBinding, MemoryPolicy, Plan, RankBinding
 from so_tui.spec import find_preset
-from so_tui.spec.types import DataSpec, Mode, RunSpec, TrainSpec
+from so_tui.spec.sections.data import DataSpec
+from so_tui.spec.sections.offload import Mode
+from so_tui.spec.sections.train import TrainSpec
+from so_tui.spec.types import RunSpec
 
 GIB = 2**30
 TINY = find_preset("tiny").spec.model

@@ -20,7 +20,8 @@ import superoffload
 from so_tui.launch.ds_config import ds_config
 from so_tui.machine import inspect_machine
 from so_tui.plan import make_plan
-from so_tui.spec.types import ModelSpec, RunSpec
+from so_tui.spec.sections.model import ModelSpec
+from so_tui.spec.types import RunSpec
 from so_tui_trainer.data.batches import Batch, Batches
 from so_tui_trainer.engine_settings import engine_settings
 from so_tui_trainer.model import attention, recompute

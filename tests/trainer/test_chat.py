@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from so_tui.spec import with_values
-from so_tui.spec.types import LossOn
+from so_tui.spec.sections.data import LossOn
 from so_tui_trainer.data.chat import TemplateError, chat_of, segments
 from so_tui_trainer.data.encoding import Encoder, encodes_segments_apart
 from so_tui_trainer.data.rows import Message

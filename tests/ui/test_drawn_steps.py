@@ -21,7 +21,9 @@ from so_tui.runs.index_cache import IndexCache
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import ResumedRecord, StepRecord
 from so_tui.runs.segments import segments
-from so_tui.spec.types import DataSpec, ModelSpec, RunSpec
+from so_tui.spec.sections.data import DataSpec
+from so_tui.spec.sections.model import ModelSpec
+from so_tui.spec.types import RunSpec
 from so_tui.ui.series import Axis
 from so_tui.ui.step_series import SINGLE_STEPS, FollowedSteps, StepSeries, mean_steps
 from so_tui.ui.widgets.plot import spans

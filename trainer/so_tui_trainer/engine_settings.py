@@ -9,7 +9,8 @@ from so_tui.model.profile import profile_of
 from so_tui.model.sharding import run_ahead_parameters, state_bytes
 from so_tui.plan.placement import own_engine
 from so_tui.plan.types import HOST_MARGIN, NOTHING_OPTIONAL, OptionalMemory, RankBinding
-from so_tui.spec.types import RunSpec, StatesFormat
+from so_tui.spec.sections.offload import StatesFormat
+from so_tui.spec.types import RunSpec
 from superoffload.errors import OffloadError
 from superoffload.settings import Settings
 

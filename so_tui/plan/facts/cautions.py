@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from so_tui.plan.facts.coded import CodedFact
 from so_tui.spec.attention import AttentionBackend
-from so_tui.spec.types import Mode
+from so_tui.spec.sections.offload import Mode
 
 
 class NeverRun(CodedFact, frozen=True):

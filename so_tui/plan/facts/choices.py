@@ -9,7 +9,7 @@ from so_tui.model.activations import Policy
 from so_tui.plan.facts.coded import CodedFact
 from so_tui.plan.facts.memory import Shortage
 from so_tui.spec.attention import AttentionBackend, Obstacle
-from so_tui.spec.types import Mode
+from so_tui.spec.sections.offload import Mode
 
 AutoReason = Literal[
     "no-gpu", "gpu-memory-unknown", "fits-on-gpu", "less-recomputation", "overlaps", "offload-does-not-fit", "gpu-does-not-fit"

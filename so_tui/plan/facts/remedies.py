@@ -7,7 +7,7 @@ from typing import Literal
 from msgspec import Struct
 
 from so_tui.plan.facts.coded import CodedFact
-from so_tui.spec.types import StatesFormat
+from so_tui.spec.sections.offload import StatesFormat
 
 
 class Change(Struct, frozen=True):

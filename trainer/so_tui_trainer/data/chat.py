@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from so_tui.spec import InputError, Problem
-from so_tui.spec.types import LossOn
+from so_tui.spec.sections.data import LossOn
 from so_tui_trainer.data.rows import TEXT, TOOLS, Conversation, Message
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from so_tui.spec.types import LossOn
+from so_tui.spec.sections.data import LossOn
 from so_tui_trainer.data.chat import Chat, Segment, TemplateError, segments
 from so_tui_trainer.data.documents import Counts
 from so_tui_trainer.data.rows import TEXT, bad_row

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from so_tui.model.activations import MLP_TILE_TOKENS, offloads_inputs, policy_of, tiles_mlp
 from so_tui.spec import InputError, ModelSpec, Problem, RunSpec, first_line, resolve_source
 from so_tui.spec.layers import packing_problem
+from so_tui.spec.sections.parameters import decays
 from so_tui.spec.sharing import sharing_problem
-from so_tui.spec.types import decays
 from so_tui_trainer.data.batches import Batch
 from so_tui_trainer.model import attention, kernels, loading, matching, recompute, rope, tiles
 from so_tui_trainer.model.host_inputs import HostInputs

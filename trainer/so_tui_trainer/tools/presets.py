@@ -23,8 +23,8 @@ import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from so_tui.spec import InputError, ModelSpec, ParameterBlock, Problem, Tensor, decays, find_preset, resolve_source
+from so_tui.spec.sections.parameters import TensorKind
 from so_tui.spec.table import MARKER, table_text
-from so_tui.spec.types import TensorKind
 from so_tui_trainer.model.build import config_of
 from so_tui_trainer.model.matching import meta_model
 from so_tui_trainer.tools.describe_model import planned_shape, shape_of

@@ -1,0 +1,1 @@
+"""The sections of a preset, a module for each. ``types.RunSpec`` puts them together."""
