@@ -24,8 +24,8 @@ from so_tui.plan import make_plan
 from so_tui.plan.calibration import Figures, Probe, model_key
 from so_tui.plan.constants import digest
 from so_tui.plan.host_memory import load_bytes, steady_bytes
-from so_tui.plan.types import Plan, Workload
-from so_tui.plan.workload import seen
+from so_tui.plan.types import Plan
+from so_tui.plan.workload import Workload, seen
 from so_tui.runs import RunDirectory, RunReader
 from so_tui.runs.records import FINAL_STATES, MetricRecord, PhaseRecord, Sample, StepRecord
 from so_tui.spec import RunSpec, SoTuiError

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from so_tui.plan.types import Workload
+from so_tui.plan.workload import Workload
 from so_tui.spec import RunSpec, resolve_source
 from so_tui.trust.decoding import decode_json
 

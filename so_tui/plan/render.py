@@ -19,7 +19,8 @@ from so_tui.plan.facts.memory import MemoryPool
 from so_tui.plan.messages import message
 from so_tui.plan.network_text import network_text
 from so_tui.plan.speed_text import rates_text, speed_source_text, workload_text
-from so_tui.plan.types import Confidence, Location, MemoryTerm, Plan, PlanRow, Verdict
+from so_tui.plan.terms import Confidence, Location, MemoryTerm
+from so_tui.plan.types import Plan, PlanRow, Verdict
 from so_tui.plan.workload import Workload
 from so_tui.trust.printable import printable_line
 from so_tui.units import memory_size

@@ -2,17 +2,14 @@
 
 step = accumulation x (forward + backward + data) + optimizer time that nothing hides + a little. Forward and backward are matrix products
 at the rate that the GPU reaches in models, attention at its backend's rate within documents of their length, plus what moves through the
-GPU's memory beside them. The optimizer's exposed time is simulated
-sub-group by sub-group. Rates of the hardware are the machine's own where ``so-tui calibrate`` measured them, else published for its kind.
+GPU's memory beside them. The optimizer's exposed time is simulated sub-group by sub-group (``weight_arrivals``). Rates of the hardware are
+the machine's own where ``so-tui calibrate`` measured them, else published for its kind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from heapq import heappop, heappush
-from operator import attrgetter
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -26,6 +23,7 @@ from so_tui.plan.deepspeed_step import UNSCALE_BYTES, OffloadedStates
 from so_tui.plan.placement import Placement, own_engine
 from so_tui.plan.sequence_parallel import exchanged_bytes
 from so_tui.plan.types import PlannedRates, StepTime
+from so_tui.plan.weight_arrivals import Update, arrivals, weight_wait_s
 from so_tui.plan.workload import Workload
 from so_tui.spec.attention import MASKED_BACKENDS, AttentionBackend
 
@@ -37,8 +35,6 @@ ZEROOFFLOAD_ADAM_BYTES = 34
 weight."""
 ACCUMULATE_BYTES = 10
 """bf16 gradient read, fp32 sum read and written."""
-
-
 BACKWARD_ATTENTION = 2.5
 """FLOPs of attention's backward pass over those of its forward pass: five products instead of two."""
 
@@ -331,48 +327,3 @@ class StepModel:
                 begins_s, max((at for _, at in arrivals(early, self.speed.h2d_bytes_per_s, use.weight_copy_latency_s)), default=0.0)
             )
         return begins_s + weight_wait_s(updates, self.speed.h2d_bytes_per_s, use.weight_copy_latency_s, once.forward_s, begins_s)
-
-
-class Update(NamedTuple):
-    """One sub-group's way through the Adam worker. Time 0 is the end of backward."""
-
-    begin: float
-    """When a forward first uses it, as a share of the forward."""
-    ready_s: float
-    """When the worker may take it."""
-    adam_s: float
-    weights_bytes: int
-
-
-def arrivals(updates: Iterable[Update], h2d_bytes_per_s: float, copy_latency_s: float) -> list[tuple[float, float]]:
-    """Return (when a forward first uses it, seconds at which its new weights are on the GPU) of each sub-group.
-
-    Of the sub-groups that are ready, the worker takes the one that a forward uses first.
-
-    Args:
-        updates: The sub-groups.
-        h2d_bytes_per_s: Rate of the copies.
-        copy_latency_s: From the end of a sub-group's Adam until the copy of its weights begins.
-    """
-    coming = sorted(updates, key=attrgetter("ready_s"), reverse=True)
-    ready: list[tuple[float, int, Update]] = []
-    worker = copies = float("-inf")
-    found = []
-    while coming or ready:
-        if not ready:
-            worker = max(worker, coming[-1].ready_s)
-        while coming and coming[-1].ready_s <= worker:
-            heappush(ready, (coming[-1].begin, len(coming), coming.pop()))
-        begin, _, (_, _, adam_s, weights_bytes) = heappop(ready)
-        worker += adam_s
-        copies = max(copies, worker + copy_latency_s) + weights_bytes / h2d_bytes_per_s
-        found.append((begin, copies))
-    return found
-
-
-def weight_wait_s(
-    updates: Iterable[Update], h2d_bytes_per_s: float, copy_latency_s: float, forward_s: float, forward_begins_s: float
-) -> float:
-    """Return how long the forward after a step waits for weights that are still to be updated or copied. Arguments as ``arrivals``."""
-    found = arrivals(updates, h2d_bytes_per_s, copy_latency_s)
-    return max(0.0, *(at - forward_begins_s - begin * forward_s for begin, at in found))

@@ -12,31 +12,10 @@ from so_tui.plan.facts.cautions import Caution, NeverRun
 from so_tui.plan.facts.memory import Shortage
 from so_tui.plan.facts.remedies import Remedy
 from so_tui.plan.messages import messages
-from so_tui.plan.terms import Confidence, Location, MemoryTerm, Phase
-from so_tui.plan.workload import Workload
+from so_tui.plan.terms import MemoryTerm
 from so_tui.spec.sections.offload import Mode
 from so_tui.spec.types import RunSpec
 from so_tui.structs import prepare
-
-__all__ = [
-    "NOTHING_KNOWN",
-    "NOTHING_OPTIONAL",
-    "Confidence",
-    "DeepSpeedBinding",
-    "GivenMemory",
-    "Location",
-    "MemoryPolicy",
-    "MemoryTerm",
-    "OptionalMemory",
-    "Phase",
-    "Plan",
-    "PlanRow",
-    "PlannedRates",
-    "RankBinding",
-    "StepTime",
-    "Verdict",
-    "Workload",
-]
 
 Verdict = Literal["fits", "tight", "does not fit"]
 GPU_MARGIN = 0.08

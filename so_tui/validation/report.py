@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from so_tui.machine.types import Machine, Software
 from so_tui.plan.calibration import Figures, Rates
-from so_tui.plan.types import Workload
+from so_tui.plan.workload import Workload
 from so_tui.spec.errors import InputError, Problem
 from so_tui.spec.files import write_atomic
 from so_tui.structs import prepare

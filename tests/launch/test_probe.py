@@ -13,7 +13,7 @@ from so_tui.machine.types import Gpu, Machine
 from so_tui.model.flops import flops_of, model_flops
 from so_tui.plan import make_plan
 from so_tui.plan.calibration import Figures, Probe
-from so_tui.plan.types import Workload
+from so_tui.plan.workload import Workload
 from so_tui.runs import MetricsWriter, RunDirectory, SampleWriter
 from so_tui.runs.records import PhaseRecord, Sample
 from so_tui.spec import find_preset, with_values

@@ -8,7 +8,7 @@ import pytest
 
 from so_tui.launch.probe import probe_spec
 from so_tui.launch.probe_rows import write_rows
-from so_tui.plan.types import Workload
+from so_tui.plan.workload import Workload
 from so_tui.spec import find_preset, with_values
 from so_tui_trainer.data import cache, tokens
 from so_tui_trainer.data.packing import fill

@@ -9,7 +9,8 @@ from so_tui.plan import make_plan, recommend
 from so_tui.plan.calibration import Figures, Probe, Rates, calibration_of, model_key, path_of, store
 from so_tui.plan.constants import Calibrated, SpeedSource, digest, published_speed
 from so_tui.plan.terms import TermKind
-from so_tui.plan.types import Plan, Workload
+from so_tui.plan.types import Plan
+from so_tui.plan.workload import Workload
 from so_tui.spec import load_catalog, with_values
 from tests.support.machines import superchips, x86
 

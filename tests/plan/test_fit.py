@@ -18,7 +18,7 @@ from so_tui.launch.probe import Measured
 from so_tui.plan.calibration import Figures
 from so_tui.plan.constants import Constants, constants, published_speed, using
 from so_tui.plan.resources import resources_of
-from so_tui.plan.types import Workload
+from so_tui.plan.workload import Workload
 from so_tui.spec import find_preset, with_values
 from tests.support.machines import x86
 

@@ -21,7 +21,8 @@ from so_tui.plan.messages import message
 from so_tui.plan.render import render_plan
 from so_tui.plan.speed_text import speed_source_text
 from so_tui.plan.terms import TERM_NAMES, Formula, TermKind
-from so_tui.plan.types import Plan, Workload
+from so_tui.plan.types import Plan
+from so_tui.plan.workload import Workload
 from so_tui.spec import Problem
 from tests.support.planning import QUAD, shown, spec_of
 

@@ -25,8 +25,8 @@ from so_tui.plan.facts.choices import (
 from so_tui.plan.facts.memory import MemoryNeeded
 from so_tui.plan.fit import assess, in_mode, target_of
 from so_tui.plan.search import choices
-from so_tui.plan.types import Plan, Workload
-from so_tui.plan.workload import Seen, path_of, remember
+from so_tui.plan.types import Plan
+from so_tui.plan.workload import Seen, Workload, path_of, remember
 from so_tui.spec import with_values
 from tests.support.machines import x86
 from tests.support.planning import BIG, CATALOG, QUAD, facts_of, only, spec_of

@@ -12,7 +12,7 @@ from so_tui.plan import make_plan, plan_table, plans_json, rank_counts, recommen
 from so_tui.plan.constants import SpeedSource
 from so_tui.plan.render import cell, render_plan, render_table
 from so_tui.plan.speed_text import rates_text, workload_text
-from so_tui.plan.types import Workload
+from so_tui.plan.workload import Workload
 from tests.support.machines import x86
 from tests.support.planning import BIG, CATALOG, CPU_ONLY, QUAD, shown, spec_of
 

@@ -15,8 +15,10 @@ from so_tui.plan.constants import AttentionRate, Speed, SpeedSource, constants, 
 from so_tui.plan.facts.cautions import FasterAttention
 from so_tui.plan.fit import assess, target_of
 from so_tui.plan.placement import Placement
-from so_tui.plan.timing import Pass, StepModel, Update, arrivals, weight_wait_s
-from so_tui.plan.types import Plan, Workload
+from so_tui.plan.timing import Pass, StepModel
+from so_tui.plan.types import Plan
+from so_tui.plan.weight_arrivals import Update, arrivals, weight_wait_s
+from so_tui.plan.workload import Workload
 from so_tui.spec import load_catalog, with_values
 from tests.support.machines import superchips, x86
 

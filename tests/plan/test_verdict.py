@@ -14,8 +14,8 @@ from so_tui.plan.facts.choices import AllOnGpu, AutoMode
 from so_tui.plan.facts.memory import Shortage
 from so_tui.plan.facts.remedies import Change, FitsHere, LargerHostFits, MoreGpusFit, MoreMachinesFit
 from so_tui.plan.resources import Supply
-from so_tui.plan.types import Workload
 from so_tui.plan.verdict import Demand, judge
+from so_tui.plan.workload import Workload
 from so_tui.spec import InputError, with_values
 from tests.support.machines import x86
 from tests.support.planning import BIG, CATALOG, CPU_ONLY, QUAD, facts_of, only, spec_of

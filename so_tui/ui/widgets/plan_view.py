@@ -12,7 +12,8 @@ from so_tui.ui.widgets.bars import Part, fill, legend, legend_items, stacked
 from so_tui.units import thousands
 
 if TYPE_CHECKING:
-    from so_tui.plan.types import Location, MemoryTerm, Plan
+    from so_tui.plan.terms import Location, MemoryTerm
+    from so_tui.plan.types import Plan
     from so_tui.spec import RunSpec
 
 SIGNS = {"fits": "✓", "tight": "~", "does not fit": "✗"}

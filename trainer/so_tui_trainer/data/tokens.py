@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from so_tui.plan import workload
-from so_tui.plan.types import Workload
+from so_tui.plan.workload import Workload
 from so_tui.spec import InputError, ModelSpec, Problem, RunSpec, first_line, resolve_source
 from so_tui.spec.sections.data import DataSpec
 from so_tui_trainer.binding import die_with_parent
