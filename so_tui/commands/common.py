@@ -91,9 +91,11 @@ def machine_for(spec: RunSpec, arguments: argparse.Namespace) -> Machine:
 
 
 def note_place(arguments: argparse.Namespace, machine: Machine, partition: str, *, site: str = "") -> None:
-    """Say from what the machine of a partition is known, unless the user has named it."""
-    from so_tui.launch.places import source_of
+    """Say from what the machine of a partition is known, unless the user has named it, and which site profiles could not be used."""
+    from so_tui.launch.places import left_out_profiles, source_of
 
+    for problem in left_out_profiles(partition, site=site):
+        note(arguments, f"Left out: {problem}")
     if not partition or arguments.machine:
         return
     source, nodes = source_of(partition, site=site), f"The nodes of partition {partition}"

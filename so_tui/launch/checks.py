@@ -15,6 +15,7 @@ from so_tui.launch import locks
 from so_tui.launch.executors import executor_of
 from so_tui.launch.helpers import call_tool, problem_of
 from so_tui.launch.local_paths import missing_paths
+from so_tui.launch.places import left_out_profiles
 from so_tui.launch.preparation import Launch
 from so_tui.machine.doctor import findings
 from so_tui.machine.doctor.software import has_adam_kernel
@@ -46,7 +47,8 @@ def preflight(launch: Launch, *, runs_dir: Path | str | None = None) -> tuple[La
 def _warnings(launch: Launch, runs_dir: Path | str | None) -> tuple[str, ...]:
     if not executor_of(launch.spec).here:
         checks_elsewhere(launch, runs_dir=runs_dir)
-        return ()
+        slurm = launch.spec.slurm
+        return tuple(f"left out: {problem}" for problem in left_out_profiles(slurm.partition, site=slurm.site))
     warnings = quick_checks(launch, runs_dir=runs_dir)
     if not launch.forced:
         _refuse_what_doctor_blocks(launch.plan, launch.machine)

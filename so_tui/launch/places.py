@@ -13,7 +13,7 @@ from so_tui.launch.partition_machines import SeenMachine, seen_machine, sees_par
 from so_tui.machine import inspect_machine
 from so_tui.machine.described import named_machine
 from so_tui.machine.types import Machine, Network
-from so_tui.spec import Refusal, Refused, RunSpec
+from so_tui.spec import Problem, Refusal, Refused, RunSpec
 from so_tui.trust.printable import so_tui_command
 
 if TYPE_CHECKING:
@@ -83,6 +83,13 @@ def source_of(partition: str, *, site: str = "") -> PlaceSource:
     if seen is not None:
         return PlaceSource(partition=partition, seen=seen.seen)
     return PlaceSource(partition=partition, profile=profile.title if described else "")
+
+
+def left_out_profiles(partition: str, *, site: str = "") -> tuple[Problem, ...]:
+    """Return what is wrong with site profiles among which that of a partition's cluster was looked for; arguments as for ``source_of``."""
+    from so_tui.launch.executors.slurm.site import wrong_sites
+
+    return wrong_sites() if partition and not site else ()
 
 
 def _known(partition: str, site: str) -> tuple[SeenMachine | None, Machine | None, Site]:

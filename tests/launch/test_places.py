@@ -11,8 +11,9 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.cli import main
+from so_tui.launch import preflight, prepare
 from so_tui.launch.executors.slurm import commands
-from so_tui.launch.executors.slurm.site import load_site, site_names
+from so_tui.launch.executors.slurm.site import load_site, site_names, user_sites
 from so_tui.launch.partition_machines import keep_network, remember, seen_machine, with_measured_network
 from so_tui.launch.places import machine_of, source_of, with_remedy
 from so_tui.machine.described import MACHINES
@@ -179,3 +180,43 @@ def test_a_profile_that_does_not_exist_is_named() -> None:
     with pytest.raises(InputError) as caught:
         machine_of(tiny(slurm__partition="gh", slurm__site="absent"), QUAD)
     assert caught.value.problems[0].code == "unknown-site"
+
+
+def write_profile(name: str, content: str) -> None:
+    user_sites().mkdir(parents=True, exist_ok=True)
+    (user_sites() / f"{name}.toml").write_text(content)
+
+
+def test_a_wrong_profile_stops_no_plan_for_other_clusters(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
+    write_profile("a-wrong-one", "no toml")
+    write_profile("b-wrong-one", 'title = "x"\nunknown = 1')
+    spec = tiny(slurm__partition="normal")
+    assert machine_of(spec, QUAD) == QUAD
+    write_profile("ours", f'title = "Ours"\nclusters = ["{cluster}"]\nmachine = "gh200-quad-120"\n')
+    assert source_of("normal").profile == "Ours"
+    assert main(["plan", "tiny", "--partition", "normal"]) == 0
+    printed = capsys.readouterr()
+    assert "a-wrong-one" in printed.out
+    assert "b-wrong-one" in printed.out
+    _, warnings = preflight(prepare(spec, CPU_ONLY, force=True))
+    assert [name for name in ("a-wrong-one", "b-wrong-one", "ours") if any(name in text for text in warnings)] == [
+        "a-wrong-one",
+        "b-wrong-one",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "here"),
+    [
+        ("mine", 'title = "x"\nunknown = 1\nclusters = ["ours"]\n', "ours"),
+        ("mine", 'clusters = ["ours"]\n', "ours"),
+        ("alps", "no toml", "clariden"),  # in place of the built-in profile, which names that cluster
+    ],
+)
+def test_a_wrong_profile_of_this_cluster_is_named(name: str, content: str, here: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "cluster_name", lambda: here)
+    write_profile(name, content)
+    with pytest.raises(InputError) as caught:
+        machine_of(tiny(slurm__partition="normal"), QUAD)
+    assert [(problem.code, problem.value) for problem in caught.value.problems] == [("invalid-site", name)]
+    assert machine_of(tiny(slurm__partition="normal", slurm__site="generic"), QUAD) == QUAD

@@ -10,6 +10,7 @@ Problem codes:
 
 from __future__ import annotations
 
+import logging
 import tomllib
 from pathlib import Path
 from typing import Annotated
@@ -21,6 +22,8 @@ from so_tui.folders import user_folder
 from so_tui.spec import InputError, Problem
 from so_tui.trust.decoding import decode_toml
 from so_tui.trust.ownership import NotOwnError, read_own
+
+_LOG = logging.getLogger(__name__)
 
 GENERIC = "generic"
 
@@ -120,12 +123,38 @@ def load_site(name: str) -> Site:
         raise _invalid(path, str(error), "docs/cluster.md lists its keys.") from error
 
 
+def wrong_sites() -> tuple[Problem, ...]:
+    """Return what is wrong with the user's profiles that cannot be used."""
+    problems: list[Problem] = []
+    for path in sorted(user_sites().glob("*.toml")):
+        try:
+            load_site(path.stem)
+        except InputError as error:
+            problems += error.problems
+    return tuple(problems)
+
+
 def recognised_site(cluster: str) -> str:
-    """Return the name of the profile that names a cluster, else ``generic``."""
-    for name in site_names():
-        if cluster and cluster in load_site(name).clusters:
-            return name
-    return GENERIC
+    """Return the name of the profile that names a cluster, else ``generic``. A wrong profile concerns only the cluster that it names."""
+    return next((name for name in site_names() if cluster and cluster in _clusters_of(name)), GENERIC)
+
+
+def _clusters_of(name: str) -> tuple[str, ...]:
+    """Return the clusters that a profile names; of one that is wrong, as far as it can be read, with those of the one that it replaces.
+
+    So nobody's job is submitted without the options that a profile was written for.
+    """
+    try:
+        return load_site(name).clusters
+    except InputError as error:
+        _LOG.info("site profile %s cannot be used: %s", name, error)
+    builtin = builtin_sites() / f"{name}.toml"
+    replaced = msgspec.convert(decode_toml(builtin.read_bytes()), Site).clusters if builtin.is_file() else ()
+    try:
+        given = decode_toml(read_own(user_sites() / f"{name}.toml")).get("clusters")
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.DecodeError):
+        return replaced
+    return (*replaced, *(text for text in given if isinstance(text, str))) if isinstance(given, list) else replaced
 
 
 def _invalid(path: Path, message: str, remedy: str) -> InputError:
