@@ -12,7 +12,8 @@ from so_tui.plan.attention import attention_of
 from so_tui.plan.facts.blockers import SequencesNotShareable
 from so_tui.plan.resources import Resources
 from so_tui.spec.attention import MASKED_BACKENDS
-from so_tui.spec.layers import layer_kinds, mixing_kinds
+from so_tui.spec.layers import layer_kinds
+from so_tui.spec.sharing import sharing_problem
 from so_tui.spec.types import RunSpec
 
 
@@ -32,7 +33,8 @@ def more_sharing(spec: RunSpec) -> Iterator[RunSpec]:
     """Yield the spec with more ranks for each sequence, and the same sequences in a step."""
     train, shape = spec.train, profile_of(spec.model).architecture
     ranks = 2 * train.sequence_parallel
-    while ranks <= spec.ranks_per_host and not train.router_loss_coefficient and not mixing_kinds(layer_kinds(spec.model.config)):
+    shareable = not train.router_loss_coefficient and sharing_problem(layer_kinds(spec.model.config), ranks) is None
+    while shareable and ranks <= spec.ranks_per_host:
         if spec.ranks_per_host % ranks == 0 and spec.data.sequence_length % ranks == 0 and _divides_heads(ranks, shape):
             # With a target of tokens, accumulation follows from it.
             times = 1 if train.tokens_per_step else ranks // train.sequence_parallel

@@ -9,6 +9,8 @@ from so_tui.spec.errors import Problem
 
 _KEEP_APART = frozenset({"full_attention", "sliding_attention", "mlp", "moe"})
 """Attention that takes the boundaries of documents or a mask, and layers that compute each token by itself."""
+_RECURRENT = frozenset({"linear_attention", "conv", "mamba", "mamba2", "recurrent", "hybrid"})
+"""Layers that carry a state from token to token. Packed documents are rows of their own inside them."""
 _WITHOUT_ATTENTION = frozenset({"linear_attention", "conv", "mamba", "mamba2", "recurrent", "mlp", "moe"})
 
 
@@ -19,8 +21,13 @@ def layer_kinds(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def mixing_kinds(kinds: Iterable[str]) -> tuple[str, ...]:
-    """Return the kinds of layers in which documents of one sequence would see each other: recurrences, convolutions, chunks."""
-    return tuple(sorted(set(kinds) - _KEEP_APART))
+    """Return the kinds of layers in which documents of one sequence would see each other, such as attention in chunks."""
+    return tuple(sorted(set(kinds) - _KEEP_APART - _RECURRENT))
+
+
+def recurrent_kinds(kinds: Iterable[str]) -> tuple[str, ...]:
+    """Return the kinds of layers that carry a state from token to token: recurrences and convolutions."""
+    return tuple(sorted(_RECURRENT.intersection(kinds)))
 
 
 def layers_without_attention(kinds: Iterable[str]) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 from so_tui.spec.errors import Problem
 from so_tui.spec.fields import field_index
-from so_tui.spec.layers import layer_kinds, mixing_kinds
+from so_tui.spec.layers import layer_kinds, mixing_kinds, recurrent_kinds
 from so_tui.spec.wording import shown
 
 
@@ -38,9 +38,9 @@ def sharing_problems(model: dict[str, Any], data: dict[str, Any], train: dict[st
 
 def sharing_problem(kinds: Iterable[str], ranks: int) -> Problem | None:
     """Return why ranks cannot share the sequences of a model with layers of these kinds; None if they can."""
-    mixing = mixing_kinds(kinds)
-    if ranks == 1 or not mixing:
+    whole = sorted({*mixing_kinds(kinds), *recurrent_kinds(kinds)})
+    if ranks == 1 or not whole:
         return None
-    message = f"the model has layers of {', '.join(mixing)}, which would see only a rank's part of a sequence"
+    message = f"the model has layers of {', '.join(whole)}, which would see only a rank's part of a sequence"
     field, remedy = "train.sequence_parallel", "Set it to 1."
     return Problem(code="sequence-parallel-layers", field=field, value=str(ranks), message=message, remedy=remedy)

@@ -16,7 +16,7 @@ from so_tui.launch.new_preset import add_preset, describe_model, preset_name
 from so_tui.plan import make_plan
 from so_tui.spec import InputError, check_tree, create_preset, find_preset
 from tests.support.machines import superchips
-from tests.support.models import IN_ROWS, OTHERS, another
+from tests.support.models import IN_ROWS, OTHERS, RECURRENT, another
 from tests.support.schemas import valid
 
 pytest.importorskip("transformers")
@@ -97,7 +97,7 @@ def test_the_table_counts_what_the_model_has(tmp_path: Path, kind: str) -> None:
     assert (experts > 0) == bool(leaves)
 
 
-@pytest.mark.parametrize("kind", [*IN_ROWS, *(OTHERS.keys() & {"gemma4_text"})])
+@pytest.mark.parametrize("kind", [*IN_ROWS, *(RECURRENT.keys() - {"jamba", "minimax"}), *(OTHERS.keys() & {"gemma4_text"})])
 def test_the_models_of_2026_are_described_as_they_are_built(tmp_path: Path, kind: str) -> None:
     """What the preset says builds the same model and can be planned; documents are packed only where layers keep them apart."""
     from so_tui_trainer.tools.describe_model import describe
@@ -116,9 +116,9 @@ def test_the_models_of_2026_are_described_as_they_are_built(tmp_path: Path, kind
 
 
 def test_a_model_whose_documents_cannot_be_packed_gets_a_preset_without_packing(tmp_path: Path) -> None:
-    described = describe_model(str(folder(tmp_path, "hybrid", **another("qwen3_next").config)))
+    described = describe_model(str(folder(tmp_path, "hybrid", **another("llama4_text").config)))
     assert not described.spec.data.packing
-    assert "linear_attention" in described.notes[0]
+    assert "chunked_attention" in described.notes[0]
 
 
 def test_a_preset_is_made_saved_and_planned(tmp_path: Path) -> None:

@@ -228,10 +228,10 @@ def test_what_padding_costs_is_said_with_the_reason_for_it() -> None:
     assert not facts_of(make_plan(spec, BIG).warnings, PackingOff), "with boundaries padding is not computed"
     masked = with_values(spec, {"model.attention": "sdpa"})
     assert only(make_plan(masked, BIG).warnings, PackingOff) == PackingOff(padding_share=None, mixing=())
-    hybrid = spec.model.config | {"layer_types": ["linear_attention", "full_attention"] * 20}
-    spec = replace(spec, model=replace(spec.model, config=hybrid))
+    chunked = spec.model.config | {"layer_types": ["chunked_attention", "full_attention"] * 20}
+    spec = replace(spec, model=replace(spec.model, config=chunked))
     found = only(make_plan(spec, BIG, workload=Workload(useful_share=0.25)).warnings, PackingOff)
-    assert found == PackingOff(padding_share=0.75, mixing=("linear_attention",))
+    assert found == PackingOff(padding_share=0.75, mixing=("chunked_attention",))
 
 
 @pytest.mark.parametrize(("length", "warned"), [(40_960, False), (65_536, True)])

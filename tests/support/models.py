@@ -73,7 +73,7 @@ OTHERS: dict[str, dict[str, Any]] = known(
 
 DELTA = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 KINDS = ["linear_attention", "full_attention"]
-IN_ROWS: dict[str, dict[str, Any]] = known(
+RECURRENT: dict[str, dict[str, Any]] = known(
     {
         "qwen3_next": {**DELTA, "layer_types": KINDS, "shared_expert_intermediate_size": 32},
         "qwen3_5_text": {**DELTA, "layer_types": KINDS},
@@ -99,15 +99,28 @@ IN_ROWS: dict[str, dict[str, Any]] = known(
             "n_groups": 2,
             "chunk_size": 16,
         },
-        "llama4_text": {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 16, "num_experts_per_tok": 1},
+        "lfm2": {"layer_types": ["conv", "full_attention"]},
+        "jamba": {
+            "layer_types": None,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 4,
+            "use_mamba_kernels": False,
+        },
+        "minimax": {"layer_types": KINDS, "block_size": 16},
     }
+)
+"""Kinds of models with layers that carry a state from token to token."""
+IN_ROWS: dict[str, dict[str, Any]] = known(
+    {"llama4_text": {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 16, "num_experts_per_tok": 1}}
 )
 """Kinds of models in which documents of one row would see each other."""
 
 
 def another(kind: str) -> ModelSpec:
     """Return a kind of model without a preset, with random weights."""
-    shape = {key: value for key, value in (SMALL | (OTHERS | IN_ROWS)[kind]).items() if value is not None}
+    shape = {key: value for key, value in (SMALL | (OTHERS | RECURRENT | IN_ROWS)[kind]).items() if value is not None}
     return ModelSpec(id=kind, weights="random", config={"model_type": kind, "pad_token_id": 0, **shape})
 
 

@@ -16,18 +16,18 @@ from so_tui.spec import ModelSpec
 from so_tui.spec.attention import Needs, Present
 from so_tui_trainer.data.batches import Batches
 from so_tui_trainer.model import attention, recompute
-from so_tui_trainer.model.build import TrainedModel, build, disable_dropout, load_config
+from so_tui_trainer.model.build import TrainedModel, build, disable_dropout, load_config, refuse_unlisted
 from so_tui_trainer.model.matching import meta_model
 from tests.support.attention import PLAIN
 from tests.support.documents import documents, spec
-from tests.support.models import IN_ROWS, ONE_OF_EACH, OTHERS, another, causal_model, known, scaled_down
+from tests.support.models import IN_ROWS, ONE_OF_EACH, OTHERS, RECURRENT, another, causal_model, known, scaled_down
 from tests.support.problems import refusal
 
 
 @pytest.mark.parametrize(
     "model",
-    [*map(scaled_down, ONE_OF_EACH.values()), *map(another, OTHERS)],
-    ids=[*ONE_OF_EACH, *OTHERS],
+    [*map(scaled_down, ONE_OF_EACH.values()), *map(another, [*OTHERS, *RECURRENT])],
+    ids=[*ONE_OF_EACH, *OTHERS, *RECURRENT],
 )
 def test_packed_documents_train_as_if_each_were_alone(model: ModelSpec) -> None:
     """In every attention that the CPU runs; the flash path with plain kernels in place of CUDA's."""
@@ -35,8 +35,8 @@ def test_packed_documents_train_as_if_each_were_alone(model: ModelSpec) -> None:
     config = load_config(model)
     disable_dropout(config)
     causal = causal_model(config, dtype=torch.float32, attention="eager")
-    docs = documents(30)
-    batches = Batches(docs, spec(data__sequence_length="128"), 0)
+    docs = documents(30, longest=120)
+    batches = Batches(docs, msgspec.structs.replace(spec(data__sequence_length="128"), model=listed(model, config)), 0)
     batch = next(batches.micro_batches(1))
     weight = 1 / len(batch.targets)
     alone = torch.zeros(())
@@ -57,6 +57,21 @@ def test_packed_documents_train_as_if_each_were_alone(model: ModelSpec) -> None:
         torch.testing.assert_close(packed, alone * weight, msg=implementation)
         for key, parameter in causal.named_parameters():
             torch.testing.assert_close(parameter.grad, expected[key], rtol=1e-3, atol=1e-5, msg=f"{implementation}: {key}")
+
+
+def listed(model: ModelSpec, config: Any) -> ModelSpec:
+    """Return a model's spec as ``presets add`` writes it: with the kind of each layer."""
+    kinds = getattr(config, "layer_types", None)
+    return msgspec.structs.replace(model, config=model.config | ({"layer_types": list(kinds)} if kinds else {}))
+
+
+def test_a_model_that_does_not_list_its_recurrent_layers_is_refused() -> None:
+    """Data is laid out by the spec: without the list, documents would meet in them."""
+    model = another("qwen3_next")
+    unlisted = msgspec.structs.replace(model, config={key: value for key, value in model.config.items() if key != "layer_types"})
+    causal = causal_model(load_config(unlisted))
+    problem = refusal(lambda: refuse_unlisted(causal, unlisted))
+    assert (problem.code, problem.field) == ("recurrent-layers-unlisted", "model.config.layer_types")
 
 
 @pytest.mark.parametrize("kind", IN_ROWS)

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from so_tui.runs.records import EvaluationRecord
 from so_tui.spec import InputError, Problem, RunSpec
-from so_tui_trainer.data.batches import Batch, assemble, rows_of, width
+from so_tui_trainer.data.batches import Batch, assemble, needs_rows_apart, rows_of, width
 from so_tui_trainer.data.documents import Documents
 from so_tui_trainer.data.packing import fill
 from so_tui_trainer.data.prefetcher import Prefetcher
@@ -162,6 +162,7 @@ class Evaluation:
             mine = np.arange(first + replica * size, min(first + (replica + 1) * size, len(self._sequences)))
             indices = mine if len(mine) else np.zeros(1, dtype=np.int64)
             columns = width(self._lengths[indices], self._spec, end_to_end=self.end_to_end)
-            batch = assemble(self._documents, self._sequences, rows_of(indices, end_to_end=self.end_to_end), columns, 0)
+            rows, apart = rows_of(indices, end_to_end=self.end_to_end), needs_rows_apart(self._spec.model)
+            batch = assemble(self._documents, self._sequences, rows, columns, 0, apart=apart)
             batch = (batch if len(mine) else batch.untrained()).part(part, parts)
             yield batch.pinned() if self._pin else batch

@@ -16,8 +16,9 @@ import torch
 from so_tui.runs.answers import LONGEST_ANSWER, AnsweredPrompt, Asked
 from so_tui.spec import InputError, Problem, RunSpec
 from so_tui.spec.generation import Prompt, Sampling, Turn
-from so_tui_trainer.data.batches import Batch
+from so_tui_trainer.data.batches import Batch, needs_rows_apart
 from so_tui_trainer.data.chat import Chat, chat_of
+from so_tui_trainer.data.rows_apart import rows_apart
 from so_tui_trainer.data.tokens import load_tokenizer
 from so_tui_trainer.generation import next_token, prompt_ids
 from so_tui_trainer.ranks import Ranks
@@ -111,7 +112,8 @@ class Prompts:
             writing = [answer for answer in answers if not answer.done]
             if not writing:
                 return
-            batch = batch_of([answer.ids for answer in writing], end_to_end=self._end_to_end).to(self._ranks.device)
+            documents, apart = [answer.ids for answer in writing], needs_rows_apart(self._spec.model)
+            batch = batch_of(documents, end_to_end=self._end_to_end, apart=apart).to(self._ranks.device)
             logits = model(batch, 1.0, logits=True)
             chosen = None
             if self._ranks.first:
@@ -129,12 +131,13 @@ class Prompts:
         return self._chat.tokenizer.convert_tokens_to_ids(self._chat.stop or self._chat.end)
 
 
-def batch_of(documents: Sequence[Sequence[int]], *, end_to_end: bool) -> Batch:
+def batch_of(documents: Sequence[Sequence[int]], *, end_to_end: bool, apart: bool = False) -> Batch:
     """Return documents as a micro-batch that predicts the token after each of them.
 
     Args:
         documents: Token ids of each document.
         end_to_end: Whether they are one row, instead of a row each.
+        apart: Whether the model needs them as rows of their own, too.
     """
     rows = [list(documents)] if end_to_end else [[document] for document in documents]
     width = -(-max(sum(map(len, row)) for row in rows) // _MULTIPLE) * _MULTIPLE
@@ -162,4 +165,5 @@ def batch_of(documents: Sequence[Sequence[int]], *, end_to_end: bool) -> Batch:
         predictors=torch.tensor(last, dtype=torch.int64),
         targets=torch.zeros(0, dtype=torch.int64),
         longest=max(lengths),
+        apart=rows_apart(boundaries) if apart else (),
     )

@@ -20,9 +20,11 @@ import torch
 from torch import Tensor
 
 from so_tui.model.padding import computed_tokens
-from so_tui.spec import InputError, Problem, RunSpec
+from so_tui.spec import InputError, ModelSpec, Problem, RunSpec
+from so_tui.spec.layers import layer_kinds, recurrent_kinds
 from so_tui_trainer.data.documents import Documents
 from so_tui_trainer.data.packing import Sequences, fill, row_widths
+from so_tui_trainer.data.rows_apart import rows_apart
 
 
 @dataclass(frozen=True)
@@ -47,13 +49,15 @@ class Batch:
     """[trained] int64; those next tokens"""
     longest: int
     """Tokens of the longest document. The attention kernels need it on the host."""
+    apart: tuple[Tensor, ...] = ()
+    """The documents as rows of their own (``rows_apart``), if the model has layers that need them"""
     is_part: bool = False
     """Whether other ranks hold the rest of the row. ``boundaries`` and ``longest`` are those of the whole row."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors of the batch."""
-        return (self.input_ids, self.position_ids, self.real, self.boundaries, self.predictors, self.targets)
+        return (self.input_ids, self.position_ids, self.real, self.boundaries, self.predictors, self.targets, *self.apart)
 
     def to(self, device: torch.device) -> Batch:
         """Copy the batch to a device, without waiting for the copy."""
@@ -83,8 +87,8 @@ class Batch:
         return self._with(Tensor.pin_memory)
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        ids, positions, real, boundaries, predictors, targets = map(change, self.tensors)
-        return Batch(ids, positions, real, boundaries, predictors, targets, self.longest, self.is_part)
+        ids, positions, real, boundaries, predictors, targets, *apart = map(change, self.tensors)
+        return Batch(ids, positions, real, boundaries, predictors, targets, self.longest, tuple(apart), self.is_part)
 
 
 @dataclass(frozen=True)
@@ -225,7 +229,8 @@ class Batches:
         return np.random.default_rng((self._spec.train.seed, epoch)).permutation(len(self.sequences))
 
     def _batch(self, indices: npt.NDArray[np.int64]) -> Batch:
-        batch = assemble(self._documents, self.sequences, self._rows(indices), self._width(indices), self._padding_id)
+        rows, width = self._rows(indices), self._width(indices)
+        batch = assemble(self._documents, self.sequences, rows, width, self._padding_id, apart=needs_rows_apart(self._spec.model))
         batch = batch.part(self._part, self._spec.train.sequence_parallel)
         return batch.pinned() if self._pin else batch
 
@@ -234,6 +239,11 @@ class Batches:
 
     def _width(self, indices: npt.NDArray[np.int64]) -> int:
         return width(self._useful[indices], self._spec, end_to_end=self.end_to_end)
+
+
+def needs_rows_apart(model: ModelSpec) -> bool:
+    """Return whether a model has layers inside which documents must be rows of their own."""
+    return bool(recurrent_kinds(layer_kinds(model.config)))
 
 
 def rows_of(indices: npt.NDArray[np.int64], *, end_to_end: bool) -> npt.NDArray[np.int64]:
@@ -260,7 +270,9 @@ def width(lengths: npt.NDArray[np.int64], spec: RunSpec, *, end_to_end: bool) ->
     return int(row_widths(lengths.max(keepdims=True), length)[0])
 
 
-def assemble(documents: Documents, sequences: Sequences, rows: npt.NDArray[np.int64], width: int, padding_id: int) -> Batch:
+def assemble(
+    documents: Documents, sequences: Sequences, rows: npt.NDArray[np.int64], width: int, padding_id: int, *, apart: bool = False
+) -> Batch:
     """Make a micro-batch in host memory.
 
     Args:
@@ -269,6 +281,7 @@ def assemble(documents: Documents, sequences: Sequences, rows: npt.NDArray[np.in
         rows: The sequences of each row, [rows, sequences of a row].
         width: Columns.
         padding_id: Token id of padding.
+        apart: Whether the model needs the documents as rows of their own, too.
     """
     ids = np.full((len(rows), width), padding_id, dtype=np.int64)
     positions = np.zeros_like(ids)
@@ -299,4 +312,5 @@ def assemble(documents: Documents, sequences: Sequences, rows: npt.NDArray[np.in
         torch.from_numpy(predicted - 1),
         torch.from_numpy(ids.ravel()[predicted]),
         max(lengths),
+        rows_apart(boundaries) if apart else (),
     )

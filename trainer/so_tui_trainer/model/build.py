@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from so_tui.model.activations import MLP_TILE_TOKENS, offloads_inputs, policy_of, tiles_mlp
 from so_tui.spec import InputError, ModelSpec, Problem, RunSpec, first_line, resolve_source
-from so_tui.spec.layers import packing_problem
+from so_tui.spec.layers import layers_without_attention, packing_problem, recurrent_kinds
 from so_tui.spec.sections.parameters import decays
 from so_tui.spec.sharing import sharing_problem
-from so_tui_trainer.data.batches import Batch
-from so_tui_trainer.model import attention, kernels, loading, matching, recompute, rope, tiles
+from so_tui_trainer.data.batches import Batch, needs_rows_apart
+from so_tui_trainer.model import attention, kernels, loading, matching, recompute, recurrent, rope, tiles
 from so_tui_trainer.model.host_inputs import HostInputs
 from so_tui_trainer.model.loss import HeadLoss
 from so_tui_trainer.model.matching import decoder_of, meta_model
@@ -59,6 +59,7 @@ class TrainedModel(nn.Module):
         starts.
         """
         self.router = router
+        self._documents = recurrent.documents_of(causal)
         self.last_router_loss: Tensor | None = None
         """The router loss of the last forward pass, scaled but without its coefficient; detached."""
 
@@ -88,6 +89,7 @@ class TrainedModel(nn.Module):
         return self._of_hidden(batch, batch.targets, scale)
 
     def _of_hidden(self, batch: Batch, targets: Tensor | None, scale: float = 1.0) -> Tensor:
+        self._documents.rows = batch.apart
         hidden = decoder_of(self.causal)(
             input_ids=batch.input_ids,
             use_cache=False,
@@ -177,6 +179,7 @@ def build(
     disable_dropout(config)
     causal, implementation = _causal(spec, config, device, ds_config, on_files)
     refuse_unsupported(causal, spec.model)
+    refuse_unlisted(causal, spec.model)
     causal.config.use_cache = False
     if spec.model.kernels == "auto":
         kernels.install(causal)
@@ -333,12 +336,40 @@ def refuse_unsupported(causal: PreTrainedModel, model: ModelSpec) -> None:
     elif logit_changes(config) == (1.0, 0.0) and any(getattr(config, key, None) not in (None, 1.0) for key in _LOGIT_KEYS):
         code, remedy = "model-logits-changed", _PLAIN_HEAD
         message = "it changes its logits after the output projection in a way that so-tui does not know"
-    elif not attention.needs_rows(config) and (not type(causal)._supports_attention_backend or config.model_type in _UNSUPPORTED_TYPES):
+    elif not attention.needs_rows(config) and not _passes_boundaries(causal):
         code, remedy = "model-packing-unsupported", "Choose a newer kind of model."
         message = f"documents that are packed into one sequence cannot be told apart by transformers' code for {config.model_type}"
     else:
         return
     raise InputError([_problem(code, model, message, remedy)])
+
+
+def _passes_boundaries(causal: PreTrainedModel) -> bool:
+    """Return whether transformers' code gives document boundaries to all attention of a model.
+
+    Models with recurrent layers do so for its flash attention, although they do not say that they take any other.
+    """
+    model_class, config = type(causal), causal.config
+    kinds = set(getattr(config, "layer_types", None) or ())
+    carrying = recurrent_kinds(kinds)
+    without_attention = carrying and layers_without_attention(kinds) == len(kinds)
+    attends = model_class._supports_attention_backend or (carrying and model_class._supports_flash_attn)
+    return bool(attends or without_attention) and config.model_type not in _UNSUPPORTED_TYPES
+
+
+def refuse_unlisted(causal: PreTrainedModel, model: ModelSpec) -> None:
+    """Refuse a model with layers that carry a state from token to token, unless its spec says so: data is laid out by the spec.
+
+    Raises:
+        InputError: It has such layers, and ``model.config`` lists none.
+    """
+    layers = recurrent.documents_of(causal).layers
+    if layers and not needs_rows_apart(model):
+        message = f"does not list the {layers} layers that carry a state from token to token"
+        remedy = "Add the model anew with `so-tui presets add`, or list the kind of each layer, such as linear_attention."
+        raise InputError(
+            [Problem(code="recurrent-layers-unlisted", field="model.config.layer_types", value="", message=message, remedy=remedy)]
+        )
 
 
 def _problem(code: str, model: ModelSpec, message: str, remedy: str) -> Problem:

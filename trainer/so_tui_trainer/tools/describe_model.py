@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import msgspec
 
 from so_tui.spec import InputError, ModelSpec, Problem, first_line, resolve_source
-from so_tui.spec.layers import mixing_kinds, packing_problem
+from so_tui.spec.layers import mixing_kinds, packing_problem, recurrent_kinds
 from so_tui_trainer.tools.channel import Answer, serve
 from so_tui_trainer.tools.hub import remote_files, stay_offline_when_cut_off
 
@@ -116,7 +116,7 @@ def planned_shape(config: PretrainedConfig, causal: PreTrainedModel) -> dict[str
     named["num_key_value_heads"] = named["num_key_value_heads"] or getattr(config, "num_kv_heads", None)
     shape: dict[str, Any] = {key: value for key, value in named.items() if isinstance(value, int | float)}
     kinds = list(getattr(config, "layer_types", None) or ())
-    return shape | {"layer_types": kinds} if mixing_kinds(kinds) else shape
+    return shape | {"layer_types": kinds} if mixing_kinds(kinds) or recurrent_kinds(kinds) else shape
 
 
 def _without_layers(config: PretrainedConfig) -> PretrainedConfig:

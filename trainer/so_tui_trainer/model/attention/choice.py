@@ -27,7 +27,7 @@ from so_tui.spec.attention import (
     choose_backend,
     obstacle_to,
 )
-from so_tui.spec.layers import mixing_kinds
+from so_tui.spec.layers import mixing_kinds, recurrent_kinds
 from so_tui_trainer.data.batches import Batch
 from so_tui_trainer.model.attention.backends import kernels_of
 from so_tui_trainer.model.attention.exchange import sequence_group
@@ -149,7 +149,8 @@ def arguments(batch: Batch, implementation: str, config: PretrainedConfig, dtype
             "max_length_k": longest,
         }
         return positions | kernel | ({"is_part": True} if batch.is_part else {})
-    if len(set(getattr(config, "layer_types", None) or ())) < 2:
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if len(kinds) < 2 or recurrent_kinds(kinds):
         return positions | {"attention_mask": None}
     # Models that mix kinds of layers take a mask for each kind. The mask that gpt-oss would make itself ignores the position ids.
     from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
@@ -163,4 +164,4 @@ def arguments(batch: Batch, implementation: str, config: PretrainedConfig, dtype
         "position_ids": batch.position_ids,
     }
     makers = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
-    return positions | {"attention_mask": {kind: makers[kind](**known) for kind in set(config.layer_types)}}
+    return positions | {"attention_mask": {kind: makers[kind](**known) for kind in kinds}}
