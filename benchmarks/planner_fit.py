@@ -169,7 +169,7 @@ def _step_error(case: Case) -> float:
     told, found = predicted(case), case.measured.figures
     error = _off(told.step_s, found.step_s, 1.0) + 0.5 * _off(told.backward_s, found.backward_s, 1.0)
     if own_engine(case.spec):
-        # The host waits for weights while the GPU still computes what it was given before: only the sum of the two is the GPU's.
+        # These rows are older than the present division of a step: waits for weights that the GPU's work hid count as the optimizer's.
         return error + 0.5 * _off(told.forward_s + told.exposed_optimizer_s, found.forward_s + found.exposed_optimizer_s, 1.0)
     error += 0.5 * _off(told.forward_s, found.forward_s, 1.0)
     return error + ((told.exposed_optimizer_s - found.exposed_optimizer_s) / found.step_s) ** 2

@@ -21,7 +21,7 @@ from so_tui.launch.shutdown import request_stop
 from so_tui.machine.types import Machine
 from so_tui.model.flops import flops_of
 from so_tui.plan import make_plan
-from so_tui.plan.calibration import Figures, Probe, model_key
+from so_tui.plan.calibration import STEP_PARTS, Figures, Probe, model_key
 from so_tui.plan.constants import digest
 from so_tui.plan.host_memory import load_bytes, steady_bytes
 from so_tui.plan.types import Plan
@@ -211,6 +211,7 @@ def probe_of(run: RunDirectory, plan: Plan, machine: Machine) -> Probe:
         predicted=predicted,
         actual=found.figures,
         constants=digest(),
+        step_parts=STEP_PARTS,
     )
 
 

@@ -31,6 +31,8 @@ from so_tui.structs import prepare
 
 SCHEMA = 1
 
+STEP_PARTS = 2
+"""Version of how a step is divided. In 1, waits for weights that the GPU's work hid were counted as the optimizer's."""
 
 Positive = Annotated[float, Meta(gt=0, le=1e30)]
 NotNegative = Annotated[float, Meta(ge=0, le=1e30)]
@@ -101,6 +103,8 @@ class Probe(Struct, frozen=True, kw_only=True):
     actual: Figures
     constants: str = ""
     """``digest`` of the constants behind ``predicted``."""
+    step_parts: int = 1
+    """``STEP_PARTS`` of what measured it."""
 
 
 class Calibration(Struct, frozen=True, kw_only=True):
@@ -207,37 +211,35 @@ def corrected_step(step: StepTime, mode: Mode, ranks: int, probes: Sequence[Prob
     """Return a predicted step corrected by probes of the same model.
 
     Forward and backward are scaled by the ratio of measured to predicted that any probe found, the exposed optimizer by those of the same
-    mode. Probes with as many ranks are preferred. In SuperOffload the host waits for weights while the GPU still computes earlier kernels,
-    so that part of forward is measured as the optimizer's: there only their sum is corrected, and for forward in other modes backward's
-    ratio is used.
+    mode. Probes with as many ranks are preferred.
     """
     near = [probe for probe in probes if probe.ranks == ranks] or list(probes)
     same = [probe for probe in near if probe.mode == mode]
     if not near:
         return step
     backward = _ratio([(probe.actual.backward_s, probe.predicted.backward_s) for probe in same or near])
-    if same and mode == "superoffload":
-        forward = optimizer = _ratio([(_forward_and_optimizer(probe.actual), _forward_and_optimizer(probe.predicted)) for probe in same])
-    else:
-        forward = _ratio([_forward(probe) for probe in same or near])
-        optimizer = _ratio([(probe.actual.exposed_optimizer_s, probe.predicted.exposed_optimizer_s) for probe in same])
+    forward = _ratio([(probe.actual.forward_s, probe.predicted.forward_s) for probe in same or near])
     return replace(
         step,
         forward_s=step.forward_s * forward,
         backward_s=step.backward_s * backward,
-        exposed_optimizer_s=step.exposed_optimizer_s * optimizer,
+        exposed_optimizer_s=_corrected_exposed_s(step.exposed_optimizer_s, mode, same),
     )
 
 
-def _forward_and_optimizer(figures: Figures) -> float:
-    return figures.forward_s + figures.exposed_optimizer_s
+def _corrected_exposed_s(exposed_s: float, mode: Mode, probes: Sequence[Probe]) -> float:
+    """Return the exposed optimizer corrected by probes of the same mode.
 
-
-def _forward(probe: Probe) -> tuple[float, float]:
-    """Return what was measured and predicted of forward, or of backward where forward was not measured by itself."""
-    if probe.mode == "superoffload":
-        return probe.actual.backward_s, probe.predicted.backward_s
-    return probe.actual.forward_s, probe.predicted.forward_s
+    What SuperOffload exposes is what is left of Adam when other work has hidden the rest, so that a small error of Adam can multiply it.
+    There it is scaled too, but not changed by more seconds than the probe was off.
+    """
+    corrected = []
+    for actual, predicted in ((probe.actual.exposed_optimizer_s, probe.predicted.exposed_optimizer_s) for probe in probes):
+        if actual <= 0 or predicted <= 0:
+            continue
+        scaled, most = exposed_s * actual / predicted, abs(actual - predicted)
+        corrected.append(max(exposed_s - most, min(exposed_s + most, scaled)) if mode == "superoffload" else scaled)
+    return median(corrected) if corrected else exposed_s
 
 
 def _ratio(pairs: Sequence[tuple[float, float]]) -> float:

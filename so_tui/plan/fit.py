@@ -14,7 +14,7 @@ from so_tui.machine.types import Machine
 from so_tui.model.layout import StateLayout
 from so_tui.model.profile import ModelProfile, profile_of
 from so_tui.plan.attention import attention_of
-from so_tui.plan.calibration import Probe, corrected_step, corrected_terms
+from so_tui.plan.calibration import STEP_PARTS, Probe, corrected_step, corrected_terms
 from so_tui.plan.constants import digest
 from so_tui.plan.copies import Copies, copies
 from so_tui.plan.facts.blockers import AmdGpu, Blocker, EngineNeedsGpu, ModeNeedsGpu
@@ -76,10 +76,14 @@ def target_of(spec: RunSpec, machine: Machine, *, workload: Workload | None = No
     profile = profile_of(spec.model)
     resources = resources_of(machine, spec.gpus, spec.offload.cpu_adam_cores_fraction)
     known = resources.calibration.probes if resources.calibration and probed else ()
-    # A probe measured the error of the constants that it was predicted with, and of no others.
-    probes = tuple(probe for probe in known if probe.constants == digest() and probe.model == profile.key) if known else ()
+    probes = tuple(probe for probe in known if _corrects(probe, profile.key))
     found = workload or (probes[-1].workload if probes else Workload())
     return Target(profile=profile, resources=resources, hosts=spec.nodes, probes=probes, workload=found)
+
+
+def _corrects(probe: Probe, key: str) -> bool:
+    """Return whether a probe is of the model with this key, and measured the error of today's predictions."""
+    return probe.model == key and probe.constants == digest() and probe.step_parts == STEP_PARTS
 
 
 @dataclass(frozen=True, kw_only=True)

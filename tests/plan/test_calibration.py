@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.plan import make_plan, recommend
-from so_tui.plan.calibration import Figures, Probe, Rates, calibration_of, model_key, path_of, store
+from so_tui.plan.calibration import STEP_PARTS, Figures, Probe, Rates, calibration_of, model_key, path_of, store
 from so_tui.plan.constants import Calibrated, SpeedSource, digest, published_speed
 from so_tui.plan.terms import TermKind
 from so_tui.plan.types import Plan
@@ -114,6 +114,7 @@ def probe_of(factor: float, more_gb: float) -> Probe:
         predicted=predicted,
         actual=actual,
         constants=digest(),
+        step_parts=STEP_PARTS,
     )
 
 
@@ -143,18 +144,38 @@ def test_a_probe_corrects_time_and_memory_of_its_model_and_no_other() -> None:
     assert recommend(other, H200, 1) == unprobed
 
 
-def test_what_a_superoffload_probe_measured_as_waiting_is_no_faster_forward() -> None:
-    """The sum of forward and optimizer is as predicted; a plan of either mode must stay as it was, however it was parted."""
+def test_a_probe_corrects_each_part_of_a_step_by_its_own_error() -> None:
     probe = probe_of(1.0, 0.0)
-    shifted = 0.4 * probe.actual.forward_s
-    actual = replace(
-        probe.actual, forward_s=probe.actual.forward_s - shifted, exposed_optimizer_s=probe.actual.exposed_optimizer_s + shifted
-    )
-    store(H200, probe=replace(probe, actual=actual))
-    for mode in ("superoffload", "gpu"):
-        spec = replace(SPEC, offload=replace(SPEC.offload, mode=mode))
-        probed, unprobed = (make_plan(spec, H200, probed=probed, workload=probe.workload) for probed in (True, False))
-        assert probed.step_s == pytest.approx(unprobed.step_s, rel=0.001)
+    unprobed = make_plan(SPEC, H200, workload=probe.workload).step
+    assert unprobed is not None
+    exposed_s = unprobed.exposed_optimizer_s
+    predicted = replace(probe.predicted, exposed_optimizer_s=exposed_s)
+    actual = replace(probe.actual, forward_s=1.1 * probe.actual.forward_s, exposed_optimizer_s=exposed_s + 0.2)
+    store(H200, probe=replace(probe, predicted=predicted, actual=actual))
+    probed = make_plan(SPEC, H200).step
+    assert probed is not None
+    assert probed.forward_s == pytest.approx(1.1 * unprobed.forward_s)
+    assert probed.exposed_optimizer_s == pytest.approx(exposed_s + 0.2)
+    assert probed.backward_s == pytest.approx(unprobed.backward_s)
+
+
+def test_a_small_wait_that_was_several_times_as_long_does_not_multiply_a_long_one() -> None:
+    """What is exposed is a small difference of large times, so its ratio says little about another setting."""
+    probe = probe_of(1.0, 0.0)
+    figures = [replace(figures, exposed_optimizer_s=seconds) for figures, seconds in ((probe.predicted, 0.01), (probe.actual, 0.06))]
+    store(H200, probe=replace(probe, predicted=figures[0], actual=figures[1]))
+    spec = with_values(SPEC, {"train.gradient_clipping": "1", "offload.speculation": "off"})
+    probed, unprobed = (make_plan(spec, H200, probed=probed, workload=probe.workload).step for probed in (True, False))
+    assert probed is not None
+    assert unprobed is not None
+    assert unprobed.exposed_optimizer_s > 0.3
+    assert probed.exposed_optimizer_s == pytest.approx(unprobed.exposed_optimizer_s + 0.05)
+
+
+def test_a_probe_that_divided_the_step_otherwise_corrects_nothing() -> None:
+    before = make_plan(SPEC, H200)
+    store(H200, probe=replace(probe_of(1.2, 1.5), step_parts=1))
+    assert make_plan(SPEC, H200) == before
 
 
 @pytest.mark.parametrize("mode", ["superoffload", "gpu"])

@@ -277,3 +277,29 @@ def test_weights_copied_by_a_thread_open_no_context_on_another_gpu() -> None:
     environment = os.environ | {"PYTHONPATH": checkout_path()}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.split() == ["1000.0", "False"]
+
+
+@pytest.mark.parametrize(("computed_s", "late_s"), [(0.6, 0.3), (0.2, 0.6), (0.0, 0.4)])
+def test_waiting_for_a_late_worker_is_exposed_as_far_as_the_gpu_has_nothing_else_to_do(computed_s: float, late_s: float) -> None:
+    with engine(spec("superoffload", 1.0, clipping=1.0)) as made:
+        data = [tokens.to(support.DEVICE) for tokens in support.batches(6)]
+        support.train(made, data[:4])
+        made.backward(made(data[4]))
+        timer = support.suspend_worker(made, late_s)
+        made.step()
+        timer.start()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        spin(computed_s)
+        loss = made(data[5])
+        end.record()
+        made.backward(loss)
+        made.step()
+        exposed_s = superoffload.stats(made).exposed_in_forward_s
+        assert exposed_s == pytest.approx(max(0.0, late_s - computed_s), abs=0.08)
+        assert begin.elapsed_time(end) / 1e3 - exposed_s == pytest.approx(computed_s, abs=0.1)
+
+
+def spin(seconds: float) -> None:
+    """Keep the current stream busy for about as long."""
+    torch.cuda._sleep(int(seconds * torch.cuda.clock_rate() * 1e6))

@@ -28,6 +28,11 @@ def test_two_ranks_that_step_before_the_norm_is_known(tmp_path: Path) -> None:
     rank_processes.finish(start("speculation", tmp_path, 2))
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_waiting_for_a_late_worker_is_exposed_optimizer_time_not_forward(ranks: int) -> None:
+    rank_processes.finish(start("late_worker", Path(), ranks))
+
+
 def test_killed_ranks_leave_nothing_and_resumed_they_go_on_bit_for_bit(tmp_path: Path) -> None:
     """Neither Adam workers nor named shared memory: DeepSpeed's CPU collectives would leave 69 MB a rank, named by the port."""
     port = rank_processes.free_port()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -220,6 +222,14 @@ def train(made: Any, data: list[torch.Tensor]) -> list[float]:
         made.step()
         losses.append(loss.item())
     return losses
+
+
+def suspend_worker(made: Any, seconds: float) -> threading.Timer:
+    """Suspend the engine's Adam worker, from now until ``seconds`` after the returned timer is started."""
+    pid = superoffload.worker_pid(made)
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    return threading.Timer(seconds, os.kill, (pid, signal.SIGCONT))
 
 
 def by_name(folder: Path) -> dict[str, tuple[int, list[bytes]]]:

@@ -11,10 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import numpy as np
 import torch
 
 import superoffload
 from so_tui.spec.types import RunSpec
+from so_tui_trainer.clocks import StepClock
+from so_tui_trainer.data.batches import StepCounts
+from so_tui_trainer.metrics import Metrics, Recorder, Step
+from so_tui_trainer.ranks import Ranks
 from superoffload.deepspeed_adapter.engine import sub_group_states
 from tests.support import engine as support
 from tests.support.rank_processes import leave
@@ -88,6 +93,38 @@ def speculation(folder: Path) -> None:
     assert saved[0] == saved[1]
 
 
+def late_worker(folder: Path) -> None:
+    """Have the last rank's Adam worker begin late in one step: in the next one's record exposed grows by that, and forward does not."""
+    run, late_s = support.spec("superoffload", 1.0, clipping=1.0), 2.0
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    ranks = Ranks(rank, size, support.DEVICE, torch.distributed.new_group(backend="gloo"))
+    metrics = Metrics(run, ranks, Recorder(None, 1), parameters=1000)
+    counts = StepCounts(useful_tokens=32, trained_tokens=32, document_lengths=np.array([16, 16]), computed_tokens=32, sequences=2)
+    torch.manual_seed(run.train.seed)
+    with support.engine(run) as made:
+        clock, found = StepClock(support.DEVICE), []
+        for step, tokens in enumerate(support.batches(8, seed=rank)):
+            ranks.barrier()
+            clock.lap("other")
+            loss = made(tokens.to(support.DEVICE))
+            clock.lap("forward")
+            made.backward(loss)
+            clock.lap("backward")
+            timer = support.suspend_worker(made, late_s) if step == 5 and rank == size - 1 else None
+            made.step()  # clipping holds all sub-groups back until here
+            if timer:
+                timer.start()
+            clock.lap("optimizer")
+            done = Step(step, counts, 1e-3, loss.detach(), clock.end_step())
+            found.append(metrics.log(done, superoffload.gradient_norm(made), superoffload.stats(made)))
+        usual, late = found[2:6], found[6]
+        # Another process may have the cores for a while.
+        assert late.exposed_optimizer_s > 0.75 * late_s + min(step.exposed_optimizer_s for step in usual), found
+        assert late.forward_s < 0.25 * late_s + max(step.forward_s for step in usual), found
+        parts = late.data_s + late.forward_s + late.backward_s + late.exposed_optimizer_s + late.other_s
+        assert abs(parts - late.step_s) < 0.02 * late.step_s, found
+
+
 def first(folder: Path) -> None:
     """Train, save, and train on for the losses that ``second`` must reproduce, in every mode. Then train until killed."""
     rank = torch.distributed.get_rank()
@@ -148,6 +185,6 @@ def _fingerprint(made: Any) -> str:
 if __name__ == "__main__":
     backend = "nccl" if os.environ["DS_ACCELERATOR"] == "cuda" else "gloo"
     superoffload.join_process_group(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
-    parts = {"reference": reference, "speculation": speculation, "first": first, "second": second, "endless": endless}
+    parts = {part.__name__: part for part in (reference, speculation, late_worker, first, second, endless)}
     parts[sys.argv[1]](Path(sys.argv[2]))
     leave()

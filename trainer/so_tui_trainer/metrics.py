@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from so_tui.machine.memory import pss_bytes
@@ -186,10 +187,9 @@ class Metrics:
         Raises:
             NonFiniteError: A loss or the gradient norm was not finite; raised on all ranks.
         """
-        times = _separate_exposed_optimizer(step.laps.read(), engine_stats.exposed_in_forward_s)
-        if self._spec.benchmark.measured_steps:
-            self._engine_stats[step.number] = engine_stats
-        unsynchronised = times.data + times.optimizer + times.other
+        laps = step.laps.read()
+        own = _separate_exposed_optimizer(laps, engine_stats.exposed_in_forward_s)
+        unsynchronised = own.data + own.optimizer + own.other
         peak = float(torch.cuda.max_memory_reserved(self._ranks.device)) if self._ranks.device.type == "cuda" else 0.0
         table = self._ranks.all_gather_row(
             [
@@ -200,9 +200,10 @@ class Metrics:
                 float(self._host_memory()),
                 engine_stats.adam_busy_s,
                 0.0 if step.router_loss is None else float(step.router_loss),
+                engine_stats.exposed_in_forward_s,
             ]
         )
-        bad, losses, unsynchronised_s, peaks, memory, busy, router = zip(*table, strict=True)
+        bad, losses, unsynchronised_s, peaks, memory, busy, router, waited_s = zip(*table, strict=True)
         self._raise_if_bad(bad)
         if gradient_norm is not None and not math.isfinite(gradient_norm):
             raise NonFiniteError(step.number, "gradient norm")
@@ -215,6 +216,11 @@ class Metrics:
             adam_busy_s=max(busy),
             router_loss=None if step.router_loss is None else sum(router) / self._ranks.size,
         )
+        # All ranks wait for the last one's weights: the others do in the all-gather.
+        engine_stats = replace(engine_stats, exposed_in_forward_s=max(waited_s))
+        if self._spec.benchmark.measured_steps:
+            self._engine_stats[step.number] = engine_stats
+        times = _separate_exposed_optimizer(laps, engine_stats.exposed_in_forward_s)
         record = self._record(step, times, gradient_norm, engine_stats, all_ranks)
         self._recorder.write(record)
         return record

@@ -20,7 +20,8 @@ import math
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -28,12 +29,12 @@ import torch
 from so_tui.model.sharding import StatesFormat
 from superoffload import kernel, worker
 from superoffload.errors import OffloadError
-from superoffload.meter import Meter
+from superoffload.meter import LayerWait, Meter
 from superoffload.norm import non_finite
 from superoffload.shared_states import SharedStates, host_available_bytes
 from superoffload.states_copy import Tensors
 from superoffload.sub_groups import SubGroup
-from superoffload.transfers import CompletedEvent, Copy, Event, Transfers
+from superoffload.transfers import CompletedEvent, Copy, Event, Mark, Stream, Transfer, Transfers
 from superoffload.worker_client import WorkerClient
 
 _FORMATS: dict[StatesFormat, worker.Moments] = {
@@ -96,8 +97,14 @@ class CpuStates:
         """Sub-groups whose staging buffer the worker is still reading."""
         self._unawaited: set[int] = set()
         """Sub-groups for whose new weights the computing stream has not waited yet."""
-        self._weights_copied: dict[int, Event] = {}
-        """The event of the copy of a sub-group's new weights."""
+        self._unused: set[int] = set()
+        """Sub-groups whose new weights no layer has used yet."""
+        self._weights_copied: dict[int, Transfer] = {}
+        """The copy of a sub-group's new weights."""
+        self._computing: Stream = None
+        """The stream that computes forward, while a wait is measured."""
+        self._blocked: Mark | None = None
+        """When the host had last waited for the worker, in that stream's time."""
         self._states: SharedStates | None = None
         self._kernel: worker.Kernel | None = None
         """Decodes and encodes compact moments in this process; None if they are fp32."""
@@ -132,7 +139,7 @@ class CpuStates:
 
     def weight_copies(self, index: int) -> list[Event]:
         """Return the event after which the last step's weights have been copied from the staging buffer; none before a step."""
-        return [self._weights_copied[index]] if index in self._weights_copied else []
+        return [self._weights_copied[index].done] if index in self._weights_copied else []
 
     def accumulate(self, index: int, step: int, *, first_micro_batch: bool, after: Event) -> None:
         """Have the worker accumulate the gradient in the staging buffer. The first micro-batch overwrites the step before's sum."""
@@ -144,6 +151,7 @@ class CpuStates:
         self._weights_copied.pop(index, None)
         self.squares.pop(index, None)
         self._unawaited.add(index)
+        self._unused.add(index)
         if command.operation == worker.Operation.SPECULATE:
             self._speculative.add(index)
             self._expected.add(index)
@@ -188,14 +196,33 @@ class CpuStates:
         Blocks until the worker has stepped them.
         """
         waiting = sorted(self._unawaited if sub_groups is None else self._unawaited.intersection(sub_groups))
-        if not waiting:
-            return
-        begin = self._transfers.mark()
+        late = [index for index in waiting if index not in self._weights_copied]
         for index in waiting:
             self._wait(lambda index=index: index in self._weights_copied)  # type: ignore[misc]
-            self._transfers.wait_event(self._weights_copied[index])
+            self._transfers.wait_event(self._weights_copied[index].done)
         self._unawaited.difference_update(waiting)
-        self._meter.current.weight_waits.append((begin, self._transfers.mark()))
+        if late:
+            self._blocked = self._transfers.mark(self._computing)
+
+    @contextmanager
+    def measuring_wait(self, sub_groups: Iterable[int]) -> Iterator[None]:
+        """Measure how long the current stream has nothing to compute within the context, because of new weights.
+
+        They are those of ``sub_groups``, which it uses next, and all that the host waits for: it queues nothing meanwhile.
+        """
+        used = self._unused.intersection(sub_groups)
+        if not used and not self._unawaited:  # else marks would cost time in every layer
+            yield
+            return
+        self._computing, self._blocked = self._transfers.stream(), None
+        begin = self._transfers.mark()
+        yield
+        if used or self._blocked is not None:
+            copied = [self._weights_copied[index].end for index in used if index in self._weights_copied]
+            blocked = [] if self._blocked is None else [self._blocked]
+            self._meter.current.layer_waits.append(LayerWait(begin, self._transfers.mark(), (*blocked, *copied)))
+        self._unused -= used
+        self._computing = None
 
     def copies(self) -> dict[int, Callable[[], Tensors]]:
         """Have the worker copy the states of all sub-groups that have room for it, before it steps them again.
@@ -336,7 +363,7 @@ class CpuStates:
         transfer = self._transfers.weights_to_gpu(self._sub_groups[index].weights, source)
         self._meter.current.h2d.append(transfer)
         self.squares[index] = result.sum_of_squares
-        self._weights_copied[index] = transfer.done
+        self._weights_copied[index] = transfer
 
     def _staging(self, index: int) -> torch.Tensor:
         assert self._states is not None

@@ -19,7 +19,7 @@ class OffloadStats(Struct, frozen=True, kw_only=True):
     exposed_wait_s: float = 0.0
     """Time for which the GPU had nothing to do but wait for the worker, its copies or the gradient norm."""
     exposed_in_forward_s: float = 0.0
-    """The part of ``exposed_wait_s`` in the forward pass: waiting for the weights of the step before."""
+    """The part of ``exposed_wait_s`` in the forward pass: nothing was left to compute until a layer's new weights had arrived."""
     host_wait_s: float = 0.0
     """Time for which the engine blocked the main thread. The GPU may still have had work during it."""
     d2h_bytes: int = 0
@@ -47,14 +47,29 @@ class OffloadStats(Struct, frozen=True, kw_only=True):
         return self.h2d_bytes / self.h2d_s if self.h2d_s else 0.0
 
 
+@dataclass(frozen=True)
+class LayerWait:
+    """Between ``begin`` and ``end`` the computing stream had nothing to do: a layer's weights were updated, copied and all-gathered."""
+
+    begin: Mark
+    end: Mark
+    updated: tuple[Mark, ...]
+    """When the host had queued what it waited for, and when this rank's new weights were on the GPU. What follows is all-gathering."""
+
+    def seconds(self, transfers: Transfers) -> float:
+        """Return for how long the optimizer was the reason."""
+        until_updated = max((transfers.seconds(self.begin, mark) for mark in self.updated), default=0.0)
+        return max(0.0, min(transfers.seconds(self.begin, self.end), until_updated))
+
+
 @dataclass
 class Interval:
     """Measurements from the end of one step to the end of the next."""
 
-    weight_waits: list[tuple[Mark, Mark]] = field(default_factory=list)
+    layer_waits: list[LayerWait] = field(default_factory=list)
     """Waits for weights, in forward."""
-    norm_waits: list[tuple[Mark, Mark]] = field(default_factory=list)
-    """Waits for the gradient norm, in ``step``."""
+    step_waits: list[tuple[Mark, Mark]] = field(default_factory=list)
+    """Waits in ``step``, for the gradient norm and, if it waits for them, for all weights."""
     host_wait_s: float = 0.0
     adam_busy_s: float = 0.0
     adam_bytes: int = 0
@@ -78,16 +93,16 @@ class Meter:
 
     def leave_out_waits(self) -> None:
         """Drop the waits for weights since the last step: they were not part of a step's forward pass."""
-        self.current.weight_waits.clear()
+        self.current.layer_waits.clear()
 
     def stats(self) -> OffloadStats:
         """Return the measurements of the last step, from the end of the step before it. May wait for the GPU."""
         last, seconds = self._last, self._transfers.seconds
-        in_forward = sum(seconds(*wait) for wait in last.weight_waits)
+        in_forward = sum(wait.seconds(self._transfers) for wait in last.layer_waits)
         return OffloadStats(
             adam_busy_s=last.adam_busy_s,
             adam_bytes=last.adam_bytes,
-            exposed_wait_s=in_forward + sum(seconds(*wait) for wait in last.norm_waits),
+            exposed_wait_s=in_forward + sum(seconds(*wait) for wait in last.step_waits),
             exposed_in_forward_s=in_forward,
             host_wait_s=last.host_wait_s,
             d2h_bytes=sum(transfer.bytes for transfer in last.d2h),

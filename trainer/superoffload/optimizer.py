@@ -26,6 +26,7 @@ This module does not depend on DeepSpeed. The states are in ``cpu_states`` and `
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -318,13 +319,26 @@ class SuperOffload:
             self._speculation.record(within=factor == 1.0, speculated=bool(self._step.speculating))
         self._begin_step()
         if not self.lazy_weights:
+            begin = self._transfers.mark()
             self._cpu.wait_for_weights()
+            self._meter.current.step_waits.append((begin, self._transfers.mark()))
         self._meter.end_step()
         return True
 
     def wait_for_weights(self, sub_groups: Collection[int]) -> None:
         """Make the current stream wait for the new weights of these sub-groups. Blocks until the worker has stepped them."""
         self._cpu.wait_for_weights(sub_groups)
+
+    def measuring_wait(self, sub_groups: Collection[int]) -> AbstractContextManager[None]:
+        """Return a context in which all of the forward pass's waits before a layer must happen, so that ``stats`` can tell them.
+
+        Args:
+            sub_groups: Those whose weights the current stream uses next. Within the context it is made to wait for them; other streams may
+                be made to wait for others.
+        """
+        if self._step.has_begun:  # backward and further micro-batches use the weights that a forward has waited for
+            return nullcontext()
+        return self._cpu.measuring_wait(sub_groups)
 
     def synchronize(self) -> None:
         """Wait until all weights are those of the last step. Raises OffloadError if the states are not sound."""
@@ -377,7 +391,7 @@ class SuperOffload:
             norm = self._norm.read(squares, step)
             factor = min(1.0, self.clipping / (norm + _CLIPPING_EPSILON)) if self.clipping else 1.0
         self._norm.read_later(squares, step)
-        self._meter.current.norm_waits.append((begin, self._transfers.mark()))
+        self._meter.current.step_waits.append((begin, self._transfers.mark()))
         return factor
 
     def _squares_of_worker(self) -> dict[int, float]:

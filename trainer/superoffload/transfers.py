@@ -22,6 +22,9 @@ Event = Any
 Mark = Any
 """A point in the GPU's time (a timing ``torch.cuda.Event``), or the host's time in seconds without a GPU."""
 
+Stream = Any
+"""A ``torch.cuda.Stream``; None without a GPU."""
+
 MAX_D2H_IN_FLIGHT = 2
 """Batches of gradients that may wait for the bus before computation waits for them. Bounds the GPU memory that they hold."""
 
@@ -61,11 +64,14 @@ class Transfers(Protocol):
     def states_to_host(self, copies: Sequence[Copy]) -> Event:
         """Queue copies to pinned memory, behind what the current stream computes; they are valid once the returned event has completed."""
 
-    def mark(self) -> Mark:
-        """Record the current point in time."""
+    def stream(self) -> Stream:
+        """Return the current stream."""
+
+    def mark(self, stream: Stream = None) -> Mark:
+        """Record the point in time at which ``stream``, by default the current one, has done what is queued so far."""
 
     def seconds(self, begin: Mark, end: Mark) -> float:
-        """Return the time between two marks. Waits until both have passed."""
+        """Return the time between two marks, negative if ``end`` came first. Waits until both have passed."""
 
 
 class CompletedEvent:
@@ -102,7 +108,10 @@ class HostTransfers:
     def states_to_host(self, copies: Sequence[Copy]) -> Event:
         return self.gradients_to_host(copies, ()).done
 
-    def mark(self) -> Mark:
+    def stream(self) -> Stream:
+        return None
+
+    def mark(self, stream: Stream = None) -> Mark:
         return time.perf_counter()
 
     def seconds(self, begin: Mark, end: Mark) -> float:
@@ -151,12 +160,16 @@ class CudaTransfers:
     def states_to_host(self, copies: Sequence[Copy]) -> Event:
         return _copy(torch.cuda.current_stream(), copies).done
 
-    def mark(self) -> Mark:
+    def stream(self) -> Stream:
+        return torch.cuda.current_stream()
+
+    def mark(self, stream: Stream = None) -> Mark:
         event = _timing_event()
-        event.record()
+        event.record(stream or torch.cuda.current_stream())
         return event
 
     def seconds(self, begin: Mark, end: Mark) -> float:
+        begin.synchronize()
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3
 

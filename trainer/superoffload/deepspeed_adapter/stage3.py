@@ -14,7 +14,9 @@ from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DIC
 from deepspeed.runtime.superoffload import superoffload_stage3
 from deepspeed.runtime.torch_autocast import sort_dtypes
 from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.utils import z3_leaf_module
 
 from so_tui.model.sharding import gpu_sub_groups, sub_group_slices
 from superoffload.conversion import deepspeed_states
@@ -58,7 +60,7 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 
     def __init__(self, settings: Settings, *arguments: Any, **keywords: Any) -> None:
         self._settings = settings
-        self._original_all_gathers: list[tuple[Any, str, Any]] = []
+        self._originals: list[tuple[Any, str, Any]] = []
         super().__init__(*arguments, **keywords)
 
     def _configure_offloading(self, offload_optimizer_config: Any, offload_param_config: Any) -> None:
@@ -103,6 +105,7 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         self.grad_partitions_flat_buffer = None
         self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition: dict[int, torch.Tensor] = {}
         self._wait_for_weights_before_all_gather()
+        self._measure_waits_before_layers()
         comm.barrier()
 
     def _sub_group(self, index: int, on_gpu: bool, order: Mapping[int, int]) -> SubGroup:
@@ -141,8 +144,28 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         for parameter in self.module.parameters():
             for name in ("all_gather", "all_gather_coalesced"):
                 original = getattr(parameter, name)
-                self._original_all_gathers.append((parameter, name, original))
+                self._originals.append((parameter, name, original))
                 setattr(parameter, name, waiting(original, parameter))
+
+    def _measure_waits_before_layers(self) -> None:
+        """Wrap the function with which DeepSpeed makes the computing stream wait for a layer's weights.
+
+        On a GPU the all-gathers, and their waits, are in a stream of their own: how long they take says nothing about the computation.
+        """
+        coordinator = self.parameter_offload.get_param_coordinator()
+        fetch: Callable[[Any, bool], None] = coordinator.fetch_sub_module
+        sub_groups: dict[int, frozenset[int]] = {}
+
+        def measured_fetch(current_submodule: Any, forward: bool) -> None:
+            key = current_submodule.ds_id
+            if key not in sub_groups:
+                parameters = iter_params(current_submodule, recurse=z3_leaf_module(current_submodule))
+                sub_groups[key] = frozenset(self._member[each.ds_id][0] for each in parameters if each.ds_id in self._member)
+            with self.core.measuring_wait(sub_groups[key]):
+                fetch(current_submodule, forward)
+
+        self._originals.append((coordinator, "fetch_sub_module", fetch))
+        coordinator.fetch_sub_module = measured_fetch
 
     def partition_grads(self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]) -> None:
         gradients = [
@@ -308,12 +331,12 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         super().destroy()
 
     def release(self) -> None:
-        """End the worker, release the memory and all references to it, and restore DeepSpeed's all-gather functions."""
+        """End the worker, release the memory and all references to it, and restore DeepSpeed's functions."""
         self.core.close()
         self.fp32_partitioned_groups_flat = []
-        for parameter, name, original in self._original_all_gathers:
-            setattr(parameter, name, original)
-        self._original_all_gathers.clear()
+        for owner, name, original in self._originals:
+            setattr(owner, name, original)
+        self._originals.clear()
 
 
 def publish_weights(optimizer: Any, states: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
