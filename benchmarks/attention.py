@@ -71,7 +71,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="further keys of the preset, for steps")
     parser.add_argument("--backends", nargs="+", help="only these (default: all that can be used here)")
     parser.add_argument("--warmup", type=int, default=1)
-    parser.add_argument("--count", type=int, default=3, help="measured steps; of micro-batches beyond 32,768 tokens one, after one")
+    parser.add_argument("--count", type=int, default=3, help="measured steps; of micro-batches beyond 32,768 tokens one")
+    long_help = "steps before that one; with 0, name a shorter shape first, whose steps build the kernels"
+    parser.add_argument("--long-warmup", type=int, default=1, help=long_help)
     parser.add_argument("--tiny", action="store_true", help="small sizes, also on the CPU, as a test")
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -197,7 +199,7 @@ def _steps(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             }
             row |= {"planned_step_s": plan.step_s, "planned_reserved_gib": plan.gpu_reserved_bytes / 2**30}
             long = sequences * tokens > LONG_TOKENS
-            warmup, count = (1, 1) if long else (arguments.warmup, arguments.count)
+            warmup, count = (arguments.long_warmup, 1) if long else (arguments.warmup, arguments.count)
             row |= {"warmup": warmup, "count": count}
             row |= steps_of(engine, batches, used, ranks.device, warmup=warmup, count=count) | _host()
             rows.append(row)
