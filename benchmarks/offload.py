@@ -8,6 +8,9 @@
 Every configuration runs in a process of its own, so that one that fails or runs out of memory does not affect the others. Rows are appended
 to the file as they are measured, and configurations that are already in it are skipped unless ``--again`` is given. ``--shape tiny`` runs
 the same code on a machine without a GPU, to try it out.
+
+A row has every step of every rank, warm-up included: its times on the GPU, how long the host took to launch each part, page faults,
+preemptions, garbage collection, growth of the GPU's memory and time that the hypervisor took (``step_counters``). ``--steps`` shows them.
 """
 
 from __future__ import annotations
@@ -38,6 +41,9 @@ def main() -> int:
     if arguments.table:
         print(_table(rows))
         return 0
+    if arguments.steps:
+        print(_steps_table(rows))
+        return 0
     if arguments.kernel:
         rows += kernel_rows(arguments.kernel)
         _write(arguments.out, rows)
@@ -51,7 +57,7 @@ def main() -> int:
         failed += "error" in row
         rows.append(row)
         _write(arguments.out, rows)
-        print(json.dumps({key: value for key, value in row.items() if key not in ("steps", "losses")}), flush=True)
+        print(json.dumps({key: value for key, value in row.items() if key not in ("steps", "losses", "steps_of_others")}), flush=True)
     print(_table(rows))
     return min(failed, 1)
 
@@ -66,9 +72,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--shape", choices=["qwen3-4b", "tiny"], default="qwen3-4b")
     parser.add_argument("--limit-s", type=float, default=240, help="longest time for one configuration")
     parser.add_argument("--sub-group-size", type=int, default=100_000_000)
+    parser.add_argument("--warmup", type=int, metavar="STEPS", help="steps before those, instead of each configuration's number")
     parser.add_argument("--measured", type=int, default=0, metavar="STEPS", help="steps to measure, instead of each configuration's number")
     parser.add_argument("--again", action="store_true", help="measure configurations again that are already in the file")
     parser.add_argument("--table", action="store_true", help="print the rows in the file as a table")
+    parser.add_argument("--steps", action="store_true", help="print every step in the file, of the slowest rank")
     parser.add_argument(
         "--kernel", type=int, default=0, metavar="PARAMETERS", help="measure only the Adam kernels, on this machine's cores"
     )
@@ -138,7 +146,10 @@ def _run(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         print(tail, flush=True)
         return identity | {"error": tail[-1500:]}
     slowest: dict[str, Any] = max(rows, key=lambda row: float(row["step_s"]))
-    return identity | slowest | {"gpus": [row["gpu"] for row in rows], "sub_group_size": arguments.sub_group_size}
+    others = [row["steps"] for row in rows if row is not slowest]
+    return (
+        identity | slowest | {"gpus": [row["gpu"] for row in rows], "sub_group_size": arguments.sub_group_size, "steps_of_others": others}
+    )
 
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -169,6 +180,19 @@ def _table(rows: list[dict[str, Any]]) -> str:
             f" {row['exposed_wait_s']:.2f} | {row['adam_busy_s']:.2f} | {row['to_host_gb_per_s']:.0f} GB/s |"
             f" {row['to_gpu_gb_per_s']:.0f} GB/s | {row['gpu_peak_gib']:.0f} GiB | {row['losses'][0]:.3f}, {row['losses'][-1]:.3f} |"
         )
+    return "\n".join(lines)
+
+
+def _steps_table(rows: list[dict[str, Any]]) -> str:
+    """Format every step of each configuration's last row, one on a line; those that count are marked with a star."""
+    lines = []
+    for row in {(row["name"], row.get("ranks")): row for row in rows}.values():
+        if "steps" not in row:
+            continue
+        lines.append(f"{row['name']}, {row['ranks']} ranks")
+        for number, step in enumerate(row["steps"]):
+            shown = " ".join(f"{name}={value:.3g}" for name, value in step.items() if value and name != "gradient_norm")
+            lines.append(f"  {number + 1:3}{'*' if number >= row.get('warmup', 0) else ' '} {shown}")
     return "\n".join(lines)
 
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from benchmarks.step_counters import StepCounters
+
 MARK = "offload-benchmark-row: "
 
 
@@ -27,6 +29,7 @@ class Configuration:
     """None: the key is left out of the DeepSpeed config, as in the published scripts, and DeepSpeed uses 1.0."""
     accumulation: int = 1
     warmup: int = 2
+    """Steps that do not count; with several ranks ``SETTLING`` where it is less."""
     measured: int = 5
     lazy: bool = True
     """False: ours, but ``step`` waits for all new weights."""
@@ -56,12 +59,14 @@ CONFIGURATIONS = (
     Configuration("ours-gas-8-clip-always", accumulation=8, clipping=1e-3, warmup=1),
 )
 MINIMAL = tuple(configuration.name for configuration in CONFIGURATIONS[:12])
+SETTLING = 10
+"""Micro-batches after which steps of several ranks were seen to take the same time again and again."""
 
 
 def measure(arguments: argparse.Namespace) -> None:
     """Measure one configuration as one of its ranks, print its row after ``MARK``, and end the process."""
     configuration = next(configuration for configuration in CONFIGURATIONS if configuration.name == arguments.name)
-    configuration = replace(configuration, measured=arguments.measured or configuration.measured)
+    configuration = replace(configuration, warmup=_warmup(configuration, arguments), measured=arguments.measured or configuration.measured)
     from so_tui.machine import inspect_machine
     from so_tui.plan.binding import bind_ranks
     from so_tui_trainer import binding
@@ -75,6 +80,7 @@ def measure(arguments: argparse.Namespace) -> None:
     import torch
 
     import superoffload
+    from so_tui_trainer.collection import freeze
     from so_tui_trainer.engine_settings import engine_settings
     from superoffload.deepspeed_adapter.engine import super_offload
 
@@ -95,10 +101,12 @@ def measure(arguments: argparse.Namespace) -> None:
         optimizer.lazy_weights = configuration.lazy
     started_s = time.monotonic() - begun
     print(f"{configuration.name}: ready after {started_s:.1f} s", flush=True)
-    steps, losses = _steps(engine, configuration, arguments, device)
+    freeze()  # as the trainer does
+    counters = StepCounters(optimizer.worker_pid if optimizer else None, torch.cuda.memory_stats if cuda else None)
+    steps, losses = _steps(engine, configuration, arguments, device, counters)
     superoffload.close(engine)
     row = {
-        **{key: getattr(configuration, key) for key in ("mode", "engine", "ratio", "clipping", "accumulation")},
+        **{key: getattr(configuration, key) for key in ("mode", "engine", "ratio", "clipping", "accumulation", "warmup")},
         **_typical(steps[configuration.warmup :], configuration, arguments),
         "parameters": parameters,
         "gpu_peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0,
@@ -114,6 +122,14 @@ def measure(arguments: argparse.Namespace) -> None:
     }
     print(MARK + json.dumps(row), flush=True)
     os._exit(0)  # not by return: DeepSpeed's exit handlers may crash, and everything is written
+
+
+def _warmup(configuration: Configuration, arguments: argparse.Namespace) -> int:
+    """Return the steps that do not count: those asked for, or as many as the configuration needs."""
+    if arguments.warmup is not None:
+        return int(arguments.warmup)
+    settling = -(-SETTLING // configuration.accumulation) if arguments.ranks > 1 else 0
+    return max(configuration.warmup, settling)
 
 
 def _typical(measured: list[dict[str, float]], configuration: Configuration, arguments: argparse.Namespace) -> dict[str, float]:
@@ -191,9 +207,12 @@ def _parameter_groups(model: Any) -> list[dict[str, Any]]:
 
 
 def _steps(
-    engine: Any, configuration: Configuration, arguments: argparse.Namespace, device: Any
+    engine: Any, configuration: Configuration, arguments: argparse.Namespace, device: Any, counters: StepCounters
 ) -> tuple[list[dict[str, float]], list[float]]:
-    """Return the times and losses of all steps, including warm-up. Every loss is read at the end of its step, as a training loop does."""
+    """Return the times, counters and losses of all steps, including warm-up.
+
+    Every loss is read at the end of its step, as a training loop does.
+    """
     import torch
 
     import superoffload
@@ -212,21 +231,27 @@ def _steps(
     for step in range(configuration.warmup + configuration.measured):
         if optimizer and configuration.exceeds_every:
             optimizer.clipping = 1e-3 if step % configuration.exceeds_every == configuration.exceeds_every - 1 else 1e6
-        laps = {"forward_s": 0.0, "backward_s": 0.0, "optimizer_s": 0.0}
-        marks = [clock.mark()]
+        laps = dict.fromkeys(("forward_s", "backward_s", "optimizer_s"), 0.0)
+        launched = dict.fromkeys(("launching_forward_s", "launching_backward_s", "launching_optimizer_s"), 0.0)
+        marks, passed = [clock.mark()], [time.perf_counter()]
         total = torch.zeros((), device=device)
         for micro_batch in tokens:
             loss = engine(input_ids=micro_batch, labels=micro_batch).loss
             marks.append(clock.mark())
+            passed.append(time.perf_counter())
             engine.backward(loss)
             marks.append(clock.mark())
+            passed.append(time.perf_counter())
             engine.step()
             marks.append(clock.mark())
+            passed.append(time.perf_counter())
             total += loss.detach() / configuration.accumulation
         losses.append(total.item())
         now = time.perf_counter()
         for position, (begin, end) in enumerate(pairwise(marks)):
-            laps[("forward_s", "backward_s", "optimizer_s")[position % 3]] += clock.seconds(begin, end)
+            laps[tuple(laps)[position % 3]] += clock.seconds(begin, end)
+        for position, (before, after) in enumerate(pairwise(passed)):
+            launched[tuple(launched)[position % 3]] += after - before
         stats = superoffload.stats(engine)
         laps["forward_s"] -= stats.exposed_in_forward_s
         steps.append(
@@ -242,6 +267,8 @@ def _steps(
                 "to_host_gb_per_s": stats.d2h_bytes / stats.d2h_s / 1e9 if stats.d2h_s else 0.0,
                 "to_gpu_gb_per_s": stats.h2d_bytes / stats.h2d_s / 1e9 if stats.h2d_s else 0.0,
                 "gradient_norm": superoffload.gradient_norm(engine) or 0.0,
+                **launched,
+                **counters.lap(),
             }
         )
         last = now

@@ -36,7 +36,7 @@ from so_tui.runs.records import (
 )
 from so_tui.spec import RunSpec
 from so_tui.units import memory_size
-from so_tui_trainer import binding, checkpoint, failures, network_rate, signals, training_data
+from so_tui_trainer import binding, checkpoint, collection, failures, network_rate, signals, training_data
 from so_tui_trainer.control import Control, StoppedEarlyError
 from so_tui_trainer.engine_settings import engine_settings
 from so_tui_trainer.failures import SUPERSEDED, Failure, TrainingError
@@ -118,6 +118,7 @@ class Session:
             return Outcome(state="stopped", step=step, saved=saved, summary={})
         if found or self.attempt > 1:
             self.recorder.write(ResumedRecord(attempt=self.attempt, time=time.time(), step=loop.step))
+        collection.freeze()
         self._phase("training", "")
         outcome = loop.train(control)
         if self.spec.checkpoint.export and outcome.state == "finished":
