@@ -7,8 +7,15 @@ One run, random weights, ``keep = 1``. First a few steps without checkpoints, th
 the other at ``--interval`` times that time. While the last one is written, every process of the run is killed with SIGKILL. Two checkpoints
 are on disk at a time.
 
-The row has the mean step with and without checkpoints, by the wall clock, pauses included; the longest step; and what is on disk after
-the kill. With ``--out`` it is appended to a file.
+The row has the mean step with and without checkpoints, by the wall clock, pauses included; the longest step; what is on disk after the
+kill; and every step, with what was done for a checkpoint meanwhile:
+
+    copy      the first step after a checkpoint has begun: the pause, and the Adam worker copies states beside its steps
+    write     states are written to disk
+    complete  all ranks have written; the checkpoint is verified and the one before removed
+    (nothing) no checkpoint is in progress
+
+and how much of the host's page cache waited for the disk then. With ``--out`` it is appended to a file.
 """
 
 from __future__ import annotations
@@ -55,10 +62,15 @@ os.pwrite = _slow
 """
 """States are the only thing that the trainer writes with this function."""
 _POLL_S = 0.05
+_TIMES = ("step_s", "forward_s", "backward_s", "exposed_optimizer_s", "data_s", "other_s", "adam_busy_s")
 
 
 class Watched:
-    """A run, and the records of it that have been read so far."""
+    """A run, and the records of it that have been read so far.
+
+    Attributes:
+        unwritten_bytes: By step: the most that waited for the disk while it was the last one recorded.
+    """
 
     def __init__(self, run: RunDirectory, limit_s: float) -> None:
         self.run = run
@@ -66,12 +78,16 @@ class Watched:
         self.saved: list[CheckpointRecord] = []
         self.writing = ""
         """What is being written now, in the trainer's words."""
+        self.unwritten_bytes: dict[int, int] = {}
         self._reader, self._end = RunReader(run), time.monotonic() + limit_s
 
     def until(self, done: Callable[[], bool]) -> None:
         """Follow the run until ``done``. Raises RuntimeError if it ends before, or takes too long."""
         while not done():
             update = self._reader.poll()
+            if self.steps:
+                step = self.steps[-1].step + 1  # the one that is being computed
+                self.unwritten_bytes[step] = max(self.unwritten_bytes.get(step, 0), _unwritten_bytes())
             for record in update.records:
                 match record:
                     case StepRecord():
@@ -125,7 +141,9 @@ def main() -> int:
         if watched is not None:
             watched.kill()
         shutil.rmtree(folder, ignore_errors=True)
-    print(json.dumps(row, indent=1))
+    print(json.dumps({name: value for name, value in row.items() if name != "steps_with_checkpoints"}, indent=1))
+    for step in row["steps_with_checkpoints"]:
+        print(*(f"{name}={value}" for name, value in step.items() if value), file=sys.stderr)
     if arguments.out:
         rows = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
         arguments.out.write_text(json.dumps([*rows, row], indent=1) + "\n")
@@ -205,11 +223,69 @@ def _measure(watched: Watched, plan: Plan, arguments: argparse.Namespace) -> dic
         "steps": len(with_checkpoints),
         "step_with_checkpoints_s": round(statistics.mean(with_checkpoints), 4),
         "longest_step_with_checkpoints_s": round(max(with_checkpoints), 3),
+        "by_work": _by_work(steps := _steps(watched, first, last)),
         "lost": round(1 - statistics.mean(baseline) / statistics.mean(with_checkpoints), 4),
         "last_recorded": watched.saved[-1].step,
         **_left(watched.run),
         "command": " ".join(sys.argv[1:]),
+        "steps_with_checkpoints": steps,
     }
+
+
+def _steps(watched: Watched, first: int, last: int) -> list[dict[str, Any]]:
+    """Return every step from one position among those recorded to another."""
+    begun = {step.step: step.time for step in watched.steps}
+    return [
+        {
+            "step": step.step,
+            "work": work_during(before, step, watched.saved, begun),
+            "wall_s": round(step.time - before.time, 3),
+            **{name: round(getattr(step, name) or 0.0, 3) for name in _TIMES},
+            "kept_steps": step.kept_steps,
+            "unwritten_bytes": watched.unwritten_bytes.get(step.step, 0),
+        }
+        for before, step in pairwise(watched.steps[first - 1 : last])
+    ]
+
+
+def work_during(before: StepRecord, step: StepRecord, saved: list[CheckpointRecord], begun: dict[int, float]) -> str:
+    """Return what was done for a checkpoint between two steps' records: what took longest.
+
+    Args:
+        before: The step before.
+        step: The step.
+        saved: All checkpoints.
+        begun: When each step's record was written. A checkpoint begins right after that of its step.
+    """
+    shares = {"": 1e-3}
+    for record in saved:
+        if record.step == before.step:
+            return "copy"
+        begin, end = begun[record.step], begun[record.step] + record.seconds
+        written = end if record.written_s is None else begin + record.written_s
+        shares["write"] = max(shares.get("write", 0.0), _overlap(before, step, begin, written))
+        shares["complete"] = max(shares.get("complete", 0.0), _overlap(before, step, written, end))
+    return max(shares, key=lambda work: shares[work])
+
+
+def _overlap(before: StepRecord, step: StepRecord, begin: float, end: float) -> float:
+    return max(0.0, min(step.time, end) - max(before.time, begin))
+
+
+def _by_work(steps: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return how many steps there were of each kind, their mean and the longest."""
+    found = {}
+    for work in ("", "copy", "write", "complete"):
+        times = [step["wall_s"] for step in steps if step["work"] == work]
+        if times:
+            found[work or "nothing"] = {"steps": len(times), "mean_s": round(statistics.mean(times), 4), "longest_s": max(times)}
+    return found
+
+
+def _unwritten_bytes() -> int:
+    """Return the host's memory that is to be written to a disk, or is on its way."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("Dirty:", "Writeback:")))
 
 
 def _step_times(steps: list[StepRecord]) -> list[float]:

@@ -132,6 +132,9 @@ class CheckpointRecord(Record, frozen=True, kw_only=True):
     """From its beginning until it was proven readable."""
     paused_s: float | None = None
     """The part of ``seconds`` for which training stood still; None in records of older versions, which means all of it."""
+    written_s: float | None = None
+    """The part of ``seconds`` until every rank had its states on the disk: the rest verified it and removed older ones. None in records of
+    older versions."""
     due_step: int | None = None
     """The step after which it fell due, if it had to wait for the one before to be written; None if it did not wait."""
 

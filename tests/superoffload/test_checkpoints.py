@@ -20,7 +20,7 @@ from so_tui.runs import RunDirectory, control, write_state
 from so_tui.runs.records import CheckpointRecord, RunState
 from so_tui.spec import RunSpec
 from so_tui.spec.sections.checkpoint import CheckpointSpec
-from so_tui_trainer import checkpoint, checkpoint_folder
+from so_tui_trainer import checkpoint, checkpoint_folder, disk_room
 from so_tui_trainer.control import Control, refuse_if_superseded
 from so_tui_trainer.failures import SUPERSEDED, TrainingError
 from so_tui_trainer.ranks import Ranks
@@ -171,7 +171,7 @@ def test_leftovers_of_a_killed_save_are_removed_and_a_checkpoint_restores_everyt
 
 def test_a_checkpoint_without_enough_disk_space_is_refused_with_field_value_and_remedy(tmp_path: Path) -> None:
     with pytest.raises(TrainingError) as caught:
-        checkpoint_folder.make_room(tmp_path / "new", 10**18, "checkpoint.folder")
+        disk_room.make_room(tmp_path / "new", 10**18, "checkpoint.folder")
     assert caught.value.code == "disk-full"
     assert caught.value.reason.startswith(f"checkpoint.folder = {tmp_path / 'new'}: ")
     assert "1000000 TB" in caught.value.reason

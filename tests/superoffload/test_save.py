@@ -104,6 +104,19 @@ def test_a_sub_group_with_a_copy_of_its_own_goes_on_speculating(tmp_path: Path) 
         save.finish()
 
 
+def test_what_keeps_sub_groups_from_speculating_is_written_first(tmp_path: Path) -> None:
+    with support.engine(support.spec("superoffload", 1.0, clipping=1e6), speculation_bytes=ALL, copies_bytes=ALL) as made:
+        states_bytes = 12 * sum(group.weights.numel() for group in core_of(made).sub_groups)
+    with support.engine(support.spec("superoffload", 1.0, clipping=1e6), speculation_bytes=ALL, copies_bytes=states_bytes // 2) as made:
+        every = speculating(core_of(made))
+        support.train(made, support.batches(2))
+        save = superoffload.begin_save(made, tmp_path)
+        lent = every - speculating(core_of(made))
+        assert 0 < len(lent) < len(every)
+        assert set(list(save.copies)[: len(lent)]) == lent
+        save.finish()
+
+
 def test_a_step_that_is_skipped_meanwhile_leaves_the_copies_alone(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"speculation_bytes": ALL, "max_skipped_steps": 1}
     with support.engine(support.spec("superoffload", 0.8, clipping=1e6), **settings) as made:

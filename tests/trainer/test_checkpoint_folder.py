@@ -16,7 +16,7 @@ from so_tui.runs import RunDirectory, create_run
 from so_tui.runs.checkpoints import checkpoint_folders, checkpoints_folder
 from so_tui.runs.manifest import run_id
 from so_tui.spec import RunSpec
-from so_tui_trainer import checkpoint_folder
+from so_tui_trainer import checkpoint_folder, disk_room
 from so_tui_trainer.checkpoint_folder import claim, newest, read_manifest, start_over, verify
 from so_tui_trainer.failures import TrainingError
 from tests.support.checkpoints import written
@@ -217,6 +217,32 @@ def test_leftovers_that_are_links_or_files_are_removed_and_their_targets_stay(tm
     (folder / "step-000001.partial").symlink_to(target)
     (folder / "step-000002.partial").write_bytes(b"x")
     (folder / "step-000003.partial").symlink_to(tmp_path / "nothing")
-    checkpoint_folder.make_room(folder, 0, "checkpoint.folder")
+    disk_room.make_room(folder, 0, "checkpoint.folder")
     assert names(folder) == []
     assert names(target) == ["precious"]
+
+
+def test_large_files_of_a_removed_checkpoint_are_freed_a_piece_at_a_time_unless_they_have_another_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gib = 1 << 30
+    states = tmp_path / "old" / "optimizer"
+    states.mkdir(parents=True)
+    for name, size in (("large", 3 * gib + 5), ("small", 10), ("kept", 2 * gib)):
+        (states / name).touch()
+        os.truncate(states / name, size)  # no bytes on the disk
+    (tmp_path / "kept").hardlink_to(states / "kept")
+    (tmp_path / "target").write_bytes(b"x")
+    (states / "link").symlink_to(tmp_path / "target")
+    sizes, cut = [], os.ftruncate
+
+    def noting(descriptor: int, size: int) -> None:
+        sizes.append(size)
+        cut(descriptor, size)
+
+    monkeypatch.setattr(os, "ftruncate", noting)
+    disk_room.remove(tmp_path / "old")
+    assert sizes == [2 * gib + 5, gib + 5, 5]
+    assert not (tmp_path / "old").exists()
+    assert (tmp_path / "kept").stat().st_size == 2 * gib
+    assert (tmp_path / "target").read_bytes() == b"x"

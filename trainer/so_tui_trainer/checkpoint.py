@@ -33,7 +33,7 @@ from so_tui.runs.records import CheckpointRecord
 from so_tui.runs.state import FULL
 from so_tui.spec import RunSpec
 from so_tui.trust.reading import read_bounded
-from so_tui_trainer import checkpoint_folder
+from so_tui_trainer import checkpoint_folder, disk_room
 from so_tui_trainer.checkpoint_folder import Damage, Found, Manifest, claim, newest, optimizer_folder, read_manifest, set_aside, start_over
 from so_tui_trainer.failures import SUPERSEDED, Explanation, TrainingError, engine_explanation
 from so_tui_trainer.ranks import Ranks
@@ -79,7 +79,7 @@ def make_room(engine: Any, folder: Path, spec: RunSpec, ranks: Ranks) -> None:
     field = "checkpoint.folder" if spec.checkpoint.folder else "--runs-dir"
     with all_ranks(ranks, "no checkpoint can be written"):
         if ranks.first:
-            checkpoint_folder.make_room(folder, _STATE_BYTES * share * ranks.size, field)
+            disk_room.make_room(folder, _STATE_BYTES * share * ranks.size, field)
 
 
 class Saving:
@@ -129,7 +129,7 @@ class Saving:
             rest = superoffload.begin_save(engine, optimizer_folder(partial), copying=background)
         assert rest is not None
         self._written = _in_thread(rest.finish)
-        self._bytes = 0
+        self._bytes, self._written_s = 0, 0.0
         self._completed: Future[tuple[Path | None, float]] | None = None
         """The folder, on rank 0, and when it was complete."""
         self._vote: tuple[torch.Tensor, dist.Work] | None = None
@@ -173,6 +173,7 @@ class Saving:
             with all_ranks(ranks, _NOT_WRITTEN, cleanup=partial):
                 written = self._written.result()
             self._bytes = int(sum(row[0] for row in ranks.all_gather_row([float(written)])))
+            self._written_s = time.monotonic() - self._began
             self._completed = _in_thread(lambda: (self._complete() if ranks.first else None, time.monotonic()))
             return None
         final, ended = None, 0.0
@@ -186,6 +187,7 @@ class Saving:
             bytes=self._bytes,
             seconds=ended - self._began,
             paused_s=self._paused_s,
+            written_s=self._written_s,
             due_step=self._due_step,
         )
 

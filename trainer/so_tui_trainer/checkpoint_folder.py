@@ -32,11 +32,10 @@ from so_tui.trust.decoding import decode_json
 from so_tui.trust.ownership import distrust_of_folder
 from so_tui.trust.printable import brief_message
 from so_tui.trust.reading import read_bounded
-from so_tui.units import disk_size
+from so_tui_trainer.disk_room import PARTIAL, remove
 from so_tui_trainer.failures import TrainingError
 
 SCHEMA = 2
-_PARTIAL = ".partial"
 _DAMAGED = ".damaged"
 SUPERSEDED = ".superseded"
 _MANIFEST = "checkpoint.json"
@@ -255,35 +254,9 @@ def _owner(checkpoint: Path) -> str | None:
         return None
 
 
-def make_room(folder: Path, needed_bytes: int, field: str) -> None:
-    """Remove partial checkpoints of killed processes, and check the free space.
-
-    Args:
-        folder: The folder of the run's checkpoints.
-        needed_bytes: Size of a checkpoint.
-        field: What the user sets to change the folder.
-
-    Raises:
-        TrainingError: A checkpoint does not fit beside the existing ones.
-    """
-    folder.mkdir(exist_ok=True)
-    for left in folder.glob(f"*{_PARTIAL}"):
-        if left.is_dir() and not left.is_symlink():
-            shutil.rmtree(left)
-        else:  # A link: what it points to is none of ours.
-            left.unlink()
-    free_bytes = shutil.disk_usage(folder).free
-    if needed_bytes > free_bytes:
-        raise TrainingError(
-            "disk-full",
-            f"{field} = {folder}: a checkpoint needs {disk_size(needed_bytes)}, but only {disk_size(free_bytes)} are free",
-            "Free some space there, of older checkpoints say, then resume. A new run can set `checkpoint.folder` to a larger disk.",
-        )
-
-
 def begin(folder: Path, step: int) -> Path:
     """Create the partial folder of a new checkpoint."""
-    partial = folder / f"step-{step:06d}{_PARTIAL}"
+    partial = folder / f"step-{step:06d}{PARTIAL}"
     partial.mkdir()
     optimizer_folder(partial).mkdir()
     return partial
@@ -308,14 +281,14 @@ def complete(partial: Path, manifest: Manifest) -> Path:
         os.fsync(file.fileno())
     for path in (optimizer_folder(partial), partial):
         _sync(path)
-    final = partial.with_name(partial.name.removesuffix(_PARTIAL))
+    final = partial.with_name(partial.name.removesuffix(PARTIAL))
     if os.path.lexists(final):  # The same step again, after resuming from an older checkpoint; or something that is none.
         set_aside(final, SUPERSEDED)
     partial.rename(final)
     _sync(final.parent)
     verify(final)
     for old in _own(final.parent, manifest.run)[: -manifest.spec.checkpoint.keep]:
-        shutil.rmtree(old.rename(old.with_name(old.name + _PARTIAL)))  # Renamed first: half removed, it is no checkpoint.
+        remove(old.rename(old.with_name(old.name + PARTIAL)))  # Renamed first: half removed, it is no checkpoint.
     return final
 
 

@@ -23,11 +23,10 @@ import torch
 
 from so_tui.model.sharding import partition_numel
 from superoffload.errors import OffloadError
+from superoffload.paced_file import PacedFile
 from superoffload.sub_groups import SubGroupState
 
 SCHEMA = 2
-_PIECE_BYTES = 256 << 20
-"""Written between two requests to write them to disk."""
 _LARGEST_MANIFEST_BYTES = 64 << 20
 _SAMPLE_BYTES = 64 << 10
 _SAMPLE_DISTANCE_BYTES = 64 << 20
@@ -102,7 +101,7 @@ class StatesFile:
         self._manifest = manifest
         self._samples: dict[int, list[bytes]] = {}
         """By sub-group, because they may be written in any order: a thousandth of what was written."""
-        self._file = data_path.open("wb", buffering=0)
+        self._file = PacedFile(data_path)
 
     def write(self, index: int, tensors: Iterable[torch.Tensor]) -> None:
         """Write one sub-group's tensors, in the order of ``tensors_of``. Raises OSError."""
@@ -112,7 +111,7 @@ class StatesFile:
         for tensor in tensors:
             view = _bytes_of(tensor.detach().cpu().contiguous())
             samples += (bytes(view[start : start + length]) for start, length in _sampled(len(view)))
-            self._write(view, begin)
+            self._file.write(view, begin)
             begin += len(view)
 
     def finish(self) -> int:
@@ -121,9 +120,7 @@ class StatesFile:
         for index in range(len(self._manifest.sub_groups)):
             for sample in self._samples[index]:
                 samples = zlib.crc32(sample, samples)
-        os.fsync(self._file.fileno())
-        self._leave_page_cache()
-        self.close()
+        self._file.finish()
         partial = self._manifest_path.with_suffix(".json.partial")
         with partial.open("wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(self._manifest, samples=samples))))
@@ -135,21 +132,6 @@ class StatesFile:
     def close(self) -> None:
         """Close the file, complete or not. Safe to call twice."""
         self._file.close()
-
-    def _write(self, view: memoryview, begin: int) -> None:
-        for start in range(0, len(view), _PIECE_BYTES):
-            piece = view[start : start + _PIECE_BYTES]
-            while piece:
-                written = os.pwrite(self._file.fileno(), piece, begin)
-                piece, begin = piece[written:], begin + written
-            self._leave_page_cache()
-
-    def _leave_page_cache(self) -> None:
-        """Start writing the file's pages to disk, and drop those that are written.
-
-        Training has the host memory then, and ``verify`` reads from the disk.
-        """
-        os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def verify(folder: Path) -> None:

@@ -443,7 +443,7 @@ class SuperOffload:
     def copy_states(self) -> dict[int, StatesCopy]:
         """Copy the states of the last step where there is room for it, by sub-group, for writing them while training goes on.
 
-        Release every copy before the next call.
+        Release every copy before the next call, in their order: the first ones keep sub-groups from speculating.
 
         Raises:
             OffloadError: As ``synchronize``; or if copies have not been released (``copies-in-use``).
@@ -457,7 +457,8 @@ class SuperOffload:
         copies = self._gpu.copies(self._transfers) | self._cpu.copies()
         self._copies_in_use.update(copies)
         self._step.speculating -= self._cpu.lent
-        return {index: StatesCopy(tensors, partial(self._release_copy, index)) for index, tensors in copies.items()}
+        in_order = sorted(copies, key=lambda index: (index not in self._cpu.lent, index))
+        return {index: StatesCopy(copies[index], partial(self._release_copy, index)) for index in in_order}
 
     def _release_copy(self, index: int) -> None:
         self._cpu.lent.discard(index)

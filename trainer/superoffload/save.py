@@ -16,7 +16,7 @@ class Save:
         attach: Prepares a thread for reading copies.
 
     Attributes:
-        copies: The copies that are not written yet, by sub-group.
+        copies: The copies that are not written yet, by sub-group, in the order in which they are written.
     """
 
     def __init__(self, file: StatesFile, *, attach: Callable[[], None]) -> None:
@@ -33,7 +33,7 @@ class Save:
         try:
             if self.copies:
                 self._attach()
-            for index in sorted(self.copies):
+            for index in tuple(self.copies):
                 self._file.write(index, self.copies[index].tensors())
                 self.copies.pop(index).release()
             return self._file.finish()

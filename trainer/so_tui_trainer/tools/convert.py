@@ -67,7 +67,7 @@ def _from_deepspeed(source: Path, path: Path) -> Iterator[Answer]:
     import superoffload
     from so_tui.runs import RunDirectory, read_spec
     from so_tui.runs.manifest import run_id
-    from so_tui_trainer import checkpoint_folder
+    from so_tui_trainer import checkpoint_folder, disk_room
     from so_tui_trainer.model.build import PREFIX
 
     run = RunDirectory(path)
@@ -78,7 +78,7 @@ def _from_deepspeed(source: Path, path: Path) -> Iterator[Answer]:
     folder = checkpoint_folder.claim(run, spec)
     try:
         field = "checkpoint.folder" if spec.checkpoint.folder else "--runs-dir"
-        checkpoint_folder.make_room(folder, _STATES_BYTES * sum(found.numels.values()), field)
+        disk_room.make_room(folder, _STATES_BYTES * sum(found.numels.values()), field)
         partial = checkpoint_folder.begin(folder, found.progress.step)
         superoffload.write_states(found, checkpoint_folder.optimizer_folder(partial), lambda name: PREFIX + name)
         checkpoint_folder.complete(partial, _manifest(run_id(run), found.progress, spec))
