@@ -82,4 +82,6 @@ def _measure(spec: RunSpec, machine: Machine) -> dict[str, Any]:
             "useful_share": sum(work.useful_tokens for work in works) / positions,
         },
         "steps": measured,
+        "adam_busy_s": found["adam_busy_s"],
+        "each_step_s": found["each_step_s"],
     }

@@ -288,6 +288,7 @@ def steps_of(engine: Any, batches: Any, spec: Any, device: Any, warmup: int = WA
             {
                 "step_s": now - last,
                 **laps,
+                "adam_busy_s": stats.adam_busy_s,
                 "model_tflops": model_flops(flops, counts.useful_tokens, lengths) / spec.ranks / (now - last) / 1e12,
                 "hw_tflops": executed_flops(spec, flops, shape, counts) / spec.ranks / (now - last) / 1e12,
                 "useful_tokens": counts.useful_tokens,
@@ -304,6 +305,7 @@ def steps_of(engine: Any, batches: Any, spec: Any, device: Any, warmup: int = WA
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
         "losses": losses,
+        "each_step_s": [step["step_s"] for step in steps],
     }
 
 

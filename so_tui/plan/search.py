@@ -1,8 +1,8 @@
 """The settings that are tried for a run, the fastest of those that fit, and why it was chosen. Pure functions.
 
-Tried are: where the states live (without offload, else SuperOffload at the smallest ratio that leaves the margin), what is recomputed, how
-an optimizer step is split into micro-batches, and, where nothing fits, feed-forward blocks in tiles, layer inputs on the host, and ranks
-that share sequences. The tokens of an optimizer step and the sequence length stay as given.
+Tried are: where the states live (without offload, else SuperOffload at the smallest ratio that leaves the margin; what is chosen also at
+larger ones), what is recomputed, how an optimizer step is split into micro-batches, and, where nothing fits, feed-forward blocks in tiles,
+layer inputs on the host, and ranks that share sequences. The tokens of an optimizer step and the sequence length stay as given.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from so_tui.plan.facts.choices import (
     SmallestRatio,
     SpeedUnknown,
 )
+from so_tui.plan.fastest_ratio import at_fastest_ratio, rate
 from so_tui.plan.fit import Assessment, Candidates, Target, assess, best, in_mode, step_with
 from so_tui.plan.sequence_parallel import more_sharing, not_shareable
 from so_tui.plan.types import Verdict
@@ -101,19 +102,7 @@ def _fastest(spec: RunSpec, target: Target) -> tuple[Assessment, tuple[Assessmen
     if "full" in policies(spec, target) or all(found.verdict == "does not fit" for found in tried):
         tried += least_memory
     tried = sorted(tried, key=lambda found: (_ORDER[found.verdict], -rate(found)))
-    return _at_fastest_ratio(spec, _simplest(spec, tried)), tuple(tried)
-
-
-def _at_fastest_ratio(given: RunSpec, chosen: Assessment) -> Assessment:
-    """Return the chosen settings at the ratio that was given, or with all states on the host, where that fits and is faster.
-
-    Where Adam on the host is hidden altogether, the GPU has only its own share of the steps to lose.
-    """
-    if chosen.spec.offload.mode != "superoffload" or chosen.verdict != "fits":
-        return chosen
-    larger = [ratio for ratio in (given.offload.ratio, 1.0) if ratio > chosen.spec.offload.ratio]
-    found = [assess(in_mode(chosen.spec, "superoffload", ratio), chosen.target) for ratio in larger]
-    return max([chosen, *(other for other in found if other.verdict == "fits")], key=rate)
+    return at_fastest_ratio(spec, _simplest(spec, tried)), tuple(tried)
 
 
 class _Variants:
@@ -128,12 +117,6 @@ class _Variants:
         if (found := self._known.get(key)) is None:
             found = self._known[key] = Candidates(with_policy(with_micro_batch(self.spec, micro_batch), policy), self.target)
         return found
-
-
-def rate(found: Assessment) -> float:
-    """Return the sequences per second of one rank, of a shared one its part; 0 where no speed is known."""
-    train = found.spec.train
-    return train.micro_batch * found.spec.gradient_accumulation_steps / train.sequence_parallel / found.step.total_s if found.step else 0.0
 
 
 def fastest_policy(spec: RunSpec, target: Target) -> Assessment:

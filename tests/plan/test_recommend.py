@@ -6,9 +6,10 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from so_tui.machine.described import named_machine
 from so_tui.machine.types import Machine
 from so_tui.plan import command_of, make_plan, plans_json, recommend
-from so_tui.plan.constants import SpeedSource
+from so_tui.plan.constants import Calibrated, SpeedSource
 from so_tui.plan.facts.cautions import LargerSteps, MoreGpusKeepMargin, PcieOffload
 from so_tui.plan.facts.choices import (
     AdamCoresChosen,
@@ -24,6 +25,8 @@ from so_tui.plan.facts.choices import (
 )
 from so_tui.plan.facts.memory import MemoryNeeded
 from so_tui.plan.fit import assess, in_mode, target_of
+from so_tui.plan.offload_ratio import RATIOS
+from so_tui.plan.resources import resources_of
 from so_tui.plan.search import choices
 from so_tui.plan.types import Plan
 from so_tui.plan.workload import Seen, Workload, path_of, remember
@@ -54,6 +57,35 @@ def test_the_recommended_ratio_is_the_smallest_that_keeps_the_margin() -> None:
     assert only(held_back.reasons, SmallestRatio).ratio == held_back.ratio == faster.smallest_ratio
     given = make_plan(spec_of("qwen3-14b", gpus="1", offload__mode="superoffload"), BIG)
     assert (plan.step_s or 0) <= (given.step_s or 0)
+
+
+def steps_by_ratio(plan: Plan, machine: Machine) -> dict[float, float]:
+    """Return the steps of a plan's settings at all ratios at which they fit."""
+    changes = {"offload.speculation": "auto", "offload.speculation_gib": "0"}
+    found = ((ratio, make_plan(with_values(plan.spec, changes | {"offload.ratio": f"{ratio:.2f}"}), machine)) for ratio in RATIOS)
+    return {ratio: other.step_s for ratio, other in found if other.verdict == "fits" and other.step_s is not None}
+
+
+@pytest.mark.parametrize("measured", [False, True])
+@pytest.mark.parametrize(
+    ("preset", "machine", "micro_batch"), [("qwen3-14b", "h200-8", "2"), ("phi-4", "gh200-480", "4"), ("llama-3.1-8b", "h200-8", "8")]
+)
+def test_the_recommended_ratio_is_the_fastest_and_leaves_adam_some_time_where_its_rate_is_another_hosts(
+    preset: str, machine: str, micro_batch: str, measured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Too small, and the GPU steps more itself; too large, and backward no longer hides Adam."""
+    host = named_machine(machine)
+    if measured:
+        published = resources_of(host, 1, 0.9).speed
+        assert published is not None
+        known = replace(published, calibrated=Calibrated(date="2026-11-22T10:00:00+00:00"))
+        monkeypatch.setattr("so_tui.plan.resources.speed_of", lambda *_: known)
+    plan = recommend(spec_of(preset, train__micro_batch=micro_batch), host, 1)
+    steps = steps_by_ratio(plan, host)
+    assert len(steps) > 1
+    assert plan.step_s is not None
+    assert plan.step_s <= (1.002 if measured else 1.03) * min(steps.values())
+    assert measured or plan.ratio <= min(steps, key=lambda ratio: steps[ratio])
 
 
 def test_a_batch_too_large_is_cut_without_changing_the_tokens_of_a_step() -> None:

@@ -1,0 +1,89 @@
+"""What the benchmarks make of measured steps: bounds that are kept or not, and what a step did beside training."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from benchmarks import bounds
+from benchmarks.checkpoints import work_during
+from so_tui.plan import make_plan
+from so_tui.runs.records import CheckpointRecord, StepRecord
+from so_tui.spec import find_preset, with_values
+from tests.support.machines import x86
+
+
+def row(step_s: float, *, forward_s: float = 0.2, adam_busy_s: float = 0.0, ratio: float = 0.9) -> dict[str, Any]:
+    figures = {"step_s": step_s, "forward_s": forward_s, "backward_s": 0.4, "exposed_optimizer_s": 0.1, "adam_busy_s": adam_busy_s}
+    return {"figures": figures, "ratio": ratio, "activation_checkpointing": "none", "planned_step_s": 1.0}
+
+
+def kept(rows: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """Return the last column of the table, by setting."""
+    cells = ([cell.strip() for cell in line.split("|")] for line in bounds.table(rows).splitlines()[2:])
+    return {found[1]: found[-2] for found in cells}
+
+
+def test_a_step_is_held_against_no_offload_and_against_forward_with_adam_whichever_takes_longer() -> None:
+    floor = {"no offload": row(1.0)}
+    assert kept(floor | {"fp32": row(1.10)})["fp32"] == "yes"
+    assert kept(floor | {"fp32": row(1.11)})["fp32"] == "no"
+    assert kept(floor | {"fp32": row(1.31, adam_busy_s=1.0)})["fp32"] == "yes"
+    assert kept(floor | {"fp32": row(1.33, adam_busy_s=1.0)})["fp32"] == "no"
+    found = kept(floor | {"recommended ratio": row(1.0 / 0.91), "int8-moments": row(1.0 / 0.94), "bf16-moments": row(1.0 / 0.96)})
+    assert found["no offload"] == ""
+    assert (found["recommended ratio"], found["int8-moments"], found["bf16-moments"]) == ("yes", "no", "yes")
+    assert "not measured" in found["fp32"]
+
+
+def test_the_recommended_ratio_is_no_slower_than_the_given_one() -> None:
+    machine = x86("NVIDIA H200")
+    spec = with_values(find_preset("qwen3-4b-random").spec, {"gpus": "1", "offload.mode": "superoffload"})
+    ratio = bounds.recommended_ratio(spec, machine)
+    given, chosen = (make_plan(with_values(spec, {"offload.ratio": str(each)}), machine, probed=False) for each in (0.9, ratio))
+    assert chosen.verdict == "fits"
+    assert given.step_s is not None
+    assert chosen.step_s is not None
+    assert chosen.step_s <= 1.01 * given.step_s
+
+
+def step(number: int, time: float) -> StepRecord:
+    return StepRecord(
+        attempt=1,
+        time=time,
+        step=number,
+        loss=1.0,
+        learning_rate=1e-5,
+        gradient_norm=1.0,
+        useful_tokens=1,
+        trained_tokens=1,
+        useful_tokens_per_s_total=1.0,
+        model_tflops_per_gpu=1.0,
+        hw_tflops_per_gpu=1.0,
+        seed_tflops_total=1.0,
+        mfu=None,
+        step_s=1.0,
+        data_s=0.0,
+        forward_s=0.4,
+        backward_s=0.6,
+        exposed_optimizer_s=0.0,
+        other_s=0.0,
+        gpu_memory_peak_bytes=None,
+        host_memory_bytes=None,
+        slowest_rank=0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("written_s", "expected"),
+    [(3.6, ["", "copy", "write", "write", "write", "complete", "complete", ""]), (None, ["", "copy", *["write"] * 5, ""])],
+)
+def test_a_step_is_put_down_to_what_took_most_of_it(written_s: float | None, expected: list[str]) -> None:
+    """The checkpoint of step 2 takes six seconds, and older programs do not say when all of it was written."""
+    steps = [step(number, 100.0 + number) for number in range(1, 10)]
+    saved = [CheckpointRecord(attempt=1, time=109.0, step=2, path="there", bytes=1, seconds=6.0, paused_s=0.2, written_s=written_s)]
+    begun = {each.step: each.time for each in steps}
+    found = [work_during(before, after, saved, begun) for before, after in pairwise(steps)]
+    assert found == expected
