@@ -28,6 +28,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "trainer")]
 
 from benchmarks.planner_settings import SHAPES  # noqa: E402
 from benchmarks.planner_sweep import measured_by_forks  # noqa: E402
+from benchmarks.speed import with_layers  # noqa: E402
 from so_tui.machine import inspect_machine  # noqa: E402
 from so_tui.machine.types import Machine  # noqa: E402
 from so_tui.plan import make_plan  # noqa: E402
@@ -154,12 +155,11 @@ def recommended_ratio(spec: RunSpec, machine: Machine) -> float:
 
 
 def _spec(setting: Setting, arguments: argparse.Namespace) -> RunSpec:
-    from so_tui_trainer.tools.presets import parameter_table
-
     spec = find_preset("qwen3-4b-random").spec
-    shape = SHAPES["tiny"] if arguments.tiny else {"num_hidden_layers": arguments.layers}
-    model = msgspec.structs.replace(spec.model, config=spec.model.config | shape, parameters=())
-    spec = msgspec.structs.replace(spec, model=msgspec.structs.replace(model, parameters=parameter_table(model)))
+    model = with_layers(spec.model, arguments.layers)
+    if arguments.tiny:
+        model = with_layers(msgspec.structs.replace(model, config=model.config | SHAPES["tiny"]), 4)
+    spec = msgspec.structs.replace(spec, model=model)
     values = {
         "gpus": "1",
         "data.source": arguments.data,

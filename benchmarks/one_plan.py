@@ -2,6 +2,7 @@
 
     PYTHONPATH=.:trainer python benchmarks/one_plan.py qwen3-30b-a3b --set offload.states=int8-moments train.gradient_clipping=1000 \\
         --out moe.json
+    PYTHONPATH=.:trainer python benchmarks/one_plan.py qwen3-30b-a3b --layers 24 --set gpus=2                # the first 24 layers
     PYTHONPATH=.:trainer python benchmarks/one_plan.py qwen3-30b-a3b --machine h200-x4.json --set gpus=4     # only the plan, elsewhere
 
 The row has the plan's figures, the measured ones and every step. With ``--out`` it is appended to a file. A plan that does not fit is a row
@@ -25,6 +26,7 @@ import msgspec
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "trainer")]
 
+from benchmarks.speed import with_layers  # noqa: E402
 from so_tui.launch import prepare  # noqa: E402
 from so_tui.launch.probe import measured_of, predicted_of, probe_spec, run_to_end, settings_of  # noqa: E402
 from so_tui.machine import inspect_machine  # noqa: E402
@@ -54,9 +56,15 @@ def main() -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "trainer"), os.environ.get("PYTHONPATH")]))
     machine = msgspec.json.decode(arguments.machine.read_bytes(), type=Machine) if arguments.machine else inspect_machine()
     values = dict(setting.split("=", 1) for setting in arguments.set)
-    spec = probe_spec(with_values(find_preset(arguments.preset).spec, values), "random", measured_steps=arguments.steps)
+    spec = probe_spec(with_values(_preset(arguments), values), "random", measured_steps=arguments.steps)
     plan = make_plan(spec, machine, probed=False)
-    row: dict[str, Any] = {"preset": arguments.preset, "set": arguments.set, "settings": settings_of(plan), "plan": _planned(plan)}
+    row: dict[str, Any] = {
+        "preset": arguments.preset,
+        "layers": arguments.layers,
+        "set": arguments.set,
+        "settings": settings_of(plan),
+        "plan": _planned(plan),
+    }
     print(json.dumps(row["plan"], indent=1), flush=True)
     if plan.fits and not arguments.machine:
         row |= _measured(spec, plan, machine, arguments.limit_s)
@@ -70,12 +78,18 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("preset")
+    parser.add_argument("--layers", type=int, help="use only this many layers, the first ones (default: all)")
     parser.add_argument("--set", nargs="+", default=[], metavar="A.B=VALUE", help="keys of the spec")
     parser.add_argument("--machine", type=Path, help="plan for this machine file and measure nothing")
     parser.add_argument("--steps", type=int, default=5, help="measured steps, after two that do not count")
     parser.add_argument("--out", type=Path, help="file of the results")
     parser.add_argument("--limit-s", type=float, default=600.0)
     return parser.parse_args()
+
+
+def _preset(arguments: argparse.Namespace) -> RunSpec:
+    spec = find_preset(arguments.preset).spec
+    return msgspec.structs.replace(spec, model=with_layers(spec.model, arguments.layers)) if arguments.layers else spec
 
 
 def _planned(plan: Plan) -> dict[str, Any]:

@@ -215,17 +215,23 @@ def _model(arguments: argparse.Namespace) -> Any:
 
     from benchmarks.architecture_models import scaled_down
     from so_tui.spec import find_preset
-    from so_tui_trainer.tools.presets import parameter_table
 
     whole = find_preset(arguments.model).spec.model
     model = scaled_down(whole) if arguments.tiny else msgspec.structs.replace(whole, weights="random", tokenizer="builtin:tiny")
-    if arguments.layers:
-        fewer: dict[str, Any] = {"num_hidden_layers": arguments.layers}
-        if "layer_types" in model.config:
-            fewer["layer_types"] = model.config["layer_types"][: arguments.layers]
-        model = msgspec.structs.replace(model, config=model.config | fewer)
-        model = msgspec.structs.replace(model, parameters=parameter_table(model))
-    return model
+    return with_layers(model, arguments.layers) if arguments.layers else model
+
+
+def with_layers(model: Any, layers: int) -> Any:
+    """Return a model with its first layers only."""
+    import msgspec
+
+    from so_tui_trainer.tools.presets import parameter_table
+
+    fewer: dict[str, Any] = {"num_hidden_layers": layers}
+    if "layer_types" in model.config:
+        fewer["layer_types"] = model.config["layer_types"][:layers]
+    model = msgspec.structs.replace(model, config=model.config | fewer, parameters=())
+    return msgspec.structs.replace(model, parameters=parameter_table(model))
 
 
 def _with_lever(model: Any, spec: Any, lever: str) -> Any:
