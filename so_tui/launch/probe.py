@@ -27,13 +27,14 @@ from so_tui.plan.host_memory import load_bytes, steady_bytes
 from so_tui.plan.types import Plan
 from so_tui.plan.workload import Workload, seen
 from so_tui.runs import RunDirectory, RunReader
-from so_tui.runs.records import FINAL_STATES, MetricRecord, PhaseRecord, Sample, StepRecord
+from so_tui.runs.records import FINAL_STATES, EndRecord, MetricRecord, PhaseRecord, Sample, StepRecord
 from so_tui.spec import RunSpec, SoTuiError
 from so_tui.trust.printable import so_tui_command
 
 WARMUP_STEPS = 2
 MEASURED_STEPS = 4
-_POLL_S = 0.5
+_POLL_S, _ENDING_POLL_S = 0.5, 0.05
+"""Between looks at a run; the second once its trainer has written the last record."""
 _GRACE_S = 20.0
 """What a run that is given up may take to stop before it is killed. It saves nothing."""
 
@@ -94,12 +95,14 @@ def run_to_end(
         SoTuiError: The run failed, or took too long and was stopped, or killed.
     """
     run = start(launch, runs_dir=runs_dir, executor=executor)
-    reader, begun = RunReader(run), time.monotonic()
+    reader, begun, poll_s = RunReader(run), time.monotonic(), _POLL_S
     try:
         while True:
             update = reader.poll()
             for record in update.records:
                 report(record)
+                if isinstance(record, EndRecord):
+                    poll_s = _ENDING_POLL_S
             if update.state is not None and update.state.state in FINAL_STATES and not update.records:
                 break
             if time.monotonic() - begun > limit_s:
@@ -108,7 +111,7 @@ def run_to_end(
                     f"{run.name} took longer than {limit_s:.0f} s; `{so_tui_command('logs', str(run.path))}` shows what it did"
                 )
             ensure_supervised(run)
-            time.sleep(_POLL_S)
+            time.sleep(poll_s)
     except BaseException:  # also an interrupt, whose user does not wait
         request_stop(run, grace_s=_GRACE_S)
         raise

@@ -90,6 +90,7 @@ class Supervisor(HostSupervisor):
             self._check_stop_request()
         self._check_directory()
         self._check_nodes()
+        self._end_launchers()
         return True
 
     def _report(self) -> None:
@@ -175,6 +176,16 @@ class Supervisor(HostSupervisor):
             self._others.poll()
         if self._shutdown.broken_at is None and self._others.cause(STALE_S) is not None:
             self._shutdown.broken_at = time.monotonic()
+
+    def _end_launchers(self) -> None:
+        """End DeepSpeed's runner and launcher, which wait for ranks, once none is left and the trainer has said how it ended.
+
+        By themselves they take seconds: the launcher looks once a second, and each takes its interpreter with torch apart.
+        """
+        end, roles = run_state.end_record(self._reader, self._attempt), {process.role for process in self._tree.alive}
+        ended = any(process.role == "rank" for process in self._tree.gone)
+        if end is not None and end.state != "failed" and ended and roles <= {"runner", "launcher"}:
+            self._signal_all(signal.SIGKILL)
 
     def _evidence(self) -> Evidence:
         overdue = self._stop is not None and self._shutdown.stop_overdue(time.monotonic())

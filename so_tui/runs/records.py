@@ -51,7 +51,7 @@ class PhaseRecord(Record, frozen=True, kw_only=True):
     phase: Literal["loading", "training", "saving"]
     detail: str = ""
     stage: str = ""
-    """Part of loading: ``ranks``, ``data``, ``weights``, ``optimizer``, ``checkpoint``. Empty otherwise, and in older records."""
+    """Part of loading: ``imports``, ``ranks``, ``data``, ``weights``, ``optimizer``, ``checkpoint``. Otherwise empty."""
     done: int = 0
     """Files of weights that have been read, of ``total``; both are 0 in other stages."""
     total: int = 0

@@ -11,7 +11,7 @@ from so_tui.plan.constants import Speed, published_speed
 from so_tui.spec.files import write_atomic
 from so_tui.svg import Bar, Curve, bars, curves
 from so_tui.units import memory_size, plural, significant
-from so_tui.validation.report import CopiesFound, MachineFound, Outcome, RatesFound, Report, TrainingFound, trained
+from so_tui.validation.report import CopiesFound, MachineFound, Outcome, PhaseSeconds, RatesFound, Report, TrainingFound, trained
 
 _TERMS = ("step_s", "forward_s", "backward_s", "exposed_optimizer_s", "gpu_reserved_bytes", "host_bytes")
 _NAMES = dict(zip(_TERMS, ("step", "forward", "backward", "optimizer exposed", "GPU memory reserved", "host memory"), strict=True))
@@ -80,7 +80,7 @@ def markdown(report: Report) -> str:
     """Return the report's text."""
     published = _published(report)
     parts = [_part(outcome, published) for outcome in report.outcomes]
-    sections = [_head(report), *parts, _speeds(report), _agreement(report), _plans(report), _outcomes(report)]
+    sections = [_head(report), *parts, _speeds(report), _agreement(report), _plans(report), _phases(report), _outcomes(report)]
     return "\n".join(line for section in sections for line in section).rstrip() + "\n"
 
 
@@ -216,6 +216,19 @@ def _plans(report: Report) -> Iterator[str]:
             cells.append(f"{significant(measured)} / {significant(planned)}" if planned else f"{significant(measured)} / —")
         rows.append((outcome.title, *cells))
     yield from _table(("", *_NAMES.values()), rows)
+
+
+def _phases(report: Report) -> Iterator[str]:
+    found = [(outcome, result.phases) for outcome, result in trained(report.outcomes) if result.phases is not None]
+    if not found:
+        return
+    names = PhaseSeconds.__struct_fields__
+    rows = [
+        (outcome.title, *(f"{getattr(phases, name):.1f}" for name in names), f"{sum(getattr(phases, name) for name in names):.1f}")
+        for outcome, phases in found
+    ]
+    yield from ["## Where the time went", "", "Seconds of each part, from its planning until nothing of its run was left.", ""]
+    yield from _table(("", *(name.removesuffix("_s").replace("_", " ") for name in names), "all"), rows)
 
 
 def _outcomes(report: Report) -> Iterator[str]:

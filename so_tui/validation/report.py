@@ -88,6 +88,29 @@ class CopiesFound(Struct, frozen=True, kw_only=True, tag="copies"):
     copies: tuple[CopyRates, ...]
 
 
+class PhaseSeconds(Struct, frozen=True, kw_only=True):
+    """Where the time of a training part went, in the order of the phases."""
+
+    preparation_s: float
+    """Planning, and the start of the supervisor."""
+    launcher_s: float
+    """DeepSpeed's runner and launcher, until rank 0 is a process."""
+    imports_s: float
+    """torch, DeepSpeed and transformers in the rank."""
+    ranks_s: float
+    """Joining the process group."""
+    data_s: float
+    weights_s: float
+    optimizer_s: float
+    first_step_s: float
+    steps_s: float
+    """From the first step to the last."""
+    end_s: float
+    """From the last step until no process was left."""
+    cleaning_s: float
+    """Reading the records, and deleting the run."""
+
+
 class TrainingFound(Struct, frozen=True, kw_only=True, tag="training"):
     """A short run of one setting, and what was predicted for it without any probe."""
 
@@ -110,6 +133,8 @@ class TrainingFound(Struct, frozen=True, kw_only=True, tag="training"):
     """Of all steps, warm-up included; None where it is not finite."""
     partitioned: bool = False
     """Whether cache and memory bandwidth were partitioned between its main and Adam cores."""
+    phases: PhaseSeconds | None = None
+    """None in reports of older versions."""
     losses_only: bool = False
     """Whether it was trained for its losses: many steps of a model so small that its speed says nothing."""
 

@@ -25,10 +25,12 @@ from so_tui.plan.published import with_layers
 from so_tui.plan.types import DeepSpeedBinding, MemoryPolicy, Plan, RankBinding
 from so_tui.runs import RunDirectory, delete_run
 from so_tui.runs.records import MetricRecord, PhaseRecord, StepRecord
+from so_tui.runs.state import read_state
 from so_tui.spec import RunSpec, SoTuiError, find_preset, with_values
 from so_tui.spec.as_published import EXAMPLE_SEQUENCES, as_published
 from so_tui.trust.printable import so_tui_command
 from so_tui.validation.cpu_adam import CpuAdam
+from so_tui.validation.phases import phase_seconds
 from so_tui.validation.report import Placed, TrainingFound
 from so_tui.validation.runner import Measure, Measurement
 
@@ -241,14 +243,15 @@ def _measure(
         cpu_adam.wait(limit_s)
     elif part.losses_only:
         cpu_adam.begin()
+    begun = time.time()
     measured_steps = _LOSS_STEPS - WARMUP_STEPS if part.losses_only else MEASURED_STEPS
     spec = probe_spec(spec_of(shape, part), "random", measured_steps=measured_steps)
     plan = placed(make_plan(spec, usable), usable, part.placed)
-    steps: list[StepRecord] = []
+    records: list[MetricRecord] = []
 
     def report(record: MetricRecord) -> None:
+        records.append(record)
         if isinstance(record, StepRecord):
-            steps.append(record)
             tell(f"{part.title}: step {record.step}, {record.step_s:.3f} s, loss {record.loss:.4f}")
         elif isinstance(record, PhaseRecord):
             tell(f"{part.title}: {record.phase}")
@@ -260,8 +263,12 @@ def _measure(
     found = probe_of(run, plan, usable)
     if part.placed == "bound" and not (part.published or part.partitioned or part.losses_only):
         calibration.store(machine, probe=found)
+    state = read_state(run)
     with suppress(OSError):  # what is left of it is below the probes, where nothing lists it
         delete_run(run)
+    over = time.time()
+    phases = phase_seconds(records, begun, state.attempt_started or begun, state.ended or over, over)
+    steps = [record for record in records if isinstance(record, StepRecord)]
     counted = [step for step in steps if step.step > WARMUP_STEPS] or steps
     seconds = sum(step.step_s for step in counted)
     return TrainingFound(
@@ -279,6 +286,7 @@ def _measure(
         example_tflops=sum(step.seed_tflops_total * step.step_s for step in counted) / seconds,
         losses=tuple(step.loss if math.isfinite(step.loss) else None for step in steps),
         losses_only=part.losses_only,
+        phases=phases,
     )
 
 

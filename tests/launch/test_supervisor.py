@@ -18,6 +18,7 @@ import pytest
 from so_tui.launch import ensure_supervised, prepare, prepare_resume, resume, start, stop
 from so_tui.launch.sampler import MEMORY_INTERVAL_S
 from so_tui.launch.shutdown import request_stop, stop_request
+from so_tui.launch.time_limits import EXIT_GRACE_S
 from so_tui.machine import Machine
 from so_tui.runs import RunDirectory, alive, read_spec, read_state, state_with_truth
 from so_tui.runs.outcome import OutcomeCode
@@ -78,6 +79,15 @@ def test_a_run_to_its_end(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(run.samples_dir(host).iterdir())
     written = b"".join(path.read_bytes() for path in run.path.rglob("*") if path.is_file())
     assert b"hf_do_not_write_me" not in written
+
+
+@pytest.mark.trains
+def test_the_end_waits_for_no_launcher_whose_ranks_have_ended(runs: Runs) -> None:
+    run, before = runs.training()
+    os.kill(process_of(before, "launcher", None).pid, signal.SIGSTOP)
+    request_stop(run)
+    assert wait_for(run, ended, timeout_s=EXIT_GRACE_S - 10).state == "stopped"
+    assert nothing_is_left(run, before)
 
 
 @pytest.mark.trains("steps=5 bad-exit lingers")

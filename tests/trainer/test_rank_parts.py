@@ -47,6 +47,24 @@ print(msgspec.json.encode(report).decode())
 """
 
 
+LEAVE = """
+import atexit
+from so_tui_trainer.entry import leave
+class Destroyed:
+    def __del__(self):
+        print("interpreter taken apart")
+kept = Destroyed()
+atexit.register(print, "exit handler")
+print("last words")
+leave(3)
+"""
+
+
+def test_a_rank_leaves_with_its_exit_handlers_and_output_but_takes_no_interpreter_apart() -> None:
+    done = subprocess.run([sys.executable, "-c", LEAVE], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.splitlines()) == (3, ["last words", "exit handler"])
+
+
 def test_binding_moves_every_thread_and_reports_what_it_found() -> None:
     cpu = min(os.sched_getaffinity(0))
     planned = make_plan(tiny(offload__mode="zerooffload"), inspect_machine()).binding[0]

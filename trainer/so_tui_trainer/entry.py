@@ -8,13 +8,16 @@ Exit codes: 0 finished or stopped as requested, 1 failed.
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from so_tui.plan.types import Plan
-from so_tui.runs import RunDirectory
-from so_tui.runs.records import RankBindingReport
+from so_tui.runs import MetricsWriter, RunDirectory
+from so_tui.runs.records import PhaseRecord, RankBindingReport
 from so_tui.trust.decoding import read_json
 from so_tui_trainer import binding
 from so_tui_trainer.tools.hub import stay_offline_when_cut_off
@@ -35,10 +38,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan = read_json(run.plan_path(given.attempt, given.node), Plan)
     report = _bind(plan)
     _prepare_environment(plan)
+    writer = MetricsWriter(run, given.attempt) if report.rank == 0 else None
+    if writer is not None:
+        _record_imports(writer, given.attempt)
 
-    from so_tui_trainer.session import train  # imports torch
+    from so_tui_trainer.session import train  # imports them
 
-    return train(run, given.attempt, plan, report, start_over=given.start_over)
+    code = train(run, given.attempt, plan, report, writer, start_over=given.start_over)
+    leave(code)
+    return code
+
+
+def _record_imports(writer: MetricsWriter, attempt: int) -> None:
+    record = PhaseRecord(attempt=attempt, time=time.time(), phase="loading", stage="imports", detail="importing torch and DeepSpeed")
+    try:
+        writer.append(record)
+    except OSError as error:  # a full disk, which later records report
+        print(f"records of the run cannot be written: {error}", file=sys.stderr, flush=True)
+
+
+def leave(code: int) -> None:
+    """End the process as an ordinary exit does, but without taking the interpreter apart: with torch's modules that takes seconds."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _bind(plan: Plan) -> RankBindingReport:

@@ -17,8 +17,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
+import transformers.masking_utils  # noqa: F401 -- imports torch's compiler, which every model needs: no later stage shall look slow for it
 
-import superoffload
+import superoffload.api
 from so_tui.model.flops import peak_flops
 from so_tui.plan.types import Plan
 from so_tui.runs import MetricsWriter, RunDirectory, read_state
@@ -53,7 +54,9 @@ from superoffload.settings import Settings
 LoadStage = Literal["ranks", "data", "weights", "optimizer", "checkpoint"]
 
 
-def train(run: RunDirectory, attempt: int, plan: Plan, report: RankBindingReport, *, start_over: bool = False) -> int:
+def train(
+    run: RunDirectory, attempt: int, plan: Plan, report: RankBindingReport, writer: MetricsWriter | None, *, start_over: bool = False
+) -> int:
     """Load, train, save, and write the end record.
 
     Args:
@@ -61,12 +64,13 @@ def train(run: RunDirectory, attempt: int, plan: Plan, report: RankBindingReport
         attempt: The attempt.
         plan: The attempt's plan.
         report: This rank's binding.
+        writer: Writes the run's records; None on other ranks than the first.
         start_over: Train from step 0, whatever the run saved before.
 
     Returns:
         0 if the run did what was requested. After a failure the process exits with 1.
     """
-    session = Session(run, attempt, plan, report, start_over=start_over)
+    session = Session(run, attempt, plan, report, writer, start_over=start_over)
     session.install_signal_handlers()
     try:
         session.finish(session.train())
@@ -85,13 +89,14 @@ def train(run: RunDirectory, attempt: int, plan: Plan, report: RankBindingReport
 class Session:
     """Everything that must be reported or closed, however the attempt ends."""
 
-    def __init__(self, run: RunDirectory, attempt: int, plan: Plan, report: RankBindingReport, *, start_over: bool) -> None:
+    def __init__(
+        self, run: RunDirectory, attempt: int, plan: Plan, report: RankBindingReport, writer: MetricsWriter | None, *, start_over: bool
+    ) -> None:
         self.run, self.attempt, self.plan, self.report = run, attempt, plan, report
         self.start_over = start_over
         self.spec: RunSpec = plan.spec
         self.rank = report.rank
-        first = self.rank == 0
-        self.recorder = Recorder(MetricsWriter(run, attempt) if first else None, attempt, trackers_of(run, plan.spec) if first else ())
+        self.recorder = Recorder(writer, attempt, trackers_of(run, plan.spec) if writer else ())
         self.engine: Any = None
         self.loop: Loop | None = None
 

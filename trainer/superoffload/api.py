@@ -55,6 +55,7 @@ def initialize(
         OffloadError: For another DeepSpeed version (``deepspeed-version``), or a mode that cannot run here.
     """
     adapter.check_version()
+    adapter.import_muon()
     groups = _trainable(parameter_groups)
     if settings.replaces_deepspeeds_optimizer:
         with replacing_optimizers(settings):
@@ -85,6 +86,7 @@ def replacing_optimizers(settings: Settings) -> Iterator[None]:
             another optimizer or config (``optimizer-class``, ``no-config``).
     """
     adapter.check_version()
+    adapter.import_muon()
     if not settings.replaces_deepspeeds_optimizer:
         raise OffloadError(
             f'mode = "{settings.mode}", engine = "{settings.engine}": our optimizer needs "superoffload" and "so-tui".', code="mode"

@@ -6,9 +6,9 @@ optimizer into DeepSpeed. Nothing else in the project depends on DeepSpeed's int
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from functools import partial
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
+from functools import cache, partial, wraps
 from importlib import import_module
 from typing import Any
 
@@ -43,6 +43,35 @@ def check_version(found: str | None = None) -> None:
             f"only. Install one with: pip install deepspeed=={NEWEST}",
             code="deepspeed-version",
         )
+
+
+def import_muon() -> None:
+    """Import DeepSpeed's Muon, so that its kernels are compiled when they are first called and not now.
+
+    ``deepspeed.initialize`` imports it to check the class of any optimizer. Its decorators compile functions, for which torch imports its
+    compiler's backend: most of a second of every start, also where Muon is not used.
+    """
+    compiler: Any = import_module("deepspeed.runtime.compiler")
+    at_once = compiler.compile
+    compiler.compile = lambda: partial(compiled_when_called, at_once())
+    try:
+        with suppress(ImportError):  # which DeepSpeed takes for a version without Muon
+            import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    finally:
+        compiler.compile = at_once
+
+
+def compiled_when_called(
+    compile_now: Callable[[Callable[..., Any]], Callable[..., Any]], function: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return a function that compiles another one at its first call, and calls what it got."""
+    compiled = cache(partial(compile_now, function))
+
+    @wraps(function)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        return compiled()(*arguments, **keywords)
+
+    return call
 
 
 def join_process_group(**settings: Any) -> None:
