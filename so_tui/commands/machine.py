@@ -35,7 +35,28 @@ class Findings(Struct, frozen=True):
 
 
 def inspect(arguments: argparse.Namespace) -> int:
-    """Print the machine, for people or as the JSON that ``--machine`` reads back."""
+    """Print this machine, or the one that ``--machine`` names, for people or as the JSON that ``--machine`` reads back."""
+    machine = _another_machine(arguments) if arguments.machine else _inspected(arguments)
+    if arguments.json:
+        print_json(machine)
+    else:
+        from so_tui.machine.show import render
+
+        print_rich(render(machine))
+    return 0
+
+
+def _another_machine(arguments: argparse.Namespace) -> Machine:
+    """Return a machine by name, or from a file."""
+    if arguments.sysroot or arguments.hostname:
+        option = "--sysroot" if arguments.sysroot else "--hostname"
+        message, remedy = f"is a machine of its own, and {option} describes another", f"Leave one of --machine and {option} out."
+        raise InputError([Problem(code="unused-option", field="--machine", value=arguments.machine, message=message, remedy=remedy)])
+    return chosen_machine(arguments)
+
+
+def _inspected(arguments: argparse.Namespace) -> Machine:
+    """Inspect this host, or the copy of its files in a folder."""
     from so_tui.machine import inspect_machine
 
     sysroot = Path(arguments.sysroot) if arguments.sysroot else None
@@ -49,13 +70,7 @@ def inspect(arguments: argparse.Namespace) -> int:
     machine = inspect_machine(sysroot, hostname=arguments.hostname)
     if sysroot is None:
         _remember_for_plans(arguments, machine)
-    if arguments.json:
-        print_json(machine)
-    else:
-        from so_tui.machine.show import render
-
-        print_rich(render(machine))
-    return 0
+    return machine
 
 
 def _remember_for_plans(arguments: argparse.Namespace, machine: Machine) -> None:

@@ -130,7 +130,7 @@ def _add_output_options(parser: argparse.ArgumentParser, default: object) -> Non
 
 def _add_machine_commands(commands: _Commands) -> None:
     json, machine, runs_dir, changes, *_ = commands.options
-    inspect = commands.add("inspect", "machine:inspect", "show this machine: NUMA nodes, GPUs, memory, software", json)
+    inspect = commands.add("inspect", "machine:inspect", "show a machine: NUMA nodes, GPUs, memory, software", json, machine)
     inspect.add_argument("--sysroot", metavar="DIR", help="read another /sys and /proc")
     inspect.add_argument("--hostname", metavar="NAME", help="name of the machine of --sysroot, if its files do not contain one")
     text = "check this machine for problems that slow down or stop a run; with a preset, also for the needs of that run"

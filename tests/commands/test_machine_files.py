@@ -9,6 +9,7 @@ import pytest
 
 from so_tui.cli import main
 from so_tui.machine import inspect_machine, load_machine
+from so_tui.machine.described import machine_of
 from so_tui.plan import make_plan, plan_table
 from so_tui.spec import find_preset, load_catalog
 from tests.support import sysroots
@@ -56,3 +57,16 @@ def test_it_can_be_given_a_name(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "node042 has 4 GPUs" in capsys.readouterr().err
     assert main(["inspect", "--hostname", "here"]) == 2
     assert "--sysroot" in capsys.readouterr().err
+
+
+def test_another_machine_is_inspected_by_name_or_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = described(sysroots.QUAD_GH200, tmp_path, capsys)
+    for given, machine in (("gh200-480", machine_of("gh200-480")), (str(file), load_machine(file))):
+        assert main(["inspect", "--machine", given, "--json"]) == 0
+        again = tmp_path / "again.json"
+        again.write_text(capsys.readouterr().out)
+        assert load_machine(again) == machine
+    assert main(["--machine", "gh200-480", "inspect"]) == 0
+    assert "NVIDIA GH200 480GB" in capsys.readouterr().out
+    assert main(["inspect", "--machine", "gh200-480", "--hostname", "here"]) == 2
+    assert "--hostname" in capsys.readouterr().err
