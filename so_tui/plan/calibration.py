@@ -207,18 +207,22 @@ def speed_of(machine: Machine, gpu_name: str, known: Calibration | None) -> Spee
     return Speed(**rest | own | {"calibrated": calibrated})
 
 
+def correcting(mode: Mode, ranks: int, probes: Sequence[Probe]) -> list[Probe]:
+    """Return the probes by which a plan is corrected: with as many ranks if there are any, and of them those of its mode if there are."""
+    near = [probe for probe in probes if probe.ranks == ranks] or list(probes)
+    return [probe for probe in near if probe.mode == mode] or near
+
+
 def corrected_step(step: StepTime, mode: Mode, ranks: int, probes: Sequence[Probe]) -> StepTime:
     """Return a predicted step corrected by probes of the same model.
 
-    Forward and backward are scaled by the ratio of measured to predicted that any probe found, the exposed optimizer by those of the same
-    mode. Probes with as many ranks are preferred.
+    Forward and backward are the GPU's work in any mode, so that a probe of another mode corrects them too. The exposed optimizer is the
+    mode's own.
     """
-    near = [probe for probe in probes if probe.ranks == ranks] or list(probes)
+    near = correcting(mode, ranks, probes)
     same = [probe for probe in near if probe.mode == mode]
-    if not near:
-        return step
-    backward = _ratio([(probe.actual.backward_s, probe.predicted.backward_s) for probe in same or near])
-    forward = _ratio([(probe.actual.forward_s, probe.predicted.forward_s) for probe in same or near])
+    backward = _ratio([(probe.actual.backward_s, probe.predicted.backward_s) for probe in near])
+    forward = _ratio([(probe.actual.forward_s, probe.predicted.forward_s) for probe in near])
     return replace(
         step,
         forward_s=step.forward_s * forward,
@@ -249,15 +253,19 @@ def _ratio(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def corrected_terms(terms: Sequence[MemoryTerm], mode: Mode, ranks: int, probes: Sequence[Probe]) -> tuple[MemoryTerm, ...]:
-    """Return GPU memory terms corrected by probes of the same model and mode.
+    """Return GPU memory terms corrected by probes of the same model.
 
     What the allocator reserved beyond the prediction becomes a term, and what it reserved less is taken off its slack. The share of the
-    driver and NCCL is as measured.
+    driver and NCCL is as measured. Where no probe was of this mode, all that carries over is what every probed mode took beyond its
+    prediction: that is most likely of parts that they share, such as activations.
     """
-    same = [probe for probe in probes if probe.mode == mode and probe.ranks == ranks and probe.actual.gpu_reserved_bytes]
+    near = [probe for probe in correcting(mode, ranks, probes) if probe.ranks == ranks and probe.actual.gpu_reserved_bytes]
+    same = [probe for probe in near if probe.mode == mode]
     if not same:
-        return tuple(terms)
-    more = max(probe.actual.gpu_reserved_bytes - probe.predicted.gpu_reserved_bytes for probe in same)
+        shared = min((max(map(_excess, alike)) for alike in _by_mode(near).values()), default=0)
+        formula = f"by a probe of this model here, with {' and '.join(_by_mode(near))}"
+        return (*terms, *([MemoryTerm(TermKind.PROBE_EXCESS, "gpu", shared, "estimate", formula)] if shared > 0 else []))
+    more = max(map(_excess, same))
     outside = max(
         (probe.actual.gpu_device_bytes - probe.actual.gpu_reserved_bytes for probe in same if probe.actual.gpu_device_bytes), default=0
     )
@@ -265,6 +273,15 @@ def corrected_terms(terms: Sequence[MemoryTerm], mode: Mode, ranks: int, probes:
     if more > 0:
         found.append(MemoryTerm(TermKind.PROBE_EXCESS, "gpu", more, "calibrated", "by a probe of this model here"))
     return tuple(found)
+
+
+def _excess(probe: Probe) -> int:
+    """Return what the allocator reserved beyond the prediction."""
+    return probe.actual.gpu_reserved_bytes - probe.predicted.gpu_reserved_bytes
+
+
+def _by_mode(probes: Sequence[Probe]) -> dict[Mode, list[Probe]]:
+    return {mode: [probe for probe in probes if probe.mode == mode] for mode in dict.fromkeys(probe.mode for probe in probes)}
 
 
 def _corrected(found: MemoryTerm, more: int, outside: int) -> MemoryTerm:

@@ -186,6 +186,8 @@ class SpeedSource(Struct, frozen=True, kw_only=True):
     """None where nothing is known of the data: whole sequences, every token trained."""
     probed: bool = False
     """Whether a probe of the same model corrected the prediction."""
+    probed_modes: tuple[str, ...] = ()
+    """Offload modes of the probes that did. Of another mode than the plan's, they say nothing of its optimizer."""
 
 
 class Speed(Struct, frozen=True, kw_only=True, rename=JSON_NAMES):

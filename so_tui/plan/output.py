@@ -40,7 +40,7 @@ def plan_tree(plan: Plan) -> dict[str, Any]:
         {"role": role, **msgspec.to_builtins(fact), "message": message(fact)} for role, fact in _roles(plan) if not isinstance(fact, str)
     ]
     row |= {"reasons": plan.reason_texts, "remedies": plan.remedy_texts, "warnings": plan.warning_texts}
-    row["speed_source"] = speed_source_text(plan.speed_source or "")
+    row["speed_source"] = speed_source_text(plan.speed_source or "", plan.mode)
     row["speed"] = msgspec.to_builtins(plan.speed_source) if isinstance(plan.speed_source, SpeedSource) else None
     if plan.shortage is not None:
         row["shortage"]["place"] = pool_name(plan.shortage)

@@ -19,6 +19,7 @@ from so_tui.plan.advice import cautions, gpus_with_margin, remedies
 from so_tui.plan.alternatives import with_policy
 from so_tui.plan.attention import attention_of
 from so_tui.plan.binding import whole_gpus
+from so_tui.plan.calibration import correcting
 from so_tui.plan.constants import SpeedSource
 from so_tui.plan.example import as_read
 from so_tui.plan.facts.choices import (
@@ -215,7 +216,7 @@ def _plan(spec: RunSpec, found: Assessment, decided: Sequence[Choice], *, search
         tokens_per_step=tokens,
         useful_tokens_per_s_total=tokens * target.workload.useful_share / step.total_s if step else None,
         model_tflops_per_gpu=_tflops(target, spec.data.sequence_length, sequences, step.total_s) if step else None,
-        speed_source=_speed_source(target) if step else None,
+        speed_source=_speed_source(target, cast(Mode, offload.mode)) if step else None,
         binding=resources.bindings(offload.mode),
         spec=_resolved(found, resources),
     )
@@ -276,13 +277,14 @@ def _named(term: MemoryTerm) -> MemoryTerm:
     return replace(term, name=TERM_NAMES[term.kind], formula=str(term.formula))
 
 
-def _speed_source(target: Target) -> SpeedSource:
+def _speed_source(target: Target, mode: Mode) -> SpeedSource:
     speed = target.resources.speed
     return SpeedSource(
         calibrated=speed.calibrated if speed else None,
         published=speed.source if speed else "",
         workload=None if target.workload == Workload() else target.workload,
         probed=bool(target.probes),
+        probed_modes=tuple(dict.fromkeys(probe.mode for probe in correcting(mode, target.ranks, target.probes))),
     )
 
 

@@ -171,7 +171,7 @@ def _step(plan: Plan) -> RenderableType:
     if plan.model_tflops_per_gpu:
         said.append(f", {plan.model_tflops_per_gpu:.0f} model TFLOPS per GPU")
         said.append(f" ({example_tflops(plan) or 0:.0f} in all by the formula of DeepSpeed's example)", "dim")
-    said.append(f"\n≈ {speed_source_text(plan.speed_source)}" if plan.speed_source else "", "dim")
+    said.append(f"\n≈ {speed_source_text(plan.speed_source, plan.mode)}" if plan.speed_source else "", "dim")
     table = Table.grid()
     table.add_column(width=22)
     table.add_row(text, said)

@@ -6,12 +6,17 @@ from so_tui.plan.constants import SpeedSource
 from so_tui.plan.workload import Workload
 
 
-def speed_source_text(source: SpeedSource | str) -> str:
-    """Return what a prediction of time rests on: rates, data, and a probe where one corrected it. Empty without a prediction."""
+def speed_source_text(source: SpeedSource | str, mode: str) -> str:
+    """Return what a prediction of time for a mode rests on: rates, data, and a probe where one corrected it. Empty without a prediction."""
     if isinstance(source, str):
         return source
     text = f"{rates_text(source)}; {workload_text(source.workload)}"
-    return f"{text}; corrected by a probe of this model here" if source.probed else text
+    if not source.probed:
+        return text
+    if mode in source.probed_modes or not source.probed_modes:
+        return f"{text}; corrected by a probe of this model here"
+    probe = f"a probe of this model here with {' and '.join(source.probed_modes)}"
+    return f"{text}; forward, backward and memory corrected by {probe}, the optimizer as predicted"
 
 
 def rates_text(source: SpeedSource) -> str:

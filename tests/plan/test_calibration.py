@@ -8,6 +8,7 @@ from msgspec.structs import replace
 from so_tui.plan import make_plan, recommend
 from so_tui.plan.calibration import STEP_PARTS, Figures, Probe, Rates, calibration_of, model_key, path_of, store
 from so_tui.plan.constants import Calibrated, SpeedSource, digest, published_speed
+from so_tui.plan.speed_text import speed_source_text
 from so_tui.plan.terms import TermKind
 from so_tui.plan.types import Plan
 from so_tui.plan.workload import Workload
@@ -188,6 +189,39 @@ def test_what_a_probe_found_of_the_gpus_work_corrects_every_mode_alike(mode: str
     assert unprobed is not None
     assert probed.forward_s == pytest.approx(3.8 * unprobed.forward_s)
     assert probed.backward_s == pytest.approx(3.8 * unprobed.backward_s)
+
+
+def memory_of(plan: Plan, kind: TermKind) -> int:
+    return sum(term.bytes for term in plan.breakdown if term.kind is kind)
+
+
+def test_memory_that_every_probed_mode_took_beyond_the_formulas_is_taken_by_the_others_too() -> None:
+    """Otherwise a mode that was not probed would seem to fit where the probed one just does."""
+    gpu = with_values(SPEC, {"offload.mode": "gpu"})
+    before = make_plan(gpu, H200, workload=probe_of(1.0, 0.0).workload)
+    store(H200, probe=(probe := probe_of(1.0, 1.5)))
+    assert make_plan(gpu, H200).gpu_reserved_bytes == before.gpu_reserved_bytes + 1_500_000_000
+    assert memory_of(make_plan(gpu, H200), TermKind.CUDA_CONTEXT) == memory_of(before, TermKind.CUDA_CONTEXT), "a mode's own"
+    as_predicted = replace(probe.actual, gpu_reserved_bytes=probe.predicted.gpu_reserved_bytes)
+    store(H200, probe=replace(probe, mode="zerooffload", actual=as_predicted))
+    assert make_plan(gpu, H200).gpu_reserved_bytes == before.gpu_reserved_bytes, "not every probed mode took it"
+
+
+def test_less_memory_than_the_formulas_say_is_promised_to_no_other_mode() -> None:
+    gpu = with_values(SPEC, {"offload.mode": "gpu"})
+    before = make_plan(gpu, H200, workload=probe_of(1.0, 0.0).workload)
+    store(H200, probe=probe_of(1.0, -1.0))
+    assert make_plan(gpu, H200).gpu_reserved_bytes == before.gpu_reserved_bytes
+
+
+def test_a_plan_says_what_was_corrected_from_a_probe_of_another_mode() -> None:
+    store(H200, probe=probe_of(1.2, 1.5))
+    assert (source_of(make_plan(SPEC, H200)).probed, source_of(make_plan(SPEC, H200)).probed_modes) == (True, ("superoffload",))
+    other = make_plan(with_values(SPEC, {"offload.mode": "gpu"}), H200)
+    assert source_of(other).probed_modes == ("superoffload",)
+    assert other.mode == "gpu"
+    assert "superoffload" in speed_source_text(source_of(other), other.mode)
+    assert "superoffload" not in speed_source_text(source_of(make_plan(SPEC, H200)), "superoffload")
 
 
 def test_a_probe_that_found_less_memory_takes_the_slack_away_at_most() -> None:

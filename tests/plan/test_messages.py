@@ -121,7 +121,7 @@ def test_the_source_of_a_prediction() -> None:
         workload=Workload(attended_tokens=200.0, trained_share=0.5),
         probed=True,
     )
-    assert speed_source_text(source) == (
+    assert speed_source_text(source, "superoffload") == (
         "rates calibrated on node7, a machine like this one on 2026-11-21, the rest published for GH200; "
         "for documents of 200 tokens, 50% of all trained, as measured on this data; corrected by a probe of this model here"
     )

@@ -218,9 +218,10 @@ class CpuStates:
         begin = self._transfers.mark()
         yield
         if used or self._blocked is not None:
-            copied = [self._weights_copied[index].end for index in used if index in self._weights_copied]
-            blocked = [] if self._blocked is None else [self._blocked]
-            self._meter.current.layer_waits.append(LayerWait(begin, self._transfers.mark(), (*blocked, *copied)))
+            updated = [self._weights_copied[index].end for index in used if index in self._weights_copied]
+            if self._blocked is not None:
+                updated.append(self._blocked)
+            self._meter.current.layer_waits.append(LayerWait(begin, self._transfers.mark(), tuple(updated)))
         self._unused -= used
         self._computing = None
 
