@@ -306,3 +306,14 @@ async def test_the_list_checks_a_run_that_may_be_lost(runs_dir: Path) -> None:
         await ui.until(lambda: "○ checking" in ui.text() and "● training" not in ui.text())
         write_state(run, msgspec.structs.replace(read_state(run), heartbeat=2))
         await ui.until(lambda: "● training" in ui.text())
+
+
+async def test_the_scroll_bar_of_a_log_that_is_followed_stands_at_its_end_whenever_it_is_shown(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=240, seconds_of_samples=2)
+    async with opened(runs_dir, open_run=run) as ui:
+        log = ui.find("LogView", LogView)
+        await ui.until(lambda: log.show_vertical_scrollbar and log.scroll_y)
+        log.show_vertical_scrollbar = False
+        log.vertical_scrollbar.position = 0
+        log.show_vertical_scrollbar = True
+        assert log.vertical_scrollbar.position == log.scroll_y

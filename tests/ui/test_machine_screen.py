@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
-from textual.containers import Vertical
+from textual.containers import Vertical, VerticalScroll
 from textual.widgets import Static
 
 from so_tui.launch.host_processes import GpuUse, HostProcess
@@ -18,7 +20,8 @@ from so_tui.ui.panels.host import HostPanel, process_lines
 from so_tui.ui.screens.machine import MachineScreen
 from so_tui.ui.widgets.chart import Chart
 from so_tui.ui.widgets.numa_nodes import NumaNodes
-from tests.support.make_run import write_run
+from tests.support.make_run import quad_machine, write_run
+from tests.support.pictured import FixedMonitor
 from tests.support.screen import SIZES, Driver, opened
 
 
@@ -33,6 +36,19 @@ async def test_the_tree_shows_what_belongs_together(runs_dir: Path, size: tuple[
         await ui.until(lambda: ui.app.findings is not None)
         assert "deepspeed 0.19.8" in ui.shown("#software")
         assert not ui.find("HostPanel", HostPanel).display, "what is not this host is not sampled"
+
+
+async def test_findings_about_another_host_stand_beside_it_where_there_is_room(runs_dir: Path) -> None:
+    async with opened(runs_dir, (120, 36)) as ui:
+        await ui.press("5")
+        await ui.until(lambda: ui.app.findings)
+        machine, doctor = ui.find("#machine", VerticalScroll), ui.find("#doctor", Vertical)
+        assert doctor.region.y >= machine.region.bottom
+        assert doctor.region.x == 0
+        await ui.pilot.resize_terminal(160, 36)
+        await ui.until(lambda: doctor.region.x >= machine.region.right)
+        assert doctor.region.y == machine.region.y
+        assert doctor.region.right == 160
 
 
 @pytest.fixture
@@ -80,6 +96,19 @@ async def test_this_host_is_sampled_while_it_is_shown(runs_dir: Path, size: tupl
         await ui.press("H")
         await ui.until(lambda: about.display and ui.find("#tree", Static).region.area > 0)
         assert {"copy", "distances"} <= offered(ui)
+
+
+async def test_a_sample_that_comes_during_a_resize_is_drawn_after_it(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("so_tui.ui.screens.machine.Monitor", FixedMonitor)
+    machine = msgspec.structs.replace(quad_machine(), live=True)
+    view = FixedMonitor(machine).poll()
+    async with opened(runs_dir, (200, 50), machine=machine) as ui:
+        await ui.press("5")
+        panel = ui.find("HostPanel", HostPanel)
+        await ui.until(lambda: panel.query(Chart))
+        panel.turn(1)
+        await asyncio.gather(panel.show(view), panel.show(view))
+        assert len(panel.query(Chart)) == 2
 
 
 async def test_nothing_is_sampled_while_another_screen_is_shown(runs_dir: Path) -> None:

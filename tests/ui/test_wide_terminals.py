@@ -18,6 +18,7 @@ from so_tui.ui.view import LEAST_MAIN, SIDE_FROM, Rows, plot_rows, rows_for, sid
 from so_tui.ui.widgets.log import LogView
 from so_tui.ui.widgets.numa_nodes import NumaNodes, node_rows
 from so_tui.ui.widgets.plan_view import beside_each_other
+from so_tui.ui.widgets.styled_lines import StyledLines
 from tests.support.make_run import write_run
 from tests.support.screen import Driver, opened
 
@@ -55,6 +56,10 @@ async def test_details_and_log_stand_at_the_right_and_nodes_in_two_columns(runs_
         await ui.until(lambda: not details.display)
         assert log.region.y > nodes.region.y
         assert "node 1" not in nodes.render_line(0).text
+        await ui.pilot.resize_terminal(220, 50)
+        gpus = ui.find("#gpus", StyledLines)
+        await ui.until(lambda: gpus.size.width > 120 and gpus.rows == 4)
+        assert gpus.size.height == 4
 
 
 async def test_panels_are_resized_by_keys_and_mouse_kept_and_reset(runs_dir: Path) -> None:

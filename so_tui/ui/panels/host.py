@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from typing import ClassVar
 
@@ -54,6 +55,8 @@ class HostPanel(Vertical):
 
     def __init__(self, *, glyphs: GlyphName, id: str | None = None) -> None:
         self._glyphs = glyphs
+        self._drawing = asyncio.Lock()
+        """Held while charts are exchanged: a sample may come during a resize."""
         self._first = 0
         """Position of the first chart among those that this host has."""
         super().__init__(id=id)
@@ -66,6 +69,10 @@ class HostPanel(Vertical):
 
     async def show(self, host: HostView) -> None:
         """Show this host as it is now."""
+        async with self._drawing:
+            await self._show(host)
+
+    async def _show(self, host: HostView) -> None:
         width, height = self.size
         keys = [key for key in hardware_keys(view.sample for view in host.gpus) if key not in _NOT_HERE]
         count = min(len(keys), max(1, width // CHART_WIDTH))
@@ -113,13 +120,11 @@ def process_lines(processes: Iterable[HostProcess], width: int, rows: int) -> Co
     shown = listed if len(listed) < rows else listed[: max(0, rows - 2)]
     gpus = any(process.gpu is not None for process in listed)
     head = (
-        f"{'pid':>8}  {'user':<9} {'name':<15} {'cores':>6} {'memory':>10}"
-        + (f" {'GPU':>5} {'GPU memory':>10}" if gpus else "")
-        + "  bound"
+        f"{'pid':>7}  {'user':<9} {'name':<15} {'cores':>6} {'memory':>9}" + (f" {'GPU':>5} {'GPU memory':>10}" if gpus else "") + "  bound"
     )
     lines = [Content.styled(head[:width], "$faint"), *(_process_line(process, width, gpus=gpus) for process in shown)]
     if len(shown) < len(listed):
-        lines.append(Content.styled(f"{'':>8}  {len(listed) - len(shown)} more", "$faint"))
+        lines.append(Content.styled(f"{'':>7}  {len(listed) - len(shown)} more", "$faint"))
     return Content("\n").join(lines)
 
 
@@ -129,9 +134,9 @@ def _process_line(process: HostProcess, width: int, *, gpus: bool) -> Content:
     used = memory(use.total_bytes) if use is not None and use.total_bytes else ""
     resident = memory(process.memory_bytes) if process.memory_bytes is not None else ""
     line = Content.assemble(
-        (f"{process.pid:>8}  {shorten(process.user, 9):<9} ", "$faint"),
+        (f"{process.pid:>7}  {shorten(process.user, 9):<9} ", "$faint"),
         (f"{shorten(process.name, 15):<15}", "bold"),
-        f" {process.cores:>6.1f} {resident:>10}",
+        f" {process.cores:>6.1f} {resident:>9}",
         (f" {on:>5} {used:>10}" if gpus else "", "$secondary"),
     )
     room = width - line.cell_length - 2

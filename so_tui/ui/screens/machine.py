@@ -201,8 +201,9 @@ class MachineScreen(Page):
                     yield Static("inspecting this machine …", id="tree")
                     yield Rule("software", id="software-rule")
                     yield Static(id="software")
-                yield Rule("doctor", id="doctor-rule")
-                yield OptionList(id="findings", compact=True)
+                with Vertical(id="doctor"):
+                    yield Rule("doctor", id="doctor-rule")
+                    yield OptionList(id="findings", compact=True)
 
     def on_mount(self) -> None:
         self._share_columns()
@@ -224,17 +225,18 @@ class MachineScreen(Page):
         return self.app.machine is not None and self.app.machine.live and not self.app.machine_file
 
     def _share_columns(self) -> None:
-        """Show both halves beside each other where there is room, else one of them."""
+        """Show both halves beside each other where there is room, else one of them. Of another machine, doctor stands beside the rest."""
         both = self.size.width >= WIDE
         self.host.display = self._here and (both or self._live_first)
         self.about.display = both or not self.host.display
+        self.set_class(both and not self.host.display, "-beside")
         self.refresh_bindings()
         if self.host.display and not self.about.display and self.focused is not None:
             self.set_focus(None)
 
     @property
     def _about_width(self) -> int:
-        return self.size.width // 2 if self.host.display and self.about.display else self.size.width
+        return self.size.width // 2 if self.size.width >= WIDE else self.size.width
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Offer only keys whose half is shown, and the one that changes it where the other is not."""

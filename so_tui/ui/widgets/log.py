@@ -122,6 +122,9 @@ class LogView(ScrollView, DrawsPrintable, can_focus=True):
         self._resize_content()
         self._stay_at_end()
 
+    def watch_show_vertical_scrollbar(self) -> None:
+        self.vertical_scrollbar.position = self.scroll_y  # Textual keeps it up to date only while the scroll bar is shown
+
     def watch_show_horizontal_scrollbar(self) -> None:
         self._stay_at_end()  # a row less to show, or one more
 

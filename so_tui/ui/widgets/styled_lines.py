@@ -65,7 +65,8 @@ class StyledLines(DrawsPrintable):
         rows = self.rows
         self.content = content
         if self.rows != rows:
-            self.refresh(layout=True)
+            # Not left to `auto`: of two changes between which the screen is laid out, as in a resize, Textual misses the second.
+            self.styles.height = self.rows
         elif self._drawn != self._render_key():
             self.refresh()
         else:
