@@ -36,7 +36,13 @@ GIB = 1024**3
 STEP_S = 3.1
 SAVE_EVERY = 400
 """Steps from one checkpoint to the next."""
-REASONS = {"failed": ("rank 2 ran out of GPU memory in the backward pass of step 1241", "micro-batch 4 -> 2 needs 11 GiB less")}
+REASONS = {
+    "failed": ("rank 2 ran out of GPU memory in the backward pass of step 1241", "micro-batch 4 -> 2 needs 11 GiB less"),
+    "lost": (
+        "every process of the run on quad-gh200 has ended, and the trainer recorded no result",
+        "Read the end of its log; `so-tui resume` continues from the last checkpoint.",
+    ),
+}
 """Why a run ended and what to do next, by its state."""
 EXIT_CODES = {"finished": 0, "stopped": 4, "failed": 1}
 
@@ -201,7 +207,7 @@ def _write_state(run: RunDirectory, host: str, attempt: int, state: State, steps
             host=host,
             step=steps,
             total_steps=total,
-            loss=1.482 if steps else None,
+            loss=1.42 + 1.05 * math.exp(-steps / 260) if steps else None,
             detail="",
             reason=reason,
             suggestion=suggestion,

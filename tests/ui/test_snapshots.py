@@ -2,27 +2,117 @@
 
 from __future__ import annotations
 
-import asyncio
-import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import pytest
+from msgspec.structs import replace
 from syrupy.assertion import SnapshotAssertion
 from syrupy.extensions.single_file import SingleFileSnapshotExtension, WriteMode
 
+from so_tui.machine.types import Machine
+from so_tui.runs import RunDirectory
+from so_tui.ui.screens.chat import ChatScreen
 from so_tui.ui.screens.configure import ConfigureScreen
-from so_tui.ui.widgets.chart import Chart
-from so_tui.ui.widgets.field import FieldRow
-from tests.support.make_run import write_run
-from tests.support.screen import SIZES, Driver, opened
+from so_tui.ui.screens.dashboard import DashboardScreen
+from so_tui.ui.screens.machine import MachineScreen
+from so_tui.ui.screens.presets import PresetsScreen
+from so_tui.ui.screens.runs import RunsScreen
+from tests.support import pictured
+from tests.support.machines import x86
+from tests.support.make_run import quad_machine
+from tests.support.picture import picture_of
+from tests.support.screen import Driver, opened
 
-NOW = 1_800_000_000.0
-REST_S = 0.25
-"""Longer than the dashboard takes from one poll to the next."""
-pytestmark = [pytest.mark.usefixtures("_fixed_clock"), pytest.mark.parametrize("size", SIZES, ids=["80x24", "120x36"])]
+THIS_HOST = replace(quad_machine(), live=True)
+LOGIN_NODE = replace(x86(), hostname="login02", live=True)
+SMALL, MEDIUM, LARGE = (80, 24), (120, 36), (200, 50)
+HERE = Path("/proc/self/cwd")
+"""The folder of a test by the same name everywhere: paths are shown."""
+STANDING = ("list runs", "follow the run", "sample this machine", "load and ask the model")
+"""Workers that go on. What the others answer is awaited."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A screen, the keys that lead to it from the picture before, and the sizes in which it is drawn."""
+
+    name: str
+    keys: str = ""
+    text: str = ""
+    """Typed and entered after the keys."""
+    sizes: tuple[tuple[int, int], ...] = (SMALL, MEDIUM, LARGE)
+    theme: str = "so-tui-dark"
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Pictures of one application, in this order: starting it costs as much as five pictures."""
+
+    name: str
+    pictures: tuple[Picture, ...]
+    run: str = ""
+    """The run that is opened; the dashboard is the first screen then."""
+    machine: Machine = THIS_HOST
+    runs: str = "runs"
+    """Folder of the runs."""
+    silent_s: float = 0.0
+    """Seconds since the last heartbeat of live runs."""
+    environment: dict[str, str] = field(default_factory=dict)
+    short_form: bool = False
+    """Whether Configure has its first groups only: the others cost most of the time, and are not seen."""
+
+
+def state(name: str, keys: str = "", **more: str) -> Picture:
+    """Return a picture in one size."""
+    return Picture(name, keys, sizes=(MEDIUM,), **more)
+
+
+def looks(*named: tuple[str, str]) -> tuple[Picture, ...]:
+    """Return dashboard and Configure, with a wrong field, in looks: each has a name and a theme."""
+    dashboard = [state(f"dashboard-{name}", theme=theme) for name, theme in named]
+    configure = [state(f"configure-{name}", "" if at else "1 enter tab 9 escape", theme=theme) for at, (name, theme) in enumerate(named)]
+    return (*dashboard, *configure)
+
+
+LIVE, DARK = "qwen3-14b-a", "so-tui-dark"
+WALKS = (
+    Walk("preset", (Picture("presets"), Picture("launch", "l"), Picture("data", "d"), Picture("configure", "enter k right"))),
+    Walk(
+        "run",
+        (
+            Picture("dashboard"),
+            Picture("metrics", "M"),
+            Picture("help", "question_mark"),
+            Picture("settings", "comma"),
+            Picture("stop", "s", sizes=(SMALL,)),
+            Picture("log", "shift+tab m"),
+        ),
+        run=LIVE,
+    ),
+    Walk(
+        "runs",
+        (
+            Picture("runs", "4"),
+            state("loading", "down enter"),
+            state("failed", "4 down enter"),
+            state("resume", "r"),
+            state("finished", "4 down enter"),
+            state("lost", "4 down enter"),
+            Picture("delete", "4 D", sizes=(LARGE,)),
+            Picture("chat", "up C", text="What is the difference between git fetch and git pull?"),
+            Picture("compare", "space down space equals_sign"),
+        ),
+    ),
+    Walk("machine", (Picture("machine", "5"), Picture("validation", "e"))),
+    Walk("first start", (state("first-start-without-gpu"), state("empty", "3")), machine=LOGIN_NODE, runs="none"),
+    Walk("silence", (state("stale"),), run=LIVE, silent_s=42.0),
+    Walk("themes", looks(("light", "so-tui-light"), ("contrast", "so-tui-contrast")), run=LIVE, short_form=True),
+    Walk("no colour", looks(("no-colour", DARK)), run=LIVE, short_form=True, environment={"NO_COLOR": "1"}),
+    Walk("ASCII", looks(("ascii", DARK)), run=LIVE, short_form=True, environment={"SO_TUI_GLYPHS": "ascii"}),
+)
 
 
 class SvgExtension(SingleFileSnapshotExtension):
@@ -32,72 +122,106 @@ class SvgExtension(SingleFileSnapshotExtension):
     _write_mode = WriteMode.TEXT
 
 
-@pytest.fixture
-def picture(snapshot: SnapshotAssertion) -> SnapshotAssertion:
-    return snapshot.use_extension(SvgExtension)
-
-
-@pytest.fixture
-def _fixed_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Stop the clock and the polls, so that nothing on the screen depends on when it was drawn, or on this machine."""
-    monkeypatch.setenv("TZ", "UTC")
-    time.tzset()
-    monkeypatch.setattr("time.time", lambda: NOW)
-    monkeypatch.setattr("so_tui.ui.widgets.run_lines.STALE_S", 1e9)
-    monkeypatch.setattr("so_tui.machine.doctor.findings", lambda *_, **__: ())
-    yield
-    monkeypatch.undo()
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with runs, and a folder without any."""
+    folder = tmp_path_factory.mktemp("pictures")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TZ", "UTC")
+        time.tzset()
+        pictured.write_runs(folder / "runs", patch)
+        patch.setattr("time.time", lambda: pictured.NOW)
+        yield folder
     time.tzset()
 
 
-async def svg(ui: Driver) -> str:
-    """Return the screen as SVG once it has come to rest, without the identifier that Rich makes of its content."""
-    before = ""
-    while before != (now := re.sub(r"terminal-\d+", "terminal", ui.app.export_screenshot(title="so-tui"))):
-        before = now
-        await asyncio.sleep(REST_S)
-    return now
+@pytest.fixture(autouse=True)
+def _same_everywhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave nothing on the screen to this host, to chance, or to when it is drawn."""
+    monkeypatch.chdir(folder)
+    for name in ("CONFIG", "STATE", "DATA", "CACHE"):
+        monkeypatch.setenv(f"XDG_{name}_HOME", str(HERE / name.lower()))
+    monkeypatch.setattr("so_tui.machine.doctor.findings", lambda machine, **_: pictured.FINDINGS if machine.gpus else ())
+    monkeypatch.setattr("so_tui.runs.liveness._age_s", lambda _: 0.0)
+    monkeypatch.setattr("so_tui.ui.screens.machine.Monitor", pictured.FixedMonitor)
+    monkeypatch.setattr("so_tui.launch.data_preview.preview_data", pictured.preview_data)
+    monkeypatch.setattr("so_tui.launch.writing.ModelProcess", pictured.FixedModel)
+    monkeypatch.setattr("so_tui.validation.report.read", lambda _: pictured.validation_report())
+    monkeypatch.setattr("textual.widgets.Input.cursor_blink", False)
 
 
-def marked(row: FieldRow, mark: str) -> Callable[[], bool]:
-    return lambda: row.has_class(mark)
+def complete(ui: Driver) -> bool:
+    """Return whether the page on the screen has everything that it will show."""
+    app = ui.app
+    if app.findings is None or app.starting or any(worker.is_running and worker.name not in STANDING for worker in app.workers):
+        return False
+    if isinstance(ui.screen, ChatScreen):
+        return ui.screen._loaded is not None and not ui.screen._waiting
+    match app.screen_stack[0]:
+        case PresetsScreen() as page:
+            return bool(page.rows)
+        case ConfigureScreen() as page:
+            return page._planned is not None and page._planned.serial == page._serial
+        case DashboardScreen() as page:
+            return page.run_shown is None or (page.snapshot is not None and not page.snapshot.unread_share)
+        case RunsScreen() as page:
+            return all(row.run in page._curves or not row.state.step for row in app.runs)
+        case MachineScreen() as page:
+            return page._view is not None or not page.host.display
+    return False
 
 
-@pytest.mark.parametrize("state", ["training", "failed"])
-async def test_dashboard(runs_dir: Path, picture: SnapshotAssertion, size: tuple[int, int], state: Literal["training", "failed"]) -> None:
-    run = write_run(runs_dir, steps=1240, seconds_of_samples=900, state=state, now=NOW - 5, name="qwen3-14b-a")
-    async with opened(runs_dir, size, open_run=run) as ui:
-        await ui.state_shown(state)
-        await ui.until(lambda: ui.find("#loss", Chart).lines and ui.app.runs and ui.app.findings is not None)
-        assert await svg(ui) == picture
+async def polled(ui: Driver, page: DashboardScreen) -> None:
+    """Wait for the next snapshot of the run."""
+    before = page.snapshot
+    await ui.until(lambda: page.snapshot is not before)
 
 
-async def test_configure(runs_dir: Path, picture: SnapshotAssertion, size: tuple[int, int]) -> None:
-    async with opened(runs_dir, size) as ui:
-        await ui.configure()
-        form = ui.screen
-        assert isinstance(form, ConfigureScreen)
-        form.edit("qwen3-14b")
-        await ui.until(lambda: "preset qwen3-14b, no changes" in ui.shown("#form-title"))
-        for gpus, mark in (("4", "-changed"), ("9", "-wrong")):
-            row = await ui.edit("gpus", gpus)
-            await ui.until(marked(row, mark))
-            await ui.until(lambda: "1 change" in ui.shown("#form-title") and ui.app.findings is not None)
-            if mark == "-changed":
-                await ui.until(lambda: form.plan.what_if.strips)
-            await ui.press("escape")
-            assert await svg(ui) == picture(name=mark.removeprefix("-"))
+async def at_rest(ui: Driver) -> None:
+    """Wait until the screen is complete, and drawn as of the last key and the present size."""
+    await ui.until(lambda: complete(ui))
+    page = ui.app.screen_stack[0]
+    if isinstance(page, DashboardScreen) and page.run_shown is not None and page.is_current:
+        await polled(ui, page)  # may have begun before the last key or size
+        await polled(ui, page)
+    await ui.until(lambda: complete(ui))
+    for screen in ui.app.screen_stack[:-1]:  # Textual lays out what is under a dialog only if it happens to be in time
+        while screen._layout_required:
+            screen._layout_required = False
+            screen._refresh_layout()
+            await ui.pilot.pause()
 
 
-async def test_presets(runs_dir: Path, picture: SnapshotAssertion, size: tuple[int, int]) -> None:
-    async with opened(runs_dir, size) as ui:
-        await ui.presets()
-        await ui.until(lambda: ui.app.findings is not None)
-        assert await svg(ui) == picture
+async def go_to(ui: Driver, picture: Picture) -> None:
+    """Leave the dialog of the picture before, and press the keys."""
+    if len(ui.app.screen_stack) > 1:
+        await ui.press("escape")
+    ui.app.theme = picture.theme
+    for key in picture.keys.split():
+        await ui.press(key)
+        await ui.until(lambda: complete(ui))
+    if picture.text:
+        await ui.type_text(picture.text)
+        await ui.press("enter")
 
 
-async def test_machine(runs_dir: Path, picture: SnapshotAssertion, size: tuple[int, int]) -> None:
-    async with opened(runs_dir, size) as ui:
-        await ui.press("5")
-        await ui.until(lambda: ui.app.findings is not None)
-        assert await svg(ui) == picture
+@pytest.mark.parametrize("walk", WALKS, ids=lambda walk: walk.name)
+async def test_pictures(walk: Walk, snapshot: SnapshotAssertion, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    for name, value in walk.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("so_tui.runs.HeartbeatWatch.unchanged_s", lambda *_: walk.silent_s)
+    if walk.short_form:
+        request.getfixturevalue("_short_form")
+    run = RunDirectory(HERE / walk.runs / walk.run) if walk.run else None
+    differ = []
+    async with opened(HERE / walk.runs, walk.pictures[0].sizes[0], machine=walk.machine, open_run=run) as ui:
+        await ui.until(lambda: complete(ui))
+        for picture in walk.pictures:
+            await go_to(ui, picture)
+            for width, height in picture.sizes:
+                await ui.pilot.resize_terminal(width, height)
+                await at_rest(ui)
+                name = f"{picture.name}-{width}x{height}"
+                if picture_of(ui.app) != snapshot(name=name, extension_class=SvgExtension):
+                    differ.append(name)
+    assert not differ

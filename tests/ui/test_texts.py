@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import subprocess
 import sys
 
@@ -21,6 +22,7 @@ from so_tui.ui.form import GROUPS, HINTS, LENGTH, advanced_paths, edits_between,
 from so_tui.ui.glyphs import chosen_glyphs
 from so_tui.ui.run_columns import COLUMNS, with_room
 from so_tui.ui.run_details import Comparison
+from so_tui.ui.screens.dialogs import key_lines
 from so_tui.ui.screens.findings import finding_content
 from so_tui.ui.summary import machine_facts
 from so_tui.ui.text import Content, count, disk, duration, mark_duration, memory, memory_of, rate, significant
@@ -144,10 +146,35 @@ def test_a_machine_in_a_line() -> None:
 
 def test_a_plan_says_its_verdict_in_a_word_and_fits_its_width() -> None:
     plan = plan_for(quad_machine(), "qwen3-14b", 4, 100)
-    assert plan.verdict in plan_view.headline(plan).plain
+    assert plan.verdict in plan_view.headline(plan, 120).plain
     for width in (40, 78, 120):
         lines = [*plan_view.memory_lines(plan, width), *plan_view.step_lines(plan, width), *plan_view.reason_lines(plan, width)]
         assert max(line.cell_length for line in lines) <= width
+
+
+def test_what_a_key_does_stands_beside_it_on_every_line() -> None:
+    rows = [("s", "Stop", "Save and stop the run"), ("shift+tab", "Back", "The panel before this one, in the order of the screen")]
+    lines = key_lines(rows, 40).plain.splitlines()
+    assert max(map(len, lines)) <= 40
+    assert lines[0] == "  s          Stop  Save and stop the run"
+    assert lines[1].startswith("  shift+tab  Back  The panel")
+    assert all(line[:13].isspace() and line[13].isalpha() for line in lines[2:])
+
+
+@pytest.mark.parametrize("width", range(40, 100, 7))
+def test_no_line_ends_between_a_figure_and_its_unit(width: int) -> None:
+    lines = plan_view.headline(plan_for(quad_machine(), "qwen3-14b", 4, 100), width, Content("Qwen3 14B on 4 GPUs")).plain.splitlines()
+    assert max(map(len, lines)) <= width
+    assert not any(re.search(r"[0-9.]k?$", line) for line in lines if "ratio" not in line.rpartition("   ")[2])
+
+
+@pytest.mark.parametrize("width", [44, 60, 73, 120])
+def test_what_is_too_much_is_said_in_the_line_of_its_bar(width: int) -> None:
+    plan = plan_for(quad_machine(), "qwen3-14b", 4, 100)
+    assert plan.gpu_capacity_bytes
+    lines = plan_view.memory_lines(msgspec.structs.replace(plan, gpu_bytes=2 * plan.gpu_capacity_bytes), width)
+    assert "✗" in lines[0].plain
+    assert max(line.cell_length for line in lines) <= width
 
 
 def test_the_question_before_a_launch_says_how_long_and_on_what() -> None:
@@ -255,7 +282,7 @@ def test_pythons_own_locale_is_not_taken_for_the_terminals(variables: dict[str, 
 
 def test_a_plan_for_apus_has_one_memory_and_was_never_run() -> None:
     plan = make_plan(find_preset("tiny").spec, named_machine("mi300a-4"))
-    assert "planned, never run" in plan_view.headline(plan).plain
+    assert "planned, never run" in plan_view.headline(plan, 120).plain
     shown = plan_view.whole(plan, "", 120).plain
     assert "where the APU memory goes" in shown
     assert "where the GPU memory goes" not in shown

@@ -42,7 +42,6 @@ class PlanPanel(Vertical):
         plan = planned.plan
         self.query_one("#launch", Button).disabled = plan is None or not planned.command
         if plan is not None:
-            self._verdict.update(plan_view.headline(plan))
             self.lay_out()
             return
         count = plural(len(planned.problems), "invalid field")
@@ -55,5 +54,6 @@ class PlanPanel(Vertical):
         """Draw the plan for the present width of its pane."""
         planned = self._planned
         if planned is not None and planned.plan is not None:
+            self._verdict.update(plan_view.headline(planned.plan, max(30, self._verdict.content_size.width)))
             width = max(30, self.query_one("#plan-pane").content_size.width - 1)
             self._text.update(plan_view.whole(planned.plan, planned.command, width))

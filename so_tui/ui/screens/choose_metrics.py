@@ -45,7 +45,7 @@ class ChooseMetrics(TickDialog[ChartLayout | None, str]):
         super().__init__()
 
     def compose(self) -> ComposeResult:
-        with Vertical(classes="dialog"):
+        with Vertical(classes="dialog -wide"):
             yield Static("Charts of the dashboard", classes="dialog-title")
             yield Entry(placeholder="filter: a regular expression", compact=True, id="filter")
             yield TickList[str](self._before.shown, id="metrics")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from textwrap import wrap
 from typing import ClassVar, Literal, TypeVar
 
 from textual import on
@@ -200,13 +201,39 @@ class Notice(ModalScreen[bool]):
             self.dismiss(event.button.id == "offer")
 
 
+KeyRow = tuple[str, str, str]
+"""Keys, name and details of a command."""
+
+
+def key_lines(rows: Sequence[KeyRow], width: int) -> Content:
+    """Return commands in lines of ``width`` cells, what they do beside the keys."""
+    keys_width = max((len(keys) for keys, _, _ in rows), default=0) + 4
+    lines = []
+    for keys, name, tip in rows:
+        first, *more = wrap(f"{name}  {tip}" if tip not in ("", name) else name, max(20, width - keys_width))
+        lines.append(Content.assemble((f"  {keys}".ljust(keys_width), "$accent"), first[: len(name)], (first[len(name) :], "$faint")))
+        lines += [Content.styled(" " * keys_width + line, "$faint") for line in more]
+    return Content("\n").join(lines)
+
+
+class KeyRows(Static):
+    """Commands with their keys, laid out again for each width."""
+
+    def __init__(self, rows: Sequence[KeyRow]) -> None:
+        self._rows = rows
+        super().__init__(key_lines(rows, 1), classes="dialog-line")
+
+    def on_resize(self) -> None:
+        self.update(key_lines(self._rows, self.size.width))
+
+
 class KeysHelp(ModalScreen[None]):
     """Every key of the screen below, read from its bindings, so that help and dispatch agree."""
 
     CSS_PATH = "dialogs.tcss"
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,question_mark,f1,enter", "dismiss(None)", "Close")]
 
-    def __init__(self, title: str, about: str, groups: Sequence[tuple[str, Sequence[tuple[str, str, str]]]]) -> None:
+    def __init__(self, title: str, about: str, groups: Sequence[tuple[str, Sequence[KeyRow]]]) -> None:
         self._title, self._about, self._groups = title, about, groups
         super().__init__()
 
@@ -218,9 +245,5 @@ class KeysHelp(ModalScreen[None]):
                     yield Static(Content(self._about + "\n"), classes="dialog-line")
                 for heading, rows in self._groups:
                     yield Static(Content(heading), classes="heading")
-                    width = max((len(keys) for keys, _, _ in rows), default=0)
-                    for keys, name, tip in rows:
-                        more = f"  {tip}" if tip and tip != name else ""
-                        yield Static(Content.assemble((f"  {keys:<{width}}  ", "$accent"), name, (more, "$faint")))
-                    yield Static("")
+                    yield KeyRows(rows)
             yield Static("esc closes", classes="faint")

@@ -180,8 +180,9 @@ class PresetsScreen(Page):
         self.table.move_cursor(row=self.table.get_row_index(preset), column=self._fixed + best, scroll=True)
 
     def _start_where_it_fits(self) -> None:
-        """Put the cursor on the first recommended cell that fits, or on the last row where none does."""
-        for row_index, row in enumerate(self._shown_rows()):
+        """Put the cursor on the first recommended cell that fits, or on the last row, that of tiny, where none does or no GPU trains it."""
+        shown = self._shown_rows() if self.app.machine and self.app.machine.gpus else []
+        for row_index, row in enumerate(shown):
             for column, ranks in enumerate(self.counts):
                 plan = row.cells.get(ranks)
                 if plan is not None and plan.recommended and plan.fits:
@@ -212,7 +213,7 @@ class PresetsScreen(Page):
             size = count(row.parameters, 1)
             if row.active_parameters < row.parameters:
                 size += f" MoE, {count(row.active_parameters, 1)} active" if spacious else " MoE"
-            fixed = [Text(shorten(row.title, 24 if wide else 16)), Text(size, style=self._colour("$faint"))]
+            fixed = [Text(shorten(row.title, 36 if spacious else 24 if wide else 16)), Text(size, style=self._colour("$faint"))]
             if spacious:
                 fixed.append(Text(str(row.sequence_length), justify="right"))
             table.add_row(*fixed, *(self._cell(row.cells.get(ranks), wide) for ranks in self.counts), key=row.preset)
@@ -270,9 +271,9 @@ class PresetsScreen(Page):
             return
         row, plan = chosen
         noun = "GPU" if plan.on_gpus else "rank"
-        title = Content.assemble((row.title, "bold"), (f" on {plural(plan.gpus, noun)}   ", "$faint"), plan_view.headline(plan))
-        self.query_one("#detail-title", Static).update(title)
+        title = Content.assemble((row.title, "bold"), (f" on {plural(plan.gpus, noun)}", "$faint"))
         width = max(40, self.size.width - 7)
+        self.query_one("#detail-title", Static).update(plan_view.headline(plan, width, title))
         lines = plan_view.memory_lines(plan, width)
         if plan.gpu_bytes or plan.one_memory:
             terms = plan_view.breakdown_line(plan, "node" if plan.one_memory else "gpu", width - plan_view.LABEL)

@@ -19,9 +19,16 @@ if TYPE_CHECKING:
 SIGNS = {"fits": "✓", "tight": "~", "does not fit": "✗"}
 STYLES = {"fits": "$success", "tight": "$warning", "does not fit": "$error"}
 GAP = 3
-"""Cells between sections beside each other."""
+"""Cells between sections beside each other, and between facts."""
+DIALOG = 70
+"""Cells of a line of a question in a terminal of 80 columns."""
 LABEL = 13
 """Cells of the labels left of the bars."""
+FIGURES = 20
+"""Cells of the figures right of the bars: ``  157.0 of 113.5 GiB``."""
+LEAST_BAR, MOST_BAR = 8, 28
+TOO_MUCH = ("  ✗ too much", "  ✗")
+"""What marks a bar that is too full, the longest first."""
 
 
 def verdict(plan: Plan) -> Content:
@@ -29,10 +36,16 @@ def verdict(plan: Plan) -> Content:
     return Content.styled(f"{SIGNS[plan.verdict]} {plan.verdict}", f"bold {STYLES[plan.verdict]}")
 
 
-def headline(plan: Plan) -> Content:
-    """Return the verdict, how it offloads and how fast it will be, in one line."""
+def headline(plan: Plan, width: int, before: Content | None = None) -> Content:
+    """Return the verdict, how it offloads and how fast it will be, in lines of ``width`` cells that part no figure from its unit.
+
+    Args:
+        plan: The plan.
+        width: Cells of a line.
+        before: Begins the first line.
+    """
     marked = [Content.styled("planned, never run", "$warning")] if plan.never_run else []
-    facts = [verdict(plan), *marked, Content(mode_text(plan))]
+    facts = [*([before] if before else []), verdict(plan), *marked, Content(mode_text(plan))]
     if plan.step_s:
         facts.append(Content(f"step {duration(plan.step_s)}"))
     if plan.useful_tokens_per_s_total:
@@ -41,7 +54,13 @@ def headline(plan: Plan) -> Content:
         facts.append(Content(f"{significant(plan.model_tflops_per_gpu)} TFLOPS/GPU"))
     if plan.step_s and not plan.never_run:
         facts.append(Content.styled("predicted", "$faint"))
-    return Content("   ").join(facts)
+    lines = facts[:1]
+    for fact in facts[1:]:
+        if lines[-1].cell_length + GAP + fact.cell_length <= width:
+            lines[-1] += Content(" " * GAP) + fact
+        else:
+            lines.append(fact)
+    return Content("\n").join(lines)
 
 
 def whole(plan: Plan, command: str, width: int) -> Content:
@@ -89,8 +108,8 @@ def launch_facts(plan: Plan) -> list[Content]:
     partition = plan.spec.slurm.partition
     return [
         *remote_code_lines(plan),
-        headline(plan),
-        *memory_lines(plan, 70),
+        headline(plan, DIALOG),
+        *memory_lines(plan, DIALOG),
         Content(f"{run_length(plan.spec)} on {data_name(plan.spec)}"),
         Content(", ".join(filter(None, (tokens_per_step(plan), run_duration(plan))))),
         *([Content.assemble("In a job on Slurm partition ", (partition, "bold"))] if partition else []),
@@ -129,12 +148,11 @@ def mode_text(plan: Plan) -> str:
 
 def memory_lines(plan: Plan, width: int) -> list[Content]:
     """Return bars of what is full: each GPU, the fullest node, /dev/shm and one checkpoint."""
-    from so_tui.plan.types import GPU_MARGIN, HOST_MARGIN
+    from so_tui.plan.types import GPU_MARGIN, HOST_MARGIN, TIGHT_MARGIN
 
-    bar = min(28, max(8, width - LABEL - 20))
-    lines: list[Content] = []
+    full: list[tuple[str, int, int | None, float]] = []
     if plan.gpu_bytes:
-        lines.append(_bar_line("each GPU", plan.gpu_bytes, plan.gpu_capacity_bytes, bar, GPU_MARGIN))
+        full.append(("each GPU", plan.gpu_bytes, plan.gpu_capacity_bytes, GPU_MARGIN))
     if plan.host_bytes_per_node:
         node = max(
             plan.host_bytes_per_node, key=lambda node: plan.host_bytes_per_node[node] / (plan.host_capacity_bytes_per_node.get(node) or 1)
@@ -142,7 +160,13 @@ def memory_lines(plan: Plan, width: int) -> list[Content]:
         memory_of_node = "APU" if plan.one_memory else "node"
         name = f"fullest {memory_of_node}" if len(plan.host_bytes_per_node) > 1 else memory_of_node
         margin = GPU_MARGIN if plan.one_memory else HOST_MARGIN
-        lines.append(_bar_line(name, plan.host_bytes_per_node[node], plan.host_capacity_bytes_per_node.get(node), bar, margin))
+        full.append((name, plan.host_bytes_per_node[node], plan.host_capacity_bytes_per_node.get(node), margin))
+    room = width - LABEL - FIGURES
+    note = ""
+    if any(total and used > (1 - TIGHT_MARGIN) * total for _, used, total, _ in full):
+        note = next((text for text in TOO_MUCH if room >= LEAST_BAR + len(text)), "")
+    bar = min(MOST_BAR, max(LEAST_BAR, room - len(note)))
+    lines = [_bar_line(name, used, total, bar, margin, note) for name, used, total, margin in full]
     rest = []
     if plan.shm_bytes:
         rest.append(("/dev/shm", memory(plan.shm_bytes)))
@@ -155,8 +179,8 @@ def memory_lines(plan: Plan, width: int) -> list[Content]:
     return lines
 
 
-def _bar_line(name: str, used: int, total: int | None, width: int, margin: float) -> Content:
-    """Return a labelled bar, coloured as the plan judges a memory in which it leaves ``margin`` free."""
+def _bar_line(name: str, used: int, total: int | None, width: int, margin: float, too_much: str) -> Content:
+    """Return a labelled bar, coloured as the plan judges a memory in which it leaves ``margin`` free, marked if it is too full."""
     from so_tui.plan.types import TIGHT_MARGIN
 
     label = Content.styled(f"{name:<{LABEL}}", "$faint")
@@ -165,7 +189,7 @@ def _bar_line(name: str, used: int, total: int | None, width: int, margin: float
     share = used / total
     too_small = share > 1 - TIGHT_MARGIN
     style = "$error" if too_small else "$warning" if share > 1 - margin else "$accent"
-    over = Content.styled("  ✗ too much", "$error") if too_small else Content("")
+    over = Content.styled(too_much, "$error") if too_small else Content("")
     return label + fill(share, width, style) + f"  {memory_of(used, total)}" + over
 
 
@@ -221,11 +245,13 @@ def reason_lines(plan: Plan, width: int) -> list[Content]:
 
 
 def terms_table(terms: Sequence[MemoryTerm], width: int) -> list[Content]:
-    """Return every term with its share as a small bar and its confidence, largest first."""
+    """Return every term with its confidence, largest first, and its share as a small bar where the names leave room for it."""
     shown = sorted((term for term in terms if term.bytes > 0), key=lambda term: -term.bytes)
     if not shown:
         return []
-    name_width = min(max(len(term.name) for term in shown), max(12, width - 28))
+    longest, others = max(len(term.name) for term in shown), len(" 117.0 GiB  measured")
+    bar = min(8, max(0, width - others - longest))
+    name_width = min(longest, max(12, width - others - bar))
     most = shown[0].bytes
     lines = []
     for term in shown:
@@ -233,7 +259,7 @@ def terms_table(terms: Sequence[MemoryTerm], width: int) -> list[Content]:
         sure = Content.styled({"exact": " exact", "calibrated": " measured", "estimate": " ~"}[term.confidence], "$faint")
         lines.append(
             Content(f"{name:<{name_width}} {memory(term.bytes):>9} ")
-            + Content.styled("━" * max(1, round(term.bytes / most * 8)), "$adam")
+            + Content.styled("━" * (max(1, round(term.bytes / most * bar)) if bar else 0), "$adam")
             + sure
         )
     return lines

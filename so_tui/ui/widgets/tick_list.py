@@ -23,7 +23,10 @@ class TickList(OptionList, Generic[Item]):
         Binding("n", "tick_all(False)", "Tick none"),
     ]
     DEFAULT_CSS = """
-    TickList { height: auto; max-height: 14; border: none; background: $surface; padding: 0; margin: 1 0; }
+    TickList {
+        height: auto; max-height: 14; border: none; background: $surface; padding: 0; margin: 1 0;
+        text-wrap: nowrap; text-overflow: ellipsis;
+    }
     """
 
     class Changed(Message):
