@@ -9,6 +9,8 @@ RUN/ run.json  spec.json  state.json  notes.json  answers.json
 from __future__ import annotations
 
 import contextlib
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -129,16 +131,28 @@ class RunDirectory:
 
     def attempts(self) -> tuple[int, ...]:
         """Return the numbers of all attempts, ascending."""
-        return tuple(sorted(int(name) for name in _names(self.attempts_dir) if name.isascii() and name.isdigit()))
+        return attempts_in(_names(self.attempts_dir))
 
     def logs(self, attempt: int) -> dict[str, Path]:
         """Return the logs of an attempt by host."""
-        names = (name for name in _names(self.attempt_dir(attempt)) if name.startswith(_OUTPUT) and name.endswith(_LOG))
-        return {name.removeprefix(_OUTPUT).removesuffix(_LOG): self.attempt_dir(attempt) / name for name in names}
+        folder = self.attempt_dir(attempt)
+        return logs_in(folder, _names(folder))
 
     def sample_hosts(self) -> tuple[str, ...]:
         """Return the hosts that wrote samples."""
         return tuple(name.removeprefix(_SAMPLES) for name in _names(self.path) if name.startswith(_SAMPLES))
+
+
+def attempts_in(names: Iterable[str]) -> tuple[int, ...]:
+    """Return the attempts that ``names`` in the folder of attempts stand for, ascending."""
+    return tuple(sorted(int(name) for name in names if name.isascii() and name.isdigit()))
+
+
+def logs_in(folder: Path, names: Iterable[str]) -> dict[str, Path]:
+    """Return the logs among the ``names`` in the folder of an attempt, by host."""
+    return {
+        name.removeprefix(_OUTPUT).removesuffix(_LOG): folder / name for name in names if name.startswith(_OUTPUT) and name.endswith(_LOG)
+    }
 
 
 def new_attempt(run: RunDirectory) -> int:
@@ -168,7 +182,7 @@ def deleted(run: RunDirectory) -> bool:
 
 def _names(folder: Path) -> list[str]:
     try:
-        return sorted(entry.name for entry in folder.iterdir())
+        return sorted(os.listdir(folder))  # noqa: PTH208 - polled once a second; a Path for each name is too slow
     except (FileNotFoundError, NotADirectoryError):
         return []
 

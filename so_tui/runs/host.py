@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from functools import cache
 from pathlib import Path
 
 from msgspec import Struct
@@ -24,7 +25,7 @@ class HostIdentity(Struct, frozen=True):
 def this_host() -> HostIdentity:
     """Return the identity of the host that this process runs on."""
     try:
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot_id = _boot_id()
     except OSError:
         boot_id = ""
     try:
@@ -32,6 +33,12 @@ def this_host() -> HostIdentity:
     except OSError:
         namespace = 0
     return HostIdentity(socket.gethostname(), boot_id, namespace)
+
+
+@cache
+def _boot_id() -> str:
+    """Return what the kernel chose when it started, which this process does not outlive. Raises OSError."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def host_of(state: RunState) -> HostIdentity:

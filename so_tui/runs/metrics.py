@@ -29,7 +29,7 @@ from so_tui.runs.records import (
     WarningRecord,
 )
 from so_tui.runs.segment import Segment
-from so_tui.runs.segments import read_lines, segments
+from so_tui.runs.segments import PolledSegments, read_lines
 from so_tui.trust.reading import Unfit, UnfitFileError
 
 _log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class MetricsReader:
 
     def __init__(self, run: RunDirectory, cache: IndexCache | None = None) -> None:
         """Prepare to read a run; indexes of the reader's own are kept in ``cache``, by default in the user's cache folder."""
-        self._folder = run.metrics_dir
+        self._folder = PolledSegments(run.metrics_dir)
         self._cache = cache or IndexCache()
         self._segments: dict[int, Segment] = {}
         self._unread: list[Segment] = []
@@ -230,7 +230,7 @@ class MetricsReader:
             if newer and not segment.offset and segment.take(self._index_of(segment)):
                 redraw = True  # too slow for its records
             else:
-                more = self._follow(segment, records, limit_records, deadline)
+                more = self._follow(segment, records, limit_records, deadline, newest=not newer)
             if more or not newer:
                 break
             if segment.index is None:
@@ -250,7 +250,7 @@ class MetricsReader:
 
     def _find_segments(self) -> None:
         """Take note of new segments. The newest is followed; earlier ones, also those that appear late, are read after it."""
-        new = {number: path for number, path in segments(self._folder).items() if number not in self._segments}
+        new = {number: path for number, path in self._folder.poll().items() if number not in self._segments}
         newest = max(self._segments or new, default=0)
         for number, path in new.items():
             segment = self._segments[number] = Segment(path)
@@ -266,7 +266,7 @@ class MetricsReader:
             return None
         return index_of(segment.path, size) or self._cache.load(segment.path)
 
-    def _follow(self, segment: Segment, records: list[MetricRecord], limit_records: int, deadline: float) -> bool:
+    def _follow(self, segment: Segment, records: list[MetricRecord], limit_records: int, deadline: float, *, newest: bool) -> bool:
         """Read new records of a segment up to its end or to the limits. Return whether there is more to read."""
         while True:
             lines, end = read_lines(segment.path, segment.offset, _CHUNK_BYTES)
@@ -278,7 +278,7 @@ class MetricsReader:
                 segment.offset += len(line) + 1
             if segment.offset < end or time.monotonic() >= deadline:
                 return segment.offset < end or bool(lines)
-            if not lines:
+            if not lines or (newest and end == size_of(segment.path)):  # what is written to the newest after that, the next poll finds
                 return False
 
     def _apply(self, record: MetricRecord) -> None:

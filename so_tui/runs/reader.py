@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
-from so_tui.runs.directory import RunDirectory
+from so_tui.runs.directory import RunDirectory, attempts_in, logs_in
+from so_tui.runs.folder_names import FolderNames
 from so_tui.runs.liveness import HeartbeatWatch, state_with_truth
 from so_tui.runs.log import LogReader
 from so_tui.runs.metrics import MetricsReader
@@ -92,7 +93,10 @@ class RunReader:
         self._log_lines = log_lines
         self._samples: dict[str, SampleReader] = {}
         self._logs: dict[str, LogReader] = {}
+        self._attempts = FolderNames(run.attempts_dir)
         self._log_attempt = 0
+        self._attempt = FolderNames(run.attempt_dir(0))
+        """The folder of that attempt."""
 
     def poll(self, *, limit_records: int = 5000, limit_s: float = 0.1) -> Update:
         """Return what is new, within about ``limit_records`` and ``limit_s``. Raises OSError if the directory cannot be read."""
@@ -174,12 +178,12 @@ class RunReader:
 
     def _poll_log(self, limit_s: float) -> tuple[LogLine, ...]:
         """Return new lines of the newest attempt's logs, and unread lines of earlier attempts."""
-        newest = max(self.run.attempts(), default=0)
+        newest = max(attempts_in(self._attempts.poll()), default=0)
         first_poll = self._log_attempt == 0
         lines = [LogLine(self._log_attempt, host, text) for host, reader in self._logs.items() for text in reader.poll(limit_s=limit_s)]
         if newest != self._log_attempt:
-            self._log_attempt, self._logs = newest, {}
-        for host, path in self.run.logs(newest).items():
+            self._log_attempt, self._logs, self._attempt = newest, {}, FolderNames(self.run.attempt_dir(newest))
+        for host, path in logs_in(self.run.attempt_dir(newest), self._attempt.poll()).items():
             if host not in self._logs:
                 self._logs[host] = LogReader(path)
                 tail = self._logs[host].tail(self._log_lines) if first_poll else self._logs[host].poll(limit_s=limit_s)

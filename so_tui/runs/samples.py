@@ -17,7 +17,7 @@ from so_tui.runs.codec import decode_rollup, decode_sample, encode_line
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.records import Rollup, Sample
 from so_tui.runs.rollup import roll_up, single
-from so_tui.runs.segments import MEBIBYTE, SegmentWriter, read_lines, read_span, segments
+from so_tui.runs.segments import MEBIBYTE, PolledSegments, SegmentWriter, read_lines, read_span, segments
 
 _FIRST_LINE_BYTES = 1 << 13
 
@@ -110,6 +110,7 @@ class SampleReader:
     def __init__(self, run: RunDirectory, host: str, *, resolutions: Sequence[Resolution] = RESOLUTIONS) -> None:
         self._folder = run.samples_dir(host)
         self._resolutions = resolutions
+        self._newest = PolledSegments(self._folder, resolutions[0].stem)
         self._starts: dict[Path, float] = {}
         self._number = 0
         self._offset = 0
@@ -117,7 +118,7 @@ class SampleReader:
     def poll(self, *, limit_bytes: int = MEBIBYTE) -> tuple[Sample, ...]:
         """Return the samples since the last poll; at first those of the newest segment. Older ones come from ``history``."""
         found: list[Sample] = []
-        paths = segments(self._folder, self._resolutions[0].stem)
+        paths = self._newest.poll()
         if not self._number or self._number not in paths:
             self._number, self._offset = max(paths, default=0), 0
         for number, path in paths.items():

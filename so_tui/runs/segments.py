@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from so_tui.trust.reading import UnfitFileError, open_regular
+from so_tui.runs.folder_names import FolderNames
+from so_tui.trust.reading import UnfitFileError, open_descriptor
 
 MEBIBYTE = 1 << 20
 SUFFIX = ".jsonl"
@@ -18,16 +19,37 @@ LONGEST_LINE_BYTES = 8 * MEBIBYTE
 
 def segments(folder: Path, stem: str = "", suffix: str = SUFFIX) -> dict[int, Path]:
     """Return the segments ``<stem>000001.jsonl`` of a folder by number, ascending; empty if the folder is missing."""
-    found = {}
     try:
-        names = os.listdir(folder)  # noqa: PTH208 - polled once a second; a Path for each name is too slow
+        names = os.listdir(folder)  # noqa: PTH208 - faster than a Path for each name
     except (FileNotFoundError, NotADirectoryError):
         return {}
+    return _numbered(folder, names, stem, suffix)
+
+
+def _numbered(folder: Path, names: Iterable[str], stem: str, suffix: str) -> dict[int, Path]:
+    found = {}
     for name in names:
         number = name[len(stem) : -len(suffix)]
         if name.startswith(stem) and name.endswith(suffix) and number.isdecimal() and number.isascii() and len(number) <= 12:
             found[int(number)] = folder / name
     return dict(sorted(found.items()))
+
+
+class PolledSegments:
+    """The segments of a folder that is polled, as ``segments`` returns them. For one thread."""
+
+    def __init__(self, folder: Path, stem: str = "") -> None:
+        self._folder, self._stem = folder, stem
+        self._names = FolderNames(folder)
+        self._listed: tuple[str, ...] = ()
+        self._found: dict[int, Path] = {}
+
+    def poll(self) -> dict[int, Path]:
+        """Return the segments by number: the same ones until others appear. Raises OSError."""
+        names = self._names.poll()
+        if names is not self._listed:
+            self._listed, self._found = names, _numbered(self._folder, names, self._stem, SUFFIX)
+        return self._found
 
 
 def read_lines(path: Path, offset: int, limit_bytes: int) -> tuple[list[bytes], int]:
@@ -37,17 +59,22 @@ def read_lines(path: Path, offset: int, limit_bytes: int) -> tuple[list[bytes], 
     exist, or is no regular file, reads as empty, and so does the rest of a file after a line that is longer than any record.
     """
     try:
-        file = open_regular(path)
+        descriptor = open_descriptor(path)
     except (FileNotFoundError, UnfitFileError):
         return [], offset
-    with file:
-        file.seek(offset)
-        block = file.read(limit_bytes)
+    try:
+        unread_bytes = os.fstat(descriptor).st_size - offset
+        if unread_bytes <= 0:
+            return [], offset
+        block = os.pread(descriptor, min(limit_bytes, unread_bytes), offset)
         if b"\n" not in block:
-            parts = [block]
-            while b"\n" not in parts[-1] and sum(map(len, parts)) < LONGEST_LINE_BYTES and (more := file.read(MEBIBYTE)):
+            parts, at = [block], offset + len(block)
+            while b"\n" not in parts[-1] and at - offset < LONGEST_LINE_BYTES and (more := os.pread(descriptor, MEBIBYTE, at)):
                 parts.append(more)
+                at += len(more)
             block = b"".join(parts)
+    finally:
+        os.close(descriptor)
     end = block.rfind(b"\n") + 1
     return block[:end].split(b"\n")[:-1], offset + end
 

@@ -10,11 +10,12 @@ import os
 import stat
 from collections.abc import Callable
 from enum import StrEnum
-from io import BufferedReader, FileIO
+from io import FileIO
 from pathlib import Path
 
 _TRIES = 5
 """How often a file is opened that other hosts replace meanwhile. They do so about once a second."""
+_BLOCK_BYTES = 1 << 13
 
 
 class Unfit(StrEnum):
@@ -65,8 +66,18 @@ def read_bounded(path: Path, limit_bytes: int) -> bytes:
     """
 
     def read() -> bytes:
-        with BufferedReader(open_regular(path)) as file:
-            return file.read(limit_bytes + 1)
+        descriptor = open_descriptor(path)
+        try:
+            # Asked for the limit, Python would allocate that much for each small file.
+            block_bytes = max(_BLOCK_BYTES, os.fstat(descriptor).st_size + 1)
+            parts: list[bytes] = []
+            left = limit_bytes + 1
+            while left > 0 and (part := os.read(descriptor, min(left, block_bytes))):
+                parts.append(part)
+                left -= len(part)
+            return b"".join(parts)
+        finally:
+            os.close(descriptor)
 
     content = despite_replacement(read)
     if len(content) > limit_bytes:
