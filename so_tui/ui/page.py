@@ -13,6 +13,7 @@ from textual.widget import Widget
 from textual.worker import Worker
 
 from so_tui.ui.app import SoTuiApp
+from so_tui.ui.kept_lines import KeepsLines
 from so_tui.ui.screens import PAGES
 from so_tui.ui.summary import machine_facts
 from so_tui.ui.text import Content, plural, shorten
@@ -34,7 +35,7 @@ OTHER_MACHINE = Binding(
 )
 
 
-class TopLine(Widget):
+class TopLine(KeepsLines):
     """Host, machine and live runs, on every screen."""
 
     DEFAULT_CSS = """
@@ -84,7 +85,7 @@ class TopLine(Widget):
         return left + " " * max(1, width - left.cell_length - right.cell_length) + right
 
 
-class Navigation(Widget):
+class Navigation(KeepsLines):
     """The five screens with their keys; the one that is shown is marked."""
 
     DEFAULT_CSS = """
@@ -121,7 +122,7 @@ class Navigation(Widget):
         return Content.from_markup(" ".join(pieces))
 
 
-class Page(Screen[None]):
+class Page(Screen[None], KeepsLines):
     """One of the five screens."""
 
     app = getters.app(SoTuiApp)

@@ -10,15 +10,15 @@ from rich.segment import Segment
 from textual.app import App
 from textual.filter import ANSIToTruecolor, LineFilter
 from textual.strip import Strip
-from textual.widget import Widget
 
 from so_tui.trust.printable import printable, same_cells
 from so_tui.trust.streams import console
+from so_tui.ui.kept_lines import KeepsLines
 
 Result = TypeVar("Result")
 
 
-class DrawsPrintable(Widget):
+class DrawsPrintable(KeepsLines):
     """A widget that makes its lines itself, and not of ``Content``. They are checked once more, and copied only where they are unsafe.
 
     Its colours are those of a theme. A line filter of Textual would check all widgets, but it copies each line: the dashboard cost 1.7

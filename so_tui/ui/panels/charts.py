@@ -15,6 +15,7 @@ from so_tui.ui.chart_layout import ChartLayout, Flag, Wanted, page_of, wanted_by
 from so_tui.ui.chart_metrics import BY_KEY, EVALUATIONS, Metric
 from so_tui.ui.glyphs import GlyphName
 from so_tui.ui.hardware_charts import chart_of, marked_lines, sampled_lines
+from so_tui.ui.kept_lines import KeepsLines
 from so_tui.ui.overlay import Overlaid, colour_of
 from so_tui.ui.series import Axis, Line
 from so_tui.ui.snapshot import Snapshot
@@ -52,7 +53,7 @@ class Shown:
         return cursor > (self.snapshot.steps if self.view.unit == "step" else self.snapshot.times)[length - 1]
 
 
-class ChartPanel(Container):
+class ChartPanel(Container, KeepsLines):
     """Draws the metrics of a snapshot. What the mouse asks of the axis leaves it as messages of ``Chart``."""
 
     KEYS: ClassVar[tuple[BindingType, ...]] = (
@@ -99,7 +100,7 @@ class ChartPanel(Container):
 
     @property
     def charts(self) -> list[Chart]:
-        return list(self.query(Chart))
+        return [child for child in self.children if isinstance(child, Chart)]
 
     @property
     def focused(self) -> Chart | None:

@@ -7,10 +7,10 @@ import time
 
 from textual import getters
 from textual.app import ComposeResult
-from textual.containers import Vertical
 
 from so_tui.runs.records import StepRecord
 from so_tui.ui.chart_metrics import STEP_METRICS
+from so_tui.ui.kept_lines import KeptVertical
 from so_tui.ui.snapshot import Snapshot
 from so_tui.ui.text import Content, shorten
 from so_tui.ui.widgets.rule import Rule
@@ -23,7 +23,7 @@ VALUE = 14
 """Cells of them for the value."""
 
 
-class StepDetails(Vertical):
+class StepDetails(KeptVertical):
     """The step at the cursor, else the newest one."""
 
     heading = getters.child_by_id("details-rule", Rule)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from textual import getters
 from textual.app import ComposeResult
-from textual.containers import Vertical
 
+from so_tui.ui.kept_lines import KeptVertical
 from so_tui.ui.snapshot import Snapshot
 from so_tui.ui.text import Content
 from so_tui.ui.widgets import run_lines
@@ -15,7 +15,7 @@ MOST_NEWS_ROWS = 3
 """Enough to read in full why a run ended and what to do next."""
 
 
-class RunHeader(Vertical):
+class RunHeader(KeptVertical):
     """One row for the run, and up to MOST_NEWS_ROWS for news, which are hidden while there is none."""
 
     title = getters.child_by_id("title", StyledLines)

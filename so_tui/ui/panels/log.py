@@ -8,8 +8,8 @@ from typing import ClassVar
 from textual import getters, on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Vertical
 
+from so_tui.ui.kept_lines import KeptVertical
 from so_tui.ui.snapshot import Snapshot
 from so_tui.ui.text import Content, plural
 from so_tui.ui.widgets.log import LogView
@@ -19,7 +19,7 @@ _STEP_LINE = re.compile(r"\bstep ([0-9]{1,15})/[0-9]")
 """How the trainer begins what it prints of a step. The log is free text: where a line is missing, the one before it is gone to."""
 
 
-class LogPanel(Vertical):
+class LogPanel(KeptVertical):
     """Follows the end of the log until the reader scrolls up, and goes through the lines that contain a text."""
 
     KEYS: ClassVar[tuple[BindingType, ...]] = (

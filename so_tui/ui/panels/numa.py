@@ -7,11 +7,11 @@ from typing import ClassVar, Protocol
 from textual import getters
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Vertical
 
 from so_tui.runs.records import BindingRecord
 from so_tui.ui.glyphs import GlyphName
 from so_tui.ui.inspected import Inspected
+from so_tui.ui.kept_lines import KeptVertical
 from so_tui.ui.loads import CORES, MEMORY, GpuView, NodeView
 from so_tui.ui.series import Axis
 from so_tui.ui.text import Content, plural
@@ -49,7 +49,7 @@ class ShowsHosts(Protocol):
         """Number of hosts."""
 
 
-class NumaPanel(Vertical):
+class NumaPanel(KeptVertical):
     """A heading, the NUMA nodes under each other, and a line for each GPU."""
 
     heading = getters.child_by_id("nodes-rule", Rule)

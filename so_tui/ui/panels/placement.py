@@ -26,8 +26,15 @@ LONGEST_LIST = 40
 class PlacementPanel(StyledLines):
     """A line for each rank; where rows are few, one for all that are where they were planned, and one for each that is not."""
 
+    _shown: tuple[object, ...] = ()
+    """What the lines say."""
+
     def show(self, snapshot: Snapshot, width: int, height: int) -> None:
         """Show the newest placement in lines of ``width`` cells, in a terminal of ``height`` rows."""
+        shown = (snapshot.placement, snapshot.binding, snapshot.plan and snapshot.plan.binding, width, height)
+        if shown == self._shown:  # placement is sampled much more rarely than everything else
+            return
+        self._shown = shown
         lines = placement_lines(snapshot, height)[:MOST_ROWS]
         self.display = bool(lines)
         self.update(Content("\n").join(line.truncate(width, ellipsis=True) for line in lines))

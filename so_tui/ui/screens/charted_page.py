@@ -64,7 +64,8 @@ class ChartedPage(Page):
     def show_charts(self, snapshot: Snapshot) -> None:
         """Draw the charts, and the legend where runs lie over each other."""
         self.charts.show(snapshot, self.view, self.axis, self.overlays)
-        self.legend.show(snapshot, self.overlays, self.charts.metric, self.axis, self.view.cursor)
+        if self.overlays or self.legend.display:
+            self.legend.show(snapshot, self.overlays, self.charts.metric, self.axis, self.view.cursor)
 
     # The view.
 

@@ -12,12 +12,12 @@ from dataclasses import replace
 from typing import ClassVar
 
 from textual import getters, on
-from textual.containers import Vertical, VerticalScroll
 from textual.widget import Widget
 from textual.widgets import Input, Static
 
 from so_tui.ui.chart_layout import load_layout
 from so_tui.ui.inspected import Position
+from so_tui.ui.kept_lines import KeptScroll, KeptVertical
 from so_tui.ui.panels.charts import ChartPanel
 from so_tui.ui.panels.details import StepDetails
 from so_tui.ui.panels.header import RunHeader
@@ -46,8 +46,8 @@ class PanelledPage(ResizablePage, ChartedPage):
 
     SIZES: ClassVar[tuple[str, ...]] = ("charts", "nodes", "side")
 
-    panels = getters.query_one("#panels", VerticalScroll)
-    side = getters.query_one("#side", Vertical)
+    panels = getters.query_one("#panels", KeptScroll)
+    side = getters.query_one("#side", KeptVertical)
     divider = getters.query_one(Divider)
     header = getters.query_one(RunHeader)
     step = getters.query_one(StepPanel)
@@ -61,21 +61,23 @@ class PanelledPage(ResizablePage, ChartedPage):
         self._rows = Rows(0, 0, 0)
         """As they were divided last."""
         self._side_columns = 0
+        self._placed = (0, 0)
+        """Columns of the terminal, and those of the panels at the right, for which the panels stand in their places."""
         super().__init__()
 
     def body(self) -> Iterable[Widget]:
         glyphs = self.app.glyphs
         yield Static(id="empty")
         yield RunHeader()
-        with VerticalScroll(id="panels", can_focus=False):
-            with Vertical(id="main"):
+        with KeptScroll(id="panels", can_focus=False):
+            with KeptVertical(id="main"):
                 yield ChartPanel(load_layout(), glyphs=glyphs)
                 yield RunLegend()
                 yield StepPanel()
                 yield NumaPanel(glyphs=glyphs)
                 yield PlacementPanel()
             yield Divider()
-            with Vertical(id="side"):
+            with KeptVertical(id="side"):
                 yield StepDetails()
                 yield LogPanel()
         yield FindField("search the log: enter and n go back through the matches, esc ends", id="search")
@@ -100,6 +102,9 @@ class PanelledPage(ResizablePage, ChartedPage):
         """Give the panels at the right their columns, or stand them below the others; return the columns."""
         settings = self.app.settings
         side = side_columns(self.size.width, settings.panels.side) if settings.screen.layout == "auto" else 0
+        if (self.size.width, side) == self._placed:
+            return side
+        self._placed = self.size.width, side
         self._side_columns = side
         self.set_class(bool(side), "-beside")
         self.side.styles.width = side - 1 if side else "100%"

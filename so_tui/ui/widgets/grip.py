@@ -6,10 +6,11 @@ from rich.segment import Segment
 from textual import events
 from textual.message import Message
 from textual.strip import Strip
-from textual.widget import Widget
+
+from so_tui.ui.kept_lines import KeepsLines
 
 
-class Grip(Widget):
+class Grip(KeepsLines):
     """A line that says how far it is pulled; the screen, which owns the sizes of panels, answers."""
 
     ALLOW_SELECT = False

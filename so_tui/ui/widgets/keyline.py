@@ -9,15 +9,15 @@ from textual import events
 from textual.binding import Binding
 from textual.keys import REPLACED_KEYS, key_to_character
 from textual.screen import Screen
-from textual.widget import Widget
 from textual.widgets import Input
 
+from so_tui.ui.kept_lines import KeepsLines
 from so_tui.ui.text import Content
 
 GAP = 2
 
 
-class KeyLine(Widget):
+class KeyLine(KeepsLines):
     """Keys in force, as many as fit; each can be clicked. The palette, which has them all, is always there."""
 
     DEFAULT_CSS = """

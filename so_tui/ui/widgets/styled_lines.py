@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.segment import Segment
 from rich.style import Style
+from textual.content import Span
 from textual.strip import Strip
 from textual.style import Style as VisualStyle
 
@@ -21,6 +22,14 @@ Styles = tuple[VisualStyle | str, ...]
 def pieces(content: Content) -> Iterator[tuple[str, Styles]]:
     """Yield the text of ``content`` in pieces of one style each, with the styles that lie over each other there."""
     plain, spans = content.plain, content.spans
+    end = 0
+    for span in spans:
+        if span.start < end:
+            break
+        end = span.end
+    else:
+        yield from _beside_each_other(plain, spans)
+        return
     borders = sorted({0, len(plain), *(at for span in spans for at in (span.start, span.end) if at < len(plain))})
     coming = deque(sorted(range(len(spans)), key=lambda number: spans[number].start))
     present: list[int] = []
@@ -37,6 +46,19 @@ def pieces(content: Content) -> Iterator[tuple[str, Styles]]:
         styles = found
     if begun < len(plain):
         yield plain[begun:], styles
+
+
+def _beside_each_other(plain: str, spans: Sequence[Span]) -> Iterator[tuple[str, Styles]]:
+    """Yield the pieces of a text whose spans do not overlap, which is nearly all of them."""
+    at = 0
+    for start, end, style in spans:
+        if before := plain[at:start]:
+            yield before, ()
+        if text := plain[start:end]:
+            yield text, (style,)
+        at = end
+    if rest := plain[at:]:
+        yield rest, ()
 
 
 class StyledLines(DrawsPrintable):
