@@ -11,7 +11,10 @@ import msgspec
 
 from so_tui.runs import MetricsWriter, RunDirectory
 from so_tui.runs.index import index_path
+from so_tui.runs.metrics import MetricsReader
+from so_tui.runs.records import StepRecord
 from so_tui.runs.segments import segments
+from so_tui.ui.step_series import FollowedSteps
 from tests.support.records import step_record
 
 SEGMENT_STEPS = 5000
@@ -64,3 +67,11 @@ def _moved_index(content: bytes, steps: int) -> bytes:
                 moved[row] += steps
     header["crc32"] = zlib.crc32(moved)
     return msgspec.json.encode(header) + b"\n" + moved.tobytes()
+
+
+def read_on(reader: MetricsReader, steps: FollowedSteps, span: int, limit_s: float = 0.1) -> bool:
+    """Poll once. Return whether there is more."""
+    progress = reader.poll(limit_records=5000, limit_s=limit_s)
+    steps.take([record for record in progress.records if isinstance(record, StepRecord)], redraw=progress.redraw)
+    steps.update(span)
+    return progress.more

@@ -1,14 +1,11 @@
-"""What the dashboard of a live run costs, beside what a bare Textual application does that draws as much.
+"""What the dashboard of a live run costs, beside a bare Textual application that draws as much (``bare_app``), and an empty one.
 
-``python -m tests.support.dashboard_cost [SECONDS]``, in the root of the repository, measures both in a pty of 160x45, and an empty
-application, and prints a table; ``... bytes [SECONDS]`` prints how much of both a terminal is sent with each tick, in several sizes, which
-is what matters over ssh. The run has six charts, four nodes with 288 cores and four GPUs, and moves with each tick: a step, a sample
-of every core, a line in the log. The bare application draws six charts and 288 cores anew with each tick, with nothing else: no reading, no
-text, no history of nodes.
+``python -m tests.ui.dashboard_cost [SECONDS]``, in the root of the repository, measures all in ptys of 160x45 and prints a table, with what
+it takes to open a run of a million records; ``... bytes [SECONDS]`` prints how much a terminal is sent with each tick, in several sizes,
+which is what matters over ssh. The run has six charts, four nodes with 288 cores and four GPUs, and moves with each tick, once a second: a
+step, a sample of every core, a line in the log.
 
-Both tick five times as fast as the dashboard does for users. With a tick a second most of the time goes into filling the processor's
-caches, which other programs empty meanwhile: on one shared host the same code then cost 1.4 and 3.1 times the bare application within
-minutes.
+The dashboard draws as many cells as the bare application, but compares before it paints: a terminal is sent half as much.
 """
 
 from __future__ import annotations
@@ -42,7 +39,9 @@ Size = tuple[int, int]
 SIZE: Size = (160, 45)
 SIZES: tuple[Size, ...] = ((80, 24), (120, 36), (160, 45), (200, 50))
 """Of the table of bytes."""
-TICK_S = 0.2
+TICK_S = 1.0
+FAST_TICK_S = 0.2
+"""Where only bytes are counted."""
 WARMUP_S = 4.0
 QUIET_S = 0.04
 """Seconds without output after which the frame that a key asked for is complete."""
@@ -76,13 +75,13 @@ class Cost(NamedTuple):
 class _Terminal:
     """A program in a pty, and what is heard of it."""
 
-    def __init__(self, kind: str, seconds: float, arguments: tuple[str, ...], state: Path, size: Size) -> None:
+    def __init__(self, kind: str, seconds: float, tick_s: float, arguments: tuple[str, ...], state: Path, size: Size) -> None:
         self._controller, terminal = pty.openpty()
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", size[1], size[0], 0, 0))
         terminal_is = {"TERM": "xterm-256color", "COLORTERM": "truecolor", "LC_ALL": "C.UTF-8"}
         environment = {**os.environ, **terminal_is, "PYTHONPATH": checkout_path(), "XDG_STATE_HOME": str(state)}
         self._hearing, telling = os.pipe()
-        command = [sys.executable, "-m", "tests.support.dashboard_cost", kind, str(seconds), str(telling), *arguments]
+        command = [sys.executable, "-m", "tests.ui.dashboard_cost", kind, str(seconds), str(tick_s), str(telling), *arguments]
         self._run = subprocess.Popen(
             command, stdin=terminal, stdout=terminal, stderr=terminal, pass_fds=[telling], env=environment, start_new_session=True
         )
@@ -125,7 +124,13 @@ class _Terminal:
 
 
 def measure(
-    kind: str, seconds: float, size: Size, feed: Callable[[], object] = lambda: None, *arguments: str, keys: tuple[bytes, ...] = ()
+    kind: str,
+    seconds: float,
+    *arguments: str,
+    size: Size = SIZE,
+    tick_s: float = TICK_S,
+    feed: Callable[[], object] = lambda: None,
+    keys: tuple[bytes, ...] = (),
 ) -> Cost:
     """Run this script as ``kind`` in a pty, feeding it with each tick, then press keys."""
     with tempfile.TemporaryDirectory() as state:
@@ -133,12 +138,12 @@ def measure(
         settings.parent.mkdir()
         if size == SIZE:
             settings.write_text(json.dumps({"grid": [2, 3]}))
-        terminal = _Terminal(kind, seconds, arguments, Path(state), size)
+        terminal = _Terminal(kind, seconds, tick_s, arguments, Path(state), size)
         try:
             due, begun, sent = time.monotonic(), 0.0, 0
             while "end" not in terminal.said:
                 if time.monotonic() >= due:
-                    due += TICK_S
+                    due += tick_s
                     feed()
                 if not begun and "begin" in terminal.said:
                     begun, sent = time.monotonic(), terminal.sent_bytes
@@ -151,7 +156,7 @@ def measure(
             terminal.close()
 
 
-def dashboard(seconds: float, size: Size = SIZE, keys: tuple[bytes, ...] = KEYS) -> Cost:
+def dashboard(seconds: float, size: Size = SIZE, tick_s: float = TICK_S, keys: tuple[bytes, ...] = KEYS) -> Cost:
     """The dashboard of a run that is written meanwhile."""
     from msgspec.structs import replace
 
@@ -175,17 +180,17 @@ def dashboard(seconds: float, size: Size = SIZE, keys: tuple[bytes, ...] = KEYS)
                 log.write(f"rank 0  step {step}/5000  loss {1.42 + math.exp(-step / 260):.4f}  3.10 s\n")
             write_state(run, replace(read_state(run), step=step, heartbeat=step))
 
-        return measure("ours", seconds, size, feed, str(run.path), keys=keys)
+        return measure("ours", seconds, str(run.path), size=size, tick_s=tick_s, feed=feed, keys=keys)
 
 
-def bare(seconds: float, size: Size = SIZE) -> Cost:
+def bare(seconds: float, size: Size = SIZE, tick_s: float = TICK_S) -> Cost:
     """The bare application."""
-    return measure("bare", seconds, size)
+    return measure("bare", seconds, size=size, tick_s=tick_s)
 
 
 def empty() -> Cost:
     """An application with nothing in it."""
-    return measure("empty", 1.0, SIZE)
+    return measure("empty", 1.0)
 
 
 def _timed(app: App[None], seconds: float, telling: int, ticks: Callable[[], int] = lambda: 0) -> None:
@@ -205,13 +210,13 @@ def _timed(app: App[None], seconds: float, telling: int, ticks: Callable[[], int
     app.set_timer(WARMUP_S + seconds, end)
 
 
-def _run_ours(seconds: float, telling: int, path: str) -> None:
+def _run_ours(seconds: float, tick_s: float, telling: int, path: str) -> None:
     from so_tui.runs import RunDirectory
     from so_tui.ui import app
     from so_tui.ui.screens import dashboard as screen
 
-    app.RUNS_POLL_S *= TICK_S / screen.POLL_S
-    screen.POLL_S = TICK_S
+    app.RUNS_POLL_S *= tick_s / screen.POLL_S
+    screen.POLL_S = tick_s
     drawn = []
     take = screen.DashboardScreen._take
 
@@ -224,68 +229,11 @@ def _run_ours(seconds: float, telling: int, path: str) -> None:
     app.SoTuiApp(open_run=RunDirectory(Path(path)), runs_dir=Path(path).parent).run()
 
 
-def _run_bare(seconds: float, telling: int) -> None:
-    import numpy as np
-    from rich.segment import Segment
-    from rich.style import Style
-    from textual.app import App, ComposeResult
-    from textual.containers import Grid
-    from textual.strip import Strip
-    from textual.widget import Widget
+def _run_bare(seconds: float, tick_s: float, telling: int) -> None:
+    from tests.ui.bare_app import BareApp
 
-    style = Style.parse("cyan")
-    dots = np.array([[1, 8], [2, 16], [4, 32], [64, 128]])
-    noise = np.random.default_rng(0)
-    curve = 8 * np.exp(-np.arange(20_000) / 5000) + 1.5 + 0.15 * noise.standard_normal(20_000)
-
-    class Drawn(Widget):
-        DEFAULT_CSS = "Drawn { width: 1fr; height: 1fr; }"
-        rows: tuple[Strip, ...] = ()
-
-        def render_line(self, y: int) -> Strip:
-            return self.rows[y] if y < len(self.rows) else Strip.blank(self.size.width)
-
-    def plot(widget: Drawn, count: int) -> None:
-        """The first ``count`` values as a braille curve, from the least to the greatest of each column."""
-        width, height = widget.size
-        low, high = curve[:count].min(), curve[:count].max()
-        column = np.arange(count) * (2 * width - 1) // count
-        dot = ((high - curve[:count]) * ((4 * height - 1) / (high - low))).astype(int)
-        top, bottom = np.full(2 * width, 4 * height), np.full(2 * width, -1)
-        np.minimum.at(top, column, dot)
-        np.maximum.at(bottom, column, dot)
-        row = np.arange(4 * height)[:, None]
-        lit = (row >= top) & (row <= bottom)
-        cells = (lit.reshape(height, 4, width, 2) * dots[None, :, None, :]).sum(axis=(1, 3)) + 0x2800
-        widget.rows = tuple(Strip([Segment("".join(map(chr, line)), style)], width) for line in cells.tolist())
-        widget.refresh()
-
-    class Bare(App[None]):
-        CSS = "Grid { grid-size: 3; }"
-
-        def compose(self) -> ComposeResult:
-            with Grid():
-                for _ in range(7):
-                    yield Drawn()
-
-        def on_mount(self) -> None:
-            self.count = 2000
-            self.set_interval(TICK_S, self.tick)
-            _timed(self, seconds, telling, lambda: self.count)
-
-        def tick(self) -> None:
-            self.count += 1
-            *charts, cores = self.query(Drawn)
-            for chart in charts:
-                plot(chart, self.count)
-            levels = " ▁▂▃▄▅▆▇█"
-            loads = [levels[int(8 * noise.random())] for _ in range(288)]
-            cores.rows = tuple(
-                Strip([Segment("".join(loads[at : at + 72]), style)]).adjust_cell_length(cores.size.width) for at in range(0, 288, 72)
-            )
-            cores.refresh()
-
-    Bare().run()
+    app = BareApp(tick_s, lambda: _timed(app, seconds, telling, lambda: app.count))
+    app.run()
 
 
 def _run_empty(seconds: float, telling: int) -> None:
@@ -298,7 +246,31 @@ def _run_empty(seconds: float, telling: int) -> None:
     Empty().run()
 
 
-def table(nothing: Cost, reference: Cost, real: Cost) -> str:
+def opening_s() -> float:
+    """Return the CPU seconds until all of a run of a million records is known: the least of three, as noise only adds."""
+    from so_tui.runs import RunDirectory
+    from so_tui.runs.index_cache import IndexCache
+    from so_tui.runs.metrics import MetricsReader
+    from so_tui.ui.step_series import FollowedSteps
+    from tests.support.long_run import read_on, write_long_run
+
+    with tempfile.TemporaryDirectory() as folder:
+        run = RunDirectory(Path(folder, "run"))
+        run.path.mkdir()
+        last = write_long_run(run, 1_000_000)
+        least_s = math.inf
+        for _ in range(3):
+            begun = time.process_time()
+            reader = MetricsReader(run, IndexCache(Path(folder, "cache")))
+            steps = FollowedSteps(reader)
+            while read_on(reader, steps, 50, limit_s=10.0):
+                continue
+            least_s = min(least_s, time.process_time() - begun)
+            assert steps.series.last_step == last
+        return least_s
+
+
+def table(nothing: Cost, reference: Cost, real: Cost, million_s: float) -> str:
     """Return what was measured as lines of text."""
     mib = 1 << 20
     rows = [
@@ -319,6 +291,7 @@ def table(nothing: Cost, reference: Cost, real: Cost) -> str:
             f"{(real.memory_bytes - nothing.memory_bytes) / mib:+.1f} MiB",
         ),
         ("key to frame, ms", "", "", f"{1000 * real.key_p95_s:.1f}", "p95"),
+        ("a million records", "", "", f"{million_s:.2f}", "s until complete"),
     ]
     return "\n".join(f"{name:<18}{first:>9}{second:>9}{third:>11}   {note}" for name, first, second, third, note in rows)
 
@@ -327,21 +300,22 @@ def bytes_table(seconds: float) -> str:
     """Return how many bytes a terminal is sent with each tick, in each size."""
     lines = [f"{'bytes a tick':<14}{'cells':>8}{'bare':>9}{'dashboard':>11}"]
     for size in SIZES:
-        sent = [cost.bytes_per_tick for cost in (bare(seconds, size), dashboard(seconds, size, ()))]
+        sent = [cost.bytes_per_tick for cost in (bare(seconds, size, FAST_TICK_S), dashboard(seconds, size, FAST_TICK_S, ()))]
         lines.append(f"{f'{size[0]}x{size[1]}':<14}{size[0] * size[1]:>8}{sent[0]:>9.0f}{sent[1]:>11.0f}")
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
     arguments = sys.argv[1:]
-    if arguments[:1] == ["ours"]:
-        _run_ours(float(arguments[1]), int(arguments[2]), arguments[3])
-    elif arguments[:1] == ["bare"]:
-        _run_bare(float(arguments[1]), int(arguments[2]))
-    elif arguments[:1] == ["empty"]:
-        _run_empty(float(arguments[1]), int(arguments[2]))
-    elif arguments[:1] == ["bytes"]:
-        print(bytes_table(float(arguments[1]) if arguments[1:] else 10.0))
-    else:
-        span = float(arguments[0]) if arguments else 20.0
-        print(table(empty(), bare(span), dashboard(span)))
+    match arguments:
+        case ["ours", seconds, tick_s, telling, path]:
+            _run_ours(float(seconds), float(tick_s), int(telling), path)
+        case ["bare", seconds, tick_s, telling]:
+            _run_bare(float(seconds), float(tick_s), int(telling))
+        case ["empty", seconds, _, telling]:
+            _run_empty(float(seconds), int(telling))
+        case ["bytes", *span]:
+            print(bytes_table(float(span[0]) if span else 10.0))
+        case _:
+            length_s = float(arguments[0]) if arguments else 20.0
+            print(table(empty(), bare(length_s), dashboard(length_s), opening_s()))

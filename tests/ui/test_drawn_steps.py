@@ -27,7 +27,7 @@ from so_tui.spec.types import RunSpec
 from so_tui.ui.series import Axis
 from so_tui.ui.step_series import SINGLE_STEPS, FollowedSteps, StepSeries, mean_steps
 from so_tui.ui.widgets.plot import spans
-from tests.support.long_run import FIRST, loss_at, write_long_run
+from tests.support.long_run import FIRST, loss_at, read_on, write_long_run
 from tests.support.records import step_record
 
 SPEC = RunSpec(name="tiny", model=ModelSpec(id="some/model"), data=DataSpec(source="rows.json"))
@@ -74,14 +74,6 @@ def check_drawn(series: StepSeries, losses: Losses, columns: Iterable[int] = (1,
         assert shown.series.value(index) == pytest.approx(expected, nan_ok=True, rel=1e-12)
 
 
-def read(reader: MetricsReader, steps: FollowedSteps, span: int, limit_s: float = 0.1) -> bool:
-    """Poll once. Return whether there is more."""
-    progress = reader.poll(limit_records=5000, limit_s=limit_s)
-    steps.take([record for record in progress.records if isinstance(record, StepRecord)], redraw=progress.redraw)
-    steps.update(span)
-    return progress.more
-
-
 def same(one: StepSeries, other: StepSeries) -> bool:
     return (
         one.steps == other.steps
@@ -99,7 +91,7 @@ def fresh(run: RunDirectory, cache: Path, span: int) -> StepSeries:
     """What somebody sees who opens the run now."""
     reader = MetricsReader(run, IndexCache(cache))
     steps = FollowedSteps(reader)
-    while read(reader, steps, span, 10.0):
+    while read_on(reader, steps, span, 10.0):
         continue
     return steps.series
 
@@ -181,7 +173,7 @@ def _try(
             losses[step] = math.nan if step in nan else attempt + (step * 7919 % 4999) / 1000
             writer.append(step_record(step, attempt=attempt, loss=losses[step]))
             if read_meanwhile and step % 197 == 0:
-                read(reader, followed, span)
+                read_on(reader, followed, span)
         writer.close()
 
     write(1, 1)
@@ -195,7 +187,7 @@ def _try(
     if not losses:
         return
     for _poll in range(100_000):
-        if not read(reader, followed, span) and not reader.unread_share:  # an index may have disappeared
+        if not read_on(reader, followed, span) and not reader.unread_share:  # an index may have disappeared
             break
     assert reader.unread_share == 0
     check_drawn(followed.series, losses)
@@ -209,7 +201,7 @@ def test_every_record_of_a_million_is_drawn_and_opening_them_takes_less_than_a_s
         begun = time.process_time()
         reader = MetricsReader(run, IndexCache(tmp_path / "cache"))
         steps = FollowedSteps(reader)
-        while read(reader, steps, 50, limit_s=10.0):
+        while read_on(reader, steps, 50, limit_s=10.0):
             continue
         opened_s = min(opened_s, time.process_time() - begun)
         if opened_s < 1.0:
@@ -234,7 +226,7 @@ def test_a_run_looks_the_same_at_every_time_live_and_opened_again(run: RunDirect
     for step in range(1, 12_101):
         writer.append(step_record(step, loss=float(step * 7919 % 4999)))
         if step in (10, 300, 3999, 4000, 7999, 8000, 8001, 11_990, 12_000, 12_049, 12_100):
-            while read(reader, live, 50):
+            while read_on(reader, live, 50):
                 continue
             assert same(live.series, fresh(run, tmp_path / "other", 50)), step
     writer.close()
@@ -249,7 +241,7 @@ def test_a_line_ends_where_records_are_still_to_be_read(run: RunDirectory, tmp_p
         index_path(path).unlink()
     reader = MetricsReader(run, IndexCache(tmp_path / "cache"))
     steps, seen = FollowedSteps(reader), []
-    while read(reader, steps, 50, limit_s=0.0):
+    while read_on(reader, steps, 50, limit_s=0.0):
         if steps.series.steps:
             assert reader.unread_share > 0
             shown = list(steps.series.steps)
