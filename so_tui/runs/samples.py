@@ -8,6 +8,7 @@ sample, twice that per roll-up) they cover at least 2 hours, 9 hours, 2 days and
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -112,6 +113,7 @@ class SampleReader:
         self._resolutions = resolutions
         self._newest = PolledSegments(self._folder, resolutions[0].stem)
         self._starts: dict[Path, float] = {}
+        self._known: dict[Path, _KnownLines] = {}
         self._number = 0
         self._offset = 0
 
@@ -163,10 +165,22 @@ class SampleReader:
         starts = [self._start(resolution, path) for path in paths]
         for path, start, next_start in zip(paths, starts, [*starts[1:], math.inf], strict=False):
             if start <= last and next_start > first:
-                for line in read_span(path, 0, 2 * resolution.segment_bytes):
-                    row = _as_rollup(resolution, line)
-                    if row is not None and first <= row.mean.time <= last:
-                        yield row
+                yield from self._rows_of(resolution, path, first, last)
+
+    def _rows_of(self, resolution: Resolution, path: Path, first: float, last: float) -> Iterator[Rollup]:
+        """Yield the rows of a segment between two times: all lines are decoded when it is read first, then only those."""
+        known = self._known.setdefault(path, _KnownLines())
+        read_to = known.end
+        for start, end in known.spans(first, last):
+            for line in read_span(path, start, end):
+                if (row := _as_rollup(resolution, line)) is not None and first <= row.mean.time <= last:
+                    yield row
+        for line in read_span(path, read_to, 2 * resolution.segment_bytes):
+            row = _as_rollup(resolution, line)
+            known.add(read_to, len(line) + 1, math.nan if row is None else row.mean.time)
+            read_to += len(line) + 1
+            if row is not None and first <= row.mean.time <= last:
+                yield row
 
     def _start(self, resolution: Resolution, path: Path) -> float:
         """Return the time of a segment's first row; infinity if it has none yet."""
@@ -177,6 +191,35 @@ class SampleReader:
                 return math.inf
             self._starts[path] = row.mean.time
         return self._starts[path]
+
+
+class _KnownLines:
+    """Where the lines of a segment are, and of which times."""
+
+    def __init__(self) -> None:
+        self.end = 0
+        """Bytes of the lines that are known."""
+        self._offsets: array[int] = array("q")
+        self._times = array("d")
+
+    def add(self, offset: int, size_bytes: int, time: float) -> None:
+        """Take note of a line, unless it is known: two readers may go through a segment at once."""
+        if offset == self.end:
+            self._offsets.append(offset)
+            self._times.append(time)
+            self.end += size_bytes
+
+    def spans(self, first: float, last: float) -> list[tuple[int, int]]:
+        """Return where the lines between two times are, as runs of bytes. A clock may have been set back between them."""
+        found: list[tuple[int, int]] = []
+        for at, time in enumerate(self._times):
+            if first <= time <= last:
+                end = self._offsets[at + 1] if at + 1 < len(self._offsets) else self.end
+                if found and found[-1][1] == self._offsets[at]:
+                    found[-1] = found[-1][0], end
+                else:
+                    found.append((self._offsets[at], end))
+        return found
 
 
 def _bucket(part: Rollup, resolution: Resolution) -> int:

@@ -178,3 +178,31 @@ def test_a_reader_goes_on_where_segments_were_dropped(run: RunDirectory) -> None
 
 def test_no_samples_is_no_history(run: RunDirectory) -> None:
     assert not list(RunReader(run).sample_history("nowhere", BEGIN, BEGIN + 10, 10))
+
+
+def test_a_moment_is_read_again_without_decoding_all_of_its_segment(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = SampleWriter(run, "node1")
+    # A clock that is set back: lines are in the order of writing.
+    times = [*range(100), *range(50, 150)]
+    for second in times:
+        writer.append(sample(second, busy=second % 100))
+    reader = SampleReader(run, "node1")
+    decoded: list[bytes] = []
+
+    def counted(line: bytes) -> Sample | None:
+        decoded.append(line)
+        return decode_sample(line)
+
+    monkeypatch.setattr("so_tui.runs.samples.decode_sample", counted)
+
+    def at(first: float, last: float) -> list[float]:
+        return [row.mean.time - BEGIN for row in reader.history(BEGIN + first, BEGIN + last, 1_000_000)]
+
+    expected = {(30, 33): [30, 31, 32, 33], (60, 61): [60, 61, 60, 61], (148, 160): [148, 149]}
+    for _ in range(2):
+        for (first, last), seconds in expected.items():
+            decoded.clear()
+            assert sorted(set(at(first, last))) == sorted(set(seconds))
+    assert len(decoded) < 10
+    writer.append(sample(155))
+    assert at(148, 160) == [148, 149, 155]

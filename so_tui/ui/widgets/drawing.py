@@ -180,8 +180,14 @@ def with_cursor(row: list[Segment], axis: Axis | None, cursor: float | None, wid
     if axis is None or cursor is None or not axis.low <= cursor <= axis.high:
         return row
     column = _column(axis, cursor, width)
-    left, at, right = Strip(row).divide([column, column + 1, width])
-    return [*left, Segment(at.text if at.text.strip() not in ("", "\u2800") else "│", style), *right]
+    for number, (text, beside, _) in enumerate(row):
+        if column < len(text):  # each character of a plot takes one cell
+            at = Segment(text[column] if text[column] not in " \u2800" else "│", style)
+            left, right = text[:column], text[column + 1 :]
+            parts = [*([Segment(left, beside)] if left else []), at, *([Segment(right, beside)] if right else [])]
+            return [*row[:number], *parts, *row[number + 1 :]]
+        column -= len(text)
+    return row
 
 
 def gutter_text(scale: Scale, height: int, format_value: Callable[[float], str], per: float = 1.0) -> list[str]:
