@@ -28,7 +28,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "trainer")]
 
 from benchmarks.speed import with_layers  # noqa: E402
 from so_tui.launch import prepare  # noqa: E402
-from so_tui.launch.probe import measured_of, predicted_of, probe_spec, run_to_end, settings_of  # noqa: E402
+from so_tui.launch.probe import measured_of, predicted_of, probe_spec, run_to_end, settings_text  # noqa: E402
 from so_tui.machine import inspect_machine  # noqa: E402
 from so_tui.machine.types import Machine  # noqa: E402
 from so_tui.plan import make_plan  # noqa: E402
@@ -62,7 +62,7 @@ def main() -> int:
         "preset": arguments.preset,
         "layers": arguments.layers,
         "set": arguments.set,
-        "settings": settings_of(plan),
+        "settings": settings_text(plan),
         "plan": _planned(plan),
     }
     print(json.dumps(row["plan"], indent=1), flush=True)

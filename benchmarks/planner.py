@@ -33,7 +33,7 @@ import msgspec
 from benchmarks.planner_settings import GPU, OFFLOAD, SETS, SHAPES, START_S, WITH_LESS, Setting, h200_host, seconds_of
 from benchmarks.planner_sweep import measured_by_forks
 from so_tui.launch import prepare
-from so_tui.launch.probe import WARMUP_STEPS, measured_of, predicted_of, probe_spec, run_to_end, settings_of
+from so_tui.launch.probe import WARMUP_STEPS, measured_of, predicted_of, probe_spec, run_to_end, settings_text
 from so_tui.machine import inspect_machine
 from so_tui.machine.types import Machine
 from so_tui.plan import make_plan, recommend
@@ -106,7 +106,7 @@ def _listed(settings: list[Setting], machine: Machine, arguments: argparse.Names
         plan, seconds = planned(setting, machine, arguments)
         whole_s += seconds
         lines.append(
-            f"{setting.size} x {setting.gpus} {settings_of(plan)}: {plan.verdict}, each GPU {plan.gpu_bytes / 2**30:.0f} GiB, "
+            f"{setting.size} x {setting.gpus} {settings_text(plan)}: {plan.verdict}, each GPU {plan.gpu_bytes / 2**30:.0f} GiB, "
             f"host {sum(plan.host_bytes_per_node.values()) / 2**30:.0f} GiB, about {seconds:.0f} s"
         )
     return "\n".join([*lines, f"{len(settings)} settings, about {whole_s / 60:.0f} minutes"])
@@ -218,7 +218,7 @@ def _identity(setting: Setting, spec: RunSpec, plan: Plan, machine: Machine) -> 
         "constants": digest(),
         "speed": msgspec.to_builtins(_resources(spec, machine).speed),
         "machine": _machine_tree(machine),
-        "name": settings_of(plan),
+        "name": settings_text(plan),
     }
 
 

@@ -216,6 +216,6 @@ def _step_size(record: StartRecord) -> str:
 
 
 def _cores(cpus: tuple[int, ...]) -> str:
-    from so_tui.plan.binding import cpu_ranges
+    from so_tui.machine.cpulist import cpu_ranges
 
     return f"{plural(len(cpus), 'core')} ({cpu_ranges(cpus)})"

@@ -209,7 +209,7 @@ def probe_of(run: RunDirectory, plan: Plan, machine: Machine) -> Probe:
         model=model_key(plan.spec.model),
         mode=plan.mode,
         ranks=plan.gpus,
-        settings=settings_of(plan),
+        settings=settings_text(plan),
         workload=found.workload,
         predicted=predicted,
         actual=found.figures,
@@ -236,7 +236,7 @@ def _predicted_for(found: Measured, plan: Plan, machine: Machine) -> Figures:
     return replace(predicted, **{name: of_steps(name) for name in ("step_s", "forward_s", "backward_s", "exposed_optimizer_s")})
 
 
-def settings_of(plan: Plan) -> str:
+def settings_text(plan: Plan) -> str:
     """Return a plan's settings in words: ``superoffload 0.90, micro-batch 4 x 4096, full``."""
     spec = plan.spec
     mode = plan.mode if plan.mode == "gpu" else f"{plan.mode} {plan.ratio:.2f}"

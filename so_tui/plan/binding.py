@@ -15,8 +15,6 @@ from so_tui.plan.deepspeed_numactl import numactl_nodes, numactl_prefix
 from so_tui.plan.types import DeepSpeedBinding, MemoryPolicy, RankBinding
 from so_tui.spec.errors import InputError, Problem
 
-__all__ = ["bind_ranks", "core_list", "cpu_ranges", "split_cores", "uses_numactl", "whole_gpus"]
-
 _MAIN_CORES = 3
 """Cores of the training process where a rank has eight or more: for Python, autograd and copies."""
 _ENOUGH_CORES = 8

@@ -10,8 +10,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from so_tui.machine.cpulist import cpu_ranges
 from so_tui.machine.types import Machine
-from so_tui.plan.binding import cpu_ranges
 from so_tui.plan.binding_text import deepspeed_text
 from so_tui.plan.constants import SpeedSource
 from so_tui.plan.example import example_tflops

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.cli import main
-from so_tui.launch.probe import compared, measured_of, predicted_of, probe_of, probe_spec, settings_of, workload_of
+from so_tui.launch.probe import compared, measured_of, predicted_of, probe_of, probe_spec, settings_text, workload_of
 from so_tui.machine.types import Gpu, Machine
 from so_tui.model.flops import flops_of, model_flops
 from so_tui.plan import make_plan
@@ -86,7 +86,7 @@ def test_a_prediction_for_known_data_is_compared_figure_by_figure() -> None:
         host_bytes=predicted.host_bytes,
     )
     probe = Probe(
-        measured="", model="", mode="gpu", ranks=1, settings=settings_of(plan), workload=workload, predicted=predicted, actual=actual
+        measured="", model="", mode="gpu", ranks=1, settings=settings_text(plan), workload=workload, predicted=predicted, actual=actual
     )
     errors = {name: error for name, _, _, error in compared(probe)}
     assert probe.settings == "gpu, micro-batch 4 x 4096, full"

@@ -12,7 +12,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 
 from so_tui.launch.host_processes import HostProcess
-from so_tui.plan.binding import cpu_ranges
+from so_tui.machine.cpulist import cpu_ranges
 from so_tui.ui.chart_metrics import BY_KEY, hardware_keys
 from so_tui.ui.glyphs import GlyphName
 from so_tui.ui.hardware_charts import chart_of, marked_lines, sampled_lines

@@ -15,7 +15,7 @@ from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 from textual.worker import Worker
 
-from so_tui.plan.binding import cpu_ranges
+from so_tui.machine.cpulist import cpu_ranges
 from so_tui.ui.monitor import HostView, Monitor
 from so_tui.ui.page import OTHER_MACHINE, Page
 from so_tui.ui.panels.host import HostPanel

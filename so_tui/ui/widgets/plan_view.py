@@ -267,7 +267,7 @@ def terms_table(terms: Sequence[MemoryTerm], width: int) -> list[Content]:
 
 def binding_lines(plan: Plan) -> list[Content]:
     """Return one line a rank: ``rank 0  GPU 0  node 0  cores 0-71``."""
-    from so_tui.plan.binding import cpu_ranges
+    from so_tui.machine.cpulist import cpu_ranges
 
     lines = []
     for rank in plan.binding:
