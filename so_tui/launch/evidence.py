@@ -12,7 +12,7 @@ from so_tui.launch import locks
 from so_tui.launch.host_check import HostDiffersError
 from so_tui.launch.outcome import Failure, Outcome
 from so_tui.launch.outcome_text import RunFacts
-from so_tui.plan.alternatives import less_gpu_memory, less_host_memory
+from so_tui.plan.memory_advice import less_gpu_memory, less_host_memory
 from so_tui.plan.types import GivenMemory
 from so_tui.runs.outcome import OutcomeCode
 from so_tui.spec import RunSpec

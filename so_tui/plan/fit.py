@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import cast
@@ -17,14 +16,12 @@ from so_tui.plan.attention import attention_of
 from so_tui.plan.calibration import STEP_PARTS, Probe, corrected_step, corrected_terms
 from so_tui.plan.constants import digest
 from so_tui.plan.copies import Copies, copies
-from so_tui.plan.facts.blockers import AmdGpu, Blocker, EngineNeedsGpu, ModeNeedsGpu
 from so_tui.plan.facts.memory import Shortage
 from so_tui.plan.memory import memory_terms
 from so_tui.plan.network import between_hosts_bytes_per_s
 from so_tui.plan.offload_ratio import RATIOS, STATE_BYTES, smallest_ratio
 from so_tui.plan.placement import Placement
 from so_tui.plan.resources import Gpus, Resources, other_resources, resources_of
-from so_tui.plan.sequence_parallel import not_shareable
 from so_tui.plan.speculation import SecondStates, choose
 from so_tui.plan.terms import MemoryTerm
 from so_tui.plan.timing import StepModel
@@ -299,18 +296,3 @@ def step_model(placement: Placement, target: Target) -> StepModel | None:
         attention=attention_of(placement.spec, placement.profile, resources).backend,
         between_hosts_bytes_per_s=between_hosts_bytes_per_s(resources.network, share) if target.hosts > 1 else None,
     )
-
-
-def blockers(spec: RunSpec, resources: Resources) -> Iterator[Blocker]:
-    """Yield why ``spec`` can never run on these resources, whatever the memory."""
-    machine, offload = resources.machine, spec.offload
-    if amd := next((gpu for gpu in machine.gpus if gpu.vendor == "amd" and not gpu.shares_memory), None):
-        yield AmdGpu(gpu=amd.index, name=amd.name)
-    if not machine.gpus and offload.mode == "gpu":
-        yield ModeNeedsGpu(machine=machine.label)
-    if not machine.gpus and offload.mode == "superoffload" and offload.engine == "deepspeed":
-        yield EngineNeedsGpu()
-    if (not_shared := not_shareable(spec, resources)) is not None:
-        yield not_shared
-    if resources.problem:
-        yield resources.problem

@@ -15,11 +15,13 @@ from so_tui.machine.types import Machine
 from so_tui.model.activations import MLP_TILE_TOKENS, policy_of, tiles_mlp
 from so_tui.model.flops import model_flops
 from so_tui.model.profile import profile_of
-from so_tui.plan.advice import cautions, gpus_with_margin, remedies
 from so_tui.plan.alternatives import with_policy
 from so_tui.plan.attention import attention_of
 from so_tui.plan.binding import whole_gpus
+from so_tui.plan.blockers import blockers
 from so_tui.plan.calibration import correcting
+from so_tui.plan.cautions import cautions
+from so_tui.plan.choices import choices
 from so_tui.plan.constants import SpeedSource
 from so_tui.plan.example import as_read
 from so_tui.plan.facts.choices import (
@@ -35,11 +37,13 @@ from so_tui.plan.facts.choices import (
     TokensReached,
 )
 from so_tui.plan.facts.memory import MemoryNeeded, Need, Shortage
-from so_tui.plan.fit import Assessment, Target, assess, blockers, held_back_step, in_mode, mode_without_gpu, target_of
+from so_tui.plan.fastest_ratio import rate
+from so_tui.plan.fit import Assessment, Target, assess, held_back_step, in_mode, mode_without_gpu, target_of
 from so_tui.plan.hosts import across_hosts
 from so_tui.plan.interval import checkpoint_interval
+from so_tui.plan.remedies import gpus_with_margin, remedies
 from so_tui.plan.resources import Resources, rank_counts
-from so_tui.plan.search import ALIKE, choices, fastest, fastest_policy, larger_steps, or_with_less_memory, rate, with_fitting_cores
+from so_tui.plan.search import ALIKE, fastest, fastest_policy, larger_steps, or_with_less_memory, with_fitting_cores
 from so_tui.plan.speculation import can_speculate, second_states_bytes
 from so_tui.plan.terms import OUTSIDE_ALLOCATOR, TERM_NAMES, MemoryTerm, TermKind
 from so_tui.plan.types import OptionalMemory, Plan, PlanRow

@@ -9,11 +9,11 @@ from msgspec.structs import replace
 
 from so_tui.model.activations import block_input_bytes
 from so_tui.plan import make_plan, recommend
-from so_tui.plan.alternatives import memory_advice
 from so_tui.plan.facts.choices import InputsOnHost
 from so_tui.plan.facts.remedies import MemoryAdvice
 from so_tui.plan.fit import Target, assess, target_of
 from so_tui.plan.memory import all_terms
+from so_tui.plan.memory_advice import memory_advice
 from so_tui.plan.terms import MemoryTerm, TermKind
 from so_tui.spec import InputError, RunSpec, with_values
 from tests.support.machines import x86

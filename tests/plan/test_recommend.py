@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from so_tui.machine.described import named_machine
 from so_tui.machine.types import Machine
 from so_tui.plan import command_of, make_plan, plans_json, recommend
+from so_tui.plan.choices import choices
 from so_tui.plan.constants import Calibrated, SpeedSource
 from so_tui.plan.facts.cautions import LargerSteps, MoreGpusKeepMargin, PcieOffload
 from so_tui.plan.facts.choices import (
@@ -27,7 +28,6 @@ from so_tui.plan.facts.memory import MemoryNeeded
 from so_tui.plan.fit import assess, in_mode, target_of
 from so_tui.plan.offload_ratio import RATIOS
 from so_tui.plan.resources import resources_of
-from so_tui.plan.search import choices
 from so_tui.plan.types import Plan
 from so_tui.plan.workload import Seen, Workload, path_of, remember
 from so_tui.spec import with_values

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec import Struct
 
-from so_tui.plan.alternatives import less_gpu_memory, less_host_memory
+from so_tui.plan.memory_advice import less_gpu_memory, less_host_memory
 from so_tui.plan.types import NOTHING_KNOWN, GivenMemory
 from so_tui.runs import RunDirectory
 from so_tui.spec import InputError, RunSpec, SoTuiError, first_line

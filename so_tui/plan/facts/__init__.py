@@ -1,5 +1,8 @@
 """What a plan says, as values, a module for each kind: why it fits or not, what would change that, why settings were chosen, what is worth
-knowing. ``messages`` turns them into words, in modules of the same names.
+knowing.
+
+``plan.blockers``, ``verdict``, ``remedies``, ``choices`` and ``cautions`` find them. ``messages`` turns them into words, in modules of the
+same names as here.
 
 Plans of runs that were saved before facts were values hold texts in their place, so consumers accept ``Fact | str``.
 """

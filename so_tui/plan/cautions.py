@@ -1,0 +1,106 @@
+"""What is worth knowing of a plan: what runs others' code, costs time or cannot be foreseen. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import cast
+
+from msgspec.structs import replace
+
+from so_tui.plan.attention import attention_of
+from so_tui.plan.facts.cautions import (
+    BeyondPositions,
+    Caution,
+    ClippingWaits,
+    DeepSpeedNvidiaOnly,
+    FasterAttention,
+    FasterOffload,
+    GpuMemoryUnknown,
+    NeverRun,
+    Note,
+    PackingOff,
+    PcieOffload,
+    RemoteCode,
+    SlowWithoutGpu,
+)
+from so_tui.plan.fit import Assessment, assess, best
+from so_tui.spec.attention import MASKED_BACKENDS
+from so_tui.spec.layers import layer_kinds, mixing_kinds
+from so_tui.spec.sections.offload import Mode
+from so_tui.spec.types import RunSpec
+
+_FOLDERS = ("/", "./", "../", "~")
+"""How the id of a model begins that is a folder."""
+_SLOW_LINK_BYTES_PER_S = 100e9
+_SLOW_ON_CPU = 1_000_000_000
+_NOTICEABLE_ATTENTION = 0.1
+"""Share of a step that a package is worth installing for."""
+_NOTICEABLE = 0.03
+"""Share of a step that a smaller ratio must save to be mentioned."""
+
+
+def cautions(spec: RunSpec, found: Assessment, *, searched: bool = False) -> Iterator[Caution]:
+    """Yield what runs others' code, costs time or cannot be foreseen.
+
+    Args:
+        spec: As the user gave it.
+        found: The spec with its mode decided, assessed.
+        searched: Whether it is the fastest that a search found.
+    """
+    resources, offload = found.target.resources, found.spec.offload
+    if any(gpu.vendor == "amd" for gpu in resources.machine.gpus):
+        yield NeverRun(name=resources.gpu_name)
+        if offload.mode == "superoffload" and offload.engine == "deepspeed":
+            yield DeepSpeedNvidiaOnly()
+    if spec.model.trust_remote_code:
+        in_folder = spec.model.id.startswith(_FOLDERS)
+        yield RemoteCode(model=spec.model.id, revision="" if in_folder else spec.model.revision)
+    if 0 < spec.model.positions < spec.data.sequence_length:
+        yield BeyondPositions(sequence_length=spec.data.sequence_length, positions=spec.model.positions)
+    if offload.mode == "superoffload" and offload.engine == "deepspeed" and spec.train.gradient_clipping > 0:
+        yield _clipping(found)
+    if offload.mode != "gpu" and resources.has_gpu:
+        if not searched:
+            yield from _needless_offload(found)
+        if offload.ratio and resources.speed is not None and resources.speed.d2h_bytes_per_s < _SLOW_LINK_BYTES_PER_S:
+            yield PcieOffload()
+    yield from _faster_attention(found)
+    if resources.gpu_memory_unknown:
+        yield GpuMemoryUnknown()
+    if not resources.has_gpu and found.layout.parameters > _SLOW_ON_CPU:
+        yield SlowWithoutGpu(parameters=found.layout.parameters)
+    if not spec.data.packing and attention_of(found.spec, found.target.profile, resources).backend in MASKED_BACKENDS:
+        useful = found.target.workload.useful_share / found.target.workload.row_share(spec.train.micro_batch)
+        mixing = mixing_kinds(layer_kinds(spec.model.config))
+        yield PackingOff(padding_share=1 - useful if useful < 1 else None, mixing=mixing)
+    yield from (Note(text=note) for note in resources.machine.notes)
+
+
+def _clipping(found: Assessment) -> ClippingWaits:
+    train = replace(found.spec.train, gradient_clipping=0.0)
+    unclipped = assess(replace(found.spec, train=train), found.target)
+    return ClippingWaits(seconds=found.step.total_s - unclipped.step.total_s if found.step and unclipped.step else None)
+
+
+def _faster_attention(found: Assessment) -> Iterator[FasterAttention]:
+    """Yield the fastest attention backend that is not installed, where it would make steps noticeably faster."""
+    chosen = attention_of(found.spec, found.target.profile, found.target.resources)
+    missing = next((passed.backend for passed in chosen.passed_over if passed.obstacle == "not-installed"), None)
+    if missing is None or found.step is None:
+        return
+    model = replace(found.spec.model, attention=missing)
+    other = assess(replace(found.spec, model=model), found.target)
+    if other.step and found.step.total_s - other.step.total_s > _NOTICEABLE_ATTENTION * found.step.total_s:
+        yield FasterAttention(backend=missing, used=chosen.backend, step_s=other.step.total_s, given_step_s=found.step.total_s)
+
+
+def _needless_offload(found: Assessment) -> Iterator[FasterOffload]:
+    """Yield the smaller ratio that fits too, where the CPU does noticeable work for which the GPU has memory."""
+    smaller = best(found.spec, found.target)
+    if found.verdict == "does not fit" or smaller.verdict != "fits" or not smaller.step or not found.step:
+        return
+    if found.step.total_s - smaller.step.total_s > _NOTICEABLE * found.step.total_s:
+        offload = smaller.spec.offload
+        yield FasterOffload(
+            mode=cast(Mode, offload.mode), ratio=offload.ratio, step_s=smaller.step.total_s, given_step_s=found.step.total_s
+        )
