@@ -27,8 +27,8 @@ Role = Literal["supervisor", "runner", "launcher", "rank", "adam", "other"]
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _YOUNG_TICKS = 5 * _TICKS_PER_S
 """A younger process may still change its command line (fork, numactl, exec), so its role is determined again."""
-
-
+_TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)
+"""Exit codes of what SIGTERM ended; a rank obeys it by leaving with the second."""
 _WORKER_SCRIPTS = ("/superoffload/worker.py", "/so_tui_trainer/offload/worker.py")
 """The second is the path in earlier versions: a run that they started may live through an upgrade."""
 
@@ -210,14 +210,16 @@ class FirstLoss:
         """The exit code of the first loss (below 0 for a signal), if it could be observed."""
         return self._tree.exit_code(self.process) if self.process else None
 
-    def _rank_of_cause(self, process: Process) -> tuple[int, bool]:
+    def _rank_of_cause(self, process: Process) -> tuple[int, bool, bool]:
         """Sort what one scan found gone, the cause before its consequences.
 
         The launcher's death ends its ranks (parent-death signal) faster than we scan. A rank that was killed ends the ranks that waited for
-        it, which leave by themselves.
+        it, which leave by themselves. Once any rank has failed, the launcher terminates the others, which a busy host shows at the same
+        time.
         """
         code = self._tree.exit_code(process)
-        return ("launcher", "runner", "rank").index(process.role), code is None or code >= 0
+        killed = code is not None and code < 0
+        return ("launcher", "runner", "rank").index(process.role), code in _TERMINATED, not killed
 
 
 def become_subreaper() -> None:

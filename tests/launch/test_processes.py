@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import pytest
@@ -16,7 +17,7 @@ import pytest
 from so_tui.launch import processes
 from so_tui.launch.environment import RUN_ID_MARKER, RUN_MARKER
 from so_tui.launch.marker import markers
-from so_tui.launch.processes import OwnProcesses, ProcessTree, role_of, send
+from so_tui.launch.processes import FirstLoss, OwnProcesses, ProcessTree, role_of, send
 from so_tui.runs import RunDirectory
 from so_tui.runs.manifest import new_manifest, write_manifest
 from so_tui.runs.process_stat import read_stat
@@ -109,3 +110,34 @@ def test_a_signal_that_the_kernel_refuses_is_reported_after_the_others_got_their
         finally:
             first.kill()
             second.kill()
+
+
+class Lost:
+    """A tree of which one scan found all ranks gone, with these exit codes by rank."""
+
+    alive: tuple[Process, ...] = ()
+
+    def __init__(self, codes: dict[int, int | None]) -> None:
+        self.gone = tuple(Process(pid=100 + rank, start_time=1, role="rank", rank=rank) for rank in codes)
+        self._codes = {100 + rank: code for rank, code in codes.items()}
+
+    def exit_code(self, process: Process) -> int | None:
+        return self._codes[process.pid]
+
+
+@pytest.mark.parametrize(
+    ("codes", "cause"),
+    [
+        ({0: -signal.SIGTERM, 1: 1}, 1),  # the launcher ends the others once a rank has failed
+        ({0: 128 + signal.SIGTERM, 1: 1}, 1),
+        ({0: -signal.SIGTERM, 1: -signal.SIGSEGV}, 1),
+        ({0: 1, 1: -signal.SIGKILL}, 1),  # the others fail because they wait for it
+        ({0: -signal.SIGTERM, 1: None}, 1),
+        ({0: None, 1: 128 + signal.SIGTERM}, 0),
+    ],
+)
+def test_of_ranks_that_one_scan_found_gone_the_cause_is_not_one_that_the_launcher_ended(codes: dict[int, int | None], cause: int) -> None:
+    first = FirstLoss(cast(ProcessTree, Lost(codes)))
+    first.update({100, 101}, ending=False)
+    assert first.process is not None
+    assert first.process.rank == cause
