@@ -35,6 +35,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(len(os.sched_getaffinity(0)) 
 SECONDS = 2.5
 """How long each cause lasts at least."""
 LEAST_STEPS = 3
+BY_OTHERS = frozenset(("foreign-load", "copies", "adam"))
+"""What processes of others can slow down: they take the cores' time, and the memory's."""
 SLOW_LOADER = """
 import queue, threading, time
 from pathlib import Path
@@ -88,9 +90,9 @@ class Watched:
         # The first step, and the first sample, began before.
         return measured_of(self._steps[steps + 1 :], [*self._samples[samples + 1 :], placed], self._machine, self._binding)
 
-    def wait_for_a_step(self, happened: Callable[[StepRecord], bool]) -> None:
+    def wait_for_a_step(self, happened: Callable[[StepRecord], bool], *, timeout_s: float) -> None:
         """Wait for a step of which something is true."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + timeout_s
         while not (self._steps and happened(self._steps[-1])):
             assert time.monotonic() < deadline, read_state(self.run)
             time.sleep(0.1)
@@ -187,15 +189,19 @@ def test_busy_loops_on_its_cores(watched: Watched) -> None:
 
 
 def test_a_slow_loader(watched: Watched) -> None:
-    delay_s = min(3.0, max(0.3, 10 * watched.planned.compute_s))
+    delay_s = max(0.3, 10 * watched.planned.compute_s)
     watched.delay.write_text(str(delay_s))
     try:
-        watched.wait_for_a_step(lambda step: step.data_s > delay_s / 2)  # batches that were prepared before come first
-        first = watched.causes()[0]
+        # Batches that were prepared before come first.
+        watched.wait_for_a_step(lambda step: step.data_s > delay_s / 2, timeout_s=60 + 10 * delay_s)
+        causes = watched.causes()
     finally:
         watched.delay.unlink()
-    assert first.code == "data"
-    assert first.measured > delay_s / 2
+    # Where other processes use its cores, that is named first, with what follows from it.
+    by_others = BY_OTHERS if "foreign-load" in {cause.code for cause in causes} else frozenset()
+    own = [cause for cause in causes if cause.code not in by_others]
+    assert [cause.code for cause in own[:1]] == ["data"]
+    assert own[0].measured > delay_s / 2
 
 
 def test_niced_workers(watched: Watched) -> None:
