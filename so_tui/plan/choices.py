@@ -13,7 +13,6 @@ from so_tui.plan.facts.choices import (
     AdamCoresChosen,
     AllOnGpu,
     CheckpointingChosen,
-    Choice,
     FasterRatio,
     LeastGpuMemory,
     MicroBatchChosen,
@@ -21,6 +20,7 @@ from so_tui.plan.facts.choices import (
     NextBest,
     NoNextBest,
     NothingOffloaded,
+    Recommended,
     SequencesShared,
     SmallestRatio,
     SpeedUnknown,
@@ -31,7 +31,7 @@ from so_tui.spec.sections.offload import Mode
 from so_tui.spec.types import RunSpec
 
 
-def choices(given: RunSpec, chosen: Assessment, tried: Sequence[Assessment]) -> Iterator[Choice]:
+def choices(given: RunSpec, chosen: Assessment, tried: Sequence[Assessment]) -> Iterator[Recommended]:
     """Yield why the recommended settings were chosen, and the next best with its price.
 
     Args:
@@ -76,7 +76,7 @@ def _larger_ratio(chosen: Assessment, smallest: Assessment) -> FasterRatio | Non
     return FasterRatio(ratio=ratio, step_s=chosen.step.total_s, smallest_ratio=least, smallest_step_s=smallest.step.total_s)
 
 
-def _offload_choice(given: RunSpec, chosen: Assessment) -> Choice:
+def _offload_choice(given: RunSpec, chosen: Assessment) -> Recommended:
     ratio, given_ratio = chosen.spec.offload.ratio, given.offload.ratio
     if chosen.spec.offload.mode == "gpu":
         return AllOnGpu()

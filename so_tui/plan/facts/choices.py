@@ -205,11 +205,8 @@ class NoNextBest(CodedFact, frozen=True):
     """Whether the chosen settings leave the margin."""
 
 
-Choice = (
-    AutoMode
-    | AutoCheckpointing
-    | TokensReached
-    | ModeWithoutGpu
+Recommended = (
+    ModeWithoutGpu
     | AllOnGpu
     | NothingOffloaded
     | LeastGpuMemory
@@ -218,16 +215,24 @@ Choice = (
     | CheckpointingChosen
     | MicroBatchChosen
     | AdamCoresChosen
+    | SequencesShared
+    | SpeedUnknown
+    | NextBest
+    | NoNextBest
+)
+"""What a search chose, for a recommendation."""
+Settled = (
+    AutoMode
+    | AutoCheckpointing
+    | TokensReached
     | OneMemory
     | StepsEarly
     | SavesBehind
     | MlpTiled
     | InputsOnHost
-    | SequencesShared
     | AttentionFallsBack
     | AcrossHosts
     | CheckpointInterval
-    | SpeedUnknown
-    | NextBest
-    | NoNextBest
 )
+"""What became of what any spec leaves open, and what follows from it."""
+Choice = Recommended | Settled

@@ -9,6 +9,7 @@ from so_tui.spec.attention import MASKED_BACKENDS
 
 
 def blocker_text(fact: blockers.Blocker) -> str:
+    """Return why a run can never start here, with what to change."""
     match fact:
         case blockers.AmdGpu():
             return f"GPU {fact.gpu} ({fact.name}) is an AMD GPU, and of these so-tui plans for MI300A only. Use a machine with NVIDIA GPUs"

@@ -13,6 +13,7 @@ _COMMIT = re.compile("[0-9a-f]{40}")
 
 
 def caution_text(fact: cautions.Caution) -> str:
+    """Return what is worth knowing, with a remedy where there is one."""
     match fact:
         case cautions.NeverRun():
             known = "speeds follow from publications, and memory from runs on NVIDIA GPUs"

@@ -26,6 +26,11 @@ _RECOMPUTES: dict[Policy, str] = {
 
 
 def choice_text(fact: choices.Choice) -> str:
+    """Return why a setting was chosen."""
+    return _recommended(fact) if isinstance(fact, choices.Recommended) else _settled(fact)
+
+
+def _settled(fact: choices.Settled) -> str:
     match fact:
         case choices.AutoMode():
             return _auto_mode(fact)
@@ -47,8 +52,6 @@ def choice_text(fact: choices.Choice) -> str:
             copies = f"copies take {memory_size(fact.bytes)} a rank" if fact.bytes else "second states hold the copies"
             much = "the states" if fact.share == 1 else f"{fact.share:.0%} of the states"
             return f"checkpoints: {much} are written while training goes on; {copies}{rest}"
-        case choices.SequencesShared():
-            return f"{fact.ranks} ranks share each sequence: with train.sequence_parallel = {fact.given} it would not fit"
         case choices.MlpTiled():
             return f"feed-forward blocks compute {thousands(fact.tile_tokens)} tokens at a time"
         case choices.InputsOnHost():
@@ -62,6 +65,13 @@ def choice_text(fact: choices.Choice) -> str:
         case choices.TokensReached():
             each = f"{thousands(fact.tokens)}, {thousands(fact.tokens_per_pass)} in each micro-batch of all ranks"
             return f"accumulation {fact.accumulation} comes nearest to {thousands(fact.target)} tokens a step: {each}"
+    assert_never(fact)
+
+
+def _recommended(fact: choices.Recommended) -> str:
+    match fact:
+        case choices.SequencesShared():
+            return f"{fact.ranks} ranks share each sequence: with train.sequence_parallel = {fact.given} it would not fit"
         case choices.ModeWithoutGpu(mode="superoffload"):
             return "superoffload: on a machine without GPUs the optimizer runs beside the model, on cores of its own"
         case choices.ModeWithoutGpu():

@@ -10,6 +10,7 @@ from so_tui.units import memory_size
 
 
 def need_text(fact: Need) -> str:
+    """Return where memory is short, or what a plan that may run needs."""
     return shortage_text(fact) if isinstance(fact, Shortage) else _memory_needed(fact)
 
 

@@ -10,6 +10,7 @@ from so_tui.units import memory_size
 
 
 def remedy_text(fact: remedies.Remedy) -> str:
+    """Return what would fit: settings, GPUs, other hosts."""
     match fact:
         case remedies.FitsHere():
             return " with ".join(f"{change.key} = {_setting(change)}" for change in fact.changes) + " fits here"
@@ -40,6 +41,7 @@ def _with_micro_batch(micro_batch: int | None) -> str:
 
 
 def advice_text(fact: remedies.MemoryAdvice) -> str:
+    """Return what would need less memory after it ran out."""
     if not fact.savings:
         return "Use more GPUs, or a machine with more memory; `so-tui plan` shows what is needed"
     where = "on each GPU" if fact.pool == "gpu" else "of host memory a rank"
