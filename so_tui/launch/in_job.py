@@ -63,20 +63,20 @@ def supervise_in_job(run: RunDirectory, attempt: int, token: str | None) -> int:
     if submission is None or token is None:
         message, remedy = "was not submitted with this job", "Start runs with `so-tui run`."
         raise InputError([Problem(code="not-submitted", field="--attempt", value=str(attempt), message=message, remedy=remedy)])
-    nodes = nodes_of_job(os.environ)
-    if not nodes.first:
-        admission.refuse_wrong_token(run, attempt, token)
-        os.umask(umask_of(run.path))
-        if again := restarts(os.environ):
-            attempt = told_attempt(run, attempt, again)
-            submission = read_submission(run, attempt) or submission
-        return _supervise_node(run, attempt, submission, nodes)
+    admission.refuse_wrong_token(run, attempt, token)
     os.umask(umask_of(run.path))
+    nodes = nodes_of_job(os.environ)
     machine = with_measured_network(submission.cluster, submission.partition, inspect_machine())
     if again := restarts(os.environ):
-        admission.refuse_wrong_token(run, attempt, token)
-        attempt = attempt_of_restart(run, attempt, token, machine, again)
+        attempt = attempt_of_restart(run, attempt, token, machine, again) if nodes.first else told_attempt(run, attempt, again)
         submission = read_submission(run, attempt) or submission
+    if nodes.first:
+        return _supervise_run(run, attempt, token, submission, machine, nodes)
+    return _supervise_node(run, attempt, submission, machine, nodes)
+
+
+def _supervise_run(run: RunDirectory, attempt: int, token: str, submission: Submission, machine: Machine, nodes: Nodes) -> int:
+    """Plan the attempt for the first node, supervise the run, and have it continued. Return the run's exit code."""
     before = read_state(run)
     admission.refuse_start(run, attempt, before, token)
     remember(submission.cluster, submission.partition, machine)
@@ -89,16 +89,20 @@ def supervise_in_job(run: RunDirectory, attempt: int, token: str | None) -> int:
     code = supervise(run, attempt, token, nodes)
     if (rate := read_network_rate(run, attempt)) is not None:
         keep_network(submission.cluster, submission.partition, machine, rate, len(launch.plan.binding))
-    if not submitted.spec.slurm.continues:
-        return code
-    if needs_successor(run, before, start_over=submitted.start_over):
-        if requeues(submitted.spec, load_site(submission.site)):
-            put_back(run)
-        else:
-            _submit_successor(run, machine)
-    elif lost_a_node(run, before, start_over=submitted.start_over) and requeues(submitted.spec, load_site(submission.site)):
-        put_back(run)
+    if submitted.spec.slurm.continues:
+        _continue(run, before, submitted, submission.site, machine)
     return code
+
+
+def _continue(run: RunDirectory, before: RunState, submitted: Launch, site: str, machine: Machine) -> None:
+    """Have this job start again, or another one follow, where the job's end or a lost node ended the run."""
+    warned = needs_successor(run, before, start_over=submitted.start_over)
+    if not warned and not lost_a_node(run, before, start_over=submitted.start_over):
+        return
+    if requeues(submitted.spec, load_site(site)):
+        put_back(run)
+    elif warned:
+        _submit_successor(run, machine)
 
 
 def planned_here(submitted: Launch, machine: Machine, node: int = 0) -> Launch:
@@ -142,10 +146,9 @@ def _saved_more(state: RunState, before: RunState, *, start_over: bool) -> bool:
     return (state.saved_step or 0) > (0 if start_over else before.saved_step or 0)
 
 
-def _supervise_node(run: RunDirectory, attempt: int, submission: Submission, nodes: Nodes) -> int:
+def _supervise_node(run: RunDirectory, attempt: int, submission: Submission, machine: Machine, nodes: Nodes) -> int:
     """Plan the attempt for another node than the first, and supervise it there. Return 0 if it did not fail here."""
     submitted = read_launch(run, attempt, submission.planned_for)
-    machine = with_measured_network(submission.cluster, submission.partition, inspect_machine())
     try:
         launch = planned_here(submitted, machine, nodes.node)
     except SoTuiError as error:
