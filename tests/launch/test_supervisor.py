@@ -25,7 +25,7 @@ from so_tui.runs.outcome import OutcomeCode
 from so_tui.runs.records import RunState
 from so_tui.runs.state import write_spec
 from so_tui.spec import InputError, SoTuiError, with_values
-from tests.support.fake_runs import Runs, ended, kill, process_of, wait_for
+from tests.support.fake_runs import Runs, ended, kill, process_of, wait_for, wait_for_end_of
 
 pytestmark = pytest.mark.slow
 
@@ -203,7 +203,7 @@ def test_training_outlives_its_supervisor_and_another_takes_over(runs: Runs) -> 
     run, before = runs.training()
     assert before.supervisor is not None
     kill(before.supervisor)
-    time.sleep(1)
+    wait_for_end_of(before.supervisor)
     ranks = [process for process in before.processes if process.role == "rank"]
     assert all(alive(process) for process in ranks)
     assert ensure_supervised(run)
@@ -223,7 +223,7 @@ def test_a_takeover_tells_a_later_death(runs: Runs) -> None:
     run, before = runs.training()
     assert before.supervisor is not None
     kill(before.supervisor)
-    time.sleep(0.5)
+    wait_for_end_of(before.supervisor)
     ensure_supervised(run)
     # It must have seen the launcher alive.
     wait_for(run, lambda state: state.supervisor != before.supervisor and state.heartbeat > before.heartbeat + 1)
@@ -246,10 +246,7 @@ def test_a_run_whose_folder_is_deleted_ends(runs: Runs) -> None:
     _, complaint = watching.communicate(timeout=WITHIN_S)
     assert (watching.returncode, "has been deleted" in complaint) == (1, True)
     assert before.supervisor is not None
-    deadline = time.monotonic() + WITHIN_S
-    while any(alive(process) for process in (before.supervisor, *before.processes)):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    wait_for_end_of(before.supervisor, *before.processes, timeout_s=WITHIN_S)
     assert not list(run.path.iterdir())
 
 
@@ -260,7 +257,7 @@ def test_everything_killed_at_once_is_lost(runs: Runs, machine: Machine) -> None
     for process in (before.supervisor, *before.processes):
         kill(process)
     killed = time.time()
-    time.sleep(0.5)
+    wait_for_end_of(before.supervisor, *before.processes)
     assert not ensure_supervised(run), "nothing lives that a supervisor could attach to"
     last = state_with_truth(run)
     assert (last.state, last.exit_code, last.code) == ("lost", 1, OutcomeCode.UNOBSERVED)
@@ -280,9 +277,7 @@ def test_an_end_nobody_watched_is_still_the_trainers(runs: Runs, monkeypatch: py
     run, before = runs.training()
     assert before.supervisor is not None
     kill(before.supervisor)
-    deadline = time.monotonic() + 30
-    while any(alive(process) for process in before.processes) and time.monotonic() < deadline:
-        time.sleep(0.2)
+    wait_for_end_of(*before.processes)
     assert not ensure_supervised(run)
     last = state_with_truth(run)
     assert (last.state, last.step, last.saved_step, last.exit_code, last.code) == ("finished", 40, 40, 0, OutcomeCode.FINISHED)

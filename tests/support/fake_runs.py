@@ -116,6 +116,14 @@ def wait_for(run: RunDirectory, until: Until, *, timeout_s: float = 60.0, of_att
     return state
 
 
+def wait_for_end_of(*processes: Process, timeout_s: float = 30.0) -> None:
+    """Return when none of these processes lives any more; fail after the timeout."""
+    deadline = time.monotonic() + timeout_s
+    while living := [process for process in processes if alive(process)]:
+        assert time.monotonic() < deadline, living
+        time.sleep(0.05)
+
+
 def _state_and_logs(run: RunDirectory, state: RunState) -> str:
     logs = [path.read_text(errors="replace")[-3000:] for path in sorted(run.attempts_dir.glob("*/*.log"))]
     return "\n".join([repr(state), *logs])
