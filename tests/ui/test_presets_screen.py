@@ -15,7 +15,9 @@ from so_tui.spec import Catalog, RunSpec, load_catalog
 from so_tui.ui import messages
 from so_tui.ui.screens.dialogs import Question
 from so_tui.ui.screens.other_machine import MachineSuggester
-from tests.support.make_run import quad_machine
+from so_tui.ui.screens.presets import PresetsScreen
+from so_tui.ui.screens.runs import RunsScreen
+from tests.support.make_run import quad_machine, write_run
 from tests.support.planning import CPU_ONLY
 from tests.support.screen import SIZES, opened
 
@@ -168,6 +170,20 @@ async def test_plans_of_another_machine_are_not_shown_under_the_name_of_this_one
         ui.app.plan_for(quad_machine(), "quad.json")
         await ui.until(lambda: "4 GPUs" in ui.text())
         assert rows == [0]
+
+
+@pytest.mark.parametrize("page", ["1", "4"])
+async def test_tables_that_are_drawn_before_they_are_measured_are_whole(runs_dir: Path, page: str) -> None:
+    run = write_run(runs_dir, steps=2, seconds_of_samples=2, name="a-run-with-a-name")
+    async with opened(runs_dir, open_run=run) as ui:
+        await ui.press(page)
+        screen = ui.screen
+        assert isinstance(screen, PresetsScreen | RunsScreen)
+        await ui.until(lambda: screen.table.row_count and ui.app.runs)
+        screen._fill()
+        ui.text()
+        await ui.pilot.pause()
+        assert ("Qwen3 14B" if page == "1" else "a-run-with-a-name") in ui.lines()[screen.table.region.y + (3 if page == "1" else 1)]
 
 
 async def test_the_cursor_stays_on_its_plan_when_the_terminal_gets_wider(runs_dir: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 from syrupy.assertion import SnapshotAssertion
 from syrupy.extensions.single_file import SingleFileSnapshotExtension, WriteMode
+from textual.widgets import DataTable
 
 from so_tui.machine.types import Machine
 from so_tui.runs import RunDirectory
@@ -155,6 +156,8 @@ def complete(ui: Driver) -> bool:
     app = ui.app
     if app.findings is None or app.starting or any(worker.is_running and worker.name not in STANDING for worker in app.workers):
         return False
+    if ui.screen._layout_required or any(table._require_update_dimensions for table in app.screen_stack[0].query(DataTable)):
+        return False  # until then, columns have the widths of their titles
     if isinstance(ui.screen, ChatScreen):
         return ui.screen._loaded is not None and not ui.screen._waiting
     match app.screen_stack[0]:
@@ -184,12 +187,15 @@ async def at_rest(ui: Driver) -> None:
     if isinstance(page, DashboardScreen) and page.run_shown is not None and page.is_current:
         await polled(ui, page)  # may have begun before the last key or size
         await polled(ui, page)
-    await ui.until(lambda: complete(ui))
-    for screen in ui.app.screen_stack[:-1]:  # Textual lays out what is under a dialog only if it happens to be in time
-        while screen._layout_required:
-            screen._layout_required = False
-            screen._refresh_layout()
-            await ui.pilot.pause()
+    drawn = False
+    while not drawn:
+        await ui.until(lambda: complete(ui))
+        for screen in ui.app.screen_stack[:-1]:  # Textual lays out what is under a dialog only if it happens to be in time
+            while screen._layout_required:
+                screen._layout_required = False
+                screen._refresh_layout()
+                await ui.pilot.pause()
+        drawn = complete(ui)  # nothing came while the screen was drawn
 
 
 async def go_to(ui: Driver, picture: Picture) -> None:

@@ -21,6 +21,7 @@ from so_tui.ui.screens.save_preset import ask_to_delete, is_own
 from so_tui.ui.text import Content, count, plural, rate, shorten
 from so_tui.ui.widgets import plan_view
 from so_tui.ui.widgets.find_field import FindField
+from so_tui.ui.widgets.fitted_table import FittedTable
 from so_tui.ui.widgets.plan_view import SIGNS, STYLES
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class TableReady(Message):
         super().__init__()
 
 
-class PresetTable(DataTable[Text]):
+class PresetTable(FittedTable):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "select_cursor", "Configure", id="open", tooltip="Change its settings before it runs")
     ]
@@ -201,14 +202,12 @@ class PresetsScreen(Page):
         at = table.cursor_coordinate
         gpus_column = at.column - self._fixed
         preset = self._preset_at(at.row)
-        table.clear(columns=True)
         noun = "GPU" if self.app.machine and self.app.machine.gpus else "rank"
         wide, spacious = self.size.width >= 112, self.size.width >= 132
-        for title in ("model", "size", *(["tokens"] if spacious else [])):
-            table.add_column(title)
-        self._fixed = len(table.columns)
-        for ranks in self.counts:
-            table.add_column("    " + plural(ranks, noun), width=22 if wide else 14)
+        fixed_titles = ("model", "size", *(["tokens"] if spacious else []))
+        self._fixed = len(fixed_titles)
+        counts = ["    " + plural(ranks, noun) for ranks in self.counts]
+        rows = []
         for row in self._shown_rows():
             size = count(row.parameters, 1)
             if row.active_parameters < row.parameters:
@@ -216,7 +215,8 @@ class PresetsScreen(Page):
             fixed = [Text(shorten(row.title, 36 if spacious else 24 if wide else 16)), Text(size, style=self._colour("$faint"))]
             if spacious:
                 fixed.append(Text(str(row.sequence_length), justify="right"))
-            table.add_row(*fixed, *(self._cell(row.cells.get(ranks), wide) for ranks in self.counts), key=row.preset)
+            rows.append((row.preset, [*fixed, *(self._cell(row.cells.get(ranks), wide) for ranks in self.counts)]))
+        table.fill([*fixed_titles, *counts], rows, dict.fromkeys(counts, 22 if wide else 14))
         column = self._fixed + gpus_column if gpus_column >= 0 else at.column
         table.move_cursor(row=table.get_row_index(preset) if preset in table.rows else at.row, column=column)
 

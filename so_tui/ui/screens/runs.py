@@ -29,6 +29,7 @@ from so_tui.ui.runlist import RunRow
 from so_tui.ui.screens import run_actions, run_records
 from so_tui.ui.text import Content, shorten
 from so_tui.ui.widgets.find_field import FindField
+from so_tui.ui.widgets.fitted_table import FittedTable
 from so_tui.ui.widgets.grip import Divider
 
 EMPTY = (
@@ -56,7 +57,7 @@ class CurvesRead(Message):
         super().__init__()
 
 
-class RunTable(DataTable[Text]):
+class RunTable(FittedTable):
     BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "select_cursor", "Open", id="open", tooltip="Show this run on the dashboard")]
 
 
@@ -194,18 +195,16 @@ class RunsScreen(ResizablePage):
         self.query_one("#empty").display = not self.app.runs
         self.query_one("#parts").display = bool(self.app.runs)
         table = self.table
-        table.clear(columns=True)
         colours = self.app.theme_variables
         cells = [cells_of(row, self._curves.get(row.run), colours, marked=row.run in self._marked) for row in self._rows]
         columns = with_room(cells, self.size.width - BESIDE - self._beside, table.cell_padding, kept=SORTED_COLUMNS.get(order.sort, ""))
-        for name in columns:
-            table.add_column(name.strip())
         before = ""
         for row, own in zip(self._rows, cells, strict=True):
             if order.group != "none" and (name := text_of(row, order.group)) != before:
                 before = name
                 own["name"] = Text.assemble((f"{shorten(name, 20)} ", colours["accent"]), own["name"])
-            table.add_row(*(own[name] for name in columns), key=str(row.run.path))
+        rows = [(str(row.run.path), [own[name] for name in columns]) for row, own in zip(self._rows, cells, strict=True)]
+        table.fill([name.strip() for name in columns], rows)
         positions = [index for index, row in enumerate(self._rows) if row.run == chosen]
         table.move_cursor(row=positions[0] if positions else 0)
         self._preview()
