@@ -18,6 +18,7 @@ from transformers import AutoConfig, PreTrainedModel
 from so_tui.model.activations import stored_bytes
 from so_tui.model.architecture import architecture
 from so_tui_trainer.data.batches import Batches
+from so_tui_trainer.failures import TrainingError
 from so_tui_trainer.model import kernels, recompute, tiles
 from so_tui_trainer.model.build import TrainedModel, disable_dropout
 from so_tui_trainer.model.host_inputs import HostInputs
@@ -93,6 +94,19 @@ def test_inputs_in_host_memory_change_no_bit(policy: recompute.Policy, model_typ
     assert found == expected
     for name, gradient in gradients.items():
         assert torch.equal(ours[name], gradient), name
+
+
+def test_a_layer_that_runs_twice_in_a_pass_is_refused_where_its_inputs_would_be_in_host_memory() -> None:
+    """There is memory for one input of each layer."""
+    causal = model_of("full", "qwen3", offloaded=True)
+    layers: Any = causal.model.layers
+    layers.append(layers[0])
+    causal.config.num_hidden_layers += 1
+    causal.config.layer_types = ["full_attention"] * len(layers)
+    with pytest.raises(TrainingError) as refused:
+        forward(causal)
+    assert refused.value.code == "layer-inputs-unforeseen"
+    assert "activation_offload" in refused.value.suggestion
 
 
 @pytest.mark.gpu

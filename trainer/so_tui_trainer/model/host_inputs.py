@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from so_tui_trainer.failures import TrainingError
 from superoffload.shared_states import pin, prefer_huge_pages, unpin
 
 Checkpoint = Callable[..., Any]
@@ -61,7 +62,11 @@ class HostInputs:
         """Oldest first. Backward takes the newest."""
 
     def checkpoint(self, checkpoint: Checkpoint, layer: Callable[..., Any], inputs: Tensor, *others: Any) -> Any:
-        """Run a layer by torch's ``checkpoint``, with its input kept here."""
+        """Run a layer by torch's ``checkpoint``, with its input kept here.
+
+        Raises:
+            TrainingError: There is no room, since layers run more often in a pass than there are layers (``layer-inputs-unforeseen``).
+        """
         if not torch.is_grad_enabled():
             return layer(inputs, *others)
         kept, first = self._keep(inputs), [inputs]
@@ -75,6 +80,10 @@ class HostInputs:
     def _keep(self, inputs: Tensor) -> _Kept:
         if self._kept:
             self._let_go(self._kept[-1])
+        if not self._free:
+            reason = f"more than {len(self._kept)} inputs of layers are to be kept in host memory, one of each layer is planned"
+            suggestion = "A layer runs several times in a pass, or a pass had no backward. Set model.activation_offload to off."
+            raise TrainingError("layer-inputs-unforeseen", reason, suggestion)
         slot = self._free.pop()
         host = self._slots[slot, : inputs.nbytes].view(inputs.dtype).view(inputs.shape)
         kept = _Kept(slot, host, inputs.detach(), None)
