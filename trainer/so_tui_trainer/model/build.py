@@ -142,6 +142,7 @@ def _given_config(model: ModelSpec) -> PretrainedConfig:
         found: PretrainedConfig = AutoConfig.from_pretrained(
             resolve_source(model.id), revision=model.revision, trust_remote_code=model.trust_remote_code
         )
+        found = language_part(found)
         if hasattr(found, "quantization_config"):
             del found.quantization_config
         return found
@@ -153,6 +154,20 @@ def _given_config(model: ModelSpec) -> PretrainedConfig:
         message = f"cannot be read ({first_line(error)})"
         remedy = "Check the name and the network, log in with `hf auth login` if it is gated, or download it first with `so-tui fetch`."
         raise InputError([_problem("model-config-unreadable", model, message, remedy)]) from error
+
+
+def language_part(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the configuration of a multimodal model's language part, if transformers has a model for that alone; else the same one."""
+    from transformers import AutoModelForCausalLM
+
+    text = config.get_text_config()
+    if text is config or config.is_encoder_decoder or type(text) not in AutoModelForCausalLM._model_mapping:
+        return config
+    # Mistral 3 says of the whole, by default, that its head is its embedding; a head that is stored must not be lost.
+    text.tie_word_embeddings = bool(text.tie_word_embeddings and config.tie_word_embeddings)
+    if getattr(config, "quantization_config", None) is not None:
+        text.quantization_config = config.quantization_config
+    return text
 
 
 def build(

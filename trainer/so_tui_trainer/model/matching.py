@@ -75,7 +75,7 @@ def match(model: PreTrainedModel, index: Mapping[str, Stored]) -> Match:
         index: The stored tensors.
     """
     wanted: dict[str, Tensor] = model.state_dict()
-    groups, unexpected = _grouped(model, wanted, index)
+    groups, unexpected = _grouped(model, wanted, _of_language(wanted, index))
     conversions: list[Conversion] = []
     mismatched: dict[str, str] = {}
     for target, converter, sources in groups:
@@ -146,10 +146,28 @@ def largest_conversion_bytes(found: Match, index: Mapping[str, Stored]) -> int:
     return max(sizes, default=0)
 
 
+def _of_language(wanted: Iterable[str], names: Iterable[str]) -> dict[str, str]:
+    """Return by name each stored tensor's own name; those of a multimodal model by their name in its language part, without the others."""
+    stored, own = list(names), list(wanted)
+    for prefix, replacement in _LANGUAGE_PARTS:
+        if any(name.startswith(prefix) for name in stored) and not any(name.startswith(prefix) for name in own):
+            inside = {replacement + name.removeprefix(prefix): name for name in stored if name.startswith(prefix)}
+            return inside | {name: name for name in stored if name.startswith("lm_head.")}
+    return {name: name for name in stored}
+
+
+_LANGUAGE_PARTS = (("model.language_model.", "model."), ("language_model.", ""))
+"""How names in the language part begin in a checkpoint of a multimodal model, and in that part's own; of the two ways that
+transformers has written them."""
+
+
 def _grouped(
-    model: PreTrainedModel, wanted: Mapping[str, Tensor], names: Iterable[str]
+    model: PreTrainedModel, wanted: Mapping[str, Tensor], names: Mapping[str, str]
 ) -> tuple[list[tuple[str, Any, list[tuple[str, str]]]], list[str]]:
-    """Return the stored tensors that make each target, with its converter; also those that the model does not have."""
+    """Return the stored tensors that make each target, with its converter; also those that the model does not have.
+
+    ``names``: each stored tensor's own name, by the name that the model's conversions know.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -165,9 +183,9 @@ def _grouped(
             target, pattern = name, None
         if target in wanted:
             number = None if pattern is None else numbers[pattern]
-            groups.setdefault((target, number), []).append((pattern or name, name))
+            groups.setdefault((target, number), []).append((pattern or name, names[name]))
         else:
-            unexpected.append(name)
+            unexpected.append(names[name])
     joined = [(target, None if number is None else converters[number], sources) for (target, number), sources in groups.items()]
     return joined, unexpected
 

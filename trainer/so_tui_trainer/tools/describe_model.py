@@ -72,12 +72,16 @@ def describe(request: Answer) -> Iterator[Answer]:
     )
     _check_hub(asked)
     # Imported late: torch and transformers take seconds.
+    from so_tui_trainer.model.build import language_part
     from so_tui_trainer.model.matching import meta_model
     from so_tui_trainer.tools.presets import blocks_of, ordered_tensors
 
-    config = _read_config(asked)
+    whole = _read_config(asked)
+    config = language_part(whole)
     _refuse_other_kinds(asked, config)
     notes = _notes(asked, config)
+    if config is not whole:
+        notes.append(f"it is multimodal ({whole.model_type}): its language part is trained and exported, as a {config.model_type}")
     for key in _QUANTISED:
         if getattr(config, key, None) is not None:
             delattr(config, key)
@@ -226,11 +230,13 @@ def _refuse_other_kinds(model: ModelSpec, config: PretrainedConfig) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     remedy = "Choose a model for text generation (a causal language model)."
+    text = config.get_text_config()
     classes = tuple(config.architectures or ())
     if getattr(config, "is_encoder_decoder", False):
         _refuse("model-not-causal", model, "is an encoder-decoder, not a causal language model", remedy)
-    if config.get_text_config() is not config:
-        _refuse("model-multimodal", model, "is a multimodal model; so-tui trains text models", remedy)
+    if text is not config:
+        message = f"is a multimodal model, and transformers has no model for its language part alone ({text.model_type})"
+        _refuse("model-multimodal", model, message, remedy)
     if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
         message = f"is an encoder ({classes[0] if classes else config.model_type}), not a causal language model"
         _refuse("model-not-causal", model, message, remedy)

@@ -25,7 +25,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from so_tui.spec import InputError, ModelSpec, ParameterBlock, Problem, Tensor, decays, find_preset, resolve_source
 from so_tui.spec.sections.parameters import TensorKind
 from so_tui.spec.table import MARKER, table_text
-from so_tui_trainer.model.build import config_of
+from so_tui_trainer.model.build import config_of, language_part
 from so_tui_trainer.model.matching import meta_model
 from so_tui_trainer.tools.describe_model import planned_shape, shape_of
 
@@ -44,7 +44,7 @@ def model_config(model: ModelSpec) -> PretrainedConfig:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             resolve_source(model.id), revision=model.revision, trust_remote_code=model.trust_remote_code
         )
-        return config
+        return language_part(config)
     return config_of(model.config)
 
 
