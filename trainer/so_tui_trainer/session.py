@@ -22,10 +22,9 @@ import transformers.masking_utils  # noqa: F401 -- imports torch's compiler, whi
 import superoffload.api
 from so_tui.model.flops import peak_flops
 from so_tui.plan.types import Plan
-from so_tui.runs import MetricsWriter, RunDirectory, read_state
+from so_tui.runs import MetricsWriter, RunDirectory
 from so_tui.runs import control as run_control
-from so_tui.runs.checkpoints import checkpoints_folder, missing_checkpoints
-from so_tui.runs.manifest import run_id
+from so_tui.runs.checkpoints import checkpoints_folder
 from so_tui.runs.records import (
     BindingRecord,
     EndRecord,
@@ -37,7 +36,7 @@ from so_tui.runs.records import (
 )
 from so_tui.spec import RunSpec
 from so_tui.units import memory_size
-from so_tui_trainer import binding, checkpoint, collection, failures, network_rate, signals, training_data
+from so_tui_trainer import binding, checkpoint, collection, failures, network_rate, resuming, signals, training_data
 from so_tui_trainer.control import Control, StoppedEarlyError
 from so_tui_trainer.engine_settings import engine_settings
 from so_tui_trainer.failures import SUPERSEDED, Failure, TrainingError
@@ -47,7 +46,6 @@ from so_tui_trainer.model.attention import takes_boundaries
 from so_tui_trainer.model.build import build, expected_first_loss, parameter_count, parameter_groups
 from so_tui_trainer.prompts import Prompts
 from so_tui_trainer.ranks import Ranks, join
-from so_tui_trainer.rounding import rounding_warnings
 from so_tui_trainer.trackers import trackers_of
 from superoffload.settings import Settings
 
@@ -114,7 +112,8 @@ class Session:
         self.recorder.write(BindingRecord(attempt=self.attempt, time=time.time(), ranks=tuple(bindings)))
         if self.spec.nodes > 1:
             network_rate.record(ranks, self.run, self.attempt, self.spec.nodes)
-        found = ranks.broadcast(self._newest() if ranks.first else None, checkpoint.Found | None)
+        newest = resuming.newest(self.run, self.spec, self._warn, start_over=self.start_over) if ranks.first else None
+        found = ranks.broadcast(newest, checkpoint.Found | None)
         control = Control(self.run, ranks, attempt=self.attempt, every_s=60 * self.spec.checkpoint.every_minutes)
         try:
             self.loop = loop = self._load(ranks, found, control)
@@ -197,46 +196,11 @@ class Session:
         if self.spec.checkpoint.saves:
             checkpoint.make_room(self.engine, checkpoints_folder(self.run, self.spec), self.spec, ranks)
         if found:
-            self._resume(loop, found, data, ranks)
+            self._load_stage("checkpoint", f"resuming from step {found.manifest.step}")
+            resuming.restore(found, self.engine, self.spec, data.fingerprint, ranks, self._warn)
+            loop.resume(str(found.path), found.manifest)
             control.stop_early()
         return loop
-
-    def _newest(self) -> checkpoint.Found | None:
-        """Return the checkpoint to resume from. Newer ones that cannot be used are renamed or left, with a warning.
-
-        Raises:
-            TrainingError: The folder of checkpoints is another run's, or what the run saved is missing or unreadable.
-        """
-        folder = checkpoints_folder(self.run, self.spec)
-        if self.spec.checkpoint.saves or folder.exists():
-            checkpoint.claim(self.run, self.spec)
-        if self.start_over:
-            checkpoint.start_over(folder, run_id(self.run))
-            return None
-        found = checkpoint.newest(folder, run_id(self.run))
-        saved = read_state(self.run)
-        if found is None:
-            if (missing := missing_checkpoints(self.run, self.spec, saved)) is not None:
-                raise TrainingError(missing.code, missing.message)
-            return None
-        for damage in found.damaged:
-            self._warn_of(damage, found)
-        if saved.saved_step is not None and found.manifest.step < saved.saved_step and not found.damaged:
-            message = f"the run saved step {saved.saved_step}, which is no longer in {folder}; resuming from step {found.manifest.step}"
-            self._warn("checkpoint-missing", message, "")
-        return found
-
-    def _warn_of(self, damage: checkpoint.Damage, found: checkpoint.Found) -> None:
-        if damage.code in ("other-run", "misnamed"):
-            message = f"{damage.path.name} is not used ({damage.reason}); resuming from {found.path.name}"
-            self._warn("checkpoint-not-used", message, "It was left as it is. Move it away if you do not need it here.")
-            return
-        moved_to = checkpoint.set_aside(damage.path)
-        self._warn(
-            "checkpoint-damaged",
-            f"{damage.path.name} cannot be read ({damage.reason}); resuming from {found.path.name}",
-            f"It was renamed to {moved_to}. Delete it if you do not need it.",
-        )
 
     def _loop(self, ranks: Ranks, data: training_data.TrainingData, control: Control, found: checkpoint.Found | None) -> Loop:
         loading = f"loading {self.spec.label}"
@@ -291,20 +255,6 @@ class Session:
                 f"checkpoints: copies of states get {found} of the planned {wanted}, {because}",
                 "Checkpoints stay the same, but training waits for more of each. Free the memory and resume, or go on as it is.",
             )
-
-    def _resume(self, loop: Loop, found: checkpoint.Found, data: training_data.TrainingData, ranks: Ranks) -> None:
-        self._load_stage("checkpoint", f"resuming from step {found.manifest.step}")
-        before, now = found.manifest.spec, self.spec
-        if found.manifest.data != data.fingerprint or _order(before) != _order(now):
-            message = (
-                f"the data or their order changed since the checkpoint; continuing at sequence {found.manifest.consumed_sequences + 1}"
-            )
-            suggestion = "Resume with the same data, seed, sequence length and packing to neither skip nor repeat sequences."
-            self._warn("data-changed", message, suggestion)
-        rounded = checkpoint.load(self.engine, found.path, found.manifest, ranks)
-        for warning in rounding_warnings(found.manifest, now, rounded):
-            self._warn(*warning)
-        loop.resume(str(found.path), found.manifest)
 
     def _start_record(self, ranks: Ranks, total_steps: int, parameters: int) -> None:
         hostnames = tuple(dict.fromkeys(ranks.all_gather(socket.gethostname(), str)))
@@ -381,8 +331,3 @@ class Session:
             superoffload.close(self.engine)
         dist.barrier()
         dist.destroy_process_group()
-
-
-def _order(spec: RunSpec) -> tuple[int, int, bool]:
-    """Return the settings that determine the order of the sequences, besides the documents."""
-    return spec.train.seed, spec.data.sequence_length, spec.data.packing

@@ -1,0 +1,86 @@
+"""Which checkpoint an attempt resumes from, and what it tells about the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from so_tui.runs import RunDirectory, create_run, read_state, write_state
+from so_tui.runs.manifest import run_id
+from so_tui_trainer import resuming
+from so_tui_trainer.checkpoint_folder import claim
+from so_tui_trainer.failures import TrainingError
+from tests.support.checkpoints import written
+from tests.support.launching import tiny
+
+SPEC = tiny(checkpoint__keep="9")
+
+
+class Warnings(list[str]):
+    """The codes of the warnings."""
+
+    def __call__(self, code: str, message: str, suggestion: str) -> None:
+        assert message
+        self.append(code)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return create_run(SPEC, tmp_path / "runs")
+
+
+def saved(run: RunDirectory, *steps: int) -> list[Path]:
+    """Write checkpoints, of which the run knows the last."""
+    folder = claim(run, SPEC)
+    paths = [written(folder, step, run_id(run), SPEC) for step in steps]
+    write_state(run, msgspec.structs.replace(read_state(run), saved_step=steps[-1]))
+    return paths
+
+
+def test_a_new_run_has_nothing_to_resume_from(run: RunDirectory) -> None:
+    told = Warnings()
+    assert resuming.newest(run, SPEC, told, start_over=False) is None
+    assert told == []
+
+
+def test_the_newest_is_taken_and_one_that_cannot_be_read_is_renamed(run: RunDirectory) -> None:
+    paths, told = saved(run, 1, 2, 3), Warnings()
+    found = resuming.newest(run, SPEC, told, start_over=False)
+    assert found is not None
+    assert (found.path, told) == (paths[2], [])
+    (paths[2] / "checkpoint.json").write_text("{")
+    found = resuming.newest(run, SPEC, told, start_over=False)
+    assert found is not None
+    assert (found.path, told) == (paths[1], ["checkpoint-damaged"])
+    assert not paths[2].exists()
+    assert (paths[2].parent / "step-000003.damaged").exists()
+
+
+def test_one_of_another_run_is_named_and_left(run: RunDirectory) -> None:
+    paths, told = saved(run, 1), Warnings()
+    other = written(paths[0].parent, 2, "another", SPEC)
+    found = resuming.newest(run, SPEC, told, start_over=False)
+    assert found is not None
+    assert (found.path, told) == (paths[0], ["checkpoint-not-used"])
+    assert other.exists()
+
+
+def test_what_was_saved_and_is_gone_is_a_warning_or_where_all_is_gone_an_error(run: RunDirectory) -> None:
+    paths, told = saved(run, 1, 2), Warnings()
+    paths[1].rename(paths[1].with_name("elsewhere"))
+    found = resuming.newest(run, SPEC, told, start_over=False)
+    assert found is not None
+    assert (found.manifest.step, told) == (1, ["checkpoint-missing"])
+    paths[0].rename(paths[0].with_name("elsewhere, too"))
+    with pytest.raises(TrainingError) as caught:
+        resuming.newest(run, SPEC, told, start_over=False)
+    assert caught.value.code == "checkpoint-missing"
+
+
+def test_starting_over_sets_them_all_aside(run: RunDirectory) -> None:
+    paths, told = saved(run, 1, 2), Warnings()
+    assert resuming.newest(run, SPEC, told, start_over=True) is None
+    assert told == []
+    assert sorted(path.name for path in paths[0].parent.glob("step-*")) == ["step-000001.superseded", "step-000002.superseded"]
