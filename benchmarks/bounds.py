@@ -16,7 +16,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,8 +100,7 @@ def _measured(arguments: argparse.Namespace, done: set[str]) -> Iterator[dict[st
     if not wanted:
         return
     plans = [_plan(setting, arguments, machine) for setting in wanted]
-    specs = (plan.spec for plan in plans if plan.fits and time.monotonic() + seconds_of(plan) < end)
-    found = measured_by_forks(specs, machine, limit_s=arguments.budget_s)
+    found = measured_by_forks(in_time(plans, end), machine, limit_s=arguments.budget_s)
     for setting, plan in zip(wanted, plans, strict=True):
         offload = plan.spec.offload
         row = {
@@ -126,6 +125,15 @@ def _measured(arguments: argparse.Namespace, done: set[str]) -> Iterator[dict[st
         else:
             told = answer.get("measured", {})
             yield row | (_figures(told) if told else answer) | {"wall_s": round(time.monotonic() - begun, 1)}
+
+
+def in_time(plans: Sequence[Plan], end: float) -> Iterator[RunSpec]:
+    """Yield what is to be measured, of the plans that fit, up to the first that would end too late."""
+    for plan in plans:
+        if plan.fits and time.monotonic() + seconds_of(plan) > end:
+            return
+        if plan.fits:
+            yield plan.spec
 
 
 def _figures(told: dict[str, Any]) -> dict[str, Any]:

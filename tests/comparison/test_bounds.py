@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -47,6 +48,19 @@ def test_the_recommended_ratio_is_no_slower_than_the_given_one() -> None:
     assert given.step_s is not None
     assert chosen.step_s is not None
     assert chosen.step_s <= 1.01 * given.step_s
+
+
+def test_after_the_first_setting_that_would_end_too_late_nothing_is_measured() -> None:
+    """Or the figures of a short one would be taken for those of the long one before it."""
+    machine = x86("NVIDIA H200")
+    spec = with_values(find_preset("qwen3-4b-random").spec, {"gpus": "1", "offload.mode": "superoffload"})
+    long, short = (make_plan(with_values(spec, {"offload.ratio": str(ratio)}), machine, probed=False) for ratio in (0.9, 0.1))
+    unfit = make_plan(with_values(spec, {"train.micro_batch": "512", "model.activation_offload": "off"}), machine, probed=False)
+    assert not unfit.fits
+    assert bounds.seconds_of(short) < bounds.seconds_of(long)
+    between_s = (bounds.seconds_of(short) + bounds.seconds_of(long)) / 2
+    assert list(bounds.in_time([unfit, short, long, short], monotonic() + between_s)) == [short.spec]
+    assert list(bounds.in_time([unfit, long, short], monotonic() + 1e6)) == [long.spec, short.spec]
 
 
 def step(number: int, time: float) -> StepRecord:
