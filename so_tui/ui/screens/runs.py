@@ -197,12 +197,12 @@ class RunsScreen(ResizablePage):
         table = self.table
         colours = self.app.theme_variables
         cells = [cells_of(row, self._curves.get(row.run), colours, marked=row.run in self._marked) for row in self._rows]
-        columns = with_room(cells, self.size.width - BESIDE - self._beside, table.cell_padding, kept=SORTED_COLUMNS.get(order.sort, ""))
         before = ""
         for row, own in zip(self._rows, cells, strict=True):
             if order.group != "none" and (name := text_of(row, order.group)) != before:
                 before = name
                 own["name"] = Text.assemble((f"{shorten(name, 20)} ", colours["accent"]), own["name"])
+        columns = with_room(cells, self.size.width - BESIDE - self._beside, table.cell_padding, kept=SORTED_COLUMNS.get(order.sort, ""))
         rows = [(str(row.run.path), [own[name] for name in columns]) for row, own in zip(self._rows, cells, strict=True)]
         table.fill([name.strip() for name in columns], rows)
         positions = [index for index, row in enumerate(self._rows) if row.run == chosen]
