@@ -19,6 +19,7 @@ from so_tui_trainer.data.batches import Batch
 from so_tui_trainer.model.build import TrainedModel, set_leaf_modules
 from superoffload.deepspeed_adapter.engine import sub_group_states
 from superoffload.optimizer import SuperOffload
+from superoffload.transfers import HostTransfers
 from tests.support import engine as support
 from tests.support.reference_adamw import Reference, core_of
 
@@ -78,6 +79,25 @@ def test_waits_between_steps_can_be_left_out_of_the_next_steps_stats(left_out: b
             superoffload.leave_out_waits(made)
         support.train(made, [other])
         assert superoffload.stats(made).exposed_in_forward_s == pytest.approx(0.0 if left_out else 0.3, abs=0.1)
+
+
+def test_what_the_host_waits_for_in_another_stream_is_measured_in_the_one_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed all-gathers in a stream of its own, which has nothing else to do and tells nothing of the computation."""
+    streams: list[object] = []
+    mark = HostTransfers.mark
+
+    def recording(self: HostTransfers, stream: object = None) -> float:
+        streams.append(stream)
+        return float(mark(self))
+
+    monkeypatch.setattr(HostTransfers, "stream", lambda self: "computing")
+    monkeypatch.setattr(HostTransfers, "mark", recording)
+    with support.engine(support.spec("superoffload", 1.0, clipping=1.0)) as made:
+        one, other = support.batches(2)
+        train_late(made, one)
+        streams.clear()
+        made(other)
+        assert "computing" in streams
 
 
 def test_waiting_for_all_weights_between_steps_is_not_in_forward() -> None:
