@@ -22,16 +22,18 @@ from tests.support.attention import PLAIN, backends, visible
 NAMES = ("out", "query", "key", "value", "sinks")
 LENGTHS = (1, 37, 5, 64, 21)
 HEADS, KEY_HEADS, SIZE = 6, 2, 16
+ROUNDING = sum(LENGTHS) ** 2 * 2**6 * 2**-53
+"""Most by which sums in float64 can differ that threads add up in another order: of as many terms as tokens, each below 2**6."""
 
 
 def case(window: int | None, dtype: torch.dtype, device: str = "cpu") -> tuple[list[Tensor], Tensor, Documents]:
     """Query, key, value and sinks; the gradient that comes back; the documents."""
-    torch.manual_seed(3)
+    drawn = torch.Generator().manual_seed(3)  # of its own, so that nothing else of this process can draw in between
     tokens = sum(LENGTHS)
     shapes = [(tokens, HEADS, SIZE), (tokens, KEY_HEADS, SIZE), (tokens, KEY_HEADS, SIZE), (HEADS,)]
-    inputs = [torch.randn(shape).to(device, dtype).requires_grad_() for shape in shapes]
+    inputs = [torch.randn(shape, generator=drawn).to(device, dtype).requires_grad_() for shape in shapes]
     boundaries = torch.tensor([0, *LENGTHS], device=device).cumsum(0).to(torch.int32)
-    return inputs, torch.randn(shapes[0]).to(device, dtype), Documents(boundaries, max(LENGTHS), SIZE**-0.5, window)
+    return inputs, torch.randn(shapes[0], generator=drawn).to(device, dtype), Documents(boundaries, max(LENGTHS), SIZE**-0.5, window)
 
 
 def eager(inputs: list[Tensor], documents: Documents) -> Tensor:
@@ -58,7 +60,7 @@ def test_outputs_and_every_gradient_are_those_of_eager_attention(window: int | N
     expected = results(eager(inputs, documents), inputs, gradient)
     found = results(attended(inputs, documents, PLAIN), inputs, gradient)
     for name, one, other in zip(NAMES, found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12, msg=f"{name}: {{}}".format)
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=ROUNDING, msg=f"{name}: {{}}".format)
     assert expected[-1].abs().min() > 1e-3  # the sinks have a part in it
 
 
@@ -73,7 +75,7 @@ def test_capped_scores_give_every_gradient(window: int | None) -> None:
     out = torch.einsum("hqk,khd->qhd", with_sinks.softmax(-1)[..., :-1], values)
     expected = results(out, inputs, gradient)
     for name, one, other in zip(NAMES, results(attended(inputs, documents, PLAIN), inputs, gradient), expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12, msg=f"{name}: {{}}".format)
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=ROUNDING, msg=f"{name}: {{}}".format)
 
 
 def test_values_with_smaller_heads_than_keys_are_attended() -> None:
