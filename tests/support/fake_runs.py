@@ -14,6 +14,7 @@ import pytest
 from so_tui.launch import prepare, start
 from so_tui.machine import Machine
 from so_tui.runs import RunDirectory, alive, read_state
+from so_tui.runs.process_stat import read_stat
 from so_tui.runs.records import FINAL_STATES, Process, RunState
 from so_tui.spec import RunSpec
 from tests.support.python_path import python_path
@@ -107,13 +108,24 @@ def kill(process: Process) -> None:
 
 
 def wait_for(run: RunDirectory, until: Until, *, timeout_s: float = 60.0, of_attempt: int = 1) -> RunState:
-    """Return the first state that satisfies ``until``. Fail if this attempt (or a later one) ends before, or after the timeout."""
-    deadline = time.monotonic() + timeout_s
+    """Return the first state that satisfies ``until``. Fail if this attempt (or a later one) ends before, or after the timeout.
+
+    A start, which imports torch and DeepSpeed several times, takes as long as a busy host needs: its time counts only while its processes
+    compute nothing.
+    """
+    deadline, seen = time.monotonic() + timeout_s, None
     while not until(state := read_state(run)):
         assert state.state not in FINAL_STATES or state.attempt < of_attempt, _state_and_logs(run, state)
+        if state.state == "starting" and (computed := _cpu_ticks(state)) != seen:
+            seen, deadline = computed, time.monotonic() + timeout_s
         assert time.monotonic() < deadline, _state_and_logs(run, state)
         time.sleep(0.1)
     return state
+
+
+def _cpu_ticks(state: RunState) -> dict[int, int]:
+    """Return what each process of a run has computed."""
+    return {process.pid: stat.cpu_ticks for process in state.processes if (stat := read_stat(process.pid)) is not None}
 
 
 def wait_for_end_of(*processes: Process, timeout_s: float = 30.0) -> None:
