@@ -11,7 +11,9 @@ import html.parser
 import json
 import random
 import re
-from collections.abc import Iterator
+import sys
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 DOCUMENTATION = Path("/usr/share/doc")
@@ -42,15 +44,19 @@ class _Blocks(html.parser.HTMLParser):
             self.parts.append("\n\n")
 
 
-def paragraphs(folder: Path) -> Iterator[str]:
-    """Yield paragraphs of English prose, each one once."""
+def paragraphs(folder: Path, unreadable: Callable[[Path, Exception], None]) -> Iterator[str]:
+    """Yield paragraphs of English prose, each one once. ``unreadable`` is told of each file that is left out because it cannot be read."""
     seen: set[int] = set()
     for path in sorted(folder.rglob("*")):
         name = path.name.removesuffix(path.suffix) if path.suffix in _COMPRESSED else path.name
         page = _HTML.fullmatch(name)
         if not (page or _PLAIN.fullmatch(name)) or path.is_symlink() or not path.is_file() or path.stat().st_size > _LARGEST_FILE_BYTES:
             continue
-        content = gzip.decompress(path.read_bytes()) if path.suffix in _COMPRESSED else path.read_bytes()
+        try:
+            content = gzip.decompress(path.read_bytes()) if path.suffix in _COMPRESSED else path.read_bytes()
+        except (OSError, EOFError, zlib.error) as error:
+            unreadable(path, error)
+            continue
         text = content.decode(errors="ignore")
         if page:
             blocks = _Blocks()
@@ -72,7 +78,15 @@ def _is_prose(text: str) -> bool:
 
 def write_text(path: Path, folder: Path, most_bytes: float) -> int:
     """Write paragraphs as rows in a random but repeatable order, about ``most_bytes`` at most, and return their bytes."""
-    found = list(paragraphs(folder))
+    broken = []
+
+    def skip(file: Path, error: Exception) -> None:
+        broken.append(file)
+        print(f"{file} is left out: {error}", file=sys.stderr)
+
+    found = list(paragraphs(folder, skip))
+    if broken:
+        print(f"{len(broken)} files could not be read", file=sys.stderr)
     random.Random(0).shuffle(found)
     total = 0
     with path.open("w") as file:

@@ -14,7 +14,9 @@ from statistics import median
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from benchmarks.false_alarms import slow_moments, with_step_time
 from so_tui.launch.slow_watch import SlowWatch
 from so_tui.runs.slowdown import Slowdown
 from tests.launch.test_slow_causes import MACHINE, plan, sample
@@ -68,3 +70,17 @@ def test_ten_hours_of_ordinary_noise_raise_no_alarm_though_the_plan_is_a_little_
 
 def test_steps_that_take_a_third_longer_do() -> None:
     assert said(1.33 * PLANNED_S, hours=1, seed=19)
+
+
+def test_a_recorded_run_tells_again_when_it_was_slow() -> None:
+    """``benchmarks/false_alarms.py`` reads runs that have no time of a step in their plan."""
+    usual = [step_record(step, time=1e9 + step, step_s=1.0, forward_s=0.4, backward_s=0.4, data_s=0.0) for step in range(1, 301)]
+    slow = [replace(record, step=300 + record.step, time=record.time + 300, step_s=1.5) for record in usual]
+    records, samples = [*usual, *slow], [sample(float(second)) for second in range(1, 601)]
+    known = with_step_time(replace(plan(PLANNED_S), step=None), records)
+    assert known.step is not None
+    assert known.step.total_s == pytest.approx(1.0)
+    assert with_step_time(plan(PLANNED_S), records) == plan(PLANNED_S)
+    assert list(slow_moments(known, MACHINE, 1, usual, samples)) == []
+    (alarm,) = slow_moments(known, MACHINE, 1, records, samples)
+    assert 1e9 + 300 + 90 <= alarm.time <= 1e9 + 300 + 120, "most steps of both halves of two minutes must be slow"
