@@ -104,7 +104,7 @@ def trained(seconds: float, folder: Path) -> RunDirectory:
                 until = time.monotonic() + seconds
             time.sleep(POLL_S)
     finally:
-        stop(run, grace_s=60.0)
+        stop(run)
     return run
 
 
