@@ -116,7 +116,7 @@ def with_step_time(plan: Plan, steps: Sequence[StepRecord]) -> Plan:
     usual = [step for step in counted if step.time - counted[0].time <= USUAL_S]
 
     def of(name: str) -> float:
-        return median(getattr(step, name) for step in usual)
+        return float(median(getattr(step, name) for step in usual))
 
     rest_s = max(0.0, of("step_s") - of("forward_s") - of("backward_s") - of("data_s"))
     step = StepTime(forward_s=of("forward_s"), backward_s=of("backward_s"), exposed_optimizer_s=rest_s, data_s=of("data_s"))
