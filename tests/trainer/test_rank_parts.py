@@ -6,6 +6,7 @@ import re
 import resource
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from so_tui.machine import inspect_machine
 from so_tui.plan import make_plan
 from so_tui.runs import MetricsWriter, RunDirectory
 from so_tui.runs.codec import decode_metric
-from so_tui.runs.records import EndRecord, PhaseRecord, RankBindingReport, WarningRecord
+from so_tui.runs.records import EndRecord, MetricRecord, PhaseRecord, RankBindingReport, StepRecord, WarningRecord
 from so_tui.spec import InputError
 from so_tui_trainer import failures
 from so_tui_trainer.checkpoint import all_ranks
@@ -26,11 +27,12 @@ from so_tui_trainer.clocks import StepClock, StepPart
 from so_tui_trainer.data.batches import StepCounts
 from so_tui_trainer.failures import Failure, NonFiniteError
 from so_tui_trainer.loop import log_line
-from so_tui_trainer.metrics import Metrics, Recorder, Step
+from so_tui_trainer.metrics import Metrics, Step
 from so_tui_trainer.ranks import Ranks
+from so_tui_trainer.recorder import Recorder
 from superoffload.errors import NonFiniteGradientError, OffloadError, WorkerLostError
 from superoffload.meter import OffloadStats
-from tests.support.launching import tiny
+from tests.support.launching import records, tiny
 from tests.support.records import step_record
 
 BIND = """
@@ -178,10 +180,43 @@ def test_a_save_that_the_adam_worker_breaks_off_does_not_blame_the_disk(single_r
     assert raised.value.reason == "the checkpoint could not be written: The Adam worker made no progress"
 
 
+class Held(MetricsWriter):
+    """Writes nothing until the disk is free."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        super().__init__(run, 1)
+        self.free = threading.Event()
+
+    def append(self, record: MetricRecord) -> None:
+        assert self.free.wait(60)
+        super().append(record)
+
+
+def test_a_disk_that_does_not_answer_holds_up_no_step(tmp_path: Path) -> None:
+    """Records wait, in their order; the end waits for all of them."""
+    writer = Held(RunDirectory(tmp_path))
+    recorder = Recorder(writer, 1)
+    for step in range(1, 6):
+        recorder.write(step_record(step))
+    assert not records(RunDirectory(tmp_path))
+    writer.free.set()
+    recorder.write(EndRecord(attempt=1, time=0.0, state="finished", step=5))
+    recorder.close()
+    assert [record.step for record in records(RunDirectory(tmp_path)) if isinstance(record, StepRecord | EndRecord)] == [1, 2, 3, 4, 5, 5]
+
+
+def test_a_record_of_another_attempt_is_an_error_where_records_are_written(tmp_path: Path) -> None:
+    recorder = Recorder(MetricsWriter(RunDirectory(tmp_path), 1), 1)
+    recorder.write(PhaseRecord(attempt=2, time=0.0, phase="training", detail=""))
+    with pytest.raises(ValueError, match="attempt 2"):
+        recorder.flush()
+
+
 def test_a_full_disk_costs_records_and_not_the_run(tmp_path: Path) -> None:
     """A limit on the size of files stands for the disk; the error comes from the system."""
     recorder = Recorder(MetricsWriter(RunDirectory(tmp_path), 1), 1)
     recorder.write(PhaseRecord(attempt=1, time=0.0, phase="training", detail="before"))
+    recorder.flush()
     written = next(RunDirectory(tmp_path).metrics_dir.glob("*.jsonl")).stat().st_size
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (written + 10, limits[1]))

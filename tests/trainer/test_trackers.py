@@ -12,7 +12,7 @@ import pytest
 from so_tui.runs import MetricsWriter, RunDirectory
 from so_tui.runs.records import EndRecord, EvaluationRecord, MetricRecord, ResumedRecord, StepRecord, WarningRecord
 from so_tui_trainer import trackers
-from so_tui_trainer.metrics import Recorder
+from so_tui_trainer.recorder import Recorder
 from so_tui_trainer.tensorboard import EventFile, crc32c
 from so_tui_trainer.trackers import Sidecars, TensorBoard, figures, trackers_of
 from tests.support.launching import records, tiny

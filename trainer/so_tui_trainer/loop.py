@@ -25,9 +25,10 @@ from so_tui_trainer.data.batches import Batches, MicroBatch
 from so_tui_trainer.data.prefetcher import Prefetcher
 from so_tui_trainer.evaluation import Evaluation
 from so_tui_trainer.failures import TrainingError
-from so_tui_trainer.metrics import Metrics, Recorder, Step
+from so_tui_trainer.metrics import Metrics, Step
 from so_tui_trainer.prompts import Prompts
 from so_tui_trainer.ranks import Ranks
+from so_tui_trainer.recorder import Recorder
 from so_tui_trainer.schedule import learning_rate
 from superoffload.errors import NonFiniteGradientError
 

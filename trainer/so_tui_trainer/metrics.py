@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 import statistics
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -22,94 +21,17 @@ from so_tui.machine.memory import pss_bytes
 from so_tui.model.architecture import Architecture, architecture
 from so_tui.model.flops import Flops, flops_of, hw_flops, model_flops, peak_flops, seed_tflops_total
 from so_tui.model.loss import recomputed_logits
-from so_tui.runs import MetricsWriter
-from so_tui.runs.records import EndRecord, MetricRecord, StepRecord, WarningRecord
+from so_tui.runs.records import StepRecord
 from so_tui.spec import RunSpec
 from so_tui_trainer.clocks import Laps, StepTimes
 from so_tui_trainer.data.batches import StepCounts
 from so_tui_trainer.failures import NonFiniteError
 from so_tui_trainer.ranks import Ranks
-from so_tui_trainer.trackers import Sidecars, Tracker
+from so_tui_trainer.recorder import Recorder
 from superoffload.meter import OffloadStats
 
 _MEMORY_INTERVAL_S = 20.0
 """The proportional set size of a process is read this often: the kernel walks all its pages, milliseconds per gigabyte."""
-
-
-class Recorder:
-    """Writes records on rank 0, for the run and its trackers; does nothing on other ranks."""
-
-    def __init__(self, writer: MetricsWriter | None, attempt: int, trackers: tuple[Tracker, ...] = ()) -> None:
-        """Write with ``writer`` (None on other ranks than 0) and to ``trackers``."""
-        self._writer = writer
-        self._sidecars = Sidecars(trackers)
-        self.attempt = attempt
-        self._lost, self._lost_because = 0, ""
-
-    @property
-    def hanging(self) -> bool:
-        """Whether a tracker did not end."""
-        return self._sidecars.hanging
-
-    def write(self, record: MetricRecord) -> None:
-        """Write a record. Records that a full disk does not take are lost, and counted in a later warning.
-
-        Raises:
-            OSError: An end record cannot be written.
-        """
-        if self._writer is None:
-            return
-        self._sidecars.offer(record)
-        try:
-            self._record_lost_records()
-            self._writer.append(record)
-        except OSError as error:
-            if isinstance(record, EndRecord):
-                raise
-            if not self._lost:
-                print(f"records of the run cannot be written: {error}", file=sys.stderr, flush=True)
-            self._lost, self._lost_because = self._lost + 1, error.strerror or str(error)
-        self._record_tracker_errors()
-
-    def end_tracking(self) -> None:
-        """Let the trackers send what they have; what they cannot send becomes a warning."""
-        self._sidecars.close()
-        self._record_tracker_errors()
-
-    def close(self) -> None:
-        """Close the file, after the last record."""
-        if self._writer is not None:
-            self._writer.close()
-
-    def _record_tracker_errors(self) -> None:
-        for trouble in self._sidecars.troubles():
-            self.write(
-                WarningRecord(
-                    attempt=self.attempt,
-                    time=time.time(),
-                    code="tracker-failed",
-                    message=f"{trouble}; nothing more is sent there",
-                    suggestion="The run's own records are complete; nothing else is lost",
-                )
-            )
-
-    def _record_lost_records(self) -> None:
-        """Write a warning about lost records as soon as there is space again.
-
-        Raises:
-            OSError: There is still no space.
-        """
-        if self._lost and self._writer is not None:
-            self._writer.append(
-                WarningRecord(
-                    attempt=self.attempt,
-                    time=time.time(),
-                    code="records-lost",
-                    message=f"{self._lost} records could not be written ({self._lost_because}); training continued",
-                    suggestion="Free some space on the disk of the run directory; no training is lost",
-                )
-            )
-            self._lost = 0
 
 
 class Step(NamedTuple):

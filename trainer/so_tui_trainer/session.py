@@ -41,11 +41,12 @@ from so_tui_trainer.control import Control, StoppedEarlyError
 from so_tui_trainer.engine_settings import engine_settings
 from so_tui_trainer.failures import SUPERSEDED, Failure, TrainingError
 from so_tui_trainer.loop import Loop, Outcome
-from so_tui_trainer.metrics import Metrics, Recorder
+from so_tui_trainer.metrics import Metrics
 from so_tui_trainer.model.attention import takes_boundaries
 from so_tui_trainer.model.build import build, expected_first_loss, parameter_count, parameter_groups
 from so_tui_trainer.prompts import Prompts
 from so_tui_trainer.ranks import Ranks, join
+from so_tui_trainer.recorder import Recorder
 from so_tui_trainer.trackers import trackers_of
 from superoffload.settings import Settings
 
