@@ -44,7 +44,7 @@ TERMINAL_POLL_S = 5.0
 SETTLED_S = 3.0
 """After the first paint: the first screen is complete."""
 StartRun = Callable[..., "RunDirectory"]
-PACKAGES = ("so_tui.spec", "so_tui.runs", "so_tui.machine", "so_tui.machine.doctor")
+PACKAGES = ("so_tui.spec", "so_tui.runs", "so_tui.machine", "so_tui.machine.doctor", "so_tui.plan.facts", "so_tui.plan.messages")
 """Packages that import their own modules. They are imported before any worker starts: of two threads that import such a package and one of
 its modules at the same time, each may wait for the other, and Python then lets one of them fail with an ImportError."""
 
