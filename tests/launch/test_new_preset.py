@@ -97,7 +97,7 @@ def test_the_table_counts_what_the_model_has(tmp_path: Path, kind: str) -> None:
     assert (experts > 0) == bool(leaves)
 
 
-@pytest.mark.parametrize("kind", [*IN_ROWS, *(RECURRENT.keys() - {"jamba", "minimax"}), *(OTHERS.keys() & {"gemma4_text"})])
+@pytest.mark.parametrize("kind", [*IN_ROWS, *sorted(RECURRENT.keys() - {"jamba", "minimax"}), *sorted(OTHERS.keys() & {"gemma4_text"})])
 def test_the_models_of_2026_are_described_as_they_are_built(tmp_path: Path, kind: str) -> None:
     """What the preset says builds the same model and can be planned; documents are packed only where layers keep them apart."""
     from so_tui_trainer.tools.describe_model import describe
