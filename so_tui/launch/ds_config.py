@@ -6,9 +6,13 @@ from typing import Any
 
 from so_tui.model.profile import profile_of
 from so_tui.model.sharding import live_parameters
+from so_tui.plan.placement import keeps_weights_on_host
 from so_tui.plan.types import Plan
 from so_tui.spec import TrainSpec
 from superoffload.ds_config import engine_config
+
+REUSED_LAYERS = 4
+"""A layer is recomputed and then goes backward, 2 layers' parameters; where modules within it are gathered whole they count twice."""
 
 
 def ds_config(plan: Plan) -> dict[str, Any]:
@@ -92,12 +96,18 @@ def _zero_section(plan: Plan) -> dict[str, Any]:
         "overlap_comm": not deepspeed_superoffload,
         "contiguous_gradients": True,
     }
-    if plan.gpus > 1:
+    on_host = keeps_weights_on_host(plan.spec)
+    if plan.gpus > 1 or on_host:
         layer = profile_of(plan.spec.model).largest_layer
-        section["stage3_max_live_parameters"] = live_parameters(layer)
+        section["stage3_max_live_parameters"] = live_parameters(layer, plan.gpus)
         if layer:
             # Layers are all-gathered whole, the next one while the current one computes, so there must be room for both.
             section["stage3_prefetch_bucket_size"] = layer
+    if on_host:
+        section["offload_param"] = {"device": "cpu", "pin_memory": True}
+        # Weights that are needed again so soon stay on the GPU: those of a layer between its recomputation and its backward. DeepSpeed's
+        # default is larger than many models.
+        section["stage3_max_reuse_distance"] = REUSED_LAYERS * layer
     if plan.mode != "gpu":
         section["offload_optimizer"] = _offload_section(plan)
     return section

@@ -17,7 +17,7 @@ PERSISTENCE_THRESHOLD = 100_000
 """ZeRO-3 stores parameters smaller than this whole on every rank (DeepSpeed's default); the project's own engine stores none whole."""
 GATHERED_AHEAD = 400_000_000
 """Parameters that several ranks all-gather ahead of the layer that computes, and by which the host may run ahead of the GPU; a layer where
-a layer is larger."""
+a layer is larger. One rank that fetches its weights from host memory waits for no other, so a layer is enough."""
 
 
 def partition_numel(numel: int, ranks: int) -> int:
@@ -25,14 +25,14 @@ def partition_numel(numel: int, ranks: int) -> int:
     return -(-numel // ranks)
 
 
-def live_parameters(largest_layer: int) -> int:
+def live_parameters(largest_layer: int, ranks: int) -> int:
     """Return how many all-gathered parameters ZeRO-3 may hold before it stops: this layer and the next, more where they are small."""
-    return max(2 * largest_layer, GATHERED_AHEAD)
+    return max(2 * largest_layer, GATHERED_AHEAD if ranks > 1 else 0)
 
 
-def run_ahead_parameters(largest_layer: int) -> int:
+def run_ahead_parameters(largest_layer: int, ranks: int) -> int:
     """Return by how many parameters the host may run ahead of the GPU. They stay all-gathered until the GPU has used them."""
-    return max(largest_layer, GATHERED_AHEAD)
+    return max(largest_layer, GATHERED_AHEAD if ranks > 1 else 0)
 
 
 def sub_group_slices(numels: Sequence[int], sub_group_size: int) -> tuple[tuple[int, int], ...]:
@@ -81,9 +81,12 @@ def state_bytes(weight_bytes: int, states: StatesFormat, *, accumulates: bool) -
     return 4 + moments_bytes(states) + weight_bytes + (4 if accumulates else 0)
 
 
-def speculation_bytes(weight_bytes: int, states: StatesFormat) -> float:
-    """Return the host memory per parameter of a second set of states: master weight, two moments, and the new weight."""
-    return state_bytes(weight_bytes, states, accumulates=False)
+def speculation_bytes(weight_bytes: int, states: StatesFormat, *, host_weights: bool) -> float:
+    """Return the host memory per parameter of a second set of states: master weight, two moments, and the new weight.
+
+    Weights in host memory take the new weight themselves.
+    """
+    return state_bytes(0 if host_weights else weight_bytes, states, accumulates=False)
 
 
 def speculating(numels: Sequence[int], most: int) -> tuple[int, ...]:

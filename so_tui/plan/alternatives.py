@@ -42,7 +42,8 @@ def alternatives(spec: RunSpec, pool: Literal["gpu", "node"]) -> Iterator[Altern
         yield from islice(smaller_batches(spec), 1)
         yield from more_recomputation(spec)
         yield from more_offload(spec)
-        yield from (alternative_to(spec, other) for other in (*memory_savings(spec), *islice(more_sharing(spec), 1)))
+        savings = smaller_activations(spec) if spec.offload.mode == "gpu" else memory_savings(spec)
+        yield from (alternative_to(spec, other) for other in (*savings, *islice(more_sharing(spec), 1)))
         yield from islice(shorter_sequences(spec), 1)
     else:
         yield from less_speculation(spec, "off")
@@ -97,13 +98,31 @@ def more_recomputation(spec: RunSpec) -> Iterator[Alternative]:
 
 
 def memory_savings(spec: RunSpec) -> Iterator[RunSpec]:
-    """Yield a spec with feed-forward blocks in tiles, with layer inputs on the host, and with both, as far as it leaves them open."""
+    """Yield a spec with feed-forward blocks in tiles, with layer inputs on the host, and with both, as far as it leaves them open.
+
+    The same follow with weights on the host.
+    """
+    activations = tuple(smaller_activations(spec))
+    yield from activations
+    for each in (spec, *activations):
+        yield from weights_on_host(each)
+
+
+def smaller_activations(spec: RunSpec) -> Iterator[RunSpec]:
+    """Yield what ``memory_savings`` yields without moving weights."""
     model, policy = spec.model, spec.model.activation_checkpointing
     tiles = {"tiled_mlp": "on"} if spec.micro_batch_tokens > MLP_TILE_TOKENS and _can_tile(model) else {}
     host = {"activation_offload": "on"} if model.activation_offload == "auto" and policy != "none" else {}
     for values in (tiles, host, {**tiles, **host} if tiles and host else {}):
         if values:
             yield replace(spec, model=replace(model, **values))
+
+
+def weights_on_host(spec: RunSpec) -> Iterator[RunSpec]:
+    """Yield the spec with weights on the host, where it leaves them open and its optimizer can have them there."""
+    offload = spec.offload
+    if offload.parameters == "auto" and (offload.engine == "so-tui" or offload.mode == "zerooffload"):
+        yield replace(spec, offload=replace(offload, parameters="cpu"))
 
 
 def _can_tile(model: ModelSpec) -> bool:
@@ -151,7 +170,7 @@ def shorter_sequences(spec: RunSpec) -> Iterator[Alternative]:
 
 def alternative_to(before: RunSpec, after: RunSpec) -> Alternative:
     """Return a spec as an alternative to another that differs in what its activations take."""
-    keys = {"model": ("activation_checkpointing", "tiled_mlp", "activation_offload")}
+    keys = {"offload": ("parameters",), "model": ("activation_checkpointing", "tiled_mlp", "activation_offload")}
     keys["train"] = ("micro_batch", "sequence_parallel", "gradient_accumulation")
     values = [
         Change(f"{section}.{key}", getattr(getattr(before, section), key), getattr(getattr(after, section), key))

@@ -37,14 +37,15 @@ def communication_terms(placement: Placement) -> Iterator[MemoryTerm]:
         formula = Formula("2 B x {} (below {})", (small, PERSISTENCE_THRESHOLD))
         yield MemoryTerm(TermKind.SMALL_PARAMETERS, gpu, 2 * small, "exact", formula)
         # Several parameters arrive in one flat buffer from which each is copied, the embedding and the head included.
-        in_use = max(live_parameters(layer) + layer, 2 * layout.largest_parameter)
-        live = min(layout.parameters, run_ahead_parameters(layer) + in_use)
+        in_use = max(live_parameters(layer, ranks) + layer, 2 * layout.largest_parameter)
+        live = min(layout.parameters, run_ahead_parameters(layer, ranks) + in_use)
         yield MemoryTerm(
             TermKind.GATHERED_PARAMETERS, gpu, 2 * live, "estimate", Formula("2 B x {} (ahead, in use, and being copied)", (live,))
         )
         pools = constants().memory.stream_pool_share
         formula = Formula("{:.1f} x the all-gathered parameters, on streams whose memory others cannot use", (pools,))
         yield MemoryTerm(TermKind.ALL_GATHER_POOLS, gpu, int(pools * 2 * live), "calibrated", formula)
+    yield from _fetched_weights(placement)
     # Layers are gathered whole, and their gradients enter a bucket when the whole layer's backward is over.
     yield MemoryTerm(TermKind.GRADIENTS_IN_FLIGHT, gpu, 2 * layer, "estimate", Formula("2 B x {} (a layer)", (layer,)), phase="backward")
     share = partition_numel(layout.largest_parameter, ranks)
@@ -53,6 +54,24 @@ def communication_terms(placement: Placement) -> Iterator[MemoryTerm]:
     temporaries = max(0, 2 * layout.largest_parameter + 6 * share - cast)
     formula = Formula("2 B x {} + (2 + 4) B x {}, beyond what comes after", (layout.largest_parameter, share))
     yield MemoryTerm(TermKind.LARGEST_PARAMETER, gpu, temporaries, "estimate", formula, phase="optimizer")
+
+
+def _fetched_weights(placement: Placement) -> Iterator[MemoryTerm]:
+    """Yield what the GPU holds of weights that are in host memory.
+
+    One rank computes with the copies themselves. Several gather them, and each holds copies of its own shards until it has.
+    """
+    layout, layer = placement.layout, placement.profile.largest_layer
+    if not placement.host_weights or not placement.has_gpu:
+        return
+    if layout.ranks > 1:
+        share = partition_numel(max(live_parameters(layer, layout.ranks), layout.largest_parameter), layout.ranks)
+        text, numel = "2 B x {} (shards that are about to be gathered)", min(layout.numel, share)
+    else:
+        in_use = live_parameters(layer, 1) + max(layer, layout.largest_parameter)
+        text, numel = "2 B x {} (ahead, in use, and being copied)", min(layout.numel, run_ahead_parameters(layer, 1) + in_use)
+    pools = constants().memory.stream_pool_share
+    yield MemoryTerm(TermKind.FETCHED_WEIGHTS, placement.gpu, int((1 + pools) * 2 * numel), "estimate", Formula(text, (numel,)))
 
 
 def _in_reduction(placement: Placement) -> MemoryTerm:
@@ -92,6 +111,6 @@ def gradients_waiting_bytes(placement: Placement, layer_bytes: int, working_byte
         ahead, freed = 1, working_bytes / 2
     numel = min(layout.parameters, ahead * bucket)
     if layout.ranks > 1:
-        numel = min(numel, run_ahead_parameters(block) + bucket)
+        numel = min(numel, run_ahead_parameters(block, layout.ranks) + bucket)
     layers_done = min(placement.profile.architecture.layers, numel / block) if block else 0
     return max(0, int(2 * numel - layers_done * layer_bytes - freed))

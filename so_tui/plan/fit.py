@@ -186,8 +186,10 @@ class Candidates:
 
     @cached_property
     def on_gpu(self) -> Assessment | None:
-        """Without offload; None where the bare states are larger than the GPUs."""
-        return assess(in_mode(self.spec, "gpu"), self.target) if states_fit(self.spec, self.target) else None
+        """Without offload; None where the bare states are larger than the GPUs, or weights are to be in host memory."""
+        if self.spec.offload.parameters == "cpu" or not states_fit(self.spec, self.target):
+            return None
+        return assess(in_mode(self.spec, "gpu"), self.target)
 
     @cached_property
     def offloaded(self) -> Assessment:

@@ -82,7 +82,11 @@ def _states(placement: Placement) -> Iterator[MemoryTerm]:
     spec, layout, gpu = placement.spec, placement.layout, placement.gpu
     on_gpu, whole = layout.gpu_numel, layout.numel
     buffer = placement.gradient_bytes
-    yield MemoryTerm(TermKind.WEIGHTS, gpu, layout.weights_bytes, "exact", Formula("2 B x {} parameters (bf16)", (whole,)))
+    moved = placement.host_weights
+    if moved < whole:
+        yield MemoryTerm(TermKind.WEIGHTS, gpu, 2 * (whole - moved), "exact", Formula("2 B x {} parameters (bf16)", (whole - moved,)))
+    if moved:
+        yield MemoryTerm(TermKind.HOST_WEIGHTS, "node", 2 * moved, "exact", Formula("2 B x {} parameters (bf16), pinned", (moved,)))
     if spec.offload.mode == "gpu":
         weights = Formula("4 B x {} (fp32 weights)", (on_gpu,))
         yield MemoryTerm(TermKind.MASTER_WEIGHTS, gpu, layout.master_weights_bytes("gpu"), "exact", weights)
@@ -102,7 +106,8 @@ def _offloaded_states(placement: Placement) -> Iterator[MemoryTerm]:
     weights = Formula("4 B x {} (fp32 weights)", (moved,))
     yield MemoryTerm(TermKind.MASTER_WEIGHTS, "node", layout.master_weights_bytes("cpu"), "exact", weights)
     if own_engine(placement.spec):
-        yield MemoryTerm(TermKind.STAGING_BUFFER, "node", 2 * moved, "exact", Formula("2 B x {} (bf16 gradients, then weights)", (moved,)))
+        text = "2 B x {} (bf16 gradients)" if placement.host_weights else "2 B x {} (bf16 gradients, then weights)"
+        yield MemoryTerm(TermKind.STAGING_BUFFER, "node", 2 * moved, "exact", Formula(text, (moved,)))
         if placement.spec.gradient_accumulation_steps > 1:
             yield MemoryTerm(
                 TermKind.ACCUMULATED_GRADIENTS, "node", layout.gradients_bytes("cpu"), "exact", Formula("4 B x {} (fp32)", (moved,))
@@ -119,6 +124,8 @@ def _offloaded_states(placement: Placement) -> Iterator[MemoryTerm]:
     )
     if placement.pinned_rounded:
         pieces = [4 * group.numel for group in layout.sub_groups if group.device == "cpu"] + [partition]
+        if placement.host_weights:  # one block for each parameter group
+            pieces += [2 * sum(group.numel for group in layout.sub_groups if group.group == name) for name in ("decay", "no-decay")]
         lost = sum(power_of_two(piece) - piece for piece in pieces)
         yield MemoryTerm(TermKind.PINNED_ROUNDING, "node", lost, "exact", "each to the next power of two by torch before 2.13")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
+from so_tui.model.layout import WEIGHT_BYTES
 from so_tui.model.profile import ModelProfile
 from so_tui.spec.sections.offload import OffloadSpec
 
@@ -23,8 +24,11 @@ def smallest_ratio(profile: ModelProfile, ranks: int, offload: OffloadSpec, room
         room: Bytes of each GPU that remain when all states are offloaded.
     """
 
+    # Weights whose states stay on the GPU are there, too.
+    each = STATE_BYTES + (WEIGHT_BYTES if offload.parameters == "cpu" and offload.engine == "so-tui" else 0)
+
     def fits(ratio: float) -> bool:
         # The ratio changes nothing on the GPU but the states that stay there.
-        return STATE_BYTES * profile.gpu_numel(ranks, offload, ratio) <= room
+        return each * profile.gpu_numel(ranks, offload, ratio) <= room
 
     return RATIOS[min(bisect_left(RATIOS, True, key=fits), len(RATIOS) - 1)]

@@ -60,6 +60,7 @@ def settings_of(spec: RunSpec) -> dict[str, str | int | float]:
         "offload.mode": spec.offload.mode,
         "offload.ratio": spec.offload.ratio,
         "offload.cpu_adam_cores_fraction": spec.offload.cpu_adam_cores_fraction,
+        "offload.parameters": spec.offload.parameters,
         "model.activation_checkpointing": spec.model.activation_checkpointing,
         "model.activation_offload": spec.model.activation_offload,
         "model.tiled_mlp": spec.model.tiled_mlp,

@@ -60,6 +60,13 @@ class Placement:
         return 4 if self.spec.gradient_accumulation_steps > 1 else 2
 
     @property
+    def host_weights(self) -> int:
+        """Parameters of one rank whose weights are in host memory: with our engine those whose optimizer states are there."""
+        if not keeps_weights_on_host(self.spec):
+            return 0
+        return self.layout.cpu_numel if own_engine(self.spec) else self.layout.numel
+
+    @property
     def reduce_bucket(self) -> int:
         """Parameters whose gradients are reduced together.
 
@@ -72,6 +79,11 @@ class Placement:
 def own_engine(spec: RunSpec) -> bool:
     """Return whether the project's own SuperOffload runs, rather than one of DeepSpeed's CPU optimizers."""
     return spec.offload.mode == "superoffload" and spec.offload.engine == "so-tui"
+
+
+def keeps_weights_on_host(spec: RunSpec) -> bool:
+    """Return whether weights are in host memory, and copied to the GPU layer by layer; ``auto`` counts as not."""
+    return spec.offload.parameters == "cpu" and spec.offload.mode != "gpu"
 
 
 def power_of_two(size: int) -> int:

@@ -35,10 +35,11 @@ from so_tui.plan.facts.choices import (
     SavesBehind,
     StepsEarly,
     TokensReached,
+    WeightsOnHost,
 )
 from so_tui.plan.facts.memory import MemoryNeeded, Need, Shortage
 from so_tui.plan.fastest_ratio import rate
-from so_tui.plan.fit import Assessment, Target, assess, held_back_step, in_mode, mode_without_gpu, target_of
+from so_tui.plan.fit import Assessment, Target, assess, held_back_step, in_mode, mode_without_gpu, step_model, target_of
 from so_tui.plan.hosts import across_hosts
 from so_tui.plan.interval import checkpoint_interval
 from so_tui.plan.remedies import gpus_with_margin, remedies
@@ -58,8 +59,8 @@ def make_plan(spec: RunSpec, machine: Machine, *, workload: Workload | None = No
     """Plan the spec as given, and decide only what it leaves open.
 
     Mode ``auto`` becomes ``gpu`` when that fits with a margin and is faster, else ``superoffload`` at the spec's ratio. Activation
-    checkpointing ``auto`` becomes the fastest that fits. Feed-forward blocks are cut into tiles, and layer inputs move to the host, where
-    nothing fits otherwise.
+    checkpointing ``auto`` becomes the fastest that fits. Feed-forward blocks are cut into tiles, and layer inputs and weights move to the
+    host, where nothing fits otherwise.
 
     Args:
         spec: What to run.
@@ -87,6 +88,8 @@ def _decided(spec: RunSpec, target: Target) -> tuple[Assessment, tuple[Choice, .
     offloaded = fastest_policy(in_mode(spec, "superoffload"), target)
     if target.resources.gpu_memory_unknown:
         return offloaded, (AutoMode(mode="superoffload", why="gpu-memory-unknown"),)
+    if spec.offload.parameters == "cpu":
+        return offloaded, (AutoMode(mode="superoffload", why="weights-on-host"),)
     on_gpu = fastest_policy(in_mode(spec, "gpu"), target)
     if on_gpu.verdict == "fits" and (offloaded.verdict != "fits" or rate(on_gpu) >= rate(offloaded)):
         return on_gpu, (AutoMode(mode="gpu", why="fits-on-gpu"),)
@@ -253,6 +256,7 @@ def _settled(spec: RunSpec, found: Assessment) -> Iterator[Choice]:
         yield MlpTiled(tile_tokens=MLP_TILE_TOKENS)
     if inputs := sum(term.bytes for term in found.terms if term.kind is TermKind.OFFLOADED_INPUTS):
         yield InputsOnHost(bytes=inputs)
+    yield from _weights_on_host(found)
     yield from across_hosts(found)
     yield from checkpoint_interval(found)
     attention = attention_of(found.spec, found.target.profile, found.target.resources)
@@ -262,6 +266,18 @@ def _settled(spec: RunSpec, found: Assessment) -> Iterator[Choice]:
         once = spec.replicas * spec.train.micro_batch * spec.data.sequence_length
         steps = spec.gradient_accumulation_steps
         yield TokensReached(accumulation=steps, target=target, tokens=steps * once, tokens_per_pass=once)
+
+
+def _weights_on_host(found: Assessment) -> Iterator[WeightsOnHost]:
+    if not (moved := found.placement.host_weights):
+        return
+    model = step_model(found.placement, found.target)
+    once = model.one_pass if model else None
+    yield WeightsOnHost(
+        bytes=2 * moved,
+        fetched_s=model.fetched_weights_s if model else None,
+        pass_s=min(once.forward_s, once.backward_s) if once else None,
+    )
 
 
 def _why_none(found: Assessment) -> Literal["memory", "budget", "slower"]:

@@ -17,7 +17,9 @@ from so_tui.plan.alternatives import (
     memory_savings,
     more_gpus,
     shorter_sequences,
+    smaller_activations,
     smaller_batches,
+    weights_on_host,
     with_policy,
 )
 from so_tui.plan.facts.cautions import (
@@ -114,14 +116,15 @@ def _offload_changes(spec: RunSpec, found: Assessment) -> tuple[Change, ...]:
 def _recomputing(spec: RunSpec) -> RunSpec:
     """Return the spec with the recomputation that takes the least memory, and with what saves some beside it."""
     recomputing = with_policy(spec, "full")
-    return [recomputing, *memory_savings(recomputing)][-1]
+    return [recomputing, *smaller_activations(recomputing)][-1]
 
 
 def _fitting_when_shorter(spec: RunSpec, target: Target) -> Iterator[FitsHere]:
     """Yield the longest sequences that would fit, where activations are what does not."""
     for alternative in shorter_sequences(_recomputing(spec)):
         found = best(alternative.spec, target)
-        if found.verdict != "does not fit":
+        moved = weights_on_host(alternative.spec)
+        if found.verdict != "does not fit" or any(best(other, target).verdict != "does not fit" for other in moved):
             yield FitsHere(changes=alternative.changes)
             return
         one_memory = target.resources.supply.one_memory

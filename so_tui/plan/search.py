@@ -2,7 +2,7 @@
 
 Tried are: where the states live (without offload, else SuperOffload at the smallest ratio that leaves the margin; what is chosen also at
 larger ones), what is recomputed, how an optimizer step is split into micro-batches, and, where nothing fits, feed-forward blocks in tiles,
-layer inputs on the host, and ranks that share sequences. The tokens of an optimizer step and the sequence length stay as given.
+layer inputs and weights on the host, and ranks that share sequences. The tokens of an optimizer step and the sequence length stay as given.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _fastest_here(spec: RunSpec, target: Target) -> tuple[Assessment, tuple[Asse
 def or_with_less_memory(
     spec: RunSpec, found: tuple[Assessment, _T], find: Callable[[RunSpec], tuple[Assessment, _T]]
 ) -> tuple[Assessment, _T]:
-    """Return what was found for a spec, or what is found with feed-forward tiles, with layer inputs on the host, or with both.
+    """Return what was found for a spec, or what is found with feed-forward tiles, layer inputs on the host, weights there, or several.
 
     Each is tried only where nothing fits before, and taken only where it helps.
 
@@ -69,6 +69,8 @@ def or_with_less_memory(
     for saving in memory_savings(spec):
         if found[0].verdict == "fits":
             break
+        if saving.offload != spec.offload and all(shortage.pool != "gpu" for shortage in found[0].shortages):
+            break  # weights on the host take more of what is short
         other = find(saving)
         found = other if _ORDER[other[0].verdict] < _ORDER[found[0].verdict] else found
     return found

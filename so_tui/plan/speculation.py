@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from so_tui.model.layout import WEIGHT_BYTES, PlannedSubGroup
 from so_tui.model.sharding import speculating, speculation_bytes
-from so_tui.plan.placement import Placement, own_engine
+from so_tui.plan.placement import Placement, keeps_weights_on_host, own_engine
 from so_tui.plan.terms import Formula, MemoryTerm, TermKind
 from so_tui.plan.types import StepTime
 from so_tui.spec.types import RunSpec
@@ -45,7 +45,7 @@ class SecondStates(Struct, frozen=True):
 
 def second_states_bytes(spec: RunSpec) -> float:
     """Return the bytes per parameter of a second set of states."""
-    return speculation_bytes(WEIGHT_BYTES, spec.offload.states)
+    return speculation_bytes(WEIGHT_BYTES, spec.offload.states, host_weights=keeps_weights_on_host(spec))
 
 
 def can_speculate(spec: RunSpec) -> bool:

@@ -36,6 +36,8 @@ class TermKind(StrEnum):
     PINNED_ROUNDING = "pinned-rounding"
     LAYER_INPUTS = "layer-inputs"
     OFFLOADED_INPUTS = "offloaded-inputs"
+    HOST_WEIGHTS = "host-weights"
+    FETCHED_WEIGHTS = "fetched-weights"
     ACTIVATIONS = "activations"
     BLOCK_WORKING_SET = "block-working-set"
     ATTENTION_SCORES = "attention-scores"
@@ -90,6 +92,8 @@ TERM_NAMES: dict[TermKind, str] = {
     TermKind.PINNED_ROUNDING: "rounding of pinned blocks",
     TermKind.LAYER_INPUTS: "checkpointed layer inputs",
     TermKind.OFFLOADED_INPUTS: "layer inputs on the host",
+    TermKind.HOST_WEIGHTS: "weights on the host",
+    TermKind.FETCHED_WEIGHTS: "weights fetched from the host",
     TermKind.ACTIVATIONS: "stored activations",
     TermKind.BLOCK_WORKING_SET: "working set of one block",
     TermKind.ATTENTION_SCORES: "attention scores",

@@ -93,7 +93,8 @@ class StepModel:
             d2h_bytes_per_s=self.speed.d2h_bytes_per_s,
             h2d_bytes_per_s=self.speed.h2d_bytes_per_s,
             d2h_bytes=2 * cpu_numel * spec.gradient_accumulation_steps,
-            h2d_bytes=2 * cpu_numel,
+            # Weights in host memory are copied within forward and backward, which says nothing of the bus where they take longer.
+            h2d_bytes=0 if self.placement.host_weights else 2 * cpu_numel,
         )
 
     @cached_property
@@ -124,15 +125,19 @@ class StepModel:
         # Selective recomputation runs all of a layer's Python again, and skips its products.
         again = 0.0 if policy_of(self.placement.spec.model) == "none" else use.forward_launches_per_layer
         forward_python_s = (use.forward_launches_per_layer + gathering) * overhead_s
+        fetched_s = self.fetched_weights_s
         forward = max(
-            layers_s.forward + use.all_gather_share * gather_s, gather_s, forward_python_s, self._inputs_s(self.speed.d2h_bytes_per_s)
+            layers_s.forward + use.all_gather_share * gather_s,
+            gather_s + fetched_s,
+            forward_python_s,
+            self._inputs_s(self.speed.d2h_bytes_per_s),
         )
         python = (use.backward_launches_per_layer + again + gathering) * overhead_s
         backward = max(
             layers_s.backward + layers_s.repeated + 2 * use.all_gather_share * gather_s,
-            2 * gather_s,
+            2 * gather_s + fetched_s,
             python,
-            self._inputs_s(self.speed.h2d_bytes_per_s),
+            self._inputs_s(self.speed.h2d_bytes_per_s) + fetched_s,
         )
         return Pass(forward_s=forward + self._loss_s(), backward_s=backward, backward_python_s=python)
 
@@ -178,6 +183,11 @@ class StepModel:
         if not offloads_inputs(self.placement.spec.model):
             return 0.0
         return self._computed_tokens * block_input_bytes(shape) * shape.layers / bytes_per_s
+
+    @property
+    def fetched_weights_s(self) -> float:
+        """Seconds of copying this rank's weights in host memory to the GPU, once for each of the two passes. Computation hides them."""
+        return 2 * self.placement.host_weights / self.speed.h2d_bytes_per_s
 
     @cached_property
     def _computed_tokens(self) -> float:
@@ -317,7 +327,8 @@ class StepModel:
             begin, waits = spans[group.index][0], group.index in held_back
             copied_s = -begin * once.backward_s + 2 * group.numel / self.speed.d2h_bytes_per_s
             bytes_per_s = beside_forward if waits else beside_backward
-            updates.append(Update(begin, norm_s if waits else copied_s, step_bytes * group.numel / bytes_per_s, 2 * group.numel))
+            returned = 0 if placement.host_weights else 2 * group.numel
+            updates.append(Update(begin, norm_s if waits else copied_s, step_bytes * group.numel / bytes_per_s, returned))
         # The GPU steps its own sub-groups while the worker steps the others.
         begins_s = on_gpu_s + norm_s
         if accumulated and len(held_back) < len(layout.sub_groups):

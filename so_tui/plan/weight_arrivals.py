@@ -17,6 +17,7 @@ class Update(NamedTuple):
     """When the worker may take it."""
     adam_s: float
     weights_bytes: int
+    """New weights that are copied to the GPU; none where they stay in host memory."""
 
 
 def arrivals(updates: Iterable[Update], h2d_bytes_per_s: float, copy_latency_s: float) -> list[tuple[float, float]]:

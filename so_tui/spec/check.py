@@ -24,7 +24,7 @@ Problem codes of combinations of keys:
     sequence-parallel-router: Ranks that share sequences cannot compute a router loss.
     nothing-to-offload: ``model.activation_offload = "on"`` where no layer is checkpointed.
     nothing-to-tile: ``model.tiled_mlp = "on"`` where no dense feed-forward block is recomputed.
-    parameter-offload: ``offload.parameters = "cpu"``, which is not supported.
+    parameter-offload: ``offload.parameters = "cpu"`` with an optimizer that keeps the weights on the GPU.
     states-format: ``offload.states`` other than ``"fp32"`` with an optimizer that has no other.
     several-evaluations: Both ``held_out`` and other evaluation data are set.
     no-evaluation-data: An evaluation interval without data to evaluate on.
@@ -236,13 +236,15 @@ def _cross_problems(tree: dict[str, Any]) -> Iterator[Problem]:
             message="is a config of DeepSpeed's own SuperOffload",
             remedy='Set offload.mode = "superoffload" and offload.engine = "deepspeed" too, or name PRESET:as-published.',
         )
-    if offload.get("parameters") == "cpu":
+    mode, engine = offload.get("mode"), offload.get("engine")
+    if offload.get("parameters") == "cpu" and (mode == "gpu" or (engine == "deepspeed" and mode != "zerooffload")):
+        optimizer = "without offload" if mode == "gpu" else "with DeepSpeed's own SuperOffload"
         yield Problem(
             code="parameter-offload",
             field="offload.parameters",
             value='"cpu"',
-            message="is not supported: DeepSpeed's SuperOffload and so-tui's engine keep the bf16 weights on the GPU",
-            remedy='Use "none". If the weights do not fit, train on more GPUs: each holds a shard of them.',
+            message=f"is not supported {optimizer}, where the weights stay on the GPU",
+            remedy='Use "none", or offload.mode = "superoffload" with offload.engine = "so-tui", or offload.mode = "zerooffload".',
         )
     yield from _evaluation_problems(data, train)
     yield from sharing_problems(model, data, train, tree.get("gpus", 1))

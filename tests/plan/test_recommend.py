@@ -48,7 +48,9 @@ def test_the_recommended_ratio_is_the_smallest_that_keeps_the_margin() -> None:
     assert (faster.ratio, faster.step_s) == (plan.ratio, plan.step_s)
     assert faster.step_s < faster.smallest_step_s
     smallest, less = (
-        make_plan(with_values(plan.spec, {"offload.ratio": f"{ratio:.2f}", "offload.speculation": "auto"}), BIG)
+        make_plan(
+            with_values(plan.spec, {"offload.ratio": f"{ratio:.2f}", "offload.speculation": "auto", "offload.parameters": "none"}), BIG
+        )
         for ratio in (faster.smallest_ratio, faster.smallest_ratio - 0.05)
     )
     assert smallest.verdict == "fits"
@@ -61,7 +63,7 @@ def test_the_recommended_ratio_is_the_smallest_that_keeps_the_margin() -> None:
 
 def steps_by_ratio(plan: Plan, machine: Machine) -> dict[float, float]:
     """Return the steps of a plan's settings at all ratios at which they fit."""
-    changes = {"offload.speculation": "auto", "offload.speculation_gib": "0"}
+    changes = {"offload.speculation": "auto", "offload.speculation_gib": "0", "offload.parameters": "none"}
     found = ((ratio, make_plan(with_values(plan.spec, changes | {"offload.ratio": f"{ratio:.2f}"}), machine)) for ratio in RATIOS)
     return {ratio: other.step_s for ratio, other in found if other.verdict == "fits" and other.step_s is not None}
 

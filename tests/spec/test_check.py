@@ -19,7 +19,7 @@ BAD = [
     ({"offload": {"cpu_adam_cores_fraction": 0}}, "offload.cpu_adam_cores_fraction", "out-of-range", "above 0 and below 1"),
     ({"offload": {"cpu_adam_cores_fraction": 1}}, "offload.cpu_adam_cores_fraction", "out-of-range", "above 0 and below 1"),
     ({"offload": {"mode": "superofload"}}, "offload.mode", "invalid-choice", "Did you mean `superoffload`?"),
-    ({"offload": {"parameters": "cpu"}}, "offload.parameters", "parameter-offload", '"none"'),
+    ({"offload": {"parameters": "cpu", "mode": "gpu"}}, "offload.parameters", "parameter-offload", '"none"'),
     ({"offload": 0.5}, "offload", "not-a-section", "[offload]"),
     ({"offlaod": {"ratio": 0.5}}, "offlaod", "unknown-key", "Did you mean `offload`?"),
     ({"ratio": 0.5}, "ratio", "unknown-key", "Did you mean `offload.ratio`?"),

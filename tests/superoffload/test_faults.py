@@ -143,7 +143,14 @@ def test_weights_that_the_kernel_cannot_read_are_refused() -> None:
     adamw = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(10))])
     with pytest.raises(superoffload.OffloadError, match="float16") as caught:
         SuperOffload(
-            [group], adamw, gradient_accumulation_steps=1, clipping=0.0, cpus=[0], all_reduce=lambda _: None, watchdog_timeout_s=30.0
+            [group],
+            adamw,
+            device=torch.device("cpu"),
+            gradient_accumulation_steps=1,
+            clipping=0.0,
+            cpus=[0],
+            all_reduce=lambda _: None,
+            watchdog_timeout_s=30.0,
         )
     assert caught.value.code == "dtype"
     assert not traces()

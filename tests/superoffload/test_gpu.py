@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import hashlib
 import os
 import signal
 import subprocess
@@ -11,7 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -100,6 +102,52 @@ def test_what_is_saved_while_training_goes_on_is_the_state_of_that_step(
             superoffload.verify_state(folder)
             ends.append(((folder / "rank_00000.states").read_bytes(), support.states(made, tmp_path / f"end-{copying}")))
     assert ends[0] == ends[1]
+
+
+WIDE, SUB_GROUP_OF_WIDE = 2048, 20_000_000
+"""100 million parameters, each block a sub-group."""
+
+
+@pytest.mark.parametrize(("ratio", "clipping", "accumulation"), [(1.0, 1.0, 1), (0.5, 0.0, 2)])
+def test_weights_in_host_memory_take_none_of_the_gpus_and_change_no_bit(
+    ratio: float, clipping: float, accumulation: int, tmp_path: Path
+) -> None:
+    data = support.batches(8 * accumulation)
+    losses, states, at_rest, moved = [], [], [], 0
+    parameters: Literal["none", "cpu"]
+    for parameters in ("none", "cpu"):
+        run = support.spec(
+            "superoffload",
+            ratio,
+            clipping=clipping,
+            accumulation=accumulation,
+            sub_group_size=SUB_GROUP_OF_WIDE,
+            parameters=parameters,
+            learning_rate=1e-4,
+        )
+        torch.manual_seed(run.train.seed)
+        model = support.Model(width=WIDE)
+        torch.nn.init.normal_(model.embedding.weight, std=0.02)
+        gc.collect()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        with support.engine(run, model=model, bucket=SUB_GROUP_OF_WIDE, speculation_bytes=1 << 30) as made:
+            losses.append(support.train(made, data))
+            superoffload.synchronize(made)
+            torch.cuda.synchronize()
+            at_rest.append(torch.cuda.memory_allocated() - before)
+            states.append(hashlib.sha256(support.states(made, tmp_path / parameters)).hexdigest())
+            groups = core_of(made).sub_groups
+            assert [group.weights.device.type == "cpu" for group in groups] == [
+                parameters == "cpu" and not group.on_gpu for group in groups
+            ]
+            moved = sum(group.weights.nbytes for group in groups if not group.on_gpu)
+            del groups
+        del made, model
+    assert losses[0] == losses[1]
+    assert states[0] == states[1]
+    assert moved > 90e6
+    assert at_rest[0] - at_rest[1] == pytest.approx(moved, rel=0.05)
 
 
 def test_waiting_early_or_late_gives_the_same_bits(tmp_path: Path) -> None:

@@ -99,9 +99,12 @@ def _layers(count: int) -> list[torch.nn.Module]:
     return found
 
 
-def _gathering(monkeypatch: pytest.MonkeyPatch, ranks: int, events: _Events, *, synchronized: bool = False) -> _Coordinator:
+def _gathering(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, events: _Events, *, synchronized: bool = False, host_weights: bool = False
+) -> _Coordinator:
     coordinator = _Coordinator()
-    engine = SimpleNamespace(optimizer=SimpleNamespace(parameter_offload=SimpleNamespace(get_param_coordinator=lambda: coordinator)))
+    parameter_offload = SimpleNamespace(get_param_coordinator=lambda: coordinator)
+    engine = SimpleNamespace(optimizer=SimpleNamespace(parameter_offload=parameter_offload, offload_param=host_weights))
     accelerator = SimpleNamespace(Event=events, is_synchronized_device=lambda: synchronized)
     monkeypatch.setattr(adapter, "get_accelerator", lambda: accelerator)
     monkeypatch.setattr("deepspeed.comm.get_world_size", lambda: ranks)
@@ -115,6 +118,12 @@ def _gathering(monkeypatch: pytest.MonkeyPatch, ranks: int, events: _Events, *, 
 def test_every_all_gather_of_several_gpus_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     events = _Events()
     _gathering(monkeypatch, 2, events)
+    assert events.waited == [0, 1, 2]
+
+
+def test_copies_of_weights_in_host_memory_count_on_one_gpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = _Events()
+    _gathering(monkeypatch, 1, events, host_weights=True)
     assert events.waited == [0, 1, 2]
 
 

@@ -117,6 +117,7 @@ def spec(
     accumulation: int = 1,
     sub_group_size: int = 2000,
     implementation: Literal["so-tui", "deepspeed"] = "so-tui",
+    parameters: Literal["none", "cpu"] = "none",
     **train: Any,
 ) -> RunSpec:
     return RunSpec(
@@ -130,7 +131,7 @@ def spec(
             gradient_clipping=clipping,
             **{"learning_rate": 1e-2, "beta2": 0.95, "max_skipped_steps": 0, **train},
         ),
-        offload=OffloadSpec(mode=mode, ratio=ratio, sub_group_size=sub_group_size, engine=implementation),
+        offload=OffloadSpec(mode=mode, ratio=ratio, sub_group_size=sub_group_size, engine=implementation, parameters=parameters),
     )
 
 
@@ -158,6 +159,8 @@ def ds_config(run: RunSpec, dtype: torch.dtype = torch.bfloat16, bucket: int = 3
     }
     if run.offload.mode != "gpu":
         zero["offload_optimizer"] = {"device": "cpu", "ratio": run.offload.ratio, "pin_memory": False}
+    if run.offload.parameters == "cpu":
+        zero["offload_param"] = {"device": "cpu", "pin_memory": False}
     if run.offload.mode == "superoffload" and run.offload.engine == "deepspeed":
         zero["offload_optimizer"] |= {"super_offload": True, "cpuadam_cores_perc": 0.5}
     return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -81,6 +82,21 @@ class Reference:
             receive(gradients, boundary=boundary)
 
         core.receive = recording  # type: ignore[method-assign]
+
+
+def record_gradients(made: Any) -> list[tuple[str, str]]:
+    """Return a list that grows by name and digest of every gradient that an engine's optimizer receives."""
+    core, found = core_of(made), list[tuple[str, str]]()
+    receive = core.receive
+
+    def recording(gradients: Sequence[Gradient], *, boundary: bool) -> None:
+        for gradient in gradients:
+            values = gradient.values.detach().cpu().contiguous().view(torch.uint8).numpy()
+            found.append((core.sub_groups[gradient.sub_group].names[gradient.member], hashlib.sha256(values.tobytes()).hexdigest()))
+        receive(gradients, boundary=boundary)
+
+    core.receive = recording  # type: ignore[method-assign]
+    return found
 
 
 def core_of(made: Any) -> SuperOffload:

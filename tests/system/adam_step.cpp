@@ -40,7 +40,7 @@ int main()
     uint64_t progress = 0;
     std::vector<float> new_weights(n);
     superoffload_speculate(&scalars, &states, &others, nullptr, gradient.data(), new_weights.data(), 1, &group, &progress);
-    superoffload_step(&scalars, &states, nullptr, gradient.data(), 1, &group, &progress);
+    superoffload_step(&scalars, &states, nullptr, gradient.data(), gradient.data(), 1, &group, &progress);
     if (current.p != other.p || current.m != other.m || current.v != other.v || gradient != new_weights) return 2;
     if (current.m_exponents != other.m_exponents || current.v_exponents != other.v_exponents) return 2;
     superoffload_decode(&states, first.data(), second.data(), &group);

@@ -54,7 +54,7 @@ def test_every_setting_comes_from_the_spec_or_the_binding() -> None:
         states="fp32",
         seed=run.train.seed,
         adam_cpus=binding().adam_cpus,
-        run_ahead_parameters=run_ahead_parameters(profile_of(run.model).largest_layer),
+        run_ahead_parameters=run_ahead_parameters(profile_of(run.model).largest_layer, run.ranks),
         available_bytes=found.available_bytes,
     )
 

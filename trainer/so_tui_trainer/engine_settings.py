@@ -48,7 +48,7 @@ def engine_settings(spec: RunSpec, binding: RankBinding, optional: OptionalMemor
         epsilon=train.epsilon,
         weight_decay=train.weight_decay,
         adam_cpus=binding.adam_cpus or binding.cpus,
-        run_ahead_parameters=run_ahead_parameters(profile_of(spec.model).largest_layer),
+        run_ahead_parameters=run_ahead_parameters(profile_of(spec.model).largest_layer, spec.ranks),
         available_bytes=lambda: available_bytes(SystemFiles()),  # which, unlike the engine's own default, also reads control group limits
     )
 

@@ -237,7 +237,7 @@ inline void load_gradient(float* gradient, const Span& tile, const float* accumu
 
 template <typename Format>
 double step(const SubGroup& group, const AdamWScalars c, const States states, const float* accumulated, const Weights staging,
-            bool add_staging, uint64_t* progress)
+            const Weights new_weights, bool add_staging, uint64_t* progress)
 {
     const auto all = moments<Format>(states);
     return sum_over(group, progress, [=](const Span& tile) {
@@ -246,7 +246,7 @@ double step(const SubGroup& group, const AdamWScalars c, const States states, co
         load_gradient(gradient, tile, accumulated, staging, add_staging);
         const double sum = sum_of_squares(gradient, tile.count);
         Format::step(c, tile, gradient, p, all.at(tile), p, all.at(tile));
-        staging.store(p, tile.begin, tile.count);
+        new_weights.store(p, tile.begin, tile.count);
         return sum;
     });
 }
@@ -320,12 +320,12 @@ Weights weights_of(const SubGroup& group, void* data) { return {data, group.has_
 
 extern "C" {
 
-// Copies the weights in the staging buffer to the master weights and zeroes the other arrays; those of second, new_weights and
-// accumulated may be null. Its threads are the first to touch the pages.
-double superoffload_initialize(const States* states, const States* second, float* accumulated, void* staging, void* new_weights,
+// Copies the weights at `from` to the master weights and zeroes the other arrays; those of second, the other buffer and accumulated may be
+// null. Its threads are the first to touch the pages.
+double superoffload_initialize(const States* states, const States* second, float* accumulated, void* from, void* other_buffer,
                                const SubGroup* group, uint64_t* progress)
 {
-    const Weights weights = weights_of(*group, staging);
+    const Weights weights = weights_of(*group, from);
     return sum_over(*group, progress, [=](const Span& tile) {
         weights.load(states->p + tile.begin, tile.begin, tile.count);
         for (float* array : {second->p, accumulated})
@@ -333,7 +333,7 @@ double superoffload_initialize(const States* states, const States* second, float
         for (const States* each : {states, second})
             with_format(*group, [&](auto format) { zero<decltype(format)>(*each, tile); });
         const int64_t bytes = weights.element_bytes();
-        if (new_weights) std::memset(static_cast<uint8_t*>(new_weights) + bytes * tile.begin, 0, bytes * tile.count);
+        if (other_buffer) std::memset(static_cast<uint8_t*>(other_buffer) + bytes * tile.begin, 0, bytes * tile.count);
         return 0.0;
     });
 }
@@ -350,13 +350,14 @@ double superoffload_accumulate(float* accumulated, void* staging, int first, con
     });
 }
 
-// Takes one AdamW step and leaves the new weights in the staging buffer. The gradient is accumulated + staging; accumulated may be
-// null, and staging is left out unless add_staging. Returns the sum of squares of the gradient before scaling.
-double superoffload_step(const AdamWScalars* c, const States* states, float* accumulated, void* staging, int add_staging,
+// Takes one AdamW step and leaves the new weights in a buffer that may be the staging buffer itself. The gradient is accumulated + staging;
+// accumulated may be null, and staging is left out unless add_staging. Returns the sum of squares of the gradient before scaling.
+double superoffload_step(const AdamWScalars* c, const States* states, float* accumulated, void* staging, void* new_weights, int add_staging,
                          const SubGroup* group, uint64_t* progress)
 {
     return with_format(*group, [&](auto format) {
-        return step<decltype(format)>(*group, *c, *states, accumulated, weights_of(*group, staging), add_staging, progress);
+        return step<decltype(format)>(*group, *c, *states, accumulated, weights_of(*group, staging), weights_of(*group, new_weights),
+                                      add_staging, progress);
     });
 }
 
@@ -370,10 +371,10 @@ double superoffload_speculate(const AdamWScalars* c, const States* old_states, c
     });
 }
 
-// Leaves the weights of these states in the staging buffer.
-double superoffload_restore(const States* states, void* staging, const SubGroup* group, uint64_t* progress)
+// Leaves the weights of these states in a buffer.
+double superoffload_restore(const States* states, void* buffer, const SubGroup* group, uint64_t* progress)
 {
-    const Weights weights = weights_of(*group, staging);
+    const Weights weights = weights_of(*group, buffer);
     return sum_over(*group, progress, [=](const Span& tile) {
         weights.store(states->p + tile.begin, tile.begin, tile.count);
         return 0.0;

@@ -6,6 +6,8 @@ One staging buffer per sub-group carries the gradient to the host and the new we
     the worker            when the gradient has been copied
     (then the new weights are copied to the GPU)
 
+Where the weights are in host memory the worker writes new ones there, and neither this buffer nor the second one below returns any.
+
 A sub-group that speculates has two sets of states, of which one is current, and a second buffer for new weights. A speculative step reads
 the current set and the staging buffer, and writes the other set and the second buffer. To accept it is to make the other set current. To
 discard it is to step in place, as if it had never been: nothing that this reads or writes was touched.
@@ -29,9 +31,11 @@ import torch
 from so_tui.model.sharding import StatesFormat
 from superoffload import kernel, worker
 from superoffload.errors import OffloadError
+from superoffload.host_weights import HostWeights
 from superoffload.meter import LayerWait, Meter
 from superoffload.norm import non_finite
-from superoffload.shared_states import SharedStates, host_available_bytes
+from superoffload.shared_memory import host_available_bytes
+from superoffload.shared_states import SharedStates
 from superoffload.states_copy import Tensors
 from superoffload.sub_groups import SubGroup
 from superoffload.transfers import CompletedEvent, Copy, Event, Mark, Stream, Transfer, Transfers
@@ -57,6 +61,8 @@ class CpuStates:
         transfers: Transfers,
         meter: Meter,
         *,
+        device: torch.device,
+        host_weights: HostWeights | None,
         speculating: Sequence[int],
         copied: Sequence[int],
         states: StatesFormat,
@@ -69,6 +75,7 @@ class CpuStates:
         self._sub_groups = sub_groups
         self._transfers = transfers
         self._meter = meter
+        self._device, self._host_weights = device, host_weights
         self.indices = [index for index, group in enumerate(sub_groups) if not group.on_gpu]
         self.in_order_of_use = sorted(self.indices, key=lambda index: sub_groups[index].first_use)
         """Differs from the order of the sub-groups: the norms' group is last in the list and used by the first layer."""
@@ -99,8 +106,8 @@ class CpuStates:
         """Sub-groups for whose new weights the computing stream has not waited yet."""
         self._unused: set[int] = set()
         """Sub-groups whose new weights no layer has used yet."""
-        self._weights_copied: dict[int, Transfer] = {}
-        """The copy of a sub-group's new weights."""
+        self._weights_copied: dict[int, Transfer | None] = {}
+        """The copy of a sub-group's new weights; None where they stay in host memory."""
         self._computing: Stream = None
         """The stream that computes forward, while a wait is measured."""
         self._blocked: Mark | None = None
@@ -138,8 +145,9 @@ class CpuStates:
         return copies
 
     def weight_copies(self, index: int) -> list[Event]:
-        """Return the event after which the last step's weights have been copied from the staging buffer; none before a step."""
-        return [self._weights_copied[index].done] if index in self._weights_copied else []
+        """Return the event after which the last step's weights have been copied from the staging buffer; none where none are."""
+        transfer = self._weights_copied.get(index)
+        return [transfer.done] if transfer else []
 
     def accumulate(self, index: int, step: int, *, first_micro_batch: bool, after: Event) -> None:
         """Have the worker accumulate the gradient in the staging buffer. The first micro-batch overwrites the step before's sum."""
@@ -199,7 +207,8 @@ class CpuStates:
         late = [index for index in waiting if index not in self._weights_copied]
         for index in waiting:
             self._wait(lambda index=index: index in self._weights_copied)  # type: ignore[misc]
-            self._transfers.wait_event(self._weights_copied[index].done)
+            if transfer := self._weights_copied[index]:
+                self._transfers.wait_event(transfer.done)
         self._unawaited.difference_update(waiting)
         if late:
             self._blocked = self._transfers.mark(self._computing)
@@ -218,7 +227,7 @@ class CpuStates:
         begin = self._transfers.mark()
         yield
         if used or self._blocked is not None:
-            updated = [self._weights_copied[index].end for index in used if index in self._weights_copied]
+            updated = [transfer.end for index in used if (transfer := self._weights_copied.get(index))]
             if self._blocked is not None:
                 updated.append(self._blocked)
             self._meter.current.layer_waits.append(LayerWait(begin, self._transfers.mark(), tuple(updated)))
@@ -295,11 +304,12 @@ class CpuStates:
         if self._client:
             self._client.close()
         self._kernel = None
+        if self._device.type == "cuda" and self.indices:
+            torch.cuda.synchronize(self._device)  # no copy may be in flight when its pages are unpinned
         if self._states:
-            device = self._sub_groups[0].weights.device
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)  # no copy may be in flight when its pages are unpinned
             self._states.close()
+        if self._host_weights:
+            self._host_weights.close()
 
     def _start(
         self,
@@ -312,17 +322,23 @@ class CpuStates:
         library = kernel.library()
         weights = self._sub_groups[self.indices[0]].weights
         segments = tuple(_segments(self._sub_groups[index], seed) for index in self.indices)
-        size = worker.MemorySize(segments, weights.dtype.itemsize, accumulate, self._speculating, self._moments, self._copied)
-        self._states = SharedStates(size, weights.dtype, pin=weights.device.type == "cuda", available_bytes=available_bytes)
+        on_host = self._host_weights is not None
+        size = worker.MemorySize(segments, weights.dtype.itemsize, accumulate, self._speculating, self._moments, self._copied, on_host)
+        self._states = SharedStates(size, weights.dtype, pin=self._device.type == "cuda", available_bytes=available_bytes)
         if self._moments is not worker.Moments.FP32:
             with kernel.opened(library) as descriptor:
                 self._kernel = self._states.kernel(kernel.loadable(descriptor))
-        self._client = WorkerClient(self._states, cpus, library, self._transfers.attach, self._on_result, watchdog_timeout_s)
+        self._client = WorkerClient(
+            self._states, self._host_weights, cpus, library, self._transfers.attach, self._on_result, watchdog_timeout_s
+        )
         self._initialize_all()  # so that the worker's many threads are the first to touch the pages
         self._states.pin_staging()
-        for index in self.indices:
-            self._staging(index).copy_(self._sub_groups[index].weights)
-        self._initialize_all()
+        if self._host_weights:
+            self._host_weights.pin()
+        else:
+            for index in self.indices:
+                self._staging(index).copy_(self._sub_groups[index].weights)
+            self._initialize_all()
         self.copies()  # as above: the first copy is then as fast as the others
         self.wait_for_copies()
         self.lent.clear()
@@ -353,16 +369,18 @@ class CpuStates:
                 with self._deciding:
                     if index in self._expected:
                         self._expected.discard(index)
-                        self._on_new_weights(result, self._new_weights(index))
+                        self._on_new_weights(result, self._new_weights)
             case _:
                 if not math.isfinite(result.sum_of_squares):
                     raise non_finite(self._sub_groups, index, result.step, poisoned=True)
-                self._on_new_weights(result, self._staging(index))
+                self._on_new_weights(result, self._staging)
 
-    def _on_new_weights(self, result: worker.Result, source: torch.Tensor) -> None:
+    def _on_new_weights(self, result: worker.Result, source: Callable[[int], torch.Tensor]) -> None:
         index = self.indices[result.sub_group]
-        transfer = self._transfers.weights_to_gpu(self._sub_groups[index].weights, source)
-        self._meter.current.h2d.append(transfer)
+        transfer = None
+        if not self._host_weights:
+            transfer = self._transfers.weights_to_gpu(self._sub_groups[index].weights, source(index))
+            self._meter.current.h2d.append(transfer)
         self.squares[index] = result.sum_of_squares
         self._weights_copied[index] = transfer
 

@@ -15,6 +15,7 @@ SECTION = "superoffload"
 """Top-level key under which the overrides are recorded. DeepSpeed ignores keys that it does not define."""
 
 _OWN_PINNING = "Only the staging buffers are pinned, and the engine pins them itself."
+_OWN_WEIGHTS = "The engine puts the weights into one memory, which its Adam worker shares, and pins that itself."
 _OWN_ADAM = "Our optimizer replaces DeepSpeed's CPU Adam and is not one of the classes that DeepSpeed has tested."
 _WHOLE_OFFLOAD = "DeepSpeed must leave all optimizer states to our optimizer, which applies the ratio itself."
 _SELECTS_CLASS = "DeepSpeed looks up its SuperOffload optimizer, which ours replaces, only with this setting."
@@ -25,6 +26,7 @@ _UNTESTED = "DeepSpeed otherwise accepts only optimizer classes that it has test
 _OWN_ACCUMULATION = "Gradients are handed over in the weights' type, and the Adam worker accumulates them in fp32."
 
 _OFFLOAD = "zero_optimization.offload_optimizer"
+_PARAMETERS = "zero_optimization.offload_param"
 _BUCKET = "zero_optimization.reduce_bucket_size"
 _KEPT_OFFLOAD_KEYS = frozenset({"device", "super_offload", "ratio", "pin_memory", "cpuadam_cores_perc"})
 
@@ -107,6 +109,8 @@ def _changes(config: Mapping[str, Any]) -> Iterator[Override]:
     for name in _get(config, _OFFLOAD) or {}:
         if name not in _KEPT_OFFLOAD_KEYS:
             yield prescribe(f"{_OFFLOAD}.{name}", None, _OWN_STATES)
+    if _get(config, f"{_PARAMETERS}.device") == "cpu":
+        yield prescribe(f"{_PARAMETERS}.pin_memory", False, _OWN_WEIGHTS)
     bucket = _get(config, _BUCKET)
     if bucket != "auto":  # left to whoever fills in such values before DeepSpeed reads the config
         used_bucket = OWN_LARGEST_BUCKET if bucket is None else min(int(bucket), OWN_LARGEST_BUCKET)

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from superoffload.shared_states import pin, unpin
+from superoffload.shared_memory import pin, unpin
 from superoffload.states_copy import Tensors
 from superoffload.sub_groups import SubGroup
 from superoffload.transfers import Event, Transfers

@@ -20,6 +20,7 @@ class GradientNorm:
 
     Args:
         sub_groups: All sub-groups of the rank.
+        device: Where gradients are.
         transfers: Copies the sums to the host.
         all_reduce: Sums a tensor over all ranks, in place.
         poisons: Whether gradients are already in the optimizer states when their norm is read.
@@ -28,6 +29,7 @@ class GradientNorm:
     def __init__(
         self,
         sub_groups: Sequence[SubGroup],
+        device: torch.device,
         transfers: Transfers,
         all_reduce: Callable[[torch.Tensor], None],
         *,
@@ -37,7 +39,7 @@ class GradientNorm:
         self._transfers = transfers
         self._all_reduce = all_reduce
         self._poisons = poisons
-        self._squares = torch.zeros(len(sub_groups), dtype=torch.float64, device=sub_groups[0].weights.device)
+        self._squares = torch.zeros(len(sub_groups), dtype=torch.float64, device=device)
         self._last: tuple[int, torch.Tensor, Event] | None = None
         """The last step's number, its sums on the host, and the event after which they are valid."""
         self._fault: NonFiniteGradientError | None = None

@@ -9,6 +9,9 @@ and the new weights back, 2 bytes a parameter in each direction:
     worker client   staging buffer -> weights (h2d stream)                as soon as the worker is done
     forward         waits, layer by layer, for the weights it is about to use
 
+Weights can be in host memory instead (``host_weights``), those of the CPU sub-groups. Then the worker leaves the new weights there, nothing
+is copied after a step, and every forward and backward copies each layer to the GPU before it computes.
+
 * Gradient clipping needs the norm of all gradients first. A sub-group that has a second set of states is stepped into it all the same, as
 if the norm were within the limit. When the norm is known the new set is accepted without a copy, or all sub-groups are stepped again from
 the old one. Sub-groups without a second set are held back until then. Either way the result is exactly that of clipped AdamW.
@@ -38,9 +41,10 @@ from superoffload import worker
 from superoffload.cpu_states import CpuStates
 from superoffload.errors import NonFiniteGradientError, OffloadError
 from superoffload.gpu_states import GpuStates
+from superoffload.host_weights import HostWeights
 from superoffload.meter import Meter, OffloadStats
 from superoffload.norm import GradientNorm
-from superoffload.shared_states import host_available_bytes
+from superoffload.shared_memory import host_available_bytes
 from superoffload.speculation import Speculation
 from superoffload.states_copy import StatesCopy
 from superoffload.step_policy import NormSource, StepPolicy, StepTime, SubGroupAction, step_policy
@@ -94,6 +98,8 @@ class SuperOffload:
     Args:
         sub_groups: All sub-groups of the rank.
         adamw: Steps the GPU sub-groups. Its parameter groups give learning rate, betas, epsilon and weight decay of all sub-groups.
+        device: What the model computes on.
+        host_weights: Where the weights of the CPU sub-groups are, filled, unless they are on the GPU. It is closed with the optimizer.
         gradient_accumulation_steps: Micro-batches per step.
         clipping: Largest norm of a step's gradients, 0 for no limit.
         speculation_bytes: Most host memory for second sets of states, which only clipping needs. They take no more than the states leave.
@@ -116,6 +122,8 @@ class SuperOffload:
         sub_groups: Sequence[SubGroup],
         adamw: torch.optim.AdamW,
         *,
+        device: torch.device,
+        host_weights: HostWeights | None = None,
         gradient_accumulation_steps: int,
         clipping: float,
         speculation_bytes: int = 0,
@@ -146,25 +154,29 @@ class SuperOffload:
         self._speculating: frozenset[int] = frozenset()
         """Sub-groups that have a second set of states."""
         spare = spare_bytes(self.sub_groups, available_bytes(), states, accumulates=self._policy.accumulates)
+        on_host = host_weights is not None
         if clipping and speculation_bytes:
-            self._speculating = frozenset(speculating_within(self.sub_groups, states, min(speculation_bytes, spare)))
-            spare -= second_states_bytes(self.sub_groups, states, self._speculating)
+            most = min(speculation_bytes, spare)
+            self._speculating = frozenset(speculating_within(self.sub_groups, states, most, host_weights=on_host))
+            spare -= second_states_bytes(self.sub_groups, states, self._speculating, host_weights=on_host)
         copied = copied_within(self.sub_groups, states, self._speculating, min(copies_bytes, spare))
         self._copies_in_use: set[int] = set()
         """Sub-groups whose copy may still be read."""
         self._speculation = Speculation()
         self._step = _StepInProgress(self._speculating)
         self._closed = False
-        self._transfers = transfers_for(self.sub_groups[0].weights.device)
+        self._transfers = transfers_for(device)
         self._meter = Meter(self._transfers)
         steps_before_norm = self._policy.step_time is StepTime.GRADIENT_COMPLETE
-        self._norm = GradientNorm(self.sub_groups, self._transfers, all_reduce, poisons=steps_before_norm)
+        self._norm = GradientNorm(self.sub_groups, device, self._transfers, all_reduce, poisons=steps_before_norm)
         self._gpu = GpuStates(self.sub_groups, adamw, copied=[index for index in copied if self.sub_groups[index].on_gpu])
         try:
             self._cpu = CpuStates(
                 self.sub_groups,
                 self._transfers,
                 self._meter,
+                device=device,
+                host_weights=host_weights,
                 speculating=sorted(self._speculating),
                 copied=[index for index in copied if not self.sub_groups[index].on_gpu],
                 states=states,

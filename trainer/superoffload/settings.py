@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from so_tui.model.sharding import GATHERED_AHEAD, StatesFormat
-from superoffload.shared_states import host_available_bytes
+from superoffload.shared_memory import host_available_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

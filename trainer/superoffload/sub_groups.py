@@ -20,7 +20,7 @@ class SubGroup:
     """This rank's shards of the parameters that are stepped together, in one flat tensor."""
 
     weights: torch.Tensor
-    """What the model computes with: bf16 or fp32, on the GPU, padding included."""
+    """What the model computes with: bf16 or fp32, padding included. On the GPU, or in host memory (``host_weights``)."""
     parameter_group: int
     """Index of the optimizer's parameter group, whose learning rate and weight decay apply."""
     names: tuple[str, ...]
@@ -60,7 +60,7 @@ class SubGroupState:
     device: str
     """``gpu`` or ``cpu``; where DeepSpeed offloads nothing, the type of the torch device."""
     weights: torch.Tensor
-    """What the model computes with (bf16, on the GPU): a cast of ``master_weights``."""
+    """What the model computes with (bf16, on the GPU or in host memory): a cast of ``master_weights``."""
     master_weights: torch.Tensor
     moments: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None
     """Returns the first and second moment: the state itself, or copies of compact moments. None where they are out of reach, in the process
@@ -79,17 +79,19 @@ def spare_bytes(sub_groups: Sequence[SubGroup], available_bytes: int | None, sta
     return max(0, available_bytes - int(needed) - _ROUNDING_BYTES)
 
 
-def speculating_within(sub_groups: Sequence[SubGroup], states: StatesFormat, budget_bytes: int) -> list[int]:
+def speculating_within(sub_groups: Sequence[SubGroup], states: StatesFormat, budget_bytes: int, *, host_weights: bool) -> list[int]:
     """Return the CPU sub-groups that can have a second set of states within this much host memory."""
     on_cpu = sorted((index for index, group in enumerate(sub_groups) if not group.on_gpu), key=lambda index: sub_groups[index].first_use)
     numels = [sub_groups[index].weights.numel() for index in on_cpu]
-    chosen = speculating(numels, int(budget_bytes / speculation_bytes(sub_groups[0].weights.dtype.itemsize, states)))
+    each = speculation_bytes(sub_groups[0].weights.dtype.itemsize, states, host_weights=host_weights)
+    chosen = speculating(numels, int(budget_bytes / each))
     return [on_cpu[position] for position in chosen]
 
 
-def second_states_bytes(sub_groups: Sequence[SubGroup], states: StatesFormat, second: Collection[int]) -> int:
+def second_states_bytes(sub_groups: Sequence[SubGroup], states: StatesFormat, second: Collection[int], *, host_weights: bool) -> int:
     """Return the host memory that these second sets of states take."""
-    return int(speculation_bytes(sub_groups[0].weights.dtype.itemsize, states) * sum(sub_groups[index].weights.numel() for index in second))
+    each = speculation_bytes(sub_groups[0].weights.dtype.itemsize, states, host_weights=host_weights)
+    return int(each * sum(sub_groups[index].weights.numel() for index in second))
 
 
 def copied_within(sub_groups: Sequence[SubGroup], states: StatesFormat, second: Collection[int], budget_bytes: int) -> list[int]:

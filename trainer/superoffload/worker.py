@@ -19,6 +19,7 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -49,15 +50,15 @@ class Moments(IntEnum):
 
 class Operation(IntEnum):
     INITIALIZE = 0
-    """Copy the weights in the staging buffer to the fp32 master weights, and zero the moments."""
+    """Copy the weights, in the staging buffer or in host memory, to the fp32 master weights, and zero the moments."""
     ACCUMULATE = 1
     """Add the gradient in the staging buffer to the accumulated gradient."""
     STEP = 2
-    """Run AdamW in place and leave the new weights in the staging buffer."""
+    """Run AdamW in place and leave the new weights in the staging buffer, or in host memory where the weights are."""
     SPECULATE = 3
-    """Run AdamW from the current set of states into the other one, and leave the new weights in the second buffer."""
+    """Run AdamW from the current set of states into the other one, and leave the new weights in the second buffer, or as STEP does."""
     RESTORE = 4
-    """Leave the weights of the current set of states in the staging buffer."""
+    """Leave the weights of the current set of states where STEP does."""
     COPY = 5
     """Copy the current set of states into another one, from which a checkpoint is written."""
 
@@ -134,7 +135,8 @@ class MemoryLayout(NamedTuple):
 
     staging: tuple[int, ...]
     new_weights: tuple[int, ...]
-    """Where SPECULATE leaves the weights. Of no size for a sub-group that does not speculate, as the second set of states."""
+    """Where SPECULATE leaves the weights. Of no size for a sub-group that does not speculate, as the second set of states, and where the
+    weights are in host memory."""
     states: tuple[StateOffsets, StateOffsets, StateOffsets]
     """By ``StatesSet``; of no size where a sub-group lacks the set."""
     accumulated: tuple[int, ...]
@@ -173,6 +175,8 @@ class MemorySize(NamedTuple):
     moments: Moments = Moments.FP32
     copied: tuple[int, ...] = ()
     """Positions of the sub-groups that have room for a copy of their states."""
+    host_weights: bool = False
+    """Whether the weights are in host memory, in a second shared memory (``weights_layout``)."""
 
     @property
     def numels(self) -> tuple[int, ...]:
@@ -213,11 +217,21 @@ def layout(size: MemorySize) -> MemoryLayout:
         moment, numels, blocks = size.moments.element_bytes, of(having, size.numels), of(having, size.blocks)
         return StateOffsets(region(4, numels), region(moment, numels), region(moment, numels), region(1, blocks), region(1, blocks))
 
-    staging, new_weights = region(size.weight_bytes, numels), region(size.weight_bytes, of(size.speculating, numels))
+    second_buffers = () if size.host_weights else size.speculating
+    staging, new_weights = region(size.weight_bytes, numels), region(size.weight_bytes, of(second_buffers, numels))
     staging_bytes = end - REGION_ALIGNMENT
     states = states_of(tuple(range(len(numels)))), states_of(size.speculating), states_of(size.copied)
     accumulated = region(4, numels) if size.accumulate else ()
     return MemoryLayout(staging, new_weights, states, accumulated, REGION_ALIGNMENT, staging_bytes, end)
+
+
+def weights_layout(numels: Sequence[int], weight_bytes: int) -> tuple[tuple[int, ...], int]:
+    """Return the byte offsets of each sub-group's weights in the memory that holds nothing else, and its size."""
+    offsets, end = [], 0
+    for numel in numels:
+        offsets.append(end)
+        end += -(-numel * weight_bytes // SUB_GROUP_ALIGNMENT) * SUB_GROUP_ALIGNMENT
+    return tuple(offsets), -(-end // REGION_ALIGNMENT) * REGION_ALIGNMENT
 
 
 class AdamWScalars(ctypes.Structure):
@@ -287,13 +301,18 @@ def _fields_of(segments: tuple[Segment, ...], size: MemorySize) -> SubGroupField
 
 
 class Kernel:
-    """The compiled functions, bound to one shared memory."""
+    """The compiled functions, bound to one shared memory, and to that of the weights where they are in host memory.
 
-    def __init__(self, library: str, memory: mmap.mmap, size: MemorySize) -> None:
+    Without the latter it can do no more than ``decode`` and ``encode`` them.
+    """
+
+    def __init__(self, library: str, memory: mmap.mmap, size: MemorySize, weights: mmap.mmap | None = None) -> None:
         self._size = size
         self._layout = layout(size)
         self._memory = ctypes.c_char.from_buffer(memory)  # which keeps it mapped
         self._base = ctypes.addressof(self._memory)
+        self._weights = None if weights is None else ctypes.c_char.from_buffer(weights)
+        self._weights_offsets, _ = weights_layout(size.numels, size.weight_bytes)
         self._sub_groups = [_fields_of(segments, size) for segments in size.sub_groups]
         functions = ctypes.CDLL(library)
         pointer, integer = ctypes.c_void_p, ctypes.c_int
@@ -305,7 +324,7 @@ class Kernel:
 
         self._initialize = bound("initialize", *[pointer] * 5)
         self._accumulate = bound("accumulate", pointer, pointer, integer)
-        self._step = bound("step", *[pointer] * 4, integer)
+        self._step = bound("step", *[pointer] * 5, integer)
         self._speculate = bound("speculate", *[pointer] * 6, integer)
         self._restore = bound("restore", pointer, pointer)
         self._copy = bound("copy", pointer, pointer)
@@ -319,24 +338,26 @@ class Kernel:
         current, other = self._states(command.states, index), self._states(1 - command.states, index)
         staging, new_weights = self._base + offsets.staging[index], self._base + offsets.new_weights[index]
         accumulated = self._base + offsets.accumulated[index] if offsets.accumulated else None
+        kept = ctypes.addressof(self._weights) + self._weights_offsets[index] if self._weights is not None else None
         summed = None if command.gradient == GradientSource.STAGING else accumulated
         add_staging = int(command.gradient != GradientSource.ACCUMULATED)
         match command.operation:
             case Operation.STEP:
-                squares = self._step(ctypes.byref(adamw_scalars(command)), current, summed, staging, add_staging, *of_all)
+                squares = self._step(ctypes.byref(adamw_scalars(command)), current, summed, staging, kept or staging, add_staging, *of_all)
             case Operation.SPECULATE:
+                target = kept or new_weights
                 squares = self._speculate(
-                    ctypes.byref(adamw_scalars(command)), current, other, summed, staging, new_weights, add_staging, *of_all
+                    ctypes.byref(adamw_scalars(command)), current, other, summed, staging, target, add_staging, *of_all
                 )
             case Operation.ACCUMULATE:
                 squares = self._accumulate(accumulated, staging, command.first_micro_batch, *of_all)
             case Operation.RESTORE:
-                squares = self._restore(current, staging, *of_all)
+                squares = self._restore(current, kept or staging, *of_all)
             case Operation.COPY:
                 squares = self._copy(current, self._states(command.into, index), *of_all)
             case _:
-                second = new_weights if index in self._size.speculating else None
-                squares = self._initialize(current, other, accumulated, staging, second, *of_all)
+                second = staging if kept else new_weights if index in self._size.speculating else None
+                squares = self._initialize(current, other, accumulated, kept or staging, second, *of_all)
         return float(squares)
 
     def decode(self, index: int, states: int, first: int, second: int) -> None:
@@ -396,11 +417,12 @@ def main() -> None:
         sys.exit("The training process is gone.")
     settings = json.loads(line)
     os.sched_setaffinity(0, settings["cpus"])  # before OpenMP is loaded, which creates its threads accordingly
-    sub_groups, weight_bytes, accumulate, speculating, moments, copied = settings["size"]
+    sub_groups, weight_bytes, accumulate, speculating, moments, copied, host_weights = settings["size"]
     segments = tuple(tuple(Segment(*segment) for segment in group) for group in sub_groups)
-    size = MemorySize(segments, weight_bytes, accumulate, tuple(speculating), Moments(moments), tuple(copied))
+    size = MemorySize(segments, weight_bytes, accumulate, tuple(speculating), Moments(moments), tuple(copied), host_weights)
+    weights = mmap.mmap(settings["weights"], 0) if host_weights else None
     with mmap.mmap(settings["memory"], 0) as memory, socket.socket(fileno=settings["channel"]) as channel:
-        serve(channel, Kernel(settings["library"], memory, size))
+        serve(channel, Kernel(settings["library"], memory, size, weights))
         os._exit(0)  # the kernel still points into the memory, so leaving the block, which closes it, would fail
 
 

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from superoffload import kernel, worker
 from superoffload.errors import OffloadError, WorkerLostError
+from superoffload.host_weights import HostWeights
 from superoffload.shared_states import SharedStates
 from superoffload.transfers import Event
 
@@ -45,6 +46,7 @@ class WorkerClient:
 
     Args:
         states: The memory to share with the worker.
+        host_weights: More of it, where weights are in host memory.
         cpus: The worker's cores.
         library: The compiled kernel.
         on_start: Called in the client's thread before anything else.
@@ -58,6 +60,7 @@ class WorkerClient:
     def __init__(
         self,
         states: SharedStates,
+        host_weights: HostWeights | None,
         cpus: Sequence[int],
         library: Path,
         on_start: Callable[[], None],
@@ -75,7 +78,7 @@ class WorkerClient:
         self._channel, workers_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with workers_end:
             try:
-                self.process = _start(states, cpus, library, workers_end.fileno())
+                self.process = _start(states, host_weights, cpus, library, workers_end.fileno())
             except OffloadError:
                 self._channel.close()
                 raise
@@ -227,12 +230,16 @@ class WorkerClient:
         return f"during {operation} of sub-group {command.sub_group}, optimizer step {command.step}"
 
 
-def _start(states: SharedStates, cpus: Sequence[int], library: Path, channel: int) -> subprocess.Popen[bytes]:
+def _start(
+    states: SharedStates, host_weights: HostWeights | None, cpus: Sequence[int], library: Path, channel: int
+) -> subprocess.Popen[bytes]:
+    descriptors = [states.descriptor, channel, *([host_weights.descriptor] if host_weights else [])]
     settings: dict[str, object] = {
         "cpus": list(cpus),
         "memory": states.descriptor,
         "channel": channel,
         "size": states.size,
+        "weights": host_weights.descriptor if host_weights else None,
     }
     not_inherited = ("OMP_", "GOMP_", "KMP_", "MKL_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(not_inherited)}
@@ -242,7 +249,7 @@ def _start(states: SharedStates, cpus: Sequence[int], library: Path, channel: in
             process = subprocess.Popen(
                 [sys.executable, "-I", "-S", worker.__file__, str(os.getpid())],
                 env=environment,
-                pass_fds=(states.descriptor, channel, descriptor),
+                pass_fds=(*descriptors, descriptor),
                 stdin=subprocess.PIPE,
             )
             assert process.stdin is not None

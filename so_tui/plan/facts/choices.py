@@ -12,7 +12,14 @@ from so_tui.spec.attention import AttentionBackend, Obstacle
 from so_tui.spec.sections.offload import Mode
 
 AutoReason = Literal[
-    "no-gpu", "gpu-memory-unknown", "fits-on-gpu", "less-recomputation", "overlaps", "offload-does-not-fit", "gpu-does-not-fit"
+    "no-gpu",
+    "gpu-memory-unknown",
+    "weights-on-host",
+    "fits-on-gpu",
+    "less-recomputation",
+    "overlaps",
+    "offload-does-not-fit",
+    "gpu-does-not-fit",
 ]
 
 
@@ -151,6 +158,17 @@ class InputsOnHost(CodedFact, frozen=True):
     """Host memory per rank for them."""
 
 
+class WeightsOnHost(CodedFact, frozen=True):
+    """Weights are in host memory, and copied to the GPU layer by layer."""
+
+    bytes: int
+    """Host memory per rank for them."""
+    fetched_s: float | None = None
+    """Seconds of copying them once, where the speed is known."""
+    pass_s: float | None = None
+    """Seconds of the shorter of the two passes of a micro-batch, each of which copies them."""
+
+
 class AttentionFallsBack(CodedFact, frozen=True):
     """The attention backend of a run whose model or settings the fastest one does not support."""
 
@@ -230,6 +248,7 @@ Settled = (
     | SavesBehind
     | MlpTiled
     | InputsOnHost
+    | WeightsOnHost
     | AttentionFallsBack
     | AcrossHosts
     | CheckpointInterval

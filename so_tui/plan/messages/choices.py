@@ -56,6 +56,12 @@ def _settled(fact: choices.Settled) -> str:
             return f"feed-forward blocks compute {thousands(fact.tile_tokens)} tokens at a time"
         case choices.InputsOnHost():
             return f"layer inputs are in host memory between forward and backward: {memory_size(fact.bytes)} a rank"
+        case choices.WeightsOnHost():
+            times = ""
+            if fact.fetched_s is not None and fact.pass_s is not None:
+                hidden = ", which hides it" if fact.fetched_s < fact.pass_s else ""
+                times = f". Copying them takes {duration(fact.fetched_s)} of the {duration(fact.pass_s)} of each pass{hidden}"
+            return f"weights are in host memory: {memory_size(fact.bytes)} a rank{times}"
         case choices.AttentionFallsBack():
             return f"attention runs on {fact.backend}: {fact.fastest} {OBSTACLES[fact.obstacle]}"
         case choices.CheckpointInterval():
@@ -115,6 +121,8 @@ def _auto_mode(fact: choices.AutoMode) -> str:
             return f"auto is {fact.mode} on a machine without GPUs"
         case "gpu-memory-unknown":
             why = "the GPU's memory is not known"
+        case "weights-on-host":
+            why = 'offload.parameters = "cpu" needs an optimizer in host memory'
         case "fits-on-gpu":
             why = "everything fits on the GPU, and offloading would only add time"
         case "overlaps":

@@ -61,4 +61,10 @@ class OffloadSpec(Section, frozen=True):
     speculation_gib: Annotated[
         float, Meta(ge=0, description="Most host memory per rank for `speculation`; 0 sets no limit.", extra={"unit": "GiB"})
     ] = 0.0
-    parameters: Annotated[Literal["none", "cpu"], Meta(description="Offloading of the bf16 weights; only `none` is supported.")] = "none"
+    parameters: Annotated[
+        Literal["auto", "none", "cpu"],
+        Meta(
+            description="`cpu` keeps the bf16 weights whose optimizer states are in host memory there, too, and copies each layer to the "
+            "GPU when it is needed. Results are the same. `auto` does so where the run would not fit on the GPU otherwise."
+        ),
+    ] = "auto"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from so_tui_trainer.failures import TrainingError
-from superoffload.shared_states import pin, prefer_huge_pages, unpin
+from superoffload.shared_memory import pin, prefer_huge_pages, unpin
 
 Checkpoint = Callable[..., Any]
 """torch's ``checkpoint`` with its options: runs a function on arguments, and again in backward."""

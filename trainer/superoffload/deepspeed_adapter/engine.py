@@ -20,7 +20,7 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 from deepspeed.utils import z3_leaf_module
 from packaging.version import Version
 
-from superoffload.deepspeed_adapter import stage3
+from superoffload.deepspeed_adapter import stage3, streaming
 from superoffload.deepspeed_adapter.stage3 import SuperOffloadStage3
 from superoffload.errors import OffloadError
 from superoffload.optimizer import SuperOffload
@@ -87,7 +87,7 @@ def join_process_group(**settings: Any) -> None:
 
 def shard(ds_config: Mapping[str, Any]) -> AbstractContextManager[Any]:
     """Return a context in which the parameters of every new module are sharded over the ranks as soon as it is constructed."""
-    context: AbstractContextManager[Any] = deepspeed.zero.Init(config_dict_or_path=dict(ds_config))
+    context: AbstractContextManager[Any] = deepspeed.zero.Init(config_dict_or_path=streaming.without_pinning(ds_config))
     return context
 
 
@@ -121,12 +121,14 @@ def share_hyperparameters(engine: Engine) -> None:
 
 
 def limit_run_ahead(engine: Engine, limit: int) -> None:
-    """Keep the host at most ``limit`` all-gathered parameters ahead of the GPU. No effect on one rank, which all-gathers nothing.
+    """Keep the host at most ``limit`` all-gathered parameters ahead of the GPU.
 
-    The next all-gather is queued before the host waits; the plan counts it.
+    No effect on one rank, which all-gathers nothing, unless its weights are in host memory. The next all-gather is queued before the host
+    waits; the plan counts it.
     """
     accelerator = get_accelerator()
-    if comm.get_world_size() == 1 or accelerator.is_synchronized_device():
+    moves_weights = comm.get_world_size() > 1 or engine.optimizer.offload_param
+    if not moves_weights or accelerator.is_synchronized_device():
         return
     coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
     # Blocking events: a host that spins while it waits takes time from CPU Adam on the same core's other thread.

@@ -20,6 +20,7 @@ from deepspeed.utils import z3_leaf_module
 
 from so_tui.model.sharding import gpu_sub_groups, sub_group_slices
 from superoffload.conversion import deepspeed_states
+from superoffload.deepspeed_adapter import streaming
 from superoffload.errors import OffloadError
 from superoffload.optimizer import SuperOffload
 from superoffload.settings import Settings
@@ -55,7 +56,7 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 
     DeepSpeed shards parameters, all-gathers them, and runs hooks, buckets and reductions. We replace the division into sub-groups
     (``so_tui.model.sharding``), the creation of states, the handling of a reduced gradient, and the step. Every all-gather first waits for
-    its parameters' new weights.
+    its parameters' new weights. With ``offload_param`` the weights of the CPU sub-groups are in host memory.
     """
 
     def __init__(self, settings: Settings, *arguments: Any, **keywords: Any) -> None:
@@ -65,8 +66,21 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 
     def _configure_offloading(self, offload_optimizer_config: Any, offload_param_config: Any) -> None:
         super()._configure_offloading(offload_optimizer_config, offload_param_config)
-        if self.offload_param:
-            raise OffloadError("Weights in CPU memory (offload_param) are not supported with SuperOffload.", code="offload-param")
+        if self.params_in_nvme_and_cpu:
+            raise OffloadError(
+                'Weights on an NVMe disk (offload_param with device "nvme") are not supported with SuperOffload. Use the device "cpu".',
+                code="offload-param",
+            )
+
+    def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
+        """Have the base class cut host memory that does not exist into sub-groups: ``_setup_for_real_optimizer`` places the weights."""
+        for group in self.trainable_param_groups:
+            numel = sum(parameter.partition_numel() for parameter in group["params"])
+            self.param_groups_fp16_flat_cpu_memory.append(torch.empty(numel, dtype=self.dtype, device="meta"))
+
+    def _move_to_flat_buffer(self, param_list: list[Any], flat_buffer: torch.Tensor, avoid_copy: bool = False) -> None:
+        for parameter in param_list:
+            parameter.ds_tensor.final_location = "not-nvme"
 
     def _create_fp16_sub_groups(self, params_group: list[Any]) -> list[list[Any]]:
         slices = sub_group_slices([parameter.partition_numel() for parameter in params_group], self.sub_group_size)
@@ -76,22 +90,34 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         settings = self._settings
         numels = [weights.numel() for weights in self.fp16_partitioned_groups_flat]
         on_gpu = gpu_sub_groups(numels, settings.ratio)
+        device = torch.device(get_accelerator().current_device_name())
+        host_weights = None
+        if self.offload_param:
+            self.fp16_partitioned_groups_flat[:], host_weights = streaming.place(self.fp16_groups, numels, on_gpu, device)
+            self.param_groups_fp16_flat_cpu_memory.clear()
         order = {parameter.ds_id: position for position, parameter in enumerate(self.module.parameters())}
-        self.core = SuperOffload(
-            [self._sub_group(index, index < on_gpu, order) for index in range(len(numels))],
-            self.optimizer,
-            gradient_accumulation_steps=self.gradient_accumulation_steps,
-            clipping=self.clip_grad,
-            speculation_bytes=settings.speculation_bytes,
-            copies_bytes=settings.copies_bytes,
-            states=settings.states,
-            seed=settings.seed,
-            max_skipped_steps=settings.max_skipped_steps,
-            cpus=settings.worker_cpus,
-            all_reduce=lambda values: comm.all_reduce(values, group=self.dp_process_group),
-            watchdog_timeout_s=settings.watchdog_timeout_s,
-            available_bytes=settings.available_bytes,
-        )
+        try:
+            self.core = SuperOffload(
+                [self._sub_group(index, index < on_gpu, order) for index in range(len(numels))],
+                self.optimizer,
+                device=device,
+                host_weights=host_weights,
+                gradient_accumulation_steps=self.gradient_accumulation_steps,
+                clipping=self.clip_grad,
+                speculation_bytes=settings.speculation_bytes,
+                copies_bytes=settings.copies_bytes,
+                states=settings.states,
+                seed=settings.seed,
+                max_skipped_steps=settings.max_skipped_steps,
+                cpus=settings.worker_cpus,
+                all_reduce=lambda values: comm.all_reduce(values, group=self.dp_process_group),
+                watchdog_timeout_s=settings.watchdog_timeout_s,
+                available_bytes=settings.available_bytes,
+            )
+        except BaseException:
+            if host_weights:
+                host_weights.close()
+            raise
         self._refer_to_master_weights()
         self.subgroup_to_device = {index: "gpu" if index < on_gpu else "cpu" for index in range(len(numels))}
         self._member = {
@@ -129,7 +155,7 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         )
 
     def _wait_for_weights_before_all_gather(self) -> None:
-        """Wrap the two functions with which DeepSpeed all-gathers a parameter, so that both wait for its new weights."""
+        """Wrap the two functions with which DeepSpeed all-gathers a parameter, so that both wait for its new weights and find them."""
 
         def waiting(function: Callable[..., Any], own: Any) -> Callable[..., Any]:
             def all_gather(param_list: Any = None, *arguments: Any, **keywords: Any) -> Any:
@@ -137,7 +163,7 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
                 self.core.wait_for_weights(
                     {self._member[parameter.ds_id][0] for parameter in parameters if parameter.ds_id in self._member}
                 )
-                return function(parameters, *arguments, **keywords)
+                return streaming.gather(function, parameters, *arguments, **keywords)
 
             return all_gather
 
