@@ -17,7 +17,7 @@ from so_tui import units
 from so_tui.settings.types import Settings
 from so_tui.ui import messages
 from so_tui.ui.glyphs import GlyphName, chosen_glyphs, environment_at_start
-from so_tui.ui.printable import PrintableApp
+from so_tui.ui.key_order import KeysInOrder
 from so_tui.ui.standard_themes import DARK
 from so_tui.ui.themes import THEMES, fallback_variables
 
@@ -40,7 +40,7 @@ class SettingsKept(Message):
         super().__init__()
 
 
-class SettingsApp(PrintableApp[Result]):
+class SettingsApp(KeysInOrder[Result]):
     """An application with settings that its user changes in it."""
 
     BINDINGS: ClassVar[list[BindingType]] = [

@@ -137,7 +137,7 @@ class ChartPanel(Container, KeepsLines):
     def focus_first(self) -> None:
         """Give the keyboard to the first chart."""
         for chart in self.charts[:1]:
-            chart.focus()
+            self.screen.set_focus(chart)
 
     async def change(self, layout: ChartLayout, turned: int = 0) -> bool:
         """Show what ``layout`` says, some pages further. Return whether other charts are shown than before."""
@@ -157,7 +157,7 @@ class ChartPanel(Container, KeepsLines):
             await self.mount_all(self._new_charts())
         if focused is not None:
             again = [chart for chart in self.charts if chart.id == focused] or self.charts
-            again[0].focus()
+            self.screen.set_focus(again[0])
         return True
 
     def toggled(self, flag: Flag) -> ChartLayout:

@@ -63,7 +63,7 @@ class LogPanel(KeptVertical):
 
     def go_to_newest_match(self) -> None:
         """Give the keyboard to the log and scroll to the newest line that matches."""
-        self.lines.focus()
+        self.screen.set_focus(self.lines)
         self.lines.action_next_match(-1)
 
     def show_step(self, step: float | None) -> None:

@@ -43,7 +43,7 @@ class AddModel(ModalScreen[str | None]):
                 yield Button("Cancel  esc", id="no", compact=True)
 
     def on_mount(self) -> None:
-        self.query_one("#model", Input).focus()
+        self.set_focus(self.query_one("#model", Input))
 
     @on(Input.Submitted)
     @on(Button.Pressed, "#yes")
@@ -51,7 +51,7 @@ class AddModel(ModalScreen[str | None]):
         model, name = (self.query_one(selector, Input).value.strip() for selector in ("#model", "#name"))
         if not model:
             self._show_answer(Content.styled("Type a hub id or a folder first.", "$warning"))
-            self.query_one("#model", Input).focus()
+            self.set_focus(self.query_one("#model", Input))
         elif not any(worker.is_running for worker in self.workers if worker.node is self):
             self._show_answer(Content.styled(f"reading the shape of {model} …", "$faint"))
             self.add_model(model, name)
@@ -82,7 +82,7 @@ class AddModel(ModalScreen[str | None]):
             self.dismiss(message.name)
         else:
             self._show_answer(Content.assemble(("✗ ", "$error"), "\n".join(message.lines)))
-            self.query_one("#model", Input).focus()
+            self.set_focus(self.query_one("#model", Input))
 
     def _show_answer(self, text: Content) -> None:
         self.query_one("#said", Static).update(text)

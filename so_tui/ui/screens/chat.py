@@ -196,7 +196,7 @@ class ChatScreen(Screen[None]):
         self._show_title(Content.styled(f"on {loaded.device}, in {loaded.layout}", "$faint"))
         question = self.query_one("#question", Entry)
         question.disabled, question.placeholder = False, "ask something, then enter"
-        question.focus()
+        self.set_focus(question)
 
     @on(ChatFailed)
     def _failed(self, message: ChatFailed) -> None:

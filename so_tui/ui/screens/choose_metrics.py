@@ -77,7 +77,7 @@ class ChooseMetrics(TickDialog[ChartLayout | None, str]):
             ema = weight_of(self.query_one("#smoothing", Input).value)
         except ValueError:
             self._tell("smoothing: give a number from 0 to 0.99, or nothing for the mean of the last steps")
-            self.query_one("#smoothing", Input).focus()
+            self.set_focus(self.query_one("#smoothing", Input))
             return
         ticked = tuple(self.ticks.ticked)
         if ticked:

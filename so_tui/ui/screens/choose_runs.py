@@ -38,7 +38,7 @@ class ChooseRuns(TickDialog[tuple[RunDirectory, ...] | None, RunDirectory]):
 
     def on_mount(self) -> None:
         if self._rows:
-            self.ticks.focus()
+            self.set_focus(self.ticks)
 
     def list_matching(self, text: str) -> None:
         self.ticks.list_items([(row.run, _line(row)) for row in self._rows if text.lower() in row.run.name.lower()])

@@ -258,7 +258,7 @@ class ConfigureScreen(ResizablePage):
 
     def action_what_if(self) -> None:
         if self.plan.what_if.display:
-            self.plan.what_if.focus()
+            self.set_focus(self.plan.what_if)
 
     def action_leave_field(self) -> None:
         if self.form.close_find():

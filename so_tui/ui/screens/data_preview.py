@@ -86,7 +86,7 @@ class DataPreviewScreen(ModalScreen[None]):
                 yield Button("Read again  r", id="again", compact=True, disabled=True)
 
     def on_mount(self) -> None:
-        self.query_one("#preview-body").focus()
+        self.set_focus(self.query_one("#preview-body"))
         self._start()
 
     def _start(self) -> None:

@@ -50,7 +50,7 @@ class Question(ModalScreen[bool]):
         yield Button(Content(f"{self._no}  n"), id="no", compact=True)
 
     def on_mount(self) -> None:
-        self.query_one("#yes" if self._default_yes else "#no").focus()
+        self.set_focus(self.query_one("#yes" if self._default_yes else "#no"))
 
     def action_answer(self, answer: bool) -> None:
         self.dismiss(answer)
@@ -133,7 +133,7 @@ class AskText(ModalScreen[Answer | None]):
         except InputError as error:
             said = Content.assemble(("✗ ", "$error"), "\n".join(map(str, error.problems)))
             self.query_one("#said", Static).update(said)
-            self.query_one(Input).focus()
+            self.set_focus(self.query_one(Input))
         else:
             self.dismiss(answer)
 
@@ -187,7 +187,7 @@ class Notice(ModalScreen[bool]):
                     yield Button(Content(self._offer), id="offer", compact=True)
 
     def on_mount(self) -> None:
-        self.query_one("#close").focus()
+        self.set_focus(self.query_one("#close"))
 
     def action_copy(self) -> None:
         lines = [line if isinstance(line, str) else line(COPIED_WIDTH) for line in self._lines]

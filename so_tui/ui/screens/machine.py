@@ -323,7 +323,7 @@ class MachineScreen(Page):
         if findings:
             options.highlighted = min(at or 0, len(findings) - 1)
         elif self.about.display and (self.focused is None or self.focused is options):
-            self.query_one("#machine").focus()  # so that the arrow keys scroll
+            self.set_focus(self.query_one("#machine"))  # so that the arrow keys scroll
 
     def action_copy(self) -> None:
         findings, at = self.app.findings, self.query_one("#findings", OptionList).highlighted

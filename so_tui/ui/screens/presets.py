@@ -360,11 +360,11 @@ class PresetsScreen(Page):
 
     @on(Input.Submitted, "#filter")
     def _filter_submitted(self) -> None:
-        self.table.focus()
+        self.set_focus(self.table)
 
     def action_leave_field(self) -> None:
         if self.maximized is not None:
             self.minimize()
         else:
             self.filter.close()
-            self.table.focus()
+            self.set_focus(self.table)

@@ -49,4 +49,4 @@ class TickDialog(ModalScreen[Result], Generic[Result, Item]):
 
     @on(Input.Submitted, "#filter")
     def _to_the_list(self) -> None:
-        self.ticks.focus()
+        self.set_focus(self.ticks)

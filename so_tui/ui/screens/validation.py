@@ -126,7 +126,7 @@ class ValidationScreen(ModalScreen[None]):
             yield Button("Back  esc", id="leave", compact=True)
 
     def on_mount(self) -> None:
-        self.query_one("#report-body").focus()
+        self.set_focus(self.query_one("#report-body"))
         self.read_report()
         self.set_interval(_READ_EVERY_S, self.read_report)
 

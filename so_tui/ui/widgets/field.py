@@ -180,7 +180,7 @@ class FieldRow(Horizontal):
 
     def focus_control(self) -> None:
         """Focus this field's control."""
-        self.query(Input if self.query(Input) else "Select, Checkbox").first().focus()
+        self.screen.set_focus(self.query(Input if self.query(Input) else "Select, Checkbox").first())
 
 
 def unit_of(path: str) -> str:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
+from textual.binding import Binding, BindingType
+
 from so_tui.ui.widgets.entry import Entry
 
 
 class FindField(Entry):
     """Hidden until it is opened. Posts ``Input.Changed`` while something is typed, ``Input.Submitted`` on enter."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "submit", "Go there")]
 
     DEFAULT_CSS = """
     FindField { display: none; }
@@ -23,7 +29,7 @@ class FindField(Entry):
     def open(self) -> None:
         """Show the field and give it the keyboard."""
         self.display = True
-        self.focus()
+        self.screen.set_focus(self)
 
     def close(self) -> bool:
         """Empty and hide the field; return whether it was open."""

@@ -1,0 +1,86 @@
+"""Keys that arrive all at once, as a slow connection delivers them, act in their order: what is typed for a field reaches the field."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from textual import events
+from textual.keys import _character_to_key as character_to_key
+from textual.keys import key_to_character
+from textual.widgets import Input
+
+from so_tui.ui.panels.form import FormPanel
+from so_tui.ui.screens.dialogs import AskText
+from tests.support.make_run import write_run
+from tests.support.screen import Driver, opened
+
+pytestmark = pytest.mark.usefixtures("_short_form")
+
+
+def burst(ui: Driver, *keys: str) -> None:
+    """Press keys without waiting for the effect of any."""
+    for key in keys:
+        ui.app.post_message(events.Key(key, key_to_character(key)))
+
+
+def typed(text: str) -> list[str]:
+    """Return the keys that type a text."""
+    return [character_to_key(character) for character in text]
+
+
+async def value(ui: Driver, selector: str, expected: str) -> None:
+    """Wait until a text field holds a text."""
+    await ui.until(lambda: ui.screen.query(selector) and ui.find(selector, Input).value == expected, limit_s=5)
+
+
+async def test_a_name_typed_after_find_in_configure(runs_dir: Path) -> None:
+    async with opened(runs_dir) as ui:
+        await ui.configure()
+        burst(ui, "slash", *typed("micro batch"), "enter", *typed("3"))  # a field is selected when it is entered
+        await value(ui, "#field-train-micro_batch Input", "3")
+
+
+async def test_a_filter_typed_at_once(runs_dir: Path) -> None:
+    write_run(runs_dir, steps=5, seconds_of_samples=2)
+    async with opened(runs_dir) as ui:
+        await ui.presets()
+        burst(ui, "slash", *typed("qlo"))  # letters that are commands otherwise, one of them to leave
+        await value(ui, "#filter", "qlo")
+        await ui.press("escape")
+        await ui.until(lambda: ui.app.runs)
+        burst(ui, "4", "slash", *typed("qD"))
+        await value(ui, "RunsScreen #filter", "qD")
+
+
+async def test_a_search_in_the_log_typed_at_once(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=5, seconds_of_samples=2)
+    async with opened(runs_dir, open_run=run) as ui:
+        await ui.state_shown("training")
+        burst(ui, "slash", *typed("sc"))
+        await value(ui, "#search", "sc")
+
+
+async def test_a_screen_that_was_never_open_takes_its_keys(runs_dir: Path) -> None:
+    async with opened(runs_dir) as ui:
+        await ui.presets()
+        burst(ui, "2", "slash", *typed("micro"))
+        await value(ui, "ConfigureScreen #find", "micro")
+
+
+async def test_a_dialog_takes_what_is_typed_while_it_opens(runs_dir: Path) -> None:
+    write_run(runs_dir, steps=5, seconds_of_samples=2)
+    async with opened(runs_dir) as ui:
+        await ui.press("4")
+        await ui.until(lambda: ui.app.runs)
+        burst(ui, "T", *typed("short #q"))
+        await ui.until(lambda: isinstance(ui.screen, AskText))
+        await value(ui, "AskText Input", "short #q")
+
+
+async def test_moves_in_the_form_are_all_made(runs_dir: Path) -> None:
+    async with opened(runs_dir) as ui:
+        await ui.configure()
+        rows = ui.find("FormPanel", FormPanel).rows
+        burst(ui, "down", "down", "down", "up")
+        await ui.until(lambda: rows[1].has_focus_within, limit_s=5)
