@@ -30,6 +30,7 @@ async def test_every_command_is_in_the_palette_and_the_help(runs_dir: Path) -> N
         await ui.press("end")
         await ui.until(lambda: "Everywhere" in ui.text())
         await ui.press("escape", "1")
+        await ui.presets()
         assert {"Launch", "Filter"} <= {command.title for command in ui.app.get_system_commands(ui.screen)}
 
 

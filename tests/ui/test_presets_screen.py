@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from textual.widgets import DataTable, Input, Static
 
 from so_tui.machine import Machine, inspect_machine, machine_json
+from so_tui.plan import plan_table
 from so_tui.runs import RunDirectory, create_run
 from so_tui.spec import Catalog, RunSpec, load_catalog
 from so_tui.ui import messages
@@ -135,6 +137,31 @@ async def test_the_first_run_ends_the_first_visit(runs_dir: Path) -> None:
         ui.app.list_runs()
         await ui.until(lambda: len(ui.app.runs) == 1)
         assert not ui.screen.query_one("#first-visit").display
+
+
+async def test_no_key_is_offered_before_it_can_do_anything(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planning takes seconds on a busy machine: what is pressed meanwhile is not offered, or waits."""
+    planned = threading.Event()
+
+    def slowly(*given: Any) -> Any:
+        planned.wait(15)
+        return plan_table(*given)
+
+    monkeypatch.setattr("so_tui.plan.plan_table", slowly)
+    async with opened(runs_dir, machine=CPU_ONLY, start=never) as ui:
+        await ui.until(lambda: "No GPU here" in ui.shown("#about-machine"))
+        for key in ("enter Configure", "l Launch", "d Data"):
+            assert key not in ui.key_line
+        assert "o Other machine" in ui.key_line
+        await ui.press("enter", "l", "d", "t")
+        assert ui.app.current_mode == "presets"
+        assert len(ui.app.screen_stack) == 1
+        planned.set()
+        await ui.until(lambda: isinstance(ui.screen, Question))
+        assert "Launch tiny" in ui.text()
+        await ui.press("escape")
+        for key in ("enter Configure", "l Launch", "d Data"):
+            assert key in ui.key_line
 
 
 async def test_a_machine_without_a_gpu_says_what_to_do_and_trains_tiny_with_one_key(runs_dir: Path) -> None:

@@ -55,6 +55,9 @@ class PresetTable(FittedTable):
         Binding("enter", "select_cursor", "Configure", id="open", tooltip="Change its settings before it runs")
     ]
 
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        return action != "select_cursor" or self.row_count > 0
+
 
 class PresetsScreen(Page):
     PAGE = "presets"
@@ -90,6 +93,7 @@ class PresetsScreen(Page):
     counts: var[tuple[int, ...]] = var(())
     _to_select = ""
     """The preset to select once it is in the table."""
+    _train_tiny_when_planned = False
     _fixed = 2
     """Columns before those of the GPU counts."""
 
@@ -112,7 +116,7 @@ class PresetsScreen(Page):
 
     def _runs_known(self) -> None:
         self.query_one("#first-visit", Static).update(Content.from_markup(FIRST_VISIT))
-        self.query_one("#first-visit").display = not self.app.runs and not self.query_one("#about-machine").display
+        self.query_one("#first-visit").display = bool(self.rows) and not self.app.runs and not self.query_one("#about-machine").display
 
     def _machine_known(self) -> None:
         catalog = self.app.catalog
@@ -127,6 +131,7 @@ class PresetsScreen(Page):
         if self.planned_for not in (None, self.app.machine):
             self.rows = ()
             self.table.clear()
+            self.refresh_bindings()
             self._wait(f"planning every preset for {self.app.machine.label} …")
         self.planned_for = self.app.machine
         self.plan_all()
@@ -168,12 +173,17 @@ class PresetsScreen(Page):
     @on(TableReady)
     def _table_ready(self, message: TableReady) -> None:
         self.counts, self.rows = message.counts, message.rows
+        self._runs_known()
         self._fill()
+        self.refresh_bindings()
         if any(row.preset == self._to_select for row in self._shown_rows()):
             self._select(self._to_select)
             self._to_select = ""
         else:
             self._start_where_it_fits()
+        train_tiny, self._train_tiny_when_planned = self._train_tiny_when_planned, False
+        if train_tiny and self.is_current:
+            self.action_train_tiny()
 
     def _select(self, preset: str) -> None:
         row = next(row for row in self.rows if row.preset == preset)
@@ -321,6 +331,7 @@ class PresetsScreen(Page):
 
     def action_train_tiny(self) -> None:
         row = next((row for row in self.rows if row.preset == "tiny"), None)
+        self._train_tiny_when_planned = not self.rows
         if row is not None:
             plan = next((plan for plan in row.cells.values() if plan.recommended), None) or next(iter(row.cells.values()))
             self._ask_launch(row, plan)
@@ -343,6 +354,8 @@ class PresetsScreen(Page):
         self.app.push_screen(AddModel(), added)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        if action in ("launch", "preview_data"):
+            return bool(self.rows)
         return action != "delete" or is_own(self.app, self._preset_at(self.table.cursor_row))
 
     def action_delete(self) -> None:
