@@ -48,14 +48,17 @@ class FieldInfo(Struct, frozen=True, kw_only=True):
 
     @property
     def range_text(self) -> str:
-        """Range in words, with its unit; empty if there is none."""
-        parts = self.range_parts()
+        """Range in words, with its unit, and with numbers as TOML takes them; empty if there is none."""
+        return self._range_with("_")
+
+    def _range_with(self, separator: str) -> str:
+        parts = self.range_parts(separator)
         if not parts:
             return ""
         unit = f" {self.unit}" if self.unit else ""
         return f"{'from ' if self._closed else ''}{' and '.join(parts)}{unit}"
 
-    def range_parts(self, separator: str = "_") -> tuple[str, ...]:
+    def range_parts(self, separator: str) -> tuple[str, ...]:
         """Return the bounds in words, without unit: ``0 to 1``, or one text for each bound. ``separator`` groups thousands."""
         low = "" if self.minimum is None else self._bound_text(self.minimum, separator)
         high = "" if self.maximum is None else self._bound_text(self.maximum, separator)
@@ -74,13 +77,17 @@ class FieldInfo(Struct, frozen=True, kw_only=True):
 
     @property
     def expected(self) -> str:
-        """Type and range in words: ``a number from 0 to 1``."""
+        """Type and range in words, with numbers as TOML takes them: ``a number from 0 to 1``."""
+        return self.expected_with("_")
+
+    def expected_with(self, separator: str) -> str:
+        """Return type and range in words. ``separator`` groups thousands."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
         text = _NOUNS[self.type_name]
-        if self.range_text:
+        if bounds := self._range_with(separator):
             first_excluded = self.excludes_minimum if self.minimum is not None else self.excludes_maximum
-            text += f" {self.range_text}" if self._closed or first_excluded else f" of {self.range_text}"
+            text += f" {bounds}" if self._closed or first_excluded else f" of {bounds}"
         elif self.unit:
             text += f" ({self.unit})"
         return f"{text}, or a list" if self.takes_list and self.type_name != "list" else text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from textual.widgets import Input, Select
 
 from so_tui.machine.types import Machine
-from so_tui.spec import Problem
+from so_tui.spec import Problem, field_index
 from so_tui.ui.form import LENGTH, problem_text
 from so_tui.ui.panels.form import FormPanel
 from so_tui.ui.panels.what_if import WhatIf, figures, strip_lines
@@ -76,6 +77,12 @@ async def test_a_field_is_found_by_its_name_and_described(runs_dir: Path) -> Non
         await ui.until(lambda: not form.rows)
         await ui.press("escape")
         assert len(form.rows) > 10
+
+
+def test_a_description_writes_numbers_as_the_row_does() -> None:
+    numbers = {path: FieldRow(path, info, path, "").about for path, info in field_index().items() if not info.choices}
+    assert numbers["train.micro_batch"].endswith("from 1 to 4 096 sequences.")
+    assert not [about for about in numbers.values() if re.search(r"\d_\d", about)]
 
 
 async def test_left_and_right_step_what_the_plan_is_compared_with(runs_dir: Path) -> None:

@@ -120,7 +120,8 @@ class FieldRow(Horizontal):
         """What the field is for, and what it takes."""
         if self.info is None:
             return "How long the run trains: in steps, epochs or tokens."
-        return f"{self.info.description} {self.info.expected[0].upper()}{self.info.expected[1:]}."
+        expected = self.info.expected_with(" ")
+        return f"{self.info.description} {expected[0].upper()}{expected[1:]}."
 
     def matches(self, needle: str) -> bool:
         """Return whether a text in small letters is in the field's name, path or description."""
