@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from pathlib import Path
 
 from rich.cells import chop_cells, set_cell_size
 
@@ -22,8 +23,8 @@ NARROWEST = 12
 MOST_FOLDS = 3
 
 
-def facts(row: RunRow, width: int, results: RunResults | None = None) -> Content:
-    """Return state and reason, model and checkpoints of a run, and results where they are given, for ``width`` cells."""
+def facts(row: RunRow, width: int, results: RunResults | None = None, exported: Path | None = None) -> Content:
+    """Return state and reason, model, checkpoints and the last export of a run, and results where they are given, for ``width`` cells."""
     state = row.state
     lines = [state_content(row.shown_state)]
     if state.reason:
@@ -40,6 +41,8 @@ def facts(row: RunRow, width: int, results: RunResults | None = None) -> Content
         tags = " ".join(f"#{tag}" for tag in row.notes.tags)
         lines.append(Content.assemble(("note ", "$faint"), brief_message(row.notes.note), " ", (tags, "$accent")))
     lines.append(Content.assemble(("folder ", "$faint"), shorten_path(str(row.run.path), max(20, width - len("folder ")))))
+    if exported is not None:
+        lines.append(Content.assemble(("exported ", "$faint"), shorten_path(str(exported), max(20, width - len("exported ")))))
     measured = {} if results is None else {name: text for key, name in RESULTS.items() if (text := result_text(results, key))}
     if measured:
         lines.append(Content(""))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -62,6 +63,7 @@ async def test_metrics_and_the_chart_are_exported_and_nothing_is_overwritten(run
             await ui.press("enter")
             wrote = f"Wrote {tmp_path / file}"
             await ui.until(lambda: any(wrote in note for note in ui.notes()))  # noqa: B023 - called before the next one
+            await ui.until(lambda: re.search(f"exported .*{file}", ui.shown("#facts")))  # noqa: B023 - likewise; notes vanish
         await ui.press("E")
         await ui.until(lambda: isinstance(ui.app.focused, Input))
         await ui.type_text(str(tmp_path / "loss.svg"), replace=True)

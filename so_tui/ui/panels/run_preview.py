@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from textual import getters
 from textual.app import ComposeResult
@@ -66,8 +67,15 @@ class RunPreview(Vertical):
         self.overlay.log_scale = not self.overlay.log_scale
         self.overlay.redraw()
 
-    def show(self, row: RunRow, marked: Sequence[RunDirectory], curves: Mapping[RunDirectory, LossCurve], progress: str) -> None:
-        """Show the facts of a run, and its losses or those of the marked runs; ``progress`` is that of an export."""
+    def show(
+        self,
+        row: RunRow,
+        marked: Sequence[RunDirectory],
+        curves: Mapping[RunDirectory, LossCurve],
+        progress: str,
+        exported: Path | None = None,
+    ) -> None:
+        """Show the facts of a run, and its losses or those of the marked runs; ``progress`` is that of an export, ``exported`` the last."""
         title = f"{plural(len(marked), 'marked run')}, losses overlaid" if marked else row.run.name
         self.heading.update(Content.styled(progress or title, "$faint"))
         drawn = [(run, curves[run]) for run in marked or [row.run] if run in curves][: len(ROLES)]
@@ -81,6 +89,6 @@ class RunPreview(Vertical):
         self.overlay.show(lines, names, axis, notes=means_note(shown) if marked else (), progress=progress_text(shown))
         own = curves.get(row.run)
         if self._columns:
-            self.facts.update(facts(row, self._columns - 4, own.results if own is not None else None))
+            self.facts.update(facts(row, self._columns - 4, own.results if own is not None else None, exported))
         else:
-            self.facts.update(facts(row, self.app.size.width * 2 // 5 - 5))
+            self.facts.update(facts(row, self.app.size.width * 2 // 5 - 5, exported=exported))

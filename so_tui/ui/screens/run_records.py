@@ -42,6 +42,14 @@ class Exporting(Message):
         return isinstance(message, Exporting)
 
 
+class Exported(Message):
+    """Something of a run was written to a file or folder."""
+
+    def __init__(self, run: RunDirectory, path: Path) -> None:
+        self.run, self.path = run, path
+        super().__init__()
+
+
 def note_text(notes: RunNotes) -> str:
     """Return a note with its tags as one line for typing."""
     return " ".join((*notes.note.split(), *(f"#{tag}" for tag in notes.tags)))
@@ -145,6 +153,7 @@ def _export(screen: RunsScreen, run: RunDirectory, path: Path, lines: tuple[Line
     except OSError as error:
         app.post_message(Failed(f"{run.name} could not be exported", (f"{path}: {error.strerror}",)))
     else:
+        screen.post_message(Exported(run, path))
         app.call_from_thread(app.notify, f"Wrote {path}: {said}", markup=False, timeout=WROTE_S)
     screen.post_message(Exporting(""))
 

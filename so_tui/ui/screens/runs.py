@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import ClassVar
 
 from rich.text import Text
@@ -101,6 +102,8 @@ class RunsScreen(ResizablePage):
         self._curves: dict[RunDirectory, LossCurve] = {}
         self._curve_reader = CurveReader()
         self._progress = ""
+        self._exported: dict[RunDirectory, Path] = {}
+        """Where something of a run was written last."""
         self._beside = 0
         """Columns of the chosen run beside the list; 0 where it is below."""
         super().__init__()
@@ -221,7 +224,7 @@ class RunsScreen(ResizablePage):
         if row is None:
             self.preview.clear("no match; esc clears the filter" if self.app.runs else "")
             return
-        self.preview.show(row, self._marked, self._curves, self._progress)
+        self.preview.show(row, self._marked, self._curves, self._progress, self._exported.get(row.run))
 
     # Commands.
 
@@ -283,6 +286,11 @@ class RunsScreen(ResizablePage):
     @on(run_records.Exporting)
     def _exporting(self, message: run_records.Exporting) -> None:
         self._progress = message.text
+        self._preview()
+
+    @on(run_records.Exported)
+    def _was_exported(self, message: run_records.Exported) -> None:
+        self._exported[message.run] = message.path
         self._preview()
 
     def action_sort(self) -> None:
