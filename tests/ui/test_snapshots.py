@@ -202,6 +202,10 @@ async def at_rest(ui: Driver) -> None:
                 screen._refresh_layout()
                 await ui.pilot.pause()
         drawn = complete(ui)  # nothing came while the screen was drawn
+    # A scroll bar that a smaller size or a longer text needed goes with the next layout, whenever that is.
+    ui.screen.refresh(layout=True)
+    await ui.pilot.pause()
+    await ui.until(lambda: complete(ui))
 
 
 async def go_to(ui: Driver, picture: Picture) -> None:
