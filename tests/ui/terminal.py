@@ -1,0 +1,140 @@
+"""so-tui in a real terminal: tmux runs it, what a user's hands do is written to it, and its rows are read as text.
+
+A ``Keyboard`` presses only keys that the screen names at that moment, and a ``Mouse`` has no keys at all.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.cells import cell_len
+
+from tests.support.python_path import checkout_path
+
+GIVE_UP_S = 300.0
+"""How long to wait for something to appear; machines may be busy."""
+LOOK_EVERY_S = 0.1
+KEYS = {"enter": "Enter", "esc": "Escape"}
+"""What tmux calls keys that so-tui names otherwise."""
+LEFT, WHEEL_UP, WHEEL_DOWN = 0, 64, 65
+"""Buttons in SGR mouse reports."""
+
+
+class Terminal:
+    """A tmux server of its own with one pane, in which a command runs.
+
+    Its socket and the command's home and working folder lie in ``folder``. Of the user's environment, the command gets ``PATH`` only.
+    """
+
+    def __init__(self, folder: Path, columns: int = 120, rows: int = 36) -> None:
+        self.folder = folder
+        self.home, self.work = folder / "home", folder / "work"
+        sockets = folder / "tmux"
+        for needed in (self.home, self.work, sockets):
+            needed.mkdir(mode=0o700)
+        self._size = ("-x", str(columns), "-y", str(rows))
+        self._environment = {
+            "HOME": str(self.home),
+            "PATH": os.environ["PATH"],
+            "PYTHONPATH": checkout_path(),
+            "TERM": "tmux-256color",
+            "COLORTERM": "truecolor",
+            "LANG": "C.UTF-8",
+            **{f"XDG_{kind.upper()}_HOME": str(self.home / kind) for kind in ("config", "state", "data", "cache")},
+        }
+        self._server = {"PATH": os.environ["PATH"], "LANG": "C.UTF-8", "TMUX_TMPDIR": str(sockets), "HOME": str(self.home)}
+
+    def run(self, *command: str) -> None:
+        """Run a command in the pane. Its last screen stays when it has ended."""
+        exactly = ["env", "-i", *(f"{name}={value}" for name, value in self._environment.items()), *command]
+        keep = ("start-server", ";", "set-option", "-g", "remain-on-exit", "on", ";")
+        self._tmux(*keep, "new-session", "-d", *self._size, "-c", str(self.work), shlex.join(exactly))
+
+    def close(self) -> None:
+        """End the tmux server and what runs in it."""
+        subprocess.run(["tmux", "-f", "/dev/null", "kill-server"], env=self._server, capture_output=True, check=False)
+
+    def rows(self) -> list[str]:
+        """Return the rows of the screen."""
+        return self._tmux("capture-pane", "-p").splitlines()
+
+    def exit_status(self) -> int | None:
+        """Return the command's exit status; None while it runs."""
+        dead, _, status = self._tmux("display-message", "-p", "#{pane_dead} #{pane_dead_status}").strip().partition(" ")
+        return int(status) if dead == "1" else None
+
+    def until(self, happened: Callable[[list[str]], object], what: str) -> list[str]:
+        """Wait until ``happened`` returns something true of the rows of the screen, and return these.
+
+        Raises:
+            AssertionError: Nothing of the kind within ``GIVE_UP_S``; with ``what`` was awaited, and the last screen.
+        """
+        deadline = time.monotonic() + GIVE_UP_S
+        while True:
+            rows = self.rows()
+            if happened(rows):
+                return rows
+            assert time.monotonic() < deadline, "\n".join([f"waited {GIVE_UP_S:.0f} s for {what}", *rows])
+            time.sleep(LOOK_EVERY_S)
+
+    def shown(self, text: str) -> list[str]:
+        """Wait until the screen shows a text, and return its rows."""
+        return self.until(lambda rows: any(text in row for row in rows), repr(text))
+
+    def matched(self, pattern: str) -> re.Match[str]:
+        """Wait until a row of the screen matches a regular expression, and return the match."""
+        rows = self.until(lambda rows: any(re.search(pattern, row) for row in rows), f"a match of {pattern}")
+        return next(match for row in rows if (match := re.search(pattern, row)))
+
+    def _tmux(self, *arguments: str) -> str:
+        command = ["tmux", "-f", "/dev/null", *arguments]
+        return subprocess.run(command, env=self._server, capture_output=True, text=True, check=True).stdout
+
+
+class Keyboard(Terminal):
+    """A user who has no mouse, and knows no key but those that are named before their eyes."""
+
+    def press(self, key: str, named: str) -> None:
+        """Press the key that ``named`` says, a text on the screen such as ``l/F5 Launch`` or ``Launch  y``; wait for the text first."""
+        words = named.split()
+        assert key in (*words, *words[0].split("/")), f"{named!r} does not name {key!r}"
+        self.shown(named)
+        self._tmux("send-keys", KEYS.get(key, key))
+
+    def type(self, text: str) -> None:
+        """Type a text in one burst, as a terminal pastes it."""
+        self._tmux("send-keys", "-l", text)
+
+
+class Mouse(Terminal):
+    """A user who has a mouse only: presses, releases and the wheel, where a text stands."""
+
+    def click(self, text: str) -> None:
+        """Press and release the left button on a text, which must be on the screen once; wait for it first."""
+        x, y = self._cell_of(text)
+        self._report(f"{LEFT};{x};{y}M")
+        self._report(f"{LEFT};{x};{y}m")
+
+    def wheel(self, text: str, *, up: bool, times: int = 1) -> None:
+        """Turn the wheel while the pointer is on a text."""
+        x, y = self._cell_of(text)
+        for _ in range(times):
+            self._report(f"{WHEEL_UP if up else WHEEL_DOWN};{x};{y}M")
+
+    def _cell_of(self, text: str) -> tuple[int, int]:
+        """Return column and row, counted from 1, of the middle of a text."""
+        rows = self.shown(text)
+        found = [(row, line) for row, line in enumerate(rows, 1) if text in line]
+        assert len(found) == 1, "\n".join([f"{text!r} is on the screen {len(found)} times", *rows])
+        row, line = found[0]
+        assert line.count(text) == 1, "\n".join([f"{text!r} is in this row more than once", line])
+        return cell_len(line[: line.index(text)]) + 1 + cell_len(text) // 2, row
+
+    def _report(self, report: str) -> None:
+        self._tmux("send-keys", "-l", f"\x1b[<{report}")
