@@ -197,7 +197,8 @@ async def test_a_run_with_a_megabyte_of_reason_opens_at_once(tmp_path: Path) -> 
 
 def test_screens_make_content_in_one_way() -> None:
     sources = Path(__file__).parents[2].glob("so_tui/ui/**/*.py")
-    assert [path.name for path in sources if re.search(r"textual.content import .*Content\b|import content", path.read_text())] == ["text.py"]
+    imports = r"textual.content import .*Content\b|import content"
+    assert [path.name for path in sources if re.search(imports, path.read_text())] == ["text.py"]
 
 
 class Careless(DrawsPrintable):

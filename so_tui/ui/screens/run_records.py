@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from textual.message import Message
 
-from so_tui.runs import RunDirectory, log_readers
+from so_tui.runs import RunDirectory, log_readers, read_state
 from so_tui.runs.notes import RunNotes, read_notes, write_notes
 from so_tui.spec import InputError, Problem, SoTuiError
 from so_tui.spec.files import path_fault
@@ -126,13 +126,21 @@ def ask_to_export(screen: RunsScreen, row: RunRow, lines: Sequence[Line], names:
 
     hint = "Up, down or a click choose what. Another name or path can be given; its ending says what is written."
     choices = [
-        *([(f"{run.name}-model", "the model, a folder for from_pretrained")] if row.state.saved_step is not None else []),
+        *([(f"{run.name}-model", "the model, a folder for from_pretrained")] if _has_checkpoint(row) else []),
         (f"{run.name}.csv", "every step"),
         (f"{run.name}.parquet", "every step (with pyarrow)"),
         (f"{run.name}.svg", "the chart as shown"),
     ]
     dialog = AskText(f"Export {run.name} to", hint, choices[0][0], yes="Export", read=read, choices=choices)
     screen.app.push_screen(dialog, named)
+
+
+def _has_checkpoint(row: RunRow) -> bool:
+    """Return whether a run has a checkpoint now: the list is some seconds old."""
+    try:
+        return read_state(row.run).saved_step is not None
+    except InputError:
+        return row.state.saved_step is not None
 
 
 def _export(screen: RunsScreen, run: RunDirectory, path: Path, lines: tuple[Line, ...], names: tuple[str, ...]) -> None:
