@@ -53,7 +53,8 @@ void run(const std::vector<Segment>& segments, int format)
         for (const int add_staging : {1, 0}) {
             if (!sum && !add_staging) continue;
             superoffload_speculate(&c, &states, &others, sum, staging.data(), new_weights.data(), add_staging, &group, &progress);
-            superoffload_step(&c, &states, sum, staging.data(), add_staging, &group, &progress);
+            for (T* const weights : {staging.data(), new_weights.data()})
+                superoffload_step(&c, &states, sum, staging.data(), weights, add_staging, &group, &progress);
         }
     superoffload_decode(&states, m.data(), v.data(), &group);
     superoffload_encode(&others, m.data(), v.data(), &group);
