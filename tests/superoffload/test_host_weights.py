@@ -20,6 +20,7 @@ import superoffload
 from superoffload.deepspeed_adapter.engine import sub_group_states
 from superoffload.host_weights import MEMORY_NAME
 from tests.support import engine as support
+from tests.support import rank_processes
 from tests.support.reference_adamw import core_of, record_gradients
 
 pytestmark = pytest.mark.slow
@@ -125,6 +126,19 @@ def test_with_deepspeeds_zero_offload_too(ratio: float, tmp_path: Path) -> None:
             assert made.optimizer.offload_param == (parameters == "cpu")
             found.append((support.train(made, support.batches(STEPS)), support.states(made, tmp_path / parameters)))
     assert found[0] == found[1]
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    """Also: a state of two ranks with weights in host memory is loaded by one without, and the reverse."""
+    script = Path(rank_processes.__file__).with_name("engine_ranks.py")
+    rank_processes.finish(rank_processes.start(script, ["host_weights", str(tmp_path)], 2))
+    saved = support.by_name(tmp_path / "cpu")
+    for parameters in ("none", "cpu"):
+        with engine(parameters, model="odd") as made:
+            superoffload.load_state(made, tmp_path / "cpu")
+            superoffload.save_state(made, tmp_path / f"one-{parameters}")
+            assert support.by_name(tmp_path / f"one-{parameters}") == saved
+            support.train(made, support.batches(2))
 
 
 @pytest.mark.parametrize("speculation_bytes", [0, ALL])

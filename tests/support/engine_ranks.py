@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import deepspeed
 import numpy as np
@@ -24,9 +24,10 @@ from so_tui_trainer.recorder import Recorder
 from superoffload.deepspeed_adapter.engine import sub_group_states
 from tests.support import engine as support
 from tests.support.rank_processes import leave
-from tests.support.reference_adamw import Reference
+from tests.support.reference_adamw import Reference, record_gradients
 
 SCRIPT = Path(__file__)
+PARAMETERS: tuple[Literal["none", "cpu"], ...] = ("none", "cpu")
 SAVED, RESUMED = 5, 20
 """Steps before the save, and after it."""
 RUNS: tuple[tuple[support.Mode, float, float, int], ...] = (
@@ -126,6 +127,23 @@ def late_worker(folder: Path) -> None:
         assert abs(parts - late.step_s) < 0.02 * late.step_s, found
 
 
+def host_weights(folder: Path) -> None:
+    """Train with weights on the GPU and in host memory: losses, gradients, gathered weights and states must be the same."""
+    rank = torch.distributed.get_rank()
+    for clipping, accumulation, speculation_bytes in ((0.0, 2, 0), (9.0, 1, 1 << 30)):
+        ends: list[tuple[Any, ...]] = []
+        for parameters in PARAMETERS:
+            run = support.spec("superoffload", 0.5, clipping=clipping, accumulation=accumulation, parameters=parameters)
+            torch.manual_seed(run.train.seed)
+            with support.engine(run, model=support.OddModel(), speculation_bytes=speculation_bytes) as made:
+                gradients = record_gradients(made)
+                losses = support.train(made, support.batches(20 * accumulation, seed=rank))
+                assert len(gradients) > 20
+                ends.append((losses, gradients, _fingerprint(made), support.states(made, folder / parameters, rank)))
+        assert ends[0] == ends[1], (clipping, accumulation, speculation_bytes)
+    torch.distributed.barrier()
+
+
 def first(folder: Path) -> None:
     """Train, save, and train on for the losses that ``second`` must reproduce, in every mode. Then train until killed."""
     rank = torch.distributed.get_rank()
@@ -186,6 +204,6 @@ def _fingerprint(made: Any) -> str:
 if __name__ == "__main__":
     backend = "nccl" if os.environ["DS_ACCELERATOR"] == "cuda" else "gloo"
     superoffload.join_process_group(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
-    parts = {part.__name__: part for part in (reference, speculation, late_worker, first, second, endless)}
+    parts = {part.__name__: part for part in (reference, speculation, late_worker, host_weights, first, second, endless)}
     parts[sys.argv[1]](Path(sys.argv[2]))
     leave()

@@ -135,15 +135,24 @@ def steps(**changes: str) -> list[tuple[float, float]]:
 def train() -> None:
     """Under ZeRO-3 with our engine, whose weights are in bf16: the same sequences, each rank its own, or both a part of each.
 
-    Inputs in host memory must not change a bit, tiles and parts round differently.
+    Inputs and weights in host memory must not change a bit, tiles and parts round differently.
     """
     attention.choose = plain_attention  # type: ignore[assignment]
     apart = steps(train__gradient_accumulation="1", model__activation_checkpointing="full", model__activation_offload="off")
     on_host = steps(train__gradient_accumulation="1", model__activation_checkpointing="full", model__activation_offload="on")
+    fetched = steps(train__gradient_accumulation="1", model__activation_checkpointing="full", offload__parameters="cpu")
+    keeping = steps(train__gradient_accumulation="1", model__activation_checkpointing="attention", offload__parameters="cpu")
     building.MLP_TILE_TOKENS = 50  # type: ignore[attr-defined]
     tiled = steps(train__gradient_accumulation="1", model__activation_checkpointing="full", model__tiled_mlp="on")
     shared = steps(train__gradient_accumulation="2", model__activation_checkpointing="full", train__sequence_parallel="2")
-    assert on_host == apart
+    both = steps(
+        train__gradient_accumulation="2",
+        model__activation_checkpointing="full",
+        train__sequence_parallel="2",
+        offload__parameters="cpu",
+    )
+    assert on_host == fetched == keeping == apart
+    assert both == shared
     for name, found in {"shared": shared, "tiled": tiled}.items():
         assert found == [pytest.approx(expected, rel=0.003) for expected in apart], (name, found, apart)
 
