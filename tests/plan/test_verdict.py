@@ -147,7 +147,7 @@ def test_recomputing_is_chosen_and_can_be_a_remedy() -> None:
 
 def test_all_gpus_of_a_machine_are_a_remedy_whatever_their_number() -> None:
     three = x86("NVIDIA A100", gpu_count=3, cores=48, memory_mib=384 * 1024, gpu_mib=17_920)
-    spec = spec_of("llama-3.1-8b", gpus="1")
+    spec = spec_of("llama-3.1-8b", gpus="1", offload__parameters="none")
     assert [recommend(spec, three, gpus).fits for gpus in (2, 3)] == [False, True]
     assert only(recommend(spec, three).remedies, MoreGpusFit).gpus == 3
 
