@@ -92,6 +92,7 @@ class Cluster:
     folder: Path
     environ: Mapping[str, str]
     _daemons: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    _a_node_failed: bool = False
 
     def run(self, *argv: str, check: bool = True, timeout_s: float = 60) -> str:
         """Run a command of Slurm and return what it printed."""
@@ -114,6 +115,7 @@ class Cluster:
 
     def stop_node(self, node: str) -> None:
         """Kill a node as when its power fails: its slurmd, every step before it can report, and the processes of its jobs."""
+        self._a_node_failed = True
         for pid in self._steps(node):
             os.kill(pid, signal.SIGKILL)
         self._daemons[node].kill()
@@ -156,6 +158,10 @@ class Cluster:
             logs = "\n".join(f"{log.name}: {log.read_text()[-2000:]}" for log in self.folder.glob("*.log"))
             assert time.monotonic() < deadline, f"no two idle nodes: {self.run('sinfo', check=False)}\n{logs}"
             time.sleep(0.2)
+        if self._a_node_failed:
+            # Slurm 22.05 may count the devices of a job whose node failed as in use for good; it counts anew then.
+            self.run("scontrol", "reconfigure")
+            self._a_node_failed = False
 
     def left(self) -> tuple[str, tuple[int, ...]]:
         """Return the jobs and processes that there are. A job outlives the end of its run, on a busy machine by many seconds."""
