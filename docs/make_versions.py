@@ -28,8 +28,8 @@ All tests run with the newest set. `make test-system` makes an environment of ea
 There it trains a small model, whose losses must be those of the newest set, and runs the tests of the engine, whose steps must equal
 AdamW's, and of building and loading models. All of this was done with Python 3.11. On GPUs, only
 torch 2.11 with Python 3.12 was tested. Only the workflow for GitHub has Python 3.13 and 3.14.
-For 3.14, all packages have wheels, on x86_64 and on aarch64 (DeepSpeed has none for any Python), but no test was seen to pass with it, so
-that the package does not claim it yet.
+For 3.14 the packages of the light install have wheels on x86_64 and aarch64, torch and pyarrow too, but no test was seen to pass with it,
+so that the package does not claim it yet.
 
 """
 _INSTALL = """\
