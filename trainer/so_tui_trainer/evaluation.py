@@ -106,6 +106,7 @@ class Evaluation:
             pin: Whether batches are made in pinned memory.
         """
         self._documents, self._spec, self._rank, self._pin = documents, spec, rank, pin
+        self._apart = needs_rows_apart(spec.model)
         self._sequences = fill(documents.lengths, members, spec.data)
         self._lengths = self._sequences.sums(documents.lengths)
         self.end_to_end = False
@@ -162,7 +163,7 @@ class Evaluation:
             mine = np.arange(first + replica * size, min(first + (replica + 1) * size, len(self._sequences)))
             indices = mine if len(mine) else np.zeros(1, dtype=np.int64)
             columns = width(self._lengths[indices], self._spec, end_to_end=self.end_to_end)
-            rows, apart = rows_of(indices, end_to_end=self.end_to_end), needs_rows_apart(self._spec.model)
-            batch = assemble(self._documents, self._sequences, rows, columns, 0, apart=apart)
+            rows = rows_of(indices, end_to_end=self.end_to_end)
+            batch = assemble(self._documents, self._sequences, rows, columns, 0, apart=self._apart)
             batch = (batch if len(mine) else batch.untrained()).part(part, parts)
             yield batch.pinned() if self._pin else batch

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
 
 from so_tui.runs.answers import LONGEST_ANSWER, AnsweredPrompt, Asked
 from so_tui.spec import InputError, Problem, RunSpec
 from so_tui.spec.generation import Prompt, Sampling, Turn
-from so_tui_trainer.data.batches import Batch, needs_rows_apart
+from so_tui_trainer.data.batches import Batch, lay_out, needs_rows_apart
 from so_tui_trainer.data.chat import Chat, chat_of
-from so_tui_trainer.data.rows_apart import rows_apart
 from so_tui_trainer.data.tokens import load_tokenizer
 from so_tui_trainer.generation import next_token, prompt_ids
 from so_tui_trainer.ranks import Ranks
@@ -52,7 +50,7 @@ class Prompts:
         Raises:
             InputError: A prompt has no room for its answer in a sequence, or the chat template rejects it. Raised on all ranks.
         """
-        self._spec, self._ranks, self._end_to_end = spec, ranks, end_to_end
+        self._spec, self._ranks, self._end_to_end, self._apart = spec, ranks, end_to_end, needs_rows_apart(spec.model)
         self._sampling = Sampling(temperature=spec.prompts.temperature, top_p=1.0, max_tokens=spec.prompts.max_tokens, seed=spec.train.seed)
         # Every rank loads the tokenizer: a problem with a prompt must end all of them.
         self._chat: Chat = chat_of(load_tokenizer(spec))
@@ -112,8 +110,8 @@ class Prompts:
             writing = [answer for answer in answers if not answer.done]
             if not writing:
                 return
-            documents, apart = [answer.ids for answer in writing], needs_rows_apart(self._spec.model)
-            batch = batch_of(documents, end_to_end=self._end_to_end, apart=apart).to(self._ranks.device)
+            documents = [answer.ids for answer in writing]
+            batch = batch_of(documents, end_to_end=self._end_to_end, apart=self._apart).to(self._ranks.device)
             logits = model(batch, 1.0, logits=True)
             chosen = None
             if self._ranks.first:
@@ -141,29 +139,6 @@ def batch_of(documents: Sequence[Sequence[int]], *, end_to_end: bool, apart: boo
     """
     rows = [list(documents)] if end_to_end else [[document] for document in documents]
     width = -(-max(sum(map(len, row)) for row in rows) // _MULTIPLE) * _MULTIPLE
-    ids, positions = (np.zeros((len(rows), width), dtype=np.int64) for _ in range(2))
-    real = np.zeros(ids.shape, dtype=np.bool_)
-    lengths: list[int] = []
-    last: list[int] = []
-    for number, row in enumerate(rows):
-        column = 0
-        for document in row:
-            columns = slice(column, column + len(document))
-            ids[number, columns], positions[number, columns], real[number, columns] = document, np.arange(len(document)), True
-            lengths.append(len(document))
-            column = columns.stop
-            last.append(number * width + column - 1)
-        if column < width:  # padding is a document of its own
-            positions[number, column:] = np.arange(width - column)
-            lengths.append(width - column)
-    boundaries = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
-    return Batch(
-        input_ids=torch.from_numpy(ids),
-        position_ids=torch.from_numpy(positions),
-        real=torch.from_numpy(real),
-        boundaries=torch.from_numpy(boundaries),
-        predictors=torch.tensor(last, dtype=torch.int64),
-        targets=torch.zeros(0, dtype=torch.int64),
-        longest=max(lengths),
-        apart=rows_apart(boundaries) if apart else (),
-    )
+    batch = lay_out(rows, width, apart=apart)
+    ends = batch.boundaries[1:].long() - 1
+    return replace(batch, predictors=ends[batch.real.flatten()[ends]])

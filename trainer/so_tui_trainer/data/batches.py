@@ -9,7 +9,7 @@ loss takes no communication and no wait for the GPU.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -150,6 +150,7 @@ class Batches:
         self._useful = self.sequences.sums(self._lengths)
         self._trained = self.sequences.sums(documents.trained_lengths)
         self._spec, self._padding_id, self._pin = spec, padding_id, pin
+        self._apart = needs_rows_apart(spec.model)
         self._replica, self._part = divmod(rank, spec.train.sequence_parallel)
         self.sequences_per_step = spec.train.micro_batch * spec.gradient_accumulation_steps * spec.replicas
         self._epoch_order = lru_cache(maxsize=2)(self._shuffled)
@@ -230,7 +231,7 @@ class Batches:
 
     def _batch(self, indices: npt.NDArray[np.int64]) -> Batch:
         rows, width = self._rows(indices), self._width(indices)
-        batch = assemble(self._documents, self.sequences, rows, width, self._padding_id, apart=needs_rows_apart(self._spec.model))
+        batch = assemble(self._documents, self.sequences, rows, width, self._padding_id, apart=self._apart)
         batch = batch.part(self._part, self._spec.train.sequence_parallel)
         return batch.pinned() if self._pin else batch
 
@@ -283,34 +284,48 @@ def assemble(
         padding_id: Token id of padding.
         apart: Whether the model needs the documents as rows of their own, too.
     """
-    ids = np.full((len(rows), width), padding_id, dtype=np.int64)
-    positions = np.zeros_like(ids)
-    real, trained = np.zeros(ids.shape, dtype=np.bool_), np.zeros(ids.shape, dtype=np.bool_)
-    lengths: list[int] = []
-    for row, members in enumerate(rows):
-        column = 0
-        for document in np.concatenate([sequences.of(int(sequence)) for sequence in members]):
-            start, stop = documents.offsets[document], documents.offsets[document + 1]
-            columns = slice(column, column + int(stop - start))
-            ids[row, columns] = documents.tokens[start:stop]
-            trained[row, columns] = documents.trained[start:stop]
-            positions[row, columns] = np.arange(stop - start)
-            lengths.append(int(stop - start))
-            column = columns.stop
-        real[row, :column] = True
-        if column < width:
-            positions[row, column:] = np.arange(width - column)
-            lengths.append(width - column)
+    chosen = [np.concatenate([sequences.of(int(sequence)) for sequence in members]) for members in rows]
+    parts = [[slice(documents.offsets[document], documents.offsets[document + 1]) for document in row] for row in chosen]
+    batch = lay_out([[documents.tokens[part] for part in row] for row in parts], width, padding_id, apart=apart)
+    trained = np.concatenate([documents.trained[part] for row in parts for part in row])
     # A document's first token is never trained, so the token before a trained one is always in the same document.
-    predicted = np.flatnonzero(trained)
+    predicted = np.flatnonzero(batch.real.numpy())[trained]
+    targets = batch.input_ids.numpy().ravel()[predicted]
+    return replace(batch, predictors=torch.from_numpy(predicted - 1), targets=torch.from_numpy(targets))
+
+
+def lay_out(rows: Sequence[Sequence[npt.ArrayLike]], width: int, padding_id: int = 0, *, apart: bool = False) -> Batch:
+    """Make a micro-batch in which no token carries loss.
+
+    Args:
+        rows: The tokens of each document of each row.
+        width: Columns.
+        padding_id: Token id of padding.
+        apart: Whether the model needs the documents as rows of their own, too.
+    """
+    ids = np.full((len(rows), width), padding_id, dtype=np.int64)
+    positions, real = np.zeros_like(ids), np.zeros(ids.shape, dtype=np.bool_)
+    lengths: list[int] = []
+    for number, row in enumerate(rows):
+        column = 0
+        for document in map(np.asarray, row):
+            columns = slice(column, column + len(document))
+            ids[number, columns], positions[number, columns] = document, np.arange(len(document))
+            lengths.append(len(document))
+            column = columns.stop
+        real[number, :column] = True
+        if column < width:  # padding is a document of its own
+            positions[number, column:] = np.arange(width - column)
+            lengths.append(width - column)
     boundaries = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+    none = torch.zeros(0, dtype=torch.int64)
     return Batch(
         torch.from_numpy(ids),
         torch.from_numpy(positions),
         torch.from_numpy(real),
         torch.from_numpy(boundaries),
-        torch.from_numpy(predicted - 1),
-        torch.from_numpy(ids.ravel()[predicted]),
+        none,
+        none,
         max(lengths),
         rows_apart(boundaries) if apart else (),
     )
