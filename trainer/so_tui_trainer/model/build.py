@@ -17,6 +17,7 @@ from so_tui.spec.sharing import sharing_problem
 from so_tui_trainer.data.batches import Batch, needs_rows_apart
 from so_tui_trainer.model import attention, kernels, loading, matching, recompute, recurrent, rope, tiles
 from so_tui_trainer.model.host_inputs import HostInputs
+from so_tui_trainer.model.layer_types import kinds_of
 from so_tui_trainer.model.loss import HeadLoss
 from so_tui_trainer.model.matching import decoder_of, meta_model
 from so_tui_trainer.model.pretrained import weights_folder
@@ -186,7 +187,7 @@ def build(
             cannot be packed.
     """
     config = load_config(spec.model)
-    kinds = getattr(config, "layer_types", None) or ()
+    kinds = kinds_of(config)
     if spec.data.packing and (problem := packing_problem(kinds)):
         raise InputError([problem])
     if problem := sharing_problem(kinds, spec.train.sequence_parallel):
@@ -365,7 +366,7 @@ def _passes_boundaries(causal: PreTrainedModel) -> bool:
     Models with recurrent layers do so for its flash attention, although they do not say that they take any other.
     """
     model_class, config = type(causal), causal.config
-    kinds = set(getattr(config, "layer_types", None) or ())
+    kinds = set(kinds_of(config))
     carrying = recurrent_kinds(kinds)
     without_attention = carrying and layers_without_attention(kinds) == len(kinds)
     attends = model_class._supports_attention_backend or (carrying and model_class._supports_flash_attn)

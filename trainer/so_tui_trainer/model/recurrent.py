@@ -9,11 +9,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from so_tui_trainer.model.layer_types import kinds_of
 from so_tui_trainer.model.recompute import checkpointed_layers
 
 if TYPE_CHECKING:
@@ -39,8 +41,7 @@ def documents_of(causal: PreTrainedModel) -> Documents:
     found = causal.__dict__.get(_OWNED)
     if not isinstance(found, Documents):
         layers = checkpointed_layers(causal)
-        kinds = tuple(getattr(causal.config.get_text_config(), "layer_types", None) or ())
-        kinds += (None,) * (len(layers) - len(kinds))
+        kinds = chain(kinds_of(causal.config.get_text_config()), repeat(None))
         mixers = [mixer for layer, kind in zip(layers, kinds, strict=False) if (mixer := _mixer(layer, kind)) is not None]
         found = causal.__dict__[_OWNED] = Documents(len(mixers))
         for mixer in mixers:

@@ -19,6 +19,7 @@ import msgspec
 
 from so_tui.spec import InputError, ModelSpec, Problem, first_line, resolve_source
 from so_tui.spec.layers import mixing_kinds, packing_problem, recurrent_kinds
+from so_tui_trainer.model.layer_types import kinds_of
 from so_tui_trainer.tools.channel import Answer, serve
 from so_tui_trainer.tools.hub import remote_files, stay_offline_when_cut_off
 
@@ -119,7 +120,7 @@ def planned_shape(config: PretrainedConfig, causal: PreTrainedModel) -> dict[str
     named["intermediate_size"] = named["intermediate_size"] or _width(config, causal)
     named["num_key_value_heads"] = named["num_key_value_heads"] or getattr(config, "num_kv_heads", None)
     shape: dict[str, Any] = {key: value for key, value in named.items() if isinstance(value, int | float)}
-    kinds = list(getattr(config, "layer_types", None) or ())
+    kinds = list(kinds_of(config))
     return shape | {"layer_types": kinds} if mixing_kinds(kinds) or recurrent_kinds(kinds) else shape
 
 
@@ -290,7 +291,7 @@ def _notes(model: ModelSpec, config: PretrainedConfig) -> list[str]:
     from so_tui_trainer.model.stored import shards
 
     notes = []
-    if problem := packing_problem(getattr(config, "layer_types", None) or ()):
+    if problem := packing_problem(kinds_of(config)):
         notes.append(f"{problem.message}: each is a sequence of its own (data.packing = false)")
     if method := _quantisation(config):
         if (method, config.model_type) != _DEQUANTISED:

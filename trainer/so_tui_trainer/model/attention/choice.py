@@ -32,6 +32,7 @@ from so_tui_trainer.data.batches import Batch
 from so_tui_trainer.model.attention.backends import kernels_of
 from so_tui_trainer.model.attention.exchange import sequence_group
 from so_tui_trainer.model.attention.varlen import NAME, register
+from so_tui_trainer.model.layer_types import kinds_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -116,7 +117,7 @@ def has_sinks(model: nn.Module) -> bool:
 
 def needs_rows(config: PretrainedConfig) -> bool:
     """Return whether each document needs a row of its own, since layers of the model would mix the documents of one row."""
-    return bool(mixing_kinds(getattr(config, "layer_types", None) or ()))
+    return bool(mixing_kinds(kinds_of(config)))
 
 
 def takes_boundaries(implementation: str) -> bool:
@@ -149,7 +150,7 @@ def arguments(batch: Batch, implementation: str, config: PretrainedConfig, dtype
             "max_length_k": longest,
         }
         return positions | kernel | ({"is_part": True} if batch.is_part else {})
-    kinds = set(getattr(config, "layer_types", None) or ())
+    kinds = set(kinds_of(config))
     if len(kinds) < 2 or recurrent_kinds(kinds):
         return positions | {"attention_mask": None}
     # Models that mix kinds of layers take a mask for each kind. The mask that gpt-oss would make itself ignores the position ids.
