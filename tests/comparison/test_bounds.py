@@ -11,9 +11,10 @@ import pytest
 from benchmarks import bounds
 from benchmarks.checkpoints import work_during
 from so_tui.plan import make_plan
-from so_tui.runs.records import CheckpointRecord, StepRecord
+from so_tui.runs.records import CheckpointRecord
 from so_tui.spec import find_preset, with_values
 from tests.support.machines import x86
+from tests.support.records import step_record
 
 
 def row(step_s: float, *, forward_s: float = 0.2, adam_busy_s: float = 0.0, ratio: float = 0.9) -> dict[str, Any]:
@@ -63,40 +64,13 @@ def test_after_the_first_setting_that_would_end_too_late_nothing_is_measured() -
     assert list(bounds.in_time([unfit, long, short], monotonic() + 1e6)) == [long.spec, short.spec]
 
 
-def step(number: int, time: float) -> StepRecord:
-    return StepRecord(
-        attempt=1,
-        time=time,
-        step=number,
-        loss=1.0,
-        learning_rate=1e-5,
-        gradient_norm=1.0,
-        useful_tokens=1,
-        trained_tokens=1,
-        useful_tokens_per_s_total=1.0,
-        model_tflops_per_gpu=1.0,
-        hw_tflops_per_gpu=1.0,
-        seed_tflops_total=1.0,
-        mfu=None,
-        step_s=1.0,
-        data_s=0.0,
-        forward_s=0.4,
-        backward_s=0.6,
-        exposed_optimizer_s=0.0,
-        other_s=0.0,
-        gpu_memory_peak_bytes=None,
-        host_memory_bytes=None,
-        slowest_rank=0,
-    )
-
-
 @pytest.mark.parametrize(
     ("written_s", "expected"),
     [(3.6, ["", "copy", "write", "write", "write", "complete", "complete", ""]), (None, ["", "copy", *["write"] * 5, ""])],
 )
 def test_a_step_is_put_down_to_what_took_most_of_it(written_s: float | None, expected: list[str]) -> None:
     """The checkpoint of step 2 takes six seconds, and older programs do not say when all of it was written."""
-    steps = [step(number, 100.0 + number) for number in range(1, 10)]
+    steps = [step_record(number, time=100.0 + number) for number in range(1, 10)]
     saved = [CheckpointRecord(attempt=1, time=109.0, step=2, path="there", bytes=1, seconds=6.0, paused_s=0.2, written_s=written_s)]
     begun = {each.step: each.time for each in steps}
     found = [work_during(before, after, saved, begun) for before, after in pairwise(steps)]

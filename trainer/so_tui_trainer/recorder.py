@@ -95,26 +95,15 @@ class Recorder:
             OSError: There is still no space.
         """
         if self._lost:
-            writer.append(
-                WarningRecord(
-                    attempt=self.attempt,
-                    time=time.time(),
-                    code="records-lost",
-                    message=f"{self._lost} records could not be written ({self._lost_because}); training continued",
-                    suggestion="Free some space on the disk of the run directory; no training is lost",
-                )
-            )
+            message = f"{self._lost} records could not be written ({self._lost_because}); training continued"
+            writer.append(self._warning("records-lost", message, "Free some space on the disk of the run directory; no training is lost"))
             self._lost = 0
         writer.append(record)
 
     def _record_tracker_errors(self) -> None:
         for trouble in self._sidecars.troubles():
-            self.write(
-                WarningRecord(
-                    attempt=self.attempt,
-                    time=time.time(),
-                    code="tracker-failed",
-                    message=f"{trouble}; nothing more is sent there",
-                    suggestion="The run's own records are complete; nothing else is lost",
-                )
-            )
+            message = f"{trouble}; nothing more is sent there"
+            self.write(self._warning("tracker-failed", message, "The run's own records are complete; nothing else is lost"))
+
+    def _warning(self, code: str, message: str, suggestion: str) -> WarningRecord:
+        return WarningRecord(attempt=self.attempt, time=time.time(), code=code, message=message, suggestion=suggestion)

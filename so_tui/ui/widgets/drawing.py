@@ -237,9 +237,8 @@ def _common(old: str, new: str) -> str:
 
 def repaint(widget: Widget, before: Sequence[Strip], after: Sequence[Strip]) -> None:
     """Repaint the cells that differ, if any: painting a row costs more than drawing it, and a terminal may be far away."""
-    if regions := changed_parts(
-        before, after, after[0].cell_length if after else widget.size.width
-    ):  # without a region, everything would be painted
+    width = after[0].cell_length if after else widget.size.width
+    if regions := changed_parts(before, after, width):  # without a region, everything would be painted
         widget.refresh(*regions)
 
 
