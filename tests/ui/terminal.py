@@ -65,9 +65,9 @@ class Terminal:
         return self._tmux("capture-pane", "-p").splitlines()
 
     def exit_status(self) -> int | None:
-        """Return the command's exit status; None while it runs."""
-        dead, _, status = self._tmux("display-message", "-p", "#{pane_dead} #{pane_dead_status}").strip().partition(" ")
-        return int(status) if dead == "1" else None
+        """Return the command's exit status; None while it runs, and until tmux knows it: the end of the output comes first."""
+        status = self._tmux("display-message", "-p", "#{pane_dead_status}").strip()
+        return int(status) if status else None
 
     def until(self, happened: Callable[[list[str]], object], what: str) -> list[str]:
         """Wait until ``happened`` returns something true of the rows of the screen, and return these.
