@@ -13,21 +13,6 @@ Problem codes of single keys:
     invalid-content: An entry of a list or table is wrong.
     empty: The value is empty and must not be.
     not-a-source: An entry of a mixture is not ``{source, weight}``.
-
-Problem codes of combinations of keys:
-    several-lengths, no-length: More than one of ``train.steps``, ``epochs`` and ``tokens`` is set, or none.
-    several-step-sizes: Both ``gradient_accumulation`` and ``tokens_per_step`` are set.
-    missing-architecture: Random weights without ``[model.config]``.
-    no-experts: A router loss for a model without experts.
-    sequence-parallel-gpus, sequence-parallel-length: ``train.sequence_parallel`` does not divide the GPUs, or the sequence length.
-    sequence-parallel-layers: A layer of the model is not attention that can be divided among ranks.
-    sequence-parallel-router: Ranks that share sequences cannot compute a router loss.
-    nothing-to-offload: ``model.activation_offload = "on"`` where no layer is checkpointed.
-    nothing-to-tile: ``model.tiled_mlp = "on"`` where no dense feed-forward block is recomputed.
-    parameter-offload: ``offload.parameters = "cpu"`` with an optimizer that keeps the weights on the GPU.
-    states-format: ``offload.states`` other than ``"fp32"`` with an optimizer that has no other.
-    several-evaluations: Both ``held_out`` and other evaluation data are set.
-    no-evaluation-data: An evaluation interval without data to evaluate on.
     no-gpu, repeated-gpu: The list of GPUs is empty, or names one twice.
     no-data: The list of data sources is empty.
 """
@@ -36,7 +21,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import islice
 from typing import Any, get_type_hints
@@ -44,20 +29,14 @@ from typing import Any, get_type_hints
 import msgspec
 from msgspec import Struct
 
+from so_tui.spec.combinations import combination_problems
 from so_tui.spec.errors import InputError, Problem
 from so_tui.spec.fields import FieldInfo, FieldType, field_index, source_index
 from so_tui.spec.files import path_fault
-from so_tui.spec.layers import layer_kinds, packing_problem
 from so_tui.spec.sections.data import DataSource
-from so_tui.spec.sharing import sharing_problems
-from so_tui.spec.table import REGENERATE, table_problems
+from so_tui.spec.table import REGENERATE
 from so_tui.spec.types import RunSpec
 from so_tui.spec.wording import nearest, shown
-
-LENGTHS = ("steps", "epochs", "tokens")
-"""Alternative keys of ``[train]`` for the length of the run."""
-STEP_SIZES = ("gradient_accumulation", "tokens_per_step")
-"""Alternative keys of ``[train]`` for the gradient accumulation steps."""
 
 _MISSING_REMEDIES = {
     "name": "Give a short name of lower-case letters, digits, '.', '_' and '-'.",
@@ -73,8 +52,6 @@ _PATH_KEYS = ("model.id", "model.tokenizer", "data.source", "data.evaluation", "
 _SOURCE = re.compile(r"^data\.source\[\d+\]\.")
 """Prefix of the keys of one source of a mixture."""
 
-_EXPERTS = frozenset({"num_experts", "num_local_experts"})
-"""Keys of models with experts in ``[model.config]``."""
 _MOST_PROBLEMS = 50
 """Problems of one tree that are reported; a file of random keys would have a hundred thousand."""
 _PYTHON_TYPES: dict[FieldType, tuple[type, ...]] = {"integer": (int,), "number": (int, float), "text": (str,), "boolean": (bool,)}
@@ -101,7 +78,7 @@ def problems_in(tree: dict[str, Any]) -> tuple[Problem, ...]:
     """Return everything that is wrong with a plain tree; ``Problem.field`` is the dotted path of the key."""
     problems = tuple(islice(_section_problems(tree, RunSpec, ""), _MOST_PROBLEMS))
     wrong = {problem.field for problem in problems}
-    return problems + tuple(problem for problem in islice(_cross_problems(tree), _MOST_PROBLEMS) if problem.field not in wrong)
+    return problems + tuple(problem for problem in islice(combination_problems(tree), _MOST_PROBLEMS) if problem.field not in wrong)
 
 
 @cache
@@ -149,6 +126,10 @@ def _unknown(path: str, value: Any, known: tuple[str, ...], prefix: str) -> Prob
 
 
 def _value_problems(path: str, value: Any, kind: Any) -> Iterator[Problem]:
+    if path == "data.source" and value in ([], ()):
+        remedy = _MISSING_REMEDIES["data.source"]
+        yield Problem(code="no-data", field="data.source", value="[]", message="names no data", remedy=remedy)
+        return
     if path == "data.source" and isinstance(value, list):
         for index, part in enumerate(value):
             yield from _source_problems(f"{path}[{index}]", part)
@@ -166,6 +147,18 @@ def _value_problems(path: str, value: Any, kind: Any) -> Iterator[Problem]:
     except msgspec.ValidationError as error:
         code, message = _fault(info, value, str(error))
         yield _value_problem(code, path, value, info, message)
+    else:
+        if path == "gpus" and isinstance(value, list | tuple):
+            yield from _gpu_problems(value)
+
+
+def _gpu_problems(gpus: Sequence[int]) -> Iterator[Problem]:
+    """Yield what is wrong with a list of indices of GPUs."""
+    if not gpus:
+        remedy = "Give a count (gpus = 1) or a list of indices (gpus = [0, 1])."
+        yield Problem(code="no-gpu", field="gpus", value="[]", message="names no GPU", remedy=remedy)
+    elif len(set(gpus)) < len(gpus):
+        yield Problem(code="repeated-gpu", field="gpus", value=shown(gpus), message="names a GPU twice", remedy="Give each index once.")
 
 
 def _source_problems(path: str, part: Any) -> Iterator[Problem]:
@@ -208,151 +201,3 @@ def _value_problem(code: str, path: str, value: Any, info: FieldInfo | None, mes
     hint = nearest(value, info.choices) if isinstance(value, str) else ""
     default = "" if info.required or info.default in (None, "", (), {}) else shown(info.default)
     return Problem(code=code, field=path, value=shown(value), message=message, remedy=f"{hint}Give {info.expected}.", default=default)
-
-
-def _cross_problems(tree: dict[str, Any]) -> Iterator[Problem]:
-    """Yield problems of combinations of keys. Single keys may be wrong too, so nothing is assumed about their types."""
-    model, data, train = (_section(tree, name) for name in ("model", "data", "train"))
-    yield from _length_problems(train, _section(tree, "benchmark"))
-    yield from _model_problems(model, train)
-    if data.get("packing", True) is True and (problem := packing_problem(layer_kinds(_section(model, "config")))):
-        yield problem
-    yield from table_problems(model)
-    offload = _section(tree, "offload")
-    states = offload.get("states", "fp32")
-    if states != "fp32" and (offload.get("mode") == "zerooffload" or offload.get("engine") == "deepspeed"):
-        yield Problem(
-            code="states-format",
-            field="offload.states",
-            value=shown(states),
-            message="is not supported by DeepSpeed's optimizers, which have fp32 moments",
-            remedy='Use "fp32", or offload.mode = "superoffload" with offload.engine = "so-tui".',
-        )
-    if offload.get("config", "so-tui") != "so-tui" and offload.get("engine") != "deepspeed":
-        yield Problem(
-            code="published-config",
-            field="offload.config",
-            value=shown(offload["config"]),
-            message="is a config of DeepSpeed's own SuperOffload",
-            remedy='Set offload.mode = "superoffload" and offload.engine = "deepspeed" too, or name PRESET:as-published.',
-        )
-    mode, engine = offload.get("mode"), offload.get("engine")
-    if offload.get("parameters") == "cpu" and (mode == "gpu" or (engine == "deepspeed" and mode != "zerooffload")):
-        optimizer = "without offload" if mode == "gpu" else "with DeepSpeed's own SuperOffload"
-        yield Problem(
-            code="parameter-offload",
-            field="offload.parameters",
-            value='"cpu"',
-            message=f"is not supported {optimizer}, where the weights stay on the GPU",
-            remedy='Use "none", or offload.mode = "superoffload" with offload.engine = "so-tui", or offload.mode = "zerooffload".',
-        )
-    yield from _evaluation_problems(data, train)
-    yield from sharing_problems(model, data, train, tree.get("gpus", 1))
-    gpus = tree.get("gpus")
-    if isinstance(gpus, list | tuple):
-        if not gpus:
-            remedy = "Give a count (gpus = 1) or a list of indices (gpus = [0, 1])."
-            yield Problem(code="no-gpu", field="gpus", value="[]", message="names no GPU", remedy=remedy)
-        elif len(set(map(str, gpus))) < len(gpus):
-            yield Problem(code="repeated-gpu", field="gpus", value=shown(gpus), message="names a GPU twice", remedy="Give each index once.")
-    if data.get("source") in ([], ()):
-        yield Problem(code="no-data", field="data.source", value="[]", message="names no data", remedy=_MISSING_REMEDIES["data.source"])
-
-
-def _length_problems(train: dict[str, Any], benchmark: dict[str, Any]) -> Iterator[Problem]:
-    given = [key for key in LENGTHS if isinstance(train.get(key), int | float) and train[key]]
-    if len(given) > 1:
-        values = ", ".join(f"{key} = {shown(train[key])}" for key in given)
-        yield Problem(
-            code="several-lengths",
-            field=f"train.{given[-1]}",
-            value=shown(train[given[-1]]),
-            message=f"is one of several lengths of the run ({values})",
-            remedy="Keep one of train.steps, train.epochs and train.tokens and set the others to 0.",
-        )
-    elif not any(train.get(key) for key in LENGTHS) and not benchmark.get("measured_steps"):
-        yield Problem(
-            code="no-length",
-            field="train.steps",
-            value="",
-            message="the run has no length",
-            remedy="Give one of train.steps, train.epochs and train.tokens (or benchmark.measured_steps) a value above 0.",
-        )
-    accumulation, target = train.get("gradient_accumulation"), train.get("tokens_per_step")
-    if target and isinstance(accumulation, int) and accumulation > 1:
-        yield Problem(
-            code="several-step-sizes",
-            field="train.tokens_per_step",
-            value=shown(target),
-            message=f"determines the gradient accumulation steps, and so does train.gradient_accumulation = {accumulation}",
-            remedy="Keep one of the two: set train.tokens_per_step to 0, or leave train.gradient_accumulation at 1.",
-        )
-
-
-def _model_problems(model: dict[str, Any], train: dict[str, Any]) -> Iterator[Problem]:
-    config = _section(model, "config")
-    if model.get("weights") == "random" and not config.get("model_type"):
-        yield Problem(
-            code="missing-architecture",
-            field="model.config",
-            value="",
-            message='weights = "random" needs the architecture of the model',
-            remedy='Write [model.config] with `model_type` and the keys of the model\'s config.json, or use weights = "pretrained".',
-        )
-    if model.get("activation_offload") == "on" and model.get("activation_checkpointing") == "none":
-        yield Problem(
-            code="nothing-to-offload",
-            field="model.activation_offload",
-            value='"on"',
-            message='moves the inputs of checkpointed layers, and with activation_checkpointing = "none" there are none',
-            remedy='Set model.activation_checkpointing to "full", "attention" or "selective", or leave model.activation_offload at "auto".',
-        )
-    if model.get("tiled_mlp") == "on" and (model.get("activation_checkpointing") in ("selective", "none") or _EXPERTS & config.keys()):
-        yield Problem(
-            code="nothing-to-tile",
-            field="model.tiled_mlp",
-            value='"on"',
-            message="cuts dense feed-forward blocks that are recomputed, and this model has none",
-            remedy='Leave it at "auto". It needs model.activation_checkpointing = "full" or "attention", and a model without experts.',
-        )
-    scaling, factor = model.get("rope_scaling", "model"), model.get("rope_factor", 1)
-    if (scaling != "model") != (factor != 1):
-        yield Problem(
-            code="rope-factor",
-            field="model.rope_factor",
-            value=shown(factor),
-            message=f'does not go with model.rope_scaling = "{scaling}"',
-            remedy='Set both: "yarn" or "linear", and a factor above 1; or neither.',
-        )
-    if train.get("router_loss_coefficient") and config and not _EXPERTS & config.keys():
-        yield Problem(
-            code="no-experts",
-            field="train.router_loss_coefficient",
-            value=shown(train["router_loss_coefficient"]),
-            message="the model has no experts",
-            remedy="Set it to 0; it balances the load of the experts in a mixture-of-experts model.",
-        )
-
-
-def _evaluation_problems(data: dict[str, Any], train: dict[str, Any]) -> Iterator[Problem]:
-    if data.get("held_out") and (data.get("evaluation") or data.get("evaluation_split")):
-        yield Problem(
-            code="several-evaluations",
-            field="data.held_out",
-            value=shown(data["held_out"]),
-            message="and data.evaluation both choose the evaluation data",
-            remedy="Keep one of them: hold out a part of the data, or name other data.",
-        )
-    if train.get("evaluate_every_steps") and not any(data.get(key) for key in ("held_out", "evaluation", "evaluation_split")):
-        yield Problem(
-            code="no-evaluation-data",
-            field="train.evaluate_every_steps",
-            value=shown(train["evaluate_every_steps"]),
-            message="there is nothing to evaluate on",
-            remedy="Set data.held_out (0.01 holds out one document in a hundred), or data.evaluation.",
-        )
-
-
-def _section(tree: dict[str, Any], name: str) -> dict[str, Any]:
-    section = tree.get(name)
-    return section if isinstance(section, dict) else {}

@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from so_tui.spec.check import LENGTHS, STEP_SIZES, check_tree, problems_in
+from so_tui.spec.check import check_tree, problems_in
+from so_tui.spec.combinations import LENGTHS, STEP_SIZES
 from so_tui.spec.errors import InputError, Problem
 from so_tui.spec.fields import FieldInfo, field_index, section_names
 from so_tui.spec.types import RunSpec
