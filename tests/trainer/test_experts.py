@@ -13,7 +13,8 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from so_tui_trainer.model.build import load_config
 from so_tui_trainer.model.kernels import EXPERTS as EXPERTS_PART
 from so_tui_trainer.model.kernels import experts, install
-from so_tui_trainer.model.kernels.experts import Gate, Weights, gated, mixture, route
+from so_tui_trainer.model.kernels.experts import Weights, gated, mixture, route
+from so_tui_trainer.model.kernels.gate import Gate
 from so_tui_trainer.model.matching import meta_model
 from so_tui_trainer.older_versions import by_group, grouped_mm
 from tests.support.models import grad_of, scaled_down

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from so_tui_trainer.model.kernels.experts import Gate, Weights, mixture
-from so_tui_trainer.model.kernels.gate import gated
+from so_tui_trainer.model.kernels.experts import Weights, mixture
+from so_tui_trainer.model.kernels.gate import Gate, gated
 from so_tui_trainer.model.kernels.rotary import rotate
 
 if TYPE_CHECKING:

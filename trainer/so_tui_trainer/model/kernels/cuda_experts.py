@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from so_tui_trainer.model.kernels.experts import Gate
+from so_tui_trainer.model.kernels.gate import Gate
 
 _COLUMNS = 1024
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from so_tui_trainer.model.kernels.gate import Gate
 from so_tui_trainer.model.recompute import in_checkpointed_layer, save_or_reuse
 from so_tui_trainer.older_versions import grouped_mm
 
@@ -25,16 +26,6 @@ class Routing(NamedTuple):
     """[tokens, k]; the row of each pair"""
     ends: Tensor
     """[experts]; one past each expert's last row"""
-
-
-class Gate(NamedTuple):
-    """Activation between the products: min(gate, limit) sigmoid(alpha gate) (up within +-limit, plus shift)."""
-
-    interleaved: bool = False
-    """Gate and up alternate in a row, instead of one half each."""
-    alpha: float = 1.0
-    limit: float = float("inf")
-    shift: float = 0.0
 
 
 class Weights(NamedTuple):

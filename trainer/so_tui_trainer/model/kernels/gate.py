@@ -1,11 +1,24 @@
-"""``silu(gate) * up`` in one pass over memory, with its backward pass; plain formulas without a GPU."""
+"""Gated activation: which one experts have, and ``silu(gate) * up`` in one pass over memory, with its backward pass.
+
+Without a GPU it is computed by plain formulas.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Gate(NamedTuple):
+    """How experts are activated between their two products: min(gate, limit) sigmoid(alpha gate) (up within +-limit, plus shift)."""
+
+    interleaved: bool = False
+    """Gate and up alternate in a row, instead of one half each."""
+    alpha: float = 1.0
+    limit: float = float("inf")
+    shift: float = 0.0
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
