@@ -8,46 +8,24 @@ Problems name the cause: no such model, gated, no network, not a causal language
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Iterator, Mapping
-from copy import deepcopy
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from so_tui.spec import InputError, ModelSpec, Problem, first_line, resolve_source
-from so_tui.spec.layers import mixing_kinds, packing_problem, recurrent_kinds
+from so_tui.spec import InputError, ModelSpec, Problem, resolve_source
+from so_tui.spec.layers import packing_problem
 from so_tui_trainer.model.layer_types import kinds_of
 from so_tui_trainer.tools.channel import Answer, serve
 from so_tui_trainer.tools.hub import remote_files, stay_offline_when_cut_off
+from so_tui_trainer.tools.model_refusals import refuse, refuse_head, refuse_other_kinds, refuse_shape, refuse_unplannable, refuse_unreadable
+from so_tui_trainer.tools.model_section import QUANTISED, blocks_of, expert_blocks, ordered_tensors, shape_of
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig
 
-_QUANTISED = ("quantization_config", "compression_config")
-_SHAPE = [
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "moe_intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "num_experts",
-    "num_local_experts",
-    "num_experts_per_tok",
-    "max_position_embeddings",
-    "initializer_range",
-    "tie_word_embeddings",
-]
-"""Keys that the planner reads. They are written out even if the model's own config uses a default or another name."""
-_NOT_SHAPE = {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache", "auto_map", *_QUANTISED}
-"""Keys that do not belong into a preset."""
-_WIDTHS = ("ffn_dim", "ffn_hidden_size", "n_inner")
-"""Names of ``intermediate_size`` in older models."""
 _DEQUANTISED = ("mxfp4", "gpt_oss")
 """The quantisation that the trainer converts when it loads weights, and the kind of model for which it does."""
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
@@ -75,27 +53,25 @@ def describe(request: Answer) -> Iterator[Answer]:
     # Imported late: torch and transformers take seconds.
     from so_tui_trainer.model.build import language_part
     from so_tui_trainer.model.matching import meta_model
-    from so_tui_trainer.tools.presets import blocks_of, ordered_tensors
 
     whole = _read_config(asked)
     config = language_part(whole)
-    _refuse_other_kinds(asked, config)
+    refuse_other_kinds(asked, config)
     notes = _notes(asked, config)
     if config is not whole:
         notes.append(f"it is multimodal ({whole.model_type}): its language part is trained and exported, as a {config.model_type}")
-    for key in _QUANTISED:
+    for key in QUANTISED:
         if getattr(config, key, None) is not None:
             delattr(config, key)
     try:
         causal = meta_model(config, trust_remote_code=asked.trust_remote_code)
     except (ValueError, TypeError, AttributeError, AssertionError, ImportError, RuntimeError) as error:
-        message = f"its shape cannot be built: {_reason(error)}"
-        _refuse("model-shape-invalid", asked, message, "Check its config.json. Some models need other packages, or a newer transformers.")
-    _refuse_head(asked, causal)
+        refuse_shape(asked, error)
+    refuse_head(asked, causal)
     found = msgspec.structs.replace(
         asked, config=shape_of(config, causal), parameters=blocks_of(ordered_tensors(causal)), leaf_modules=expert_blocks(causal)
     )
-    _refuse_unplannable(found)
+    refuse_unplannable(found)
     yield {
         "model": msgspec.to_builtins(found),
         "parameters": found.parameter_count,
@@ -103,40 +79,6 @@ def describe(request: Answer) -> Iterator[Answer]:
         "notes": notes,
         "done": True,
     }
-
-
-def shape_of(config: PretrainedConfig, causal: PreTrainedModel) -> dict[str, Any]:
-    """Return ``[model.config]``: what differs from the defaults of this kind of model, and all that the planner reads. Without None, as in
-    TOML.
-    """
-    shape: dict[str, Any] = _toml_values({key: value for key, value in config.to_diff_dict().items() if key not in _NOT_SHAPE})
-    return shape | planned_shape(config, causal)
-
-
-def planned_shape(config: PretrainedConfig, causal: PreTrainedModel) -> dict[str, Any]:
-    """Return what the planner reads of a model, by the names that it uses."""
-    own = _without_layers(config)
-    named = {key: getattr(own, key, None) for key in _SHAPE}
-    named["intermediate_size"] = named["intermediate_size"] or _width(config, causal)
-    named["num_key_value_heads"] = named["num_key_value_heads"] or getattr(config, "num_kv_heads", None)
-    shape: dict[str, Any] = {key: value for key, value in named.items() if isinstance(value, int | float)}
-    kinds = list(kinds_of(config))
-    return shape | {"layer_types": kinds} if mixing_kinds(kinds) or recurrent_kinds(kinds) else shape
-
-
-def _without_layers(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the config without what single layers have of their own (Gemma 4), which makes reading the others' values an error."""
-    if not getattr(config, "is_heterogeneous", False):
-        return config
-    plain = deepcopy(config)
-    plain.per_layer_config = None
-    return plain
-
-
-def expert_blocks(causal: PreTrainedModel) -> tuple[str, ...]:
-    """Return the classes of the blocks with experts. ZeRO-3 all-gathers such a block as a whole, whichever experts a token uses."""
-    blocks = {type(module).__name__ for module in causal.modules() if any(name == "experts" for name, _ in module.named_children())}
-    return tuple(sorted(blocks))
 
 
 def _resolve_model(model: str) -> str:
@@ -172,7 +114,7 @@ def _check_hub(model: ModelSpec) -> None:
     if not Path(resolve_source(model.id)).is_dir():
         files = remote_files(model)
         if files and "config.json" not in files:
-            _refuse("model-config-missing", model, "has no config.json on the hub", "Choose a model in the format of transformers.")
+            refuse("model-config-missing", model, "has no config.json on the hub", "Choose a model in the format of transformers.")
 
 
 def _read_config(model: ModelSpec) -> PretrainedConfig:
@@ -184,102 +126,8 @@ def _read_config(model: ModelSpec) -> PretrainedConfig:
             resolve_source(model.id), revision=model.revision, trust_remote_code=model.trust_remote_code
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, StrictDataclassError) as error:
-        _refuse_unreadable(model, error)
+        refuse_unreadable(model, error)
     return config
-
-
-def _refuse_unreadable(model: ModelSpec, error: Exception) -> NoReturn:
-    """Explain why transformers cannot load a config. Its errors share types, so their texts are matched here, and nowhere else.
-
-    Raises:
-        InputError: Always.
-    """
-    text = str(error)
-    if "trust_remote_code" in text and not model.trust_remote_code:
-        remedy = "Read that code first. If you trust it, add --trust-remote-code."
-        _refuse("model-needs-remote-code", model, "comes with its own Python code, which is not run by default", remedy, error)
-    if _caused_by(error, "GatedRepoError"):
-        remedy = "Accept its terms on its page on the hub, then log in with `hf auth login` (or set HF_TOKEN)."
-        _refuse("hub-access-denied", model, "is gated, and this user has no access", remedy, error)
-    if "Unrecognized model" in text:
-        remedy = "Name a folder whose config.json has `model_type`, in the format of transformers."
-        message = "does not say what kind of model it is (its config.json has no `model_type`)"
-        _refuse("model-type-missing", model, message, remedy, error)
-    if "does not recognize this architecture" in text:
-        from transformers import __version__
-
-        message = f"is of a kind that transformers {__version__} does not know"
-        _refuse("model-type-unknown", model, message, "Install a newer transformers, or choose another model.", error)
-    message = f"its config.json cannot be read ({_reason(error)})"
-    _refuse("model-config-unreadable", model, message, "Correct it, or download it again.", error)
-
-
-def _caused_by(error: BaseException | None, name: str) -> bool:
-    while error is not None:
-        if type(error).__name__ == name:
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
-def _refuse_other_kinds(model: ModelSpec, config: PretrainedConfig) -> None:
-    """Refuse a model that is not a decoder over text.
-
-    Raises:
-        InputError: It is another kind of model.
-    """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
-
-    remedy = "Choose a model for text generation (a causal language model)."
-    text = config.get_text_config()
-    classes = tuple(config.architectures or ())
-    if getattr(config, "is_encoder_decoder", False):
-        _refuse("model-not-causal", model, "is an encoder-decoder, not a causal language model", remedy)
-    if text is not config:
-        message = f"is a multimodal model, and transformers has no model for its language part alone ({text.model_type})"
-        _refuse("model-multimodal", model, message, remedy)
-    if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
-        message = f"is an encoder ({classes[0] if classes else config.model_type}), not a causal language model"
-        _refuse("model-not-causal", model, message, remedy)
-    known = set(_names(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
-    own_code = model.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    if own_code:
-        return
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        message = f"is a {config.model_type}, which transformers has no causal language model for"
-        _refuse("model-not-causal", model, message, remedy)
-    if classes and not known & set(classes):
-        _refuse("model-not-causal", model, f"is a {classes[0]}, not a causal language model", remedy)
-
-
-def _names(mapping: Mapping[str, str | tuple[str, ...]]) -> Iterator[str]:
-    for names in mapping.values():
-        yield from (names,) if isinstance(names, str) else names
-
-
-def _refuse_head(model: ModelSpec, causal: PreTrainedModel) -> None:
-    from so_tui_trainer.model.build import refuse_unsupported
-
-    if causal.get_output_embeddings() is None:  # type: ignore[no-untyped-call]
-        message = "has no output projection that so-tui can find"
-        _refuse("model-head-missing", model, message, "Choose a model with a plain output projection.")
-    refuse_unsupported(causal, model)
-
-
-def _refuse_unplannable(model: ModelSpec) -> None:
-    """Refuse a model whose shape the planner cannot read.
-
-    Raises:
-        InputError: Names the keys that are missing.
-    """
-    from so_tui.model.flops import flops_of
-
-    try:
-        flops_of(model)
-    except InputError as error:
-        missing = ", ".join(problem.field.rpartition(".")[2] for problem in error.problems)
-        message = f"a {model.config.get('model_type')} has no {missing}: this kind of model cannot be planned"
-        _refuse("model-not-plannable", model, message, "Choose a decoder with attention in every layer.", error)
 
 
 def _notes(model: ModelSpec, config: PretrainedConfig) -> list[str]:
@@ -297,7 +145,7 @@ def _notes(model: ModelSpec, config: PretrainedConfig) -> list[str]:
         if (method, config.model_type) != _DEQUANTISED:
             remedy = "Choose this model's checkpoint with bf16 weights."
             message = f"its weights are quantised ({method}), and quantised weights cannot be trained"
-            _refuse("weights-quantised", model, message, remedy)
+            refuse("weights-quantised", model, message, remedy)
         notes.append(f"its weights are stored as {method} and are converted to bf16 when they are loaded")
     folder = Path(resolve_source(model.id))
     if folder.is_dir() and model.weights == "pretrained" and not shards(folder):
@@ -309,52 +157,12 @@ def _notes(model: ModelSpec, config: PretrainedConfig) -> list[str]:
 
 def _quantisation(config: PretrainedConfig) -> str:
     """Return how the weights are quantised; empty if they are not."""
-    found = next((value for key in _QUANTISED if (value := getattr(config, key, None))), None)
+    found = next((value for key in QUANTISED if (value := getattr(config, key, None))), None)
     if found is None:
         return ""
     known = found if isinstance(found, dict) else vars(found)
     bits = any(known.get(key) for key in ("load_in_4bit", "load_in_8bit"))
     return str(known.get("quant_method") or ("bitsandbytes" if bits else "in a way that it does not name"))
-
-
-def _width(config: PretrainedConfig, causal: PreTrainedModel) -> int | None:
-    """Return the feed-forward width if it is not called ``intermediate_size``: by its older names, or the widest input of a projection."""
-    import torch
-    from transformers.pytorch_utils import Conv1D
-
-    for key in _WIDTHS:
-        if isinstance(value := getattr(config, key, None), int):
-            return value
-    head = causal.get_output_embeddings()  # type: ignore[no-untyped-call]
-    inputs = [module.in_features for module in causal.modules() if isinstance(module, torch.nn.Linear) and module is not head]
-    inputs += [module.weight.shape[0] for module in causal.modules() if isinstance(module, Conv1D)]
-    return max(inputs, default=None)
-
-
-def _toml_values(value: Any) -> Any:
-    """Remove None, tables with keys that are not text, and lists with an infinity (``time_step_limit``), which JSON cannot hold."""
-    if isinstance(value, dict):
-        known = {key: item for key, item in value.items() if isinstance(key, str) and item is not None}
-        return {key: _toml_values(item) for key, item in known.items() if not _unwritable(item)}
-    if isinstance(value, list | tuple):
-        return [_toml_values(item) for item in value if item is not None]
-    return value
-
-
-def _unwritable(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(not isinstance(key, str) for key in value)
-    return isinstance(value, list | tuple) and any(isinstance(item, float) and math.isinf(item) for item in value)
-
-
-def _reason(error: BaseException) -> str:
-    """Return the first line of an error, or of its cause if it only names a location."""
-    first = first_line(error)
-    return _reason(error.__cause__) if first.endswith(":") and error.__cause__ else first
-
-
-def _refuse(code: str, model: ModelSpec, message: str, remedy: str, error: Exception | None = None) -> NoReturn:
-    raise InputError([Problem(code=code, field="model.id", value=model.id, message=message, remedy=remedy)]) from error
 
 
 if __name__ == "__main__":

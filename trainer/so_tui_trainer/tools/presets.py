@@ -13,25 +13,17 @@ import json
 import re
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import tomli_w
-import torch
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig
 
-from so_tui.spec import InputError, ModelSpec, ParameterBlock, Problem, Tensor, decays, find_preset, resolve_source
-from so_tui.spec.sections.parameters import TensorKind
+from so_tui.spec import InputError, ModelSpec, ParameterBlock, Problem, find_preset, resolve_source
 from so_tui.spec.table import MARKER, table_text
 from so_tui_trainer.model.build import config_of, language_part
 from so_tui_trainer.model.matching import meta_model
-from so_tui_trainer.tools.describe_model import planned_shape, shape_of
-
-_LAYER = re.compile(r"\b((?:layers|blocks|h)\.)(\d+)(?=\.)")
-"""The number of a layer in a parameter's name, by the names that models give their list of layers."""
-
+from so_tui_trainer.tools.model_section import blocks_of, ordered_tensors, planned_shape, shape_of
 
 _EXPERTS = {"num_experts", "num_local_experts"}
 """Two names of the same key; a config has either."""
@@ -46,37 +38,6 @@ def model_config(model: ModelSpec) -> PretrainedConfig:
         )
         return language_part(config)
     return config_of(model.config)
-
-
-def ordered_tensors(model: PreTrainedModel) -> Iterator[Tensor]:
-    """Yield all parameters in the order of ``named_parameters``; tied ones name the parameter they share."""
-    embeddings = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Embedding)}
-    first_name: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        yield Tensor(
-            name=name,
-            shape=tuple(parameter.shape),
-            decay=decays(name, parameter.dim()),
-            kind=_kind(name, parameter.dim(), embeddings),
-            tied=first_name.get(id(parameter), ""),
-        )
-        first_name.setdefault(id(parameter), name)
-
-
-def blocks_of(tensors: Iterable[Tensor]) -> tuple[ParameterBlock, ...]:
-    """Return the tensors as blocks, with repeated layers written once."""
-    blocks: list[ParameterBlock] = []
-    for index, group in groupby(tensors, key=lambda tensor: _layer(tensor.name)):
-        if index is None:
-            blocks.append(ParameterBlock(tensors=tuple(group)))
-            continue
-        pattern = tuple(Tensor(_LAYER.sub(r"\1{i}", t.name, count=1), t.shape, t.decay, t.kind, t.tied) for t in group)
-        last = blocks[-1] if blocks else None
-        if last is not None and last.tensors == pattern and last.first + last.repeat == index:
-            blocks[-1] = ParameterBlock(repeat=last.repeat + 1, first=last.first, tensors=pattern)
-        else:
-            blocks.append(ParameterBlock(first=index, tensors=pattern))
-    return tuple(blocks)
 
 
 def parameter_table(model: ModelSpec) -> tuple[ParameterBlock, ...]:
@@ -144,20 +105,6 @@ def main() -> int:
             path.write_text(text, encoding="utf-8")
         print(json.dumps({"file": str(path), "parameters": parameters, "changed": not same}))
     return 0 if current or not arguments.check else 1
-
-
-def _layer(name: str) -> int | None:
-    found = _LAYER.search(name)
-    return int(found.group(2)) if found else None
-
-
-def _kind(name: str, dimensions: int, embeddings: set[str]) -> TensorKind:
-    if name.rpartition(".")[0] in embeddings:
-        return "embedding"
-    if not decays(name, dimensions):
-        return "other"
-    stacked = dimensions == 3 and "conv" not in name
-    return "expert" if ".experts." in name or stacked else "linear"
 
 
 if __name__ == "__main__":
