@@ -38,6 +38,8 @@ class Metric:
     ceiling: float | None = None
     smoothing: Literal["mean", "wanted", "never"] = "wanted"
     """Whether a smoothed line is drawn always, where an EMA was chosen, or never."""
+    role: str = "main"
+    """Colour of the line: what it is a measure of."""
     roles: tuple[str, ...] = ()
     """Colours of several lines."""
     names: tuple[str, ...] = ()
@@ -52,7 +54,7 @@ class Metric:
 
 STEP_METRICS: tuple[Metric, ...] = (
     Metric("loss", "loss", "mean cross-entropy of the trained tokens, with evaluations", ("loss",), smoothing="mean"),
-    Metric("throughput", "throughput", "model TFLOPS, without recomputation", ("model_tflops_per_gpu",), zero=True),
+    Metric("throughput", "throughput", "model TFLOPS, without recomputation", ("model_tflops_per_gpu",), zero=True, role="gpu"),
     Metric("norm", "gradient norm", "before clipping", ("gradient_norm",), smoothing="mean"),
     Metric("learning-rate", "learning rate", "of the optimizer step", ("learning_rate",), smoothing="never"),
     Metric(
@@ -67,31 +69,65 @@ STEP_METRICS: tuple[Metric, ...] = (
         names=("data", "forward", "backward", "exposed"),
     ),
     Metric("tokens", "tokens/s", "useful tokens of all GPUs", ("useful_tokens_per_s_total",), format_value=rate, zero=True),
-    Metric("mfu", "MFU", "share of the GPU's dense bf16 peak", ("mfu",), format_value=percent, zero=True),
-    Metric("gpu-memory", "GPU memory", "largest reserved memory of any GPU so far", ("gpu_memory_peak_bytes",), "GiB", per=GIB, zero=True),
-    Metric("host-memory", "host memory", "of the ranks and Adam workers of all hosts", ("host_memory_bytes",), "GiB", per=GIB, zero=True),
+    Metric("mfu", "MFU", "share of the GPU's dense bf16 peak", ("mfu",), format_value=percent, zero=True, role="gpu"),
+    Metric(
+        "gpu-memory",
+        "GPU memory",
+        "largest reserved memory of any GPU so far",
+        ("gpu_memory_peak_bytes",),
+        "GiB",
+        per=GIB,
+        zero=True,
+        role="memory",
+    ),
+    Metric(
+        "host-memory",
+        "host memory",
+        "of the ranks and Adam workers of all hosts",
+        ("host_memory_bytes",),
+        "GiB",
+        per=GIB,
+        zero=True,
+        role="memory",
+    ),
     Metric(EVALUATIONS, "evaluation loss", "on data that is held out", smoothing="never"),
     Metric("step", "step time", "from the end of the step before", ("step_s",), "s", zero=True),
-    Metric("data", "data", "waiting for the next batch", ("data_s",), "s", zero=True),
-    Metric("forward", "forward", "of all micro-batches of a step", ("forward_s",), "s", zero=True),
-    Metric("backward", "backward", "of all micro-batches of a step", ("backward_s",), "s", zero=True),
-    Metric("exposed", "exposed optimizer", "what the GPU waits for Adam", ("exposed_optimizer_s",), "s", zero=True),
+    Metric("data", "data", "waiting for the next batch", ("data_s",), "s", zero=True, role="data"),
+    Metric("forward", "forward", "of all micro-batches of a step", ("forward_s",), "s", zero=True, role="forward"),
+    Metric("backward", "backward", "of all micro-batches of a step", ("backward_s",), "s", zero=True, role="backward"),
+    Metric("exposed", "exposed optimizer", "what the GPU waits for Adam", ("exposed_optimizer_s",), "s", zero=True, role="exposed"),
     Metric("other", "other time", "the rest of a step", ("other_s",), "s", zero=True),
-    Metric("adam", "Adam time", "how long the Adam worker computed", ("adam_busy_s",), "s", zero=True),
-    Metric("adam-rate", "Adam traffic", "host memory traffic while it computes", ("adam_bytes_per_s",), "GB/s", per=1e9, zero=True),
+    Metric("adam", "Adam time", "how long the Adam worker computed", ("adam_busy_s",), "s", zero=True, role="adam"),
+    Metric(
+        "adam-rate", "Adam traffic", "host memory traffic while it computes", ("adam_bytes_per_s",), "GB/s", per=1e9, zero=True, role="adam"
+    ),
     Metric("redone", "redone steps", "clipped and taken again, in this attempt so far", ("redone_steps",), zero=True, smoothing="never"),
     Metric("kept", "kept steps", "taken before the norm was known, and final", ("kept_steps",), zero=True, smoothing="never"),
     Metric("skipped", "skipped steps", "not taken, as a gradient was not finite", ("skipped_steps",), zero=True, smoothing="never"),
     Metric("useful", "useful tokens", "of a step, without padding", ("useful_tokens",), zero=True),
     Metric("trained", "trained tokens", "of a step, those that carry loss", ("trained_tokens",), zero=True),
-    Metric("hardware", "hardware TFLOPS", "with recomputation and padding", ("hw_tflops_per_gpu",), zero=True),
-    Metric("example", "TFLOPS by DeepSpeed's example", "summed over GPUs, as published figures are", ("seed_tflops_total",), zero=True),
+    Metric("hardware", "hardware TFLOPS", "with recomputation and padding", ("hw_tflops_per_gpu",), zero=True, role="gpu"),
+    Metric(
+        "example",
+        "TFLOPS by DeepSpeed's example",
+        "summed over GPUs, as published figures are",
+        ("seed_tflops_total",),
+        zero=True,
+        role="gpu",
+    ),
     Metric("router", "router loss", "load balance of the experts", ("router_loss",), smoothing="mean"),
     Metric("slowest", "slowest rank", "the rank that took longest", ("slowest_rank",), zero=True, smoothing="never"),
 )
 HARDWARE: tuple[Metric, ...] = (
     Metric(
-        "gpu-busy", "GPU busy", "share of the time in which a kernel runs", samples=("gpu.busy_percent",), unit="%", zero=True, ceiling=100
+        "gpu-busy",
+        "GPU busy",
+        "share of the time in which a kernel runs",
+        samples=("gpu.busy_percent",),
+        unit="%",
+        zero=True,
+        ceiling=100,
+        role="gpu",
     ),
     Metric(
         "gpu-power",
@@ -101,6 +137,7 @@ HARDWARE: tuple[Metric, ...] = (
         limit="gpu.power_limit_w",
         unit="W",
         zero=True,
+        role="gpu",
     ),
     Metric(
         "gpu-clock",
@@ -110,8 +147,9 @@ HARDWARE: tuple[Metric, ...] = (
         marked="gpu.throttled",
         unit="MHz",
         format_value=whole,
+        role="gpu",
     ),
-    Metric("gpu-temperature", "GPU temperature", "of the die", samples=("gpu.temperature_c",), unit="°C"),
+    Metric("gpu-temperature", "GPU temperature", "of the die", samples=("gpu.temperature_c",), unit="°C", role="gpu"),
     Metric(
         "gpu-used",
         "GPU memory in use",
@@ -121,6 +159,7 @@ HARDWARE: tuple[Metric, ...] = (
         unit="GiB",
         per=GIB,
         zero=True,
+        role="memory",
     ),
     Metric(
         "module-power",
@@ -151,7 +190,7 @@ HARDWARE: tuple[Metric, ...] = (
         per=1e9,
         zero=True,
     ),
-    Metric("cores", "cores", "load of each node's cores", samples=("node.busy_percent",), unit="%", zero=True, ceiling=100),
+    Metric("cores", "cores", "load of each node's cores", samples=("node.busy_percent",), unit="%", zero=True, ceiling=100, role="adam"),
     Metric(
         "node-memory",
         "memory of nodes",
@@ -161,9 +200,17 @@ HARDWARE: tuple[Metric, ...] = (
         unit="GiB",
         per=GIB,
         zero=True,
+        role="memory",
     ),
     Metric(
-        "file-cache", "file cache", "memory of nodes that holds files", samples=("node.file_cache_bytes",), unit="GiB", per=GIB, zero=True
+        "file-cache",
+        "file cache",
+        "memory of nodes that holds files",
+        samples=("node.file_cache_bytes",),
+        unit="GiB",
+        per=GIB,
+        zero=True,
+        role="memory",
     ),
     Metric("foreign", "foreign load", "cores that other processes keep busy", samples=("host.foreign_cores",), unit="cores", zero=True),
 )

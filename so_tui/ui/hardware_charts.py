@@ -10,9 +10,6 @@ from so_tui.ui.loads import Sampled
 from so_tui.ui.series import Line
 from so_tui.ui.widgets.chart import RUN_ROLES, Chart
 
-_ROLES_OF_ONE = ("main", "second")
-"""Colours of the lines where there is one GPU, node or host."""
-
 
 def chart_of(metric: Metric, glyphs: GlyphName) -> Chart:
     """Return an empty chart of a metric."""
@@ -36,7 +33,7 @@ def sampled_lines(metric: Metric, sampled: Mapping[str, tuple[Sampled, ...]]) ->
         lines = sampled.get(name, ())
         called = metric.names[number] if metric.names else ""
         if len(lines) == 1:
-            pairs.append((lines[0].line(_ROLES_OF_ONE[number]), called or "."))
+            pairs.append((lines[0].line(metric.role if not number else "second"), called or "."))
             continue
         kind = name.partition(".")[0].replace("gpu", "GPU")
         for at, line in enumerate(lines):

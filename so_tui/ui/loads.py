@@ -54,7 +54,7 @@ class NodeView:
 
     def memory_lines(self) -> tuple[Line, ...]:
         """Return memory in use and the file cache in it."""
-        roles = ("main", "other")
+        roles = ("memory", "other")
         return tuple(Line(series, self.length, self.times, None, role) for series, role in zip(self.memory or (), roles, strict=False))
 
     def lines(self) -> tuple[Line, Line]:

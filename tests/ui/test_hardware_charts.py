@@ -39,7 +39,7 @@ def test_every_number_is_kept_with_its_limit_and_the_marks_of_throttling() -> No
         store.append("here", one_sample(second, gpu, run_cpu_s=0.5))
     sampled = store.sampled()
     lines = sampled_lines(BY_KEY["gpu-power"], sampled)
-    assert [(line.role, name, line.series.value(3)) for line, name in lines] == [("limit", "limit", 700.0), ("main", ".", 650.0)]
+    assert [(line.role, name, line.series.value(3)) for line, name in lines] == [("limit", "limit", 700.0), ("gpu", ".", 650.0)]
     (throttled,) = marked_lines(BY_KEY["gpu-clock"], sampled)
     assert [throttled.series.extremes(at, at + 1) for at in range(4)] == [None, (1001, 1001), (1002, 1002), None]
     assert sampled["node.file_cache_bytes"][0].series.value(0) == 2

@@ -137,6 +137,17 @@ def test_everybody_can_tell_the_parts_apart(deficiency: str) -> None:
             assert apart >= 20, (one, two, apart)
 
 
+@pytest.mark.parametrize("theme", range(len(THEMES)), ids=[theme.name for theme in THEMES])
+def test_what_the_gpu_the_cpu_and_memory_do_have_colours_of_their_own_which_can_be_read(theme: int) -> None:
+    roles = colours(theme, "accent", "gpu", "adam", "main-core", "memory")
+    assert len(set(roles.values())) == len(roles)
+    for name, colour in roles.items():
+        assert contrast(colour, THEMES[theme].background or "") >= 4.5, name
+    parts = colours(theme, "data-part", "forward", "backward", "exposed", "other-part")
+    assert len(set(parts.values())) == len(parts)
+    assert parts["exposed"] == roles["adam"]  # it is Adam that the GPU waits for
+
+
 def test_every_theme_defines_what_the_others_do() -> None:
     for theme in THEMES:
         assert theme.variables.keys() == DARK.variables.keys(), theme.name

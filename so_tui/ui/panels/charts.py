@@ -219,9 +219,9 @@ def _lines(metric: Metric, chart: Chart, shown: Shown) -> list[tuple[Line, str]]
         return [(snapshot.line(field, role, axis), name) for field, role, name in named]
     field = metric.fields[0]
     if not snapshot.is_smoothed(field):
-        pairs = [(snapshot.line(field, "main", axis), newest)]
+        pairs = [(snapshot.line(field, metric.role, axis), newest)]
     else:
-        pairs = [(snapshot.line(field, "raw", axis), newest), (snapshot.mean_line(field, "main", axis), _mean_name(chart, snapshot))]
+        pairs = [(snapshot.line(field, "raw", axis), newest), (snapshot.mean_line(field, metric.role, axis), _mean_name(chart, snapshot))]
     if metric.key != "loss":
         return pairs
     if snapshot.training and shown.view.cursor is None:

@@ -137,7 +137,7 @@ def _process_line(process: HostProcess, width: int, *, gpus: bool) -> Content:
         (f"{process.pid:>7}  {shorten(process.user, 9):<9} ", "$faint"),
         (f"{shorten(process.name, 15):<15}", "bold"),
         f" {process.cores:>6.1f} {resident:>9}",
-        (f" {on:>5} {used:>10}" if gpus else "", "$secondary"),
+        (f" {on:>5} {used:>10}" if gpus else "", "$gpu"),
     )
     room = width - line.cell_length - 2
     return line + Content.styled(f"  {shorten(cpu_ranges(process.bound), room)}", "$adam") if process.bound and room > 0 else line

@@ -101,7 +101,7 @@ def _memory_text(node: NumaNode) -> Content:
 
 
 def _gpu_text(gpu: Gpu) -> Content:
-    text = Content.assemble((f"GPU {gpu.index}", "bold $accent"), f"   {gpu_model(gpu.name)}   {gpu.pci_bus_id}")
+    text = Content.assemble((f"GPU {gpu.index}", "bold $gpu"), f"   {gpu_model(gpu.name)}   {gpu.pci_bus_id}")
     if gpu.memory_total_bytes is not None and not gpu.shares_memory:
         text += f"   {memory(gpu.memory_total_bytes)}"
     if gpu.c2c:

@@ -10,6 +10,8 @@ from so_tui.ui.text import Content
 FULL, HALF, REST = "━", "╸", "─"
 FILLS = "▂▅▇▃▁"
 """Fills of the parts of a whole, by height: they differ without colour as well."""
+NEARLY_FULL = 0.97
+"""Share of a memory above which the next allocation may fail."""
 Piece = str | tuple[str, str]
 """A text, or a text and its style, as ``Content.assemble`` takes them."""
 
@@ -27,10 +29,10 @@ def fill_pieces(share: float, width: int, style: str) -> tuple[Piece, Piece]:
 
 
 def usage_style(share: float) -> str:
-    """Return the colour of memory in use: calm, or a warning where less is free than the planner leaves free."""
+    """Return the colour of memory in use: a warning where less is free than the planner leaves free, and bad where nearly nothing is."""
     from so_tui.plan.types import GPU_MARGIN
 
-    return "$warning" if share > 1 - GPU_MARGIN else "$accent"
+    return "$error" if share > NEARLY_FULL else "$warning" if share > 1 - GPU_MARGIN else "$memory"
 
 
 @dataclass(frozen=True, slots=True)

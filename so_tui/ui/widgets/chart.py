@@ -29,6 +29,7 @@ from so_tui.ui.widgets.drawing import (
 from so_tui.ui.widgets.mouse import AxisMouse
 from so_tui.ui.widgets.plot import GLYPHS, Scale, beyond, fit_scale, spans
 
+BOLD = Style(bold=True)
 RUN_ROLES = tuple(f"run-{number}" for number in range(1, 9))
 """Colours of runs that are laid over another."""
 
@@ -43,6 +44,9 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
         "second",
         "third",
         "fourth",
+        "gpu",
+        "memory",
+        "adam",
         "data",
         "forward",
         "backward",
@@ -56,7 +60,6 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
         "limit",
         "cursor",
         "title",
-        "value",
         "note",
         "empty",
     )
@@ -69,6 +72,9 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
         .chart--second { color: $secondary; }
         .chart--third { color: $exposed; }
         .chart--fourth { color: $success; }
+        .chart--gpu { color: $gpu; }
+        .chart--memory { color: $memory; }
+        .chart--adam { color: $adam; }
         .chart--data { color: $data-part; }
         .chart--forward { color: $forward; }
         .chart--backward { color: $backward; }
@@ -89,7 +95,6 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
         .chart--limit { color: $warning; }
         .chart--cursor { color: $warning; }
         .chart--title { text-style: bold; }
-        .chart--value { color: $accent; text-style: bold; }
         .chart--note { color: $faint; }
         &:focus .chart--title { color: $accent; text-style: bold underline; }
     }
@@ -282,7 +287,7 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
             shown = "-" if value is None else self.format_value(value / self.per)
             yield [
                 Segment(f"  {name} ".replace("  . ", "  "), styles["note"]),
-                Segment(shown, styles["label" if line.role == "raw" else "value" if line.role == "main" else line.role]),
+                Segment(shown, styles["label"] if line.role == "raw" else styles[line.role] + BOLD),
             ]
         if self.unit:
             yield [Segment(f" {self.unit}", styles["note"])]

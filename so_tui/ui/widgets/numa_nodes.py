@@ -80,6 +80,7 @@ class NumaNodes(DrawsPrintable, can_focus=True):
     ROLES = (
         "band",
         "main",
+        "memory",
         "gpu",
         "axis",
         "label",
@@ -100,8 +101,9 @@ class NumaNodes(DrawsPrintable, can_focus=True):
     NumaNodes {
         height: auto;
         .nodes--band { color: $raw-line; }
-        .nodes--main { color: $accent; }
-        .nodes--gpu { color: $secondary; }
+        .nodes--main { color: $adam; }
+        .nodes--memory { color: $memory; }
+        .nodes--gpu { color: $gpu; }
         .nodes--axis { color: $rule; }
         .nodes--label { color: $faint; }
         .nodes--note { color: $faint; }

@@ -188,7 +188,7 @@ def _bar_line(name: str, used: int, total: int | None, width: int, margin: float
         return label + memory(used)
     share = used / total
     too_small = share > 1 - TIGHT_MARGIN
-    style = "$error" if too_small else "$warning" if share > 1 - margin else "$accent"
+    style = "$error" if too_small else "$warning" if share > 1 - margin else "$memory"
     over = Content.styled(too_much, "$error") if too_small else Content("")
     return label + fill(share, width, style) + f"  {memory_of(used, total)}" + over
 
@@ -259,7 +259,7 @@ def terms_table(terms: Sequence[MemoryTerm], width: int) -> list[Content]:
         sure = Content.styled({"exact": " exact", "calibrated": " measured", "estimate": " ~"}[term.confidence], "$faint")
         lines.append(
             Content(f"{name:<{name_width}} {memory(term.bytes):>9} ")
-            + Content.styled("━" * (max(1, round(term.bytes / most * bar)) if bar else 0), "$adam")
+            + Content.styled("━" * (max(1, round(term.bytes / most * bar)) if bar else 0), "$memory")
             + sure
         )
     return lines

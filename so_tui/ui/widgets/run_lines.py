@@ -202,10 +202,10 @@ def _gpu_line(view: GpuView, width: int, *, host: str) -> list[Piece]:
     gpu = view.sample
     bar = 12 if width > 60 else 6
     # The colour of its line over the load of its node.
-    line: list[Piece] = [(f"{host} GPU {gpu.index}".strip(), "bold $secondary")]
+    line: list[Piece] = [(f"{host} GPU {gpu.index}".strip(), "bold $gpu")]
     figures: list[list[Piece]] = []
     if gpu.busy_percent is not None:
-        figures.append([*fill_pieces(gpu.busy_percent / 100, bar, "$secondary"), f" {gpu.busy_percent:3} %"])
+        figures.append([*fill_pieces(gpu.busy_percent / 100, bar, "$gpu"), f" {gpu.busy_percent:3} %"])
     if gpu.memory_used_bytes is not None and gpu.memory_total_bytes:
         share = gpu.memory_used_bytes / gpu.memory_total_bytes
         text = memory_of(gpu.memory_used_bytes, gpu.memory_total_bytes)
