@@ -1,7 +1,7 @@
 """Summaries of metrics segments: ``000007.index`` belongs to ``000007.jsonl``.
 
 An index has one line of JSON (IndexHeader), then the columns of the segment's blocks (see ``blocks``) as little-endian doubles. Opening a
-run reads the indexes of its segments: 3 % of their bytes where every step is logged, but more than their bytes where only every 50th is.
+run reads the indexes of its segments: 8 % of their bytes where every step is logged, but more than their bytes where only every 50th is.
 The writer makes one for each segment that it closes.
 
 Indexes are optional: where one is missing, damaged or of another version, readers read the segment and keep an index of their own (see
@@ -14,13 +14,13 @@ import os
 import sys
 import zlib
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from operator import gt
 from pathlib import Path
 
 import msgspec
 
-from so_tui.runs.blocks import METRICS, POSITIONS, Columns, append_block, block_end, missing, no_blocks, part_names
+from so_tui.runs.blocks import EMA_WEIGHTS, METRICS, POSITIONS, Columns, append_block, block_end, missing, no_blocks, part_names
 from so_tui.runs.codec import decode_metric, encode_line
 from so_tui.runs.records import MetricRecord, PhaseRecord, StepRecord, WarningRecord
 from so_tui.runs.segments import INDEX_SUFFIX
@@ -29,17 +29,17 @@ from so_tui.structs import prepare
 from so_tui.trust.decoding import decoded
 from so_tui.trust.reading import open_regular, read_bounded
 
-VERSION = 2
+VERSION = 3
 MOST_WARNINGS = 200
 """Largest number of warnings in an index, so that a warning at every step does not make it as large as the segment."""
 LARGEST_SEGMENT_BYTES = 64 << 20
 """Limit of segments that are indexed; a writer ends them at 4 MiB."""
-LARGEST_INDEX_BYTES = 16 << 20
+LARGEST_INDEX_BYTES = 32 << 20
 """Limit of indexes in files: those of a writer's segments have less."""
 _LEAST_RECORD_BYTES = 64
 """Fewer than any step record has."""
 _DOUBLE = 8
-_OWN_NAMES = (*POSITIONS, *part_names(METRICS))
+_OWN_NAMES = (*POSITIONS, *part_names(METRICS, EMA_WEIGHTS))
 
 
 class IndexHeader(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,9 +103,9 @@ class SegmentIndex:
         _check_positions(self.positions, header.segment_bytes)
         self.events = tuple(record for raw in header.events if (record := decode_metric(bytes(raw))) is not None)
 
-    def columns(self, metrics: Iterable[str]) -> Columns:
+    def columns(self, metrics: Iterable[str], weights: Sequence[float] = ()) -> Columns:
         """Return the blocks with the columns of some metrics. Raises OSError if the index cannot be read or has changed."""
-        names = part_names(metrics)
+        names = part_names(metrics, weights)
         content = self._content or self._read()
         return self.positions | self._columns_in(memoryview(content)[self._start :], names)
 
@@ -154,7 +154,7 @@ class SegmentSummary:
         self.step_is_newer = False
         self._warnings = 0
         self._last_step: int | None = None
-        self._complete = no_blocks(METRICS)
+        self._complete = no_blocks(METRICS, EMA_WEIGHTS)
         self._block: list[StepRecord] = []
         self._block_offset = 0
 
@@ -173,7 +173,7 @@ class SegmentSummary:
             return False
         self._last_step, self.step_is_newer = record.step, True
         if self._block and block_end(record.step) != block_end(self._block[0].step):
-            append_block(self._complete, METRICS, self._block, self._block_offset)
+            append_block(self._complete, METRICS, self._block, self._block_offset, EMA_WEIGHTS)
             self._block = []
         if not self._block:
             self._block_offset = offset
@@ -184,17 +184,17 @@ class SegmentSummary:
     def positions(self) -> Columns:
         return self.columns(())
 
-    def columns(self, metrics: Iterable[str]) -> Columns:
+    def columns(self, metrics: Iterable[str], weights: Sequence[float] = ()) -> Columns:
         """Return the blocks with the columns of some metrics, that of the newest steps included."""
         metrics = tuple(metrics)
-        columns = {name: self._complete[name][:] for name in (*POSITIONS, *part_names(metrics))}
+        columns = {name: self._complete[name][:] for name in (*POSITIONS, *part_names(metrics, weights))}
         if self._block:
-            append_block(columns, metrics, self._block, self._block_offset)
+            append_block(columns, metrics, self._block, self._block_offset, weights)
         return columns
 
     def encode(self, segment_bytes: int) -> bytes:
         """Return the index of a segment that was read to its end."""
-        columns = self.columns(METRICS)
+        columns = self.columns(METRICS, EMA_WEIGHTS)
         content = b"".join(_little_endian(column).tobytes() for column in columns.values())
         header = IndexHeader(
             v=VERSION,

@@ -24,7 +24,7 @@ from so_tui.spec.files import write_atomic
 from so_tui.trust.ownership import distrust_of_file, distrust_of_folder, private_folder
 
 LIMIT_BYTES = 256 << 20
-"""Indexes of about ten million steps."""
+"""Indexes of about five million steps."""
 MEMORY_BYTES = 128 << 20
 """Limit of the indexes of one reader that stay in memory."""
 _STALE_S = 86_400.0

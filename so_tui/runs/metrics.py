@@ -162,12 +162,12 @@ class MetricsReader:
 
     # Charts.
 
-    def blocks(self, metrics: Sequence[str], until: float = math.inf) -> Columns:
+    def blocks(self, metrics: Sequence[str], until: float = math.inf, weights: Sequence[float] = ()) -> Columns:
         """Return the blocks of all known steps up to ``until``, the end of a block, with the columns of some metrics. Raises OSError."""
-        columns = no_blocks(metrics)
+        columns = no_blocks(metrics, weights)
         for segment in self._readable():
             cut = min(until, self._cut(segment.attempt))
-            found = self._columns_of(segment, metrics)
+            found = self._columns_of(segment, metrics, weights)
             start = bisect_right(found["first"], columns["last"][-1]) if columns["last"] else 0
             whole = max(start, bisect_right(found["last"], cut))
             stop = max(whole, bisect_right(found["first"], cut))
@@ -175,14 +175,14 @@ class MetricsReader:
             if whole < stop:  # of the block in which a resume cuts, the records before it
                 last = columns["last"][-1] if columns["last"] else -1
                 kept = [step for step in segment.records(found, whole, stop) if last < step.step <= cut]
-                part = blocks_of(kept, metrics)
+                part = blocks_of(kept, metrics, weights)
                 extend(columns, part, 0, len(part["first"]))
         return columns
 
-    def _columns_of(self, segment: Segment, metrics: Sequence[str]) -> Columns:
+    def _columns_of(self, segment: Segment, metrics: Sequence[str], weights: Sequence[float]) -> Columns:
         """Return the blocks of a segment; none if its index has disappeared: then it is read again. Raises OSError."""
         try:
-            return segment.content.columns(metrics)
+            return segment.content.columns(metrics, weights)
         except OSError as error:
             if not segment.path.exists():
                 raise
@@ -191,7 +191,7 @@ class MetricsReader:
             self._unread.append(segment)
             self._unread.sort(key=lambda unread: unread.path)
             self._forget()
-            return no_blocks(metrics)
+            return no_blocks(metrics, weights)
 
     def steps(self, first: float, last: float) -> Iterator[StepRecord]:
         """Yield the known records of the steps ``first`` to ``last`` that are not superseded, from their segments. Raises OSError."""

@@ -124,6 +124,13 @@ class ExponentialMean:
             self._total = kept * self._total + (1 - kept) * values / count
             self._share = kept * self._share + (1 - kept)
 
+    def add_weighted(self, step: float, values: float, count: float) -> None:
+        """Add ``count`` values by their sum, in which each has the weight to the power of how many come after it."""
+        if count > 0 and math.isfinite(values):
+            kept = self.weight**count
+            self._total = kept * self._total + (1 - self.weight) * values
+            self._share = kept * self._share + (1 - kept)
+
     def at(self, step: float) -> float:
         """Return the average up to now; NaN if there is no finite value."""
         return self._total / self._share if self._share else math.nan

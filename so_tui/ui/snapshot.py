@@ -145,6 +145,12 @@ class Snapshot:
         """Return the mean of a metric over the last steps at each step."""
         return self.line(mean_of(metric), role, axis)
 
+    def approximate_until(self, axis: Axis | None) -> float:
+        """Return the last step whose EMA is approximate where ``axis`` shows it; 0 if there is none."""
+        low, high = (0.0, 0.0) if axis is None else axis.in_steps()
+        exact = axis is None or (self.closer is not None and self.closer.covers(low, high)) or self.whole.approximate_until < low
+        return 0.0 if exact else self.whole.approximate_until
+
     def standing(self, x: float, unit: str) -> float:
         """Return ``x``, or the nearest last position of a block where only blocks are known, so that position and values agree."""
         coarse = self.whole.coarse

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from so_tui.runs.blocks import BLOCK_STEPS, Columns, block_end
+from so_tui.runs.blocks import BLOCK_STEPS, WEIGHTED, Columns, block_end
 from so_tui.runs.codec import is_time
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import StepRecord
@@ -18,7 +18,7 @@ from so_tui.ui.series import ExponentialMean, Line, Series, TrailingMean
 METRICS = ("loss", "useful_tokens_per_s_total", "model_tflops_per_gpu", "mfu", "gradient_norm", "learning_rate", "step_s")
 SMOOTHED = ("loss", "gradient_norm")
 """Metrics that have a mean unless others are asked for."""
-NEGLIGIBLE = 1e-6
+NEGLIGIBLE = 1e-9
 """Share of a value in an exponential moving average below which it need not be known."""
 SINGLE_STEPS = 4000
 """Between one and two times as many of the newest steps are drawn one by one, and up to twice as many of a whole run."""
@@ -37,6 +37,11 @@ def mean_name(span: int, ema: float | None = None) -> str:
     return f"mean of {span} steps" if ema is None else f"EMA {ema:g}"
 
 
+def approximate_name(ema: float, *, here: bool) -> str:
+    """Return the name of an EMA that blocks count in with their means: ``here``, or only in steps before."""
+    return f"{mean_name(0, ema)} {'of' if here else 'after'} blocks"
+
+
 def mean_of(metric: str) -> str:
     """Return the name of the series of a metric's means."""
     return f"{metric} mean"
@@ -52,7 +57,8 @@ class StepSeries:
     """Metrics by step, and the means of some. One thread appends; readers pass the lengths that they learned after an append.
 
     A mean at a step is that of the finite values of the last ``span`` steps. It is known at each single step and at the ends of blocks.
-    With ``ema`` it is an exponential moving average with that weight, in which a block counts as that many steps with its mean.
+    With ``ema`` it is an exponential moving average with that weight: exact for the weights of which blocks have sums. With others, a block
+    counts as that many steps with its mean, up to ``approximate_until``.
     """
 
     def __init__(self, span: int, metrics: Sequence[str] = METRICS, smoothed: Sequence[str] = SMOOTHED, ema: float | None = None) -> None:
@@ -84,6 +90,11 @@ class StepSeries:
         records = math.log(NEGLIGIBLE) / math.log(max(self.ema, NEGLIGIBLE))
         return self.span * math.ceil(records / min(self.span, BLOCK_STEPS))
 
+    @property
+    def _weights(self) -> tuple[float, ...]:
+        """Weights of which blocks have sums that are needed."""
+        return (self.ema,) if self.ema in WEIGHTED else ()
+
     def __len__(self) -> int:
         return len(self.series[self.metrics[-1]])  # appended to last
 
@@ -102,6 +113,11 @@ class StepSeries:
         """The last step of the blocks; 0 if there is none."""
         return self.steps[self.coarse - 1] if self.coarse else 0.0
 
+    @property
+    def approximate_until(self) -> float:
+        """The last step whose EMA is approximate; 0 if there is none."""
+        return 0.0 if self.ema is None or self._weights else self.coarse_until
+
     def line(self, name: str, role: str, lengths: tuple[int, int]) -> Line:
         """Return the first rows of a metric or a mean as a line with this role."""
         if name in self.means.values():
@@ -119,8 +135,13 @@ class StepSeries:
             return
         self.single_from = single_from(first, latest.step)
         if self.single_from > first:
-            self._add_blocks(reader.blocks((*self.metrics, "time"), self.single_from - 1))
-        self.add_single(reader, self.single_from, latest.step)
+            self._add_blocks(reader.blocks((*self.metrics, "time"), self.single_from - 1, self._weights))
+        if self._weights:  # what is known of all blocks goes on
+            self._range = self.single_from, latest.step
+            for record in reader.steps(self.single_from, latest.step):
+                self.add(record)
+        else:
+            self.add_single(reader, self.single_from, latest.step)
 
     def add_single(self, reader: MetricsReader, first: float, last: float) -> None:
         """Append the steps ``first`` to ``last`` one by one. Raises OSError."""
@@ -147,9 +168,12 @@ class StepSeries:
         self.mean_times.extend(self.times)
         records = blocks["records"]
         for metric, name in self.means.items():
-            window, sums, counts = self._windows[metric], blocks[f"{metric}.sum"], blocks[f"{metric}.finite"]
-            for end, values, count in zip(self.mean_steps, sums, counts, strict=True):
-                window.add(end, values, count)
+            window, part = self._windows[metric], "sum"
+            add: Callable[[float, float, float], None] = window.add
+            if isinstance(window, ExponentialMean) and self._weights:
+                part, add = WEIGHTED[window.weight], window.add_weighted
+            for end, values, count in zip(self.mean_steps, blocks[f"{metric}.{part}"], blocks[f"{metric}.finite"], strict=True):
+                add(end, values, count)
                 self.series[name].append(window.at(end))
         for metric in self.metrics:
             finite = blocks[f"{metric}.finite"]

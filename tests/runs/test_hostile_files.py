@@ -112,7 +112,9 @@ def test_columns_of_an_index_that_are_damaged_are_not_used(run: RunDirectory, st
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), -1.0, 1e308, 2.0**60])
-@pytest.mark.parametrize("column", [None, "first", "records", "offset", "loss.finite", "loss.sum", "loss.min", "time.last", "time.min"])
+@pytest.mark.parametrize(
+    "column", [None, "first", "records", "offset", "loss.finite", "loss.sum", "loss.min", "loss.ema90", "time.last", "time.min"]
+)
 def test_an_index_with_any_numbers_does_no_harm(column: str | None, value: float, run: RunDirectory, step: Step) -> None:
     """Its checksum is right: an owner may write what they like about their own run."""
     first = _segment(run, step)
@@ -126,8 +128,8 @@ def test_an_index_with_any_numbers_does_no_harm(column: str | None, value: float
     index_path(first).write_bytes(msgspec.json.encode(changed) + b"\n" + numbers.tobytes())
     reader = _read_all(run)
     assert [record.step for record in reader.recent(2)] == [199, 200]
-    series = StepSeries(50)
-    series._add_blocks(reader.metrics.blocks((*series.metrics, "time")))
+    series = StepSeries(50, ema=0.9 if column == "loss.ema90" else None)
+    series._add_blocks(reader.metrics.blocks((*series.metrics, "time"), weights=(0.9,)))
     line = series.line("loss mean", "main", series.lengths)
     found, _ = spans(line, Axis("step", 0, 200), 40)
     assert fit_scale([found]).high > fit_scale([found]).low or value > 1e300

@@ -116,6 +116,21 @@ async def test_smoothing_and_scales_are_adjusted(runs_dir: Path) -> None:
         await ui.until(lambda: "log y" in ui.heading("#throughput") and "robust y" in ui.heading("#throughput"))
 
 
+async def test_an_ema_that_is_approximate_early_on_says_so_in_its_name(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("so_tui.ui.follow.CLOSE_STEPS", 100)
+    save_layout(ChartLayout(shown=("loss",), grid=(1, 1), ema=0.93))
+    run = write_run(runs_dir, steps=8010, seconds_of_samples=2)
+    async with opened(runs_dir, open_run=run) as ui:
+        await ui.state_shown("training")
+        await ui.until(lambda: "EMA 0.93 after blocks " in ui.heading("#loss"))
+        await ui.press("i", *["left"] * 60)
+        await ui.until(lambda: "EMA 0.93 of blocks " in ui.heading("#loss"))
+        await ui.press("escape")
+        await ui.press("w")
+        await ui.until(lambda: "EMA 0.98 " in ui.heading("#loss"))
+        assert "blocks" not in ui.heading("#loss")
+
+
 async def test_the_mouse_zooms_pans_and_points(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=400, seconds_of_samples=2)
     async with opened(runs_dir, open_run=run) as ui:

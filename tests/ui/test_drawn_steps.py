@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import shutil
 import time
 from bisect import bisect_right
@@ -24,8 +25,9 @@ from so_tui.runs.segments import segments
 from so_tui.spec.sections.data import DataSpec
 from so_tui.spec.sections.model import ModelSpec
 from so_tui.spec.types import RunSpec
+from so_tui.ui.chart_layout import EMAS
 from so_tui.ui.series import Axis
-from so_tui.ui.step_series import SINGLE_STEPS, FollowedSteps, StepSeries, mean_steps
+from so_tui.ui.step_series import METRICS, SINGLE_STEPS, SMOOTHED, FollowedSteps, StepSeries, mean_steps
 from so_tui.ui.widgets.plot import spans
 from tests.support.long_run import FIRST, loss_at, read_on, write_long_run
 from tests.support.records import step_record
@@ -87,10 +89,11 @@ def same(one: StepSeries, other: StepSeries) -> bool:
     )
 
 
-def fresh(run: RunDirectory, cache: Path, span: int) -> StepSeries:
+def fresh(run: RunDirectory, cache: Path, span: int, ema: float | None = None) -> StepSeries:
     """What somebody sees who opens the run now."""
     reader = MetricsReader(run, IndexCache(cache))
     steps = FollowedSteps(reader)
+    steps.want(METRICS, SMOOTHED, ema)
     while read_on(reader, steps, span, 10.0):
         continue
     return steps.series
@@ -230,6 +233,59 @@ def test_a_run_looks_the_same_at_every_time_live_and_opened_again(run: RunDirect
                 continue
             assert same(live.series, fresh(run, tmp_path / "other", 50)), step
     writer.close()
+
+
+@pytest.mark.parametrize("ema", [EMAS[1], EMAS[3], EMAS[-1]])
+def test_an_ema_at_a_step_is_the_same_at_every_time_and_exact(run: RunDirectory, tmp_path: Path, ema: float) -> None:
+    """Also with steps without a number, with a resume inside a block, and with a segment without an index."""
+    draw = random.Random(int(100 * ema))
+    exact: dict[int, float] = {}
+    total = share = 0.0
+    writer = MetricsWriter(run, 1, segment_bytes=300_000)
+    reader = MetricsReader(run, IndexCache(tmp_path / "cache"))
+    live = FollowedSteps(reader)
+    live.want(METRICS, SMOOTHED, ema)
+    for step in range(1, 12_101):
+        loss = math.nan if step % 611 == 0 else draw.uniform(0.5, 2.5)
+        if step == 3033:  # what comes after it in the first attempt does not count
+            writer.append(step_record(step, loss=99.0))
+            writer.append(step_record(step + 1, loss=99.0))
+            writer.close()
+            writer = MetricsWriter(run, 2, segment_bytes=300_000)
+            writer.append(ResumedRecord(attempt=2, time=1e9, step=step - 1))
+        writer.append(step_record(step, attempt=1 if step < 3033 else 2, loss=loss))
+        if math.isfinite(loss):
+            total, share = ema * total + (1 - ema) * loss, ema * share + (1 - ema)
+        exact[step] = total / share
+        if step in (300, 7999, 8000, 12_000, 12_100):
+            while read_on(reader, live, 50) or reader.unread_share:
+                continue
+            index_path(min(segments(run.metrics_dir).values())).unlink(missing_ok=True)
+            for series in (live.series, fresh(run, tmp_path / "other", 50, ema)):
+                shown = series.line("loss mean", "main", series.lengths)
+                assert shown.steps is not None
+                assert shown.length > 250
+                for row in range(shown.length):
+                    assert shown.series.value(row) == pytest.approx(exact[int(shown.steps[row])], rel=1e-9), shown.steps[row]
+                assert series.approximate_until == 0
+    writer.close()
+
+
+def test_an_ema_of_another_weight_says_up_to_which_step_it_is_approximate(run: RunDirectory, tmp_path: Path) -> None:
+    writer = MetricsWriter(run, 1)
+    for step in range(1, 12_101):
+        writer.append(step_record(step, loss=float(step % 7)))
+        if step == 7999:
+            assert fresh(run, tmp_path, 50, 0.93).approximate_until == 0
+    writer.close()
+    assert fresh(run, tmp_path, 50, 0.93).approximate_until == 8000
+    assert fresh(run, tmp_path, 50).approximate_until == 0, "the mean of 50 steps is exact at the ends of blocks"
+    closer = StepSeries(50, ema=0.93)
+    reader = MetricsReader(run, IndexCache(tmp_path))
+    reader.poll(limit_records=20_000, limit_s=60.0)
+    closer.add_single(reader, 6000, 7000)
+    assert closer.approximate_until == 0
+    assert len(closer) == 1001
 
 
 def test_a_line_ends_where_records_are_still_to_be_read(run: RunDirectory, tmp_path: Path, step: Callable[..., StepRecord]) -> None:

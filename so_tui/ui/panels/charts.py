@@ -19,7 +19,7 @@ from so_tui.ui.kept_lines import KeepsLines
 from so_tui.ui.overlay import Overlaid, colour_of
 from so_tui.ui.series import Axis, Line
 from so_tui.ui.snapshot import Snapshot
-from so_tui.ui.step_series import mean_name
+from so_tui.ui.step_series import approximate_name, mean_name
 from so_tui.ui.text import rate, reading_text, significant
 from so_tui.ui.view import View
 from so_tui.ui.widgets import run_lines
@@ -221,7 +221,7 @@ def _lines(metric: Metric, chart: Chart, shown: Shown) -> list[tuple[Line, str]]
     if not snapshot.is_smoothed(field):
         pairs = [(snapshot.line(field, metric.role, axis), newest)]
     else:
-        pairs = [(snapshot.line(field, "raw", axis), newest), (snapshot.mean_line(field, metric.role, axis), _mean_name(chart, snapshot))]
+        pairs = [(snapshot.line(field, "raw", axis), newest), (snapshot.mean_line(field, metric.role, axis), _mean_name(chart, shown))]
     if metric.key != "loss":
         return pairs
     if snapshot.training and shown.view.cursor is None:
@@ -257,11 +257,14 @@ def _own_notes(metric: Metric, chart: Chart, shown: Shown) -> list[str]:
     return [f"TFLOPS/{per}", f"{tokens} tokens/s", *mfu]
 
 
-def _mean_name(chart: Chart, snapshot: Snapshot) -> str:
+def _mean_name(chart: Chart, shown: Shown) -> str:
     """Return the name of the mean in as many words as leave room for the other values."""
+    snapshot, axis, cursor = shown.snapshot, shown.axis, shown.view.cursor
     whole = snapshot.whole
     if whole.ema is not None:
-        return mean_name(whole.span, whole.ema)
+        until = snapshot.approximate_until(axis)
+        here = axis is not None and cursor is not None and axis.position(cursor)[0] <= until
+        return approximate_name(whole.ema, here=here) if until else mean_name(whole.span, whole.ema)
     room = chart.size.width - (EVALUATION_CELLS if snapshot.evaluations is not None else 0)
     return mean_name(whole.span) if room >= 40 else f"mean of {whole.span}" if room >= 30 else "mean"
 
