@@ -29,6 +29,8 @@ def chart_of(metric: Metric, glyphs: GlyphName) -> Chart:
 def sampled_lines(metric: Metric, sampled: Mapping[str, tuple[Sampled, ...]]) -> list[tuple[Line, str]]:
     """Return the lines of a metric with their names in the heading; limits first, so that values are drawn over them."""
     pairs = [(limit.line("limit"), "limit" if not at else "") for at, limit in enumerate(sampled.get(metric.limit, ()))]
+    several = len({line.host for name in metric.samples for line in sampled.get(name, ())}) > 1
+    drawn = 0
     for number, name in enumerate(metric.samples):
         lines = sampled.get(name, ())
         called = metric.names[number] if metric.names else ""
@@ -37,8 +39,10 @@ def sampled_lines(metric: Metric, sampled: Mapping[str, tuple[Sampled, ...]]) ->
             continue
         kind = name.partition(".")[0].replace("gpu", "GPU")
         for at, line in enumerate(lines):
-            word = str(line.index) if at else f"{called} {kind} {line.index}".strip()
-            pairs.append((line.line(RUN_ROLES[at % len(RUN_ROLES)]), word))
+            place = f"{line.host} {line.index}" if several else str(line.index)
+            word = place if at else f"{called}{':' if called else ''} {kind} {place}".strip()
+            pairs.append((line.line(RUN_ROLES[drawn % len(RUN_ROLES)]), word))
+            drawn += 1
     return pairs
 
 

@@ -52,8 +52,17 @@ def test_several_gpus_have_a_line_and_a_colour_each() -> None:
     store.want(("gpu.c2c_to_gpu_bytes_per_s", "gpu.c2c_to_host_bytes_per_s"))
     store.append("here", one_sample(0, *(GpuSample(index=at, c2c_to_gpu_bytes_per_s=1e9 * at) for at in range(3))))
     lines = sampled_lines(BY_KEY["c2c"], store.sampled())
-    assert [name for _, name in lines] == ["to GPU GPU 0", "1", "2", "to host GPU 0", "1", "2"]
-    assert [line.role for line, _ in lines] == ["run-1", "run-2", "run-3"] * 2
+    assert [name for _, name in lines] == ["to GPU: GPU 0", "1", "2", "to host: GPU 0", "1", "2"]
+    assert [line.role for line, _ in lines] == [f"run-{number}" for number in range(1, 7)], "both directions of a GPU differ, too"
+
+
+def test_gpus_of_several_hosts_are_named_with_their_host() -> None:
+    store = LoadStore()
+    store.want(("gpu.power_w",))
+    for host in ("n1", "n2"):
+        store.append(host, one_sample(0, GpuSample(index=0, power_w=500.0)))
+    lines = sampled_lines(BY_KEY["gpu-power"], store.sampled())
+    assert [name for _, name in lines] == ["GPU n1 0", "n2 0"]
 
 
 def test_only_what_a_machine_reports_is_offered() -> None:
