@@ -94,6 +94,11 @@ def _locale_name(environ: Mapping[str, str]) -> str:
     return next((name for variable in ("LC_ALL", "LC_CTYPE", "LANG") if (name := environ.get(variable))), "")
 
 
+def shows_ascii(app: object) -> bool:
+    """Return whether an application shows ASCII only."""
+    return getattr(app, "glyphs", "") == "ascii"
+
+
 class PlainCharacters(LineFilter):
     """Replaces everything drawn by ASCII, cell for cell."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,20 @@ async def test_plain_characters_where_the_locale_has_no_others(runs_dir: Path, m
                 await ui.presets()
             for strip in filtered(ui):
                 assert strip.text.isascii(), strip.text
+
+
+async def test_parts_of_a_step_differ_without_colour_and_unicode(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SO_TUI_GLYPHS", "ascii")
+    monkeypatch.setenv("NO_COLOR", "1")
+    run = write_run(runs_dir, steps=20, seconds_of_samples=3)
+    async with opened(runs_dir, (120, 36), open_run=run) as ui:
+        await ui.state_shown("training")
+        await ui.until(lambda: "forward" in ui.shown("StepPanel"))
+        (row,) = [strip.text for strip in filtered(ui) if " backward " in strip.text]
+        (bar,) = re.findall(r"s +([dfbxo]{8,})", row)
+        assert re.fullmatch("d+f+b+x+o*", bar)
+        for letter, name in (("f", "forward"), ("b", "backward"), ("x", "exposed")):
+            assert f"{letter} {name} " in row
 
 
 async def test_every_theme_has_the_colours_of_every_screen(runs_dir: Path) -> None:

@@ -8,6 +8,7 @@ from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.widgets import Button, Static
 
 from so_tui.ui.form import problem_text
+from so_tui.ui.glyphs import shows_ascii
 from so_tui.ui.messages import Planned
 from so_tui.ui.panels.what_if import WhatIf
 from so_tui.ui.text import Content, plural
@@ -56,4 +57,4 @@ class PlanPanel(Vertical):
         if planned is not None and planned.plan is not None:
             self._verdict.update(plan_view.headline(planned.plan, max(30, self._verdict.content_size.width)))
             width = max(30, self.query_one("#plan-pane").content_size.width - 1)
-            self._text.update(plan_view.whole(planned.plan, planned.command, width))
+            self._text.update(plan_view.whole(planned.plan, planned.command, width, plain=shows_ascii(self.app)))

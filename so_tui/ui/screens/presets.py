@@ -15,6 +15,7 @@ from textual.widget import Widget
 from textual.widgets import DataTable, Input, Static
 
 from so_tui.ui import launching
+from so_tui.ui.glyphs import shows_ascii
 from so_tui.ui.messages import Failed, answer
 from so_tui.ui.page import OTHER_MACHINE, Page
 from so_tui.ui.screens.save_preset import ask_to_delete, is_own
@@ -288,7 +289,7 @@ class PresetsScreen(Page):
         if plan.gpu_bytes or plan.one_memory:
             terms = plan_view.breakdown_line(plan, "node" if plan.one_memory else "gpu", width - plan_view.LABEL)
             lines.insert(1, Content(" " * plan_view.LABEL) + terms)
-        lines += plan_view.step_lines(plan, width) + plan_view.reason_lines(plan, width)
+        lines += plan_view.step_lines(plan, width, plain=shows_ascii(self.app)) + plan_view.reason_lines(plan, width)
         for index, line in enumerate(plan_view.binding_lines(plan)):
             lines.append(Content.styled(f"{'binding' if index == 0 else '':<{plan_view.LABEL}}", "$faint") + line)
         self.query_one("#detail", Static).update(Content("\n").join(lines))

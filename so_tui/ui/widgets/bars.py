@@ -9,7 +9,9 @@ from so_tui.ui.text import Content
 
 FULL, HALF, REST = "━", "╸", "─"
 FILLS = "▂▅▇▃▁"
-"""Fills of the parts of a whole, by height: they differ without colour as well."""
+"""Fills of the parts of a step, by height: they differ without colour as well."""
+LETTERS = "dfbxo"
+"""The same in ASCII: data, forward, backward, exposed optimizer, other."""
 NEARLY_FULL = 0.97
 """Share of a memory above which the next allocation may fail."""
 Piece = str | tuple[str, str]
@@ -62,22 +64,27 @@ def cells_of(amounts: Sequence[float], width: int) -> list[int]:
     return cells
 
 
-def stacked(parts: Sequence[Part], width: int) -> Content:
-    """Return one bar of all parts beside each other."""
+def fill_of(index: int, plain: bool) -> str:
+    """Return the fill of a part of a step; ``plain`` where the terminal shows ASCII only."""
+    return (LETTERS if plain else FILLS)[index]
+
+
+def stacked(parts: Sequence[Part], width: int, *, plain: bool = False) -> Content:
+    """Return one bar of all parts of a step beside each other."""
     cells = cells_of([part.amount for part in parts], width)
-    pieces = [(FILLS[index % len(FILLS)] * count, part.style) for index, (part, count) in enumerate(zip(parts, cells, strict=True))]
+    pieces = [(fill_of(index, plain) * count, part.style) for index, (part, count) in enumerate(zip(parts, cells, strict=True))]
     return Content.assemble(*pieces)
 
 
-def legend_items(parts: Sequence[Part]) -> list[Content]:
+def legend_items(parts: Sequence[Part], *, plain: bool = False) -> list[Content]:
     """Return ``▅ forward 0.84 s`` for each part above 0: its fill, its name, its amount."""
     return [
-        Content.assemble((FILLS[index % len(FILLS)], part.style), (f" {part.name} ", "$faint"), part.text)
+        Content.assemble((fill_of(index, plain), part.style), (f" {part.name} ", "$faint"), part.text)
         for index, part in enumerate(parts)
         if part.amount > 0
     ]
 
 
-def legend(parts: Sequence[Part], gap: str = "   ") -> Content:
+def legend(parts: Sequence[Part], *, plain: bool = False) -> Content:
     """Return all parts in one line."""
-    return Content(gap).join(legend_items(parts))
+    return Content("   ").join(legend_items(parts, plain=plain))

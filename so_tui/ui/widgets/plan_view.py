@@ -63,8 +63,11 @@ def headline(plan: Plan, width: int, before: Content | None = None) -> Content:
     return Content("\n").join(lines)
 
 
-def whole(plan: Plan, command: str, width: int) -> Content:
-    """Return the whole plan: memory and step, reasons, terms, binding, and the command that would be started."""
+def whole(plan: Plan, command: str, width: int, *, plain: bool = False) -> Content:
+    """Return the whole plan: memory and step, reasons, terms, binding, and the command that would be started.
+
+    ``plain`` where the terminal shows ASCII only.
+    """
     from so_tui.plan.facts.cautions import RemoteCode
     from so_tui.plan.messages import messages
 
@@ -74,7 +77,7 @@ def whole(plan: Plan, command: str, width: int) -> Content:
         for name, location in (("GPU", "gpu"), ("APU" if plan.one_memory else "host", "node"))
     }
     sections: list[tuple[str, list[Content]]] = [
-        ("", [*remote_code_lines(plan), *memory_lines(plan, width), *step_lines(plan, width)]),
+        ("", [*remote_code_lines(plan), *memory_lines(plan, width), *step_lines(plan, width, plain=plain)]),
         ("why", [*map(Content, plan.reason_texts), *(Content.assemble(("note: ", "$warning"), text) for text in notes)]),
         *beside_each_other(terms, width),
         ("binding", binding_lines(plan)),
@@ -221,17 +224,17 @@ def step_parts(plan: Plan) -> list[Part]:
     ]
 
 
-def step_lines(plan: Plan, width: int) -> list[Content]:
-    """Return the step's length and anatomy, predicted."""
+def step_lines(plan: Plan, width: int, *, plain: bool = False) -> list[Content]:
+    """Return the step's length and anatomy, predicted; ``plain`` where the terminal shows ASCII only."""
     parts = step_parts(plan)
     if not parts or not plan.step_s:
         return [Content.assemble((f"{'step':<{LABEL}}", "$faint"), ("not predicted: this machine's speed is not known", "$faint"))]
     bar = min(40, max(8, width - LABEL - 10))
-    lines = [Content.assemble((f"{'step':<{LABEL}}", "$faint"), stacked(parts, bar), f"  {duration(plan.step_s)}")]
-    named = legend(parts)
+    lines = [Content.assemble((f"{'step':<{LABEL}}", "$faint"), stacked(parts, bar, plain=plain), f"  {duration(plan.step_s)}")]
+    named = legend(parts, plain=plain)
     if named.cell_length <= width - LABEL:
         return [*lines, Content(" " * LABEL) + named]
-    return lines + [Content(" " * LABEL) + piece for piece in legend_items(parts)]
+    return lines + [Content(" " * LABEL) + piece for piece in legend_items(parts, plain=plain)]
 
 
 def reason_lines(plan: Plan, width: int) -> list[Content]:

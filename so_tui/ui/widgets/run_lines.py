@@ -14,7 +14,7 @@ from so_tui.ui.loads import GpuView
 from so_tui.ui.snapshot import PARTS, Snapshot, median_of
 from so_tui.ui.start_timeline import stages, timeline_lines
 from so_tui.ui.text import Content, age, brief_message, duration, memory_of, shorten
-from so_tui.ui.widgets.bars import FILLS, Part, Piece, fill_pieces, legend, stacked, usage_style
+from so_tui.ui.widgets.bars import Part, Piece, fill_of, fill_pieces, legend, stacked, usage_style
 from so_tui.units import thousands
 
 SIGNS = {
@@ -131,10 +131,10 @@ def news_line(snapshot: Snapshot) -> Content | None:
     return None
 
 
-def anatomy_lines(snapshot: Snapshot, now: float, width: int) -> Content:
+def anatomy_lines(snapshot: Snapshot, now: float, width: int, *, plain: bool = False) -> Content:
     """Return the parts of a step's time, at the cursor or medians over the newest steps, with as many names as fit.
 
-    Before the first step, return the way to it, a line for each part.
+    Before the first step, return the way to it, a line for each part. ``plain`` where the terminal shows ASCII only.
     """
     state = snapshot.state
     since = None if state is None else state.attempt_started or state.started
@@ -150,16 +150,16 @@ def anatomy_lines(snapshot: Snapshot, now: float, width: int) -> Content:
     ]
     number = f"{thousands(inspected.step.step)}  " if inspected is not None and inspected.step is not None else ""
     head = Content.assemble((f"step {number}", "bold"), f"{duration(median_of(records, 'step_s'))}  ")
-    named = legend(parts)
+    named = legend(parts, plain=plain)
     room = width - head.cell_length - named.cell_length - 2
     texts = _worker_texts(records[-1]) or [Content("")]
     if room >= 12 + texts[-1].cell_length:
         worker = next(text for text in texts if room >= 12 + text.cell_length)
-        return head + stacked(parts, min(60, room - worker.cell_length)) + "  " + named + worker
+        return head + stacked(parts, min(60, room - worker.cell_length), plain=plain) + "  " + named + worker
     # Too narrow for all names: what offloading costs is what people look for, so small other parts go first.
-    bar = stacked(parts, 14)
+    bar = stacked(parts, 14, plain=plain)
     shown = list(enumerate(parts))
-    while shown and head.cell_length + 16 + (text := _short_legend(shown)).cell_length > width:
+    while shown and head.cell_length + 16 + (text := _short_legend(shown, plain)).cell_length > width:
         shown.remove(min((pair for pair in shown if pair[0] != 3 or len(shown) == 1), key=lambda pair: pair[1].amount))
     line = head + bar + "  " + (text if shown else Content(""))
     fitting = (worker for worker in texts if line.cell_length + worker.cell_length <= width)
@@ -177,10 +177,10 @@ def _worker_texts(record: StepRecord) -> list[Content]:
     return [Content.styled(f"  {', '.join(text)}", "$faint") for text in texts]
 
 
-def _short_legend(parts: list[tuple[int, Part]]) -> Content:
+def _short_legend(parts: list[tuple[int, Part]], plain: bool) -> Content:
     pieces: list[tuple[str, str] | str] = []
     for index, part in parts:
-        pieces += [(FILLS[index], part.style), (f" {part.short_name} ", "$faint"), part.text, "  "]
+        pieces += [(fill_of(index, plain), part.style), (f" {part.short_name} ", "$faint"), part.text, "  "]
     return Content.assemble(*pieces[:-1])
 
 
