@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from functools import partial
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from so_tui.runs import MetricsWriter
+from so_tui.runs.records import EvaluationRecord
 from so_tui.ui.chart_layout import EMAS, GRIDS, ChartLayout, layout_path, load_layout, page_of, save_layout
 from so_tui.ui.chart_metrics import METRICS
 from so_tui.ui.panels.charts import ChartPanel
@@ -47,7 +50,7 @@ async def test_metrics_are_chosen_by_a_filter_and_remembered(runs_dir: Path) -> 
         await ui.until(lambda: isinstance(ui.screen, ChooseMetrics))
         await ui.press("enter", "n", "shift+tab")
         await ui.type_text("^(mfu|step time)")
-        await ui.press("enter", "a", "escape")
+        await ui.press("enter", "a", "enter")
         await ui.until(lambda: shown(ui) == ["mfu", "step"])
         await ui.until(lambda: re.search(r"MFU +(last )?43.6 %", ui.heading("#mfu")))
         await ui.until(lambda: re.search(r"step time +(last )?3\.", ui.heading("#step")))
@@ -55,6 +58,22 @@ async def test_metrics_are_chosen_by_a_filter_and_remembered(runs_dir: Path) -> 
     async with opened(runs_dir, open_run=run) as ui:
         await ui.state_shown("training")
         assert shown(ui) == ["mfu", "step"]
+
+
+async def test_escape_leaves_the_choice_of_metrics_without_a_change(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=20, seconds_of_samples=2)
+    async with opened(runs_dir, open_run=run) as ui:
+        await ui.state_shown("training")
+        for keys in (("enter", "n"), ("enter", "a"), ()):
+            await ui.press("M")
+            await ui.until(lambda: isinstance(ui.screen, ChooseMetrics))
+            await ui.press(*keys, "escape")
+            await ui.until(lambda: shown(ui) == ["loss", "throughput"])
+        await ui.press("M")
+        await ui.until(lambda: isinstance(ui.screen, ChooseMetrics))
+        await ui.press("enter", "n", "enter")
+        await ui.until(lambda: "tick at least one" in ui.shown("#said"))
+        assert not layout_path().exists()
 
 
 async def test_every_metric_is_drawn_or_says_why_not(runs_dir: Path) -> None:
@@ -78,6 +97,18 @@ async def test_every_metric_is_drawn_or_says_why_not(runs_dir: Path) -> None:
 
 def laid_out(panel: ChartPanel) -> bool:
     return all(chart.region.height >= 6 for chart in panel.charts)
+
+
+async def test_a_mean_always_has_its_span_and_the_evaluation_gives_way(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=60, seconds_of_samples=2)
+    writer = MetricsWriter(run, 1)
+    writer.append(EvaluationRecord(attempt=1, time=time.time(), step=60, loss=1.118, perplexity=3.06, tokens=1000, seconds=1.0))
+    writer.close()
+    for width in (80, 100, 160):
+        async with opened(runs_dir, (width, 30), open_run=run) as ui:
+            await ui.until(lambda: "mean of 50" in ui.heading("#loss"))
+            await ui.until(lambda: ui.find("#loss", Chart).lines[2:])
+            assert ("eval" in ui.heading("#loss")) == (width > 80)
 
 
 async def test_grids_and_pages(runs_dir: Path) -> None:
@@ -161,7 +192,7 @@ async def test_any_number_of_runs_is_laid_over_and_none_is_missing_in_the_legend
     async with opened(runs_dir, (80, 36), open_run=run) as ui:
         await ui.until(lambda: len(ui.app.runs) == 13)
         await ui.state_shown("training")
-        await ui.press("v", "a", "escape")
+        await ui.press("v", "a", "enter")
         await ui.until(lambda: ui.screen.query(RunLegend) and len(ui.find("#loss", Chart).lines) == 14)
         text = " ".join(ui.find("RunLegend", RunLegend).content.plain.split())
         for name in ("this", *names):

@@ -266,7 +266,7 @@ def _mean_name(chart: Chart, shown: Shown) -> str:
         here = axis is not None and cursor is not None and axis.position(cursor)[0] <= until
         return approximate_name(whole.ema, here=here) if until else mean_name(whole.span, whole.ema)
     room = chart.size.width - (EVALUATION_CELLS if snapshot.evaluations is not None else 0)
-    return mean_name(whole.span) if room >= 40 else f"mean of {whole.span}" if room >= 30 else "mean"
+    return mean_name(whole.span) if room >= 40 else f"mean of {whole.span}"
 
 
 def _nan_text(snapshot: Snapshot) -> str:

@@ -37,7 +37,7 @@ def weight_of(text: str) -> float | None:
     return weight
 
 
-class ChooseMetrics(TickDialog[ChartLayout | None, str]):
+class ChooseMetrics(TickDialog[ChartLayout, str]):
     """Metrics with ticks, filtered while something is typed. The charts keep the order in which metrics were ticked."""
 
     def __init__(self, layout: ChartLayout) -> None:
@@ -53,7 +53,9 @@ class ChooseMetrics(TickDialog[ChartLayout | None, str]):
             weight = "" if self._before.ema is None else f"{self._before.ema:g}"
             yield Entry(weight, placeholder="mean", compact=True, id="smoothing")
             yield Static(id="said", classes="dialog-answer")
-            yield Static("space ticks, a all that are listed, n none; tab moves on; esc shows the charts", classes="faint")
+            yield Static(
+                "space ticks, a all that are listed, n none; tab moves on; enter shows the charts; esc: no change", classes="faint"
+            )
 
     def list_matching(self, text: str) -> None:
         """List the metrics that match."""

@@ -20,7 +20,7 @@ from so_tui.units import thousands
 NAME_CELLS = 34
 
 
-class ChooseRuns(TickDialog[tuple[RunDirectory, ...] | None, RunDirectory]):
+class ChooseRuns(TickDialog[tuple[RunDirectory, ...], RunDirectory]):
     """Runs with ticks, filtered by name while something is typed."""
 
     def __init__(self, rows: Sequence[RunRow], chosen: Sequence[RunDirectory]) -> None:
@@ -34,7 +34,7 @@ class ChooseRuns(TickDialog[tuple[RunDirectory, ...] | None, RunDirectory]):
             yield Entry(placeholder="filter by name", compact=True, id="filter")
             yield TickList[RunDirectory](self._chosen, id="runs")
             yield Static(id="said", classes="dialog-answer")
-            yield Static("space ticks, a all that are listed, n none; esc shows them", classes="faint")
+            yield Static("space ticks, a all that are listed, n none; enter shows them; esc: no change", classes="faint")
 
     def on_mount(self) -> None:
         if self._rows:

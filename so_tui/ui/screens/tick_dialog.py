@@ -16,12 +16,12 @@ Result = TypeVar("Result")
 Item = TypeVar("Item")
 
 
-class TickDialog(ModalScreen[Result], Generic[Result, Item]):
+class TickDialog(ModalScreen[Result | None], Generic[Result, Item]):
     """Has an input ``filter``, a list of things to tick, and a line ``said``, which the dialog that builds on it composes."""
 
     CSS_PATH = "dialogs.tcss"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "apply", "Show these"),
+        Binding("escape", "leave", "Leave without a change"),
     ]
 
     def on_mount(self) -> None:
@@ -42,6 +42,14 @@ class TickDialog(ModalScreen[Result], Generic[Result, Item]):
     def action_apply(self) -> None:
         """Leave with what is ticked."""
         raise NotImplementedError
+
+    def action_leave(self) -> None:
+        """Leave without a change."""
+        self.dismiss(None)
+
+    @on(TickList.Taken)
+    def _take(self) -> None:
+        self.action_apply()
 
     @on(Input.Changed, "#filter")
     def _filtered(self, event: Input.Changed) -> None:

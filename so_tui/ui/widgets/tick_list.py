@@ -18,7 +18,8 @@ class TickList(OptionList, Generic[Item]):
     """Ticked items keep the order in which they were ticked, also those that are not listed now."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("space,enter", "tick", "Tick"),
+        Binding("space", "tick", "Tick"),
+        Binding("enter", "take", "Take what is ticked"),
         Binding("a", "tick_all(True)", "Tick all"),
         Binding("n", "tick_all(False)", "Tick none"),
     ]
@@ -31,6 +32,9 @@ class TickList(OptionList, Generic[Item]):
 
     class Changed(Message):
         """Something was ticked, or not any more."""
+
+    class Taken(Message):
+        """What is ticked now is what was wanted."""
 
     def __init__(self, ticked: Iterable[Item], *, id: str | None = None) -> None:
         self.ticked = list(ticked)
@@ -63,6 +67,9 @@ class TickList(OptionList, Generic[Item]):
 
     def action_select(self) -> None:  # what a click does
         self.action_tick()
+
+    def action_take(self) -> None:
+        self.post_message(self.Taken())
 
     def action_tick_all(self, ticked: bool) -> None:
         self._tick([item for item, _ in self._listed], ticked)
