@@ -11,6 +11,7 @@ import pytest
 from textual.widgets import DataTable, Input, Static
 
 from so_tui.machine import Machine, inspect_machine, machine_json
+from so_tui.machine.described import MACHINES
 from so_tui.plan import plan_table
 from so_tui.runs import RunDirectory, create_run
 from so_tui.spec import Catalog, RunSpec, load_catalog
@@ -19,6 +20,8 @@ from so_tui.ui.screens.dialogs import Question
 from so_tui.ui.screens.other_machine import MachineSuggester
 from so_tui.ui.screens.presets import PresetsScreen
 from so_tui.ui.screens.runs import RunsScreen
+from so_tui.ui.widgets.field import FieldRow
+from tests.support.machines import x86
 from tests.support.make_run import quad_machine, write_run
 from tests.support.planning import CPU_ONLY
 from tests.support.screen import SIZES, opened
@@ -149,7 +152,7 @@ async def test_no_key_is_offered_before_it_can_do_anything(runs_dir: Path, monke
 
     monkeypatch.setattr("so_tui.plan.plan_table", slowly)
     async with opened(runs_dir, machine=CPU_ONLY, start=never) as ui:
-        await ui.until(lambda: "No GPU here" in ui.shown("#about-machine"))
+        await ui.until(lambda: "no GPU" in ui.shown("#about-machine"))
         for key in ("enter Configure", "l Launch", "d Data"):
             assert key not in ui.key_line
         assert "o Other machine" in ui.key_line
@@ -167,26 +170,82 @@ async def test_no_key_is_offered_before_it_can_do_anything(runs_dir: Path, monke
 async def test_a_machine_without_a_gpu_says_what_to_do_and_trains_tiny_with_one_key(runs_dir: Path) -> None:
     async with opened(runs_dir, machine=CPU_ONLY, start=never) as ui:
         await ui.presets()
-        assert "No GPU here" in ui.shown("#about-machine")
+        assert "no GPU" in ui.shown("#about-machine")
         assert "tiny" in ui.shown("#detail-title"), "what else fits would take hours a step"
         assert not ui.find("#first-visit", Static).display
         await ui.press("t")
         await ui.until(lambda: isinstance(ui.screen, Question))
         assert "tiny" in ui.text()
         await ui.press("escape")
-        await ui.pilot.click("#about-machine", offset=(ui.shown("#about-machine").index("plans"), 0))
+        line = ui.shown("#about-machine").splitlines()[2]
+        await ui.pilot.click("#about-machine", offset=(line.index("another"), 2))
         await ui.until(lambda: ui.screen.query("#said"))
         entry = ui.find("Input", Input)
         await ui.press("down")
         assert entry.value == "gh200-480"
-        await ui.pilot.click("OptionList", offset=(2, 2))
+        row = next(row for row, line in enumerate(ui.lines()) if "gh200-120 " in line)
+        await ui.pilot.click(offset=(ui.lines()[row].index("gh200-120"), row))
         assert entry.value == "gh200-120"
+        listed = ui.text()
+        assert all(word in listed for word in (MACHINES["gh200-120"].title, MACHINES["gh200-120"].source, "not measured"))
         await ui.type_text("gh200-q", replace=True)
         await ui.until(lambda: entry._suggestion == "gh200-quad-120")
         await ui.press("right", "enter")
         await ui.until(lambda: ui.app.machine_file == "gh200-quad-120")
         await ui.until(lambda: "4 GPUs" in ui.text())
-        assert "gh200-quad-120" in ui.shown("#about-machine")
+        told = ui.shown("#about-machine")
+        assert all(word in told for word in ("gh200-quad-120", "not measured", MACHINES["gh200-quad-120"].source))
+        await ui.pilot.resize_terminal(80, 24)
+        await ui.until(lambda: ui.find("#about-machine", Static).size.height == 1)
+        assert all(word in ui.shown("#about-machine") for word in ("gh200-quad-120", "not measured"))
+
+
+async def test_models_that_need_gpus_are_one_line_on_a_machine_without(runs_dir: Path) -> None:
+    every = len(load_catalog().presets)
+    async with opened(runs_dir, machine=CPU_ONLY, start=never) as ui:
+        table = await ui.presets()
+        assert [row.key.value for row in table.ordered_rows] == ["tiny"]
+        assert "too big" not in ui.text()
+        assert f"{every - 1} models need GPUs" in ui.shown("#folded")
+        await ui.press("slash")
+        await ui.type_text("30b")
+        await ui.press("enter")
+        assert [row.key.value for row in table.ordered_rows] == ["qwen3-30b-a3b"]
+        assert not ui.find("#folded", Static).display
+        await ui.until(lambda: "Qwen3 30B" in ui.shown("#detail-title"))
+        await ui.press("escape")
+        await ui.until(lambda: "tiny" in ui.shown("#detail-title"))
+        assert table.row_count == 1
+        assert table.cursor_coordinate == (0, 2)
+        await ui.pilot.click("#folded", offset=(ui.shown("#folded").index("plans"), 0))
+        await ui.until(lambda: ui.screen.query("#said"))
+        await ui.type_text("gh200-quad-120", replace=True)
+        await ui.press("enter")
+        await ui.until(lambda: table.row_count == every)
+        assert not ui.find("#folded", Static).display
+
+
+@pytest.mark.parametrize("memory_gib", [16, 512])
+async def test_what_fits_in_memory_but_would_take_hours_a_step_needs_gpus_too(runs_dir: Path, memory_gib: int) -> None:
+    async with opened(runs_dir, machine=x86(cores=64, memory_mib=memory_gib * 1024)) as ui:
+        table = await ui.presets()
+        assert [row.key.value for row in table.ordered_rows] == ["tiny"]
+
+
+@pytest.mark.parametrize("slurm", [True, False])
+async def test_a_login_node_leads_to_the_field_for_the_partition(runs_dir: Path, monkeypatch: pytest.MonkeyPatch, slurm: bool) -> None:
+    monkeypatch.setattr("so_tui.ui.screens.configure.has_slurm", lambda: slurm)
+    async with opened(runs_dir, machine=CPU_ONLY) as ui:
+        await ui.presets()
+        assert ("partition" in ui.shown("#about-machine")) is slurm
+        await ui.press("slash")
+        await ui.type_text("phi-4")
+        await ui.press("enter", "P")
+        if slurm:
+            await ui.until(lambda: [row for row in ui.screen.query(FieldRow) if row.has_focus_within])
+            assert ui.find("#field-slurm-partition", FieldRow).has_focus_within
+            assert "phi-4" in ui.shown("#form-title")
+        assert ui.app.current_mode == ("configure" if slurm else "presets")
 
 
 async def test_plans_of_another_machine_are_not_shown_under_the_name_of_this_one(runs_dir: Path) -> None:

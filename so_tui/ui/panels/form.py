@@ -73,6 +73,13 @@ class FormPanel(Vertical):
             wrong.first().scroll_visible()
             wrong.first().focus_control()
 
+    def go_to(self, path: str) -> None:
+        """Give the keyboard to a field that can be reached, and bring it into view."""
+        for row in self.rows:
+            if row.path == path:
+                row.focus_control()
+                self.call_after_refresh(row.scroll_visible, animate=False)
+
     @property
     def rows(self) -> list[FieldRow]:
         """The fields that can be reached now."""
@@ -112,8 +119,7 @@ class FormPanel(Vertical):
         found = sorted(self.rows, key=lambda row: (needle not in (row.name_shown, row.path), needle not in row.name_shown))
         self.close_find()
         if found:
-            found[0].focus_control()
-            self.call_after_refresh(found[0].scroll_visible, animate=False)
+            self.go_to(found[0].path)
 
     def _filter(self, needle: str) -> None:
         heading: Static | None = None

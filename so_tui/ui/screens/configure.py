@@ -109,13 +109,16 @@ class ConfigureScreen(ResizablePage):
 
     # What is edited.
 
-    def edit(self, preset: str, wanted: RunSpec | None = None) -> None:
-        """Show a preset with its unsaved edits; ``wanted``, a recommendation, is laid over them and replaces an earlier one."""
+    def edit(self, preset: str, wanted: RunSpec | None = None, *, field: str = "") -> None:
+        """Show a preset with its unsaved edits; ``wanted``, a recommendation, is laid over them and replaces an earlier one.
+
+        The keyboard goes to ``field``, if a path is given.
+        """
         catalog = self.app.catalog
         if catalog is None or preset not in catalog.presets:
             return
         self._drafts.open(catalog.presets[preset].spec, wanted)
-        self.call_after_refresh(self._show_form)
+        self.call_after_refresh(self._show_form, field)
 
     def continue_with(self, preset: str) -> None:
         """Show the preset that the draft was saved as, and forget the draft."""
@@ -127,10 +130,12 @@ class ConfigureScreen(ResizablePage):
         """Return how many fields of each preset have unsaved edits."""
         return self._drafts.unsaved()
 
-    async def _show_form(self) -> None:
+    async def _show_form(self, field: str = "") -> None:
         self._show_title()  # at once: making the fields takes a while
         if await self.form.show_values(self._drafts.shown_value, slurm=has_slurm()) and has_slurm():
             self._ask_for_partitions()
+        if field:
+            self.form.go_to(field)
         self.replan()
 
     @on(FieldRow.Edited)

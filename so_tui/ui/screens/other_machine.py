@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from so_tui.ui.app import SoTuiApp
 
 HINT = (
-    "Up, down or a click choose one, or give a file that `so-tui inspect --json > FILE` wrote on that machine (right arrow completes). "
-    "Runs start on this machine only."
+    "Up, down or a click choose one, as published, not measured; or give a file that `so-tui inspect --json > FILE` wrote there (right "
+    "arrow completes). Runs start on this machine only."
 )
+SOURCE = "  from "
 THIS_MACHINE = ("", "this machine")
 _MOST_ENTRIES = 2000
 
@@ -52,7 +53,7 @@ def ask_for_machine(app: SoTuiApp) -> None:
         read=read,
         may_be_empty=True,
         suggester=MachineSuggester(),
-        choices=[THIS_MACHINE, *((name, machine.title) for name, machine in MACHINES.items())],
+        choices=[THIS_MACHINE, *((name, f"{machine.title}\n{SOURCE}{machine.source}") for name, machine in MACHINES.items())],
     )
     app.push_screen(dialog, chosen)
 

@@ -35,14 +35,6 @@ FIRST_VISIT = (
 )
 
 
-NO_GPU = (
-    "No GPU here. [@click=app.other_machine]o plans for another machine[/] ({names} …). "
-    "[@click=screen.train_tiny]t trains tiny here, now[/].{slurm}"
-)
-SLURM = " Configure submits runs to a Slurm partition."
-ELSEWHERE = "[@click=app.other_machine]o goes to another machine, or back to this one[/]."
-
-
 class TableReady(Message):
     """The models x GPU counts table was planned."""
 
@@ -83,6 +75,7 @@ class PresetsScreen(Page):
         Binding("D,delete", "delete", "Delete", key_display="D", show=False, id="delete", tooltip="Delete a preset of your own (asks)"),
         OTHER_MACHINE,
         Binding("t", "train_tiny", "Train tiny", show=False, id="train-tiny", tooltip="Train the embedded tiny model on this machine now"),
+        Binding("P", "partition", "Partition", show=False, id="partition", tooltip="Choose the Slurm partition that a run is submitted to"),
         Binding("slash", "find", "Filter", key_display="/", id="find", tooltip="Show only models whose name contains a text"),
     ]
 
@@ -94,7 +87,11 @@ class PresetsScreen(Page):
     counts: var[tuple[int, ...]] = var(())
     _to_select = ""
     """The preset to select once it is in the table."""
+    _added: frozenset[str] = frozenset()
+    """Presets that were added on this screen, which are shown wherever they can be trained."""
     _train_tiny_when_planned = False
+    _slurm = False
+    """Whether jobs can be submitted from here."""
     _fixed = 2
     """Columns before those of the GPU counts."""
 
@@ -104,6 +101,7 @@ class PresetsScreen(Page):
         yield Static(id="problems")
         yield FindField("show models whose name contains …", id="filter")
         yield PresetTable(id="table", cursor_type="cell")
+        yield Static(id="folded")
         yield Static(id="detail-title", classes="section")
         with VerticalScroll(id="detail-pane"):
             yield Static(id="detail")
@@ -144,16 +142,17 @@ class PresetsScreen(Page):
 
     def _tell_of(self, machine: Machine) -> None:
         """Say what can be done on a machine without a GPU, such as most login nodes; and how to come back from another machine."""
-        from so_tui.machine.described import MACHINES
+        from so_tui.ui import about_machine
         from so_tui.ui.screens.configure import has_slurm
 
+        self._slurm = has_slurm()
         told = self.query_one("#about-machine", Static)
         told.display = bool(self.app.machine_file) or not machine.gpus
+        width = self.size.width - 4
         if self.app.machine_file:
-            told.update(Content.assemble("Plans for ", (machine.label, "bold"), ". ", Content.from_markup(ELSEWHERE)))
+            told.update(about_machine.elsewhere(machine.label, self.app.machine_file, width))
         elif told.display:
-            slurm = SLURM if has_slurm() else ""
-            told.update(Content.from_markup(NO_GPU.format(names=", ".join(list(MACHINES)[:3]), slurm=slurm)))
+            told.update(about_machine.without_gpu(width, slurm=self._slurm))
         self._runs_known()
 
     @work(thread=True, exclusive=True, group="plan", name="plan all presets", exit_on_error=False)
@@ -203,8 +202,20 @@ class PresetsScreen(Page):
         self.table.move_cursor(row=max(0, len(self._shown_rows()) - 1), column=self._fixed)
 
     def _shown_rows(self) -> list[PlanRow]:
-        wanted = self.filter.needle
-        return [row for row in self.rows if wanted in row.title.lower() or wanted in row.preset.lower()]
+        """Return the rows that the filter finds; without one, all but those that are folded."""
+        if wanted := self.filter.needle:
+            return [row for row in self.rows if wanted in row.title.lower() or wanted in row.preset.lower()]
+        folded = self._folded_rows()
+        return [row for row in self.rows if row not in folded]
+
+    def _folded_rows(self) -> list[PlanRow]:
+        """Return the models that this machine cannot train because it has no GPU: one line stands for them."""
+        from so_tui.ui.about_machine import trains_without_gpu
+
+        machine = self.app.machine
+        if machine is None or machine.gpus or self.app.machine_file or self.filter.needle:
+            return []
+        return [row for row in self.rows if not trains_without_gpu(row) and row.preset not in self._added]
 
     def _fill(self) -> None:
         if not self.rows:
@@ -228,6 +239,7 @@ class PresetsScreen(Page):
                 fixed.append(Text(str(row.sequence_length), justify="right"))
             rows.append((row.preset, [*fixed, *(self._cell(row.cells.get(ranks), wide) for ranks in self.counts)]))
         table.fill([*fixed_titles, *counts], rows, dict.fromkeys(counts, 22 if wide else 14))
+        self._show_folded()
         column = self._fixed + gpus_column if gpus_column >= 0 else at.column
         table.move_cursor(row=table.get_row_index(preset) if preset in table.rows else at.row, column=column)
 
@@ -236,7 +248,18 @@ class PresetsScreen(Page):
         table = self.table
         return table.ordered_rows[row].key.value or "" if 0 <= row < table.row_count else ""
 
+    def _show_folded(self) -> None:
+        from so_tui.ui.about_machine import folded
+
+        rows = self._folded_rows()
+        line = self.query_one("#folded", Static)
+        line.display = bool(rows)
+        if rows:
+            line.update(folded(rows))
+
     def on_resize(self) -> None:
+        if self.planned_for is not None:
+            self._tell_of(self.planned_for)
         self._fill()
 
     def _colour(self, variable: str) -> str:
@@ -298,7 +321,8 @@ class PresetsScreen(Page):
     def _cell_selected(self) -> None:
         self.action_configure()
 
-    def action_configure(self) -> None:
+    def action_configure(self, field: str = "") -> None:
+        """Configure the chosen plan, and go to a field of the form."""
         chosen = self._chosen()
         if chosen is None:
             return
@@ -307,7 +331,10 @@ class PresetsScreen(Page):
         self.app.switch_mode("configure")
         screen = self.app.screen_stack[0]
         if isinstance(screen, ConfigureScreen):
-            screen.edit(chosen[0].preset, chosen[1].spec)
+            screen.edit(chosen[0].preset, chosen[1].spec, field=field)
+
+    def action_partition(self) -> None:
+        self.action_configure("slurm.partition")
 
     def action_launch(self) -> None:
         chosen = self._chosen()
@@ -348,7 +375,7 @@ class PresetsScreen(Page):
 
         def added(name: str | None) -> None:
             if name:
-                self._to_select = name
+                self._to_select, self._added = name, self._added | {name}
                 self.action_leave_field()
                 self.app.reload_presets()
 
@@ -357,6 +384,8 @@ class PresetsScreen(Page):
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         if action in ("launch", "preview_data"):
             return bool(self.rows)
+        if action == "partition":
+            return self._slurm and bool(self.rows)
         return action != "delete" or is_own(self.app, self._preset_at(self.table.cursor_row))
 
     def action_delete(self) -> None:
