@@ -37,6 +37,25 @@ async def test_a_wrong_field_is_marked_and_nothing_can_be_launched(runs_dir: Pat
         assert gpus.has_class("-wrong"), "there are four"
 
 
+async def test_a_refused_launch_is_said_where_the_wrong_field_is_described_and_nothing_covers_it(runs_dir: Path) -> None:
+    async with opened(runs_dir) as ui:
+        await ui.configure()
+        await ui.press("slash")
+        prompt = ui.find("#find", Input)
+        assert len(prompt.placeholder) < prompt.content_size.width, "it is not cut"
+        await ui.press("escape")
+        row = await ui.edit("train.learning_rate", "abc")
+        await ui.until(lambda: row.has_class("-wrong"))
+        assert "not launched" not in ui.shown("#about")
+        await ui.press("f5")
+        await ui.until(lambda: "not launched" in ui.shown("#about"))
+        assert "train.learning_rate" in ui.shown("#about")
+        assert not ui.notes()
+        await ui.type_text("1e-5", replace=True)
+        await ui.until(lambda: not row.has_class("-wrong"))
+        assert "not launched" not in ui.shown("#about")
+
+
 async def test_launching_right_after_a_key_press_uses_the_new_value(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Launch] = []
     async with opened(runs_dir) as ui:

@@ -23,10 +23,12 @@ class FormPanel(Vertical):
     fields = getters.child_by_id("form", VerticalScroll)
     find = getters.child_by_id("find", FindField)
     about = getters.child_by_id("about", Static)
+    _refused = ""
+    """What was not done because a field is wrong, until the next plan."""
 
     def compose(self) -> ComposeResult:
         yield VerticalScroll(id="form", can_focus=False)
-        yield FindField("find a field by its name or what it is for: enter goes to it, esc ends", id="find")
+        yield FindField("a field's name, or what it is for", id="find")
         yield Static(id="about")
 
     async def show_values(self, shown_value: Callable[[str], tuple[str, str]], *, slurm: bool) -> bool:
@@ -59,6 +61,7 @@ class FormPanel(Vertical):
 
     def mark(self, was: Callable[[str], str | None], problems: Mapping[str, str], note: Callable[[str], str]) -> None:
         """Mark the fields that differ from the preset, which says ``was``, or that are wrong; ``note`` stands beside the others."""
+        self._refused = ""
         for row in self.query(FieldRow):
             row.show_status(was=was(row.path), problem=problems.get(row.path, ""), note=note(row.path))
         self.show_about()
@@ -67,11 +70,15 @@ class FormPanel(Vertical):
         """Return path and text of the field with the focus; None if no field has it."""
         return next((row.entered() for row in self.query(FieldRow) if row.has_focus_within), None)
 
-    def go_to_wrong(self) -> None:
-        """Give the keyboard to the first field that is wrong."""
-        if wrong := self.query(FieldRow).filter(".-wrong"):
+    def go_to_wrong(self, refused: str) -> bool:
+        """Give the keyboard to the first field that is wrong, and say what was ``refused`` with it. Return whether there is one."""
+        wrong = self.query(FieldRow).filter(".-wrong")
+        if wrong:
+            self._refused = refused
             wrong.first().scroll_visible()
             wrong.first().focus_control()
+            self.show_about()
+        return bool(wrong)
 
     def go_to(self, path: str) -> None:
         """Give the keyboard to a field that can be reached, and bring it into view."""
@@ -145,6 +152,7 @@ class FormPanel(Vertical):
         if row is None:
             self.about.update(Content.styled("up and down move between fields, / finds one", "$faint"))
         elif row.problem:
-            self.about.update(Content.assemble((f"✗ {row.path}  ", "bold $error"), row.problem))
+            refused = f"{self._refused}: " if self._refused else ""
+            self.about.update(Content.assemble((f"✗ {refused}{row.path}  ", "bold $error"), row.problem))
         else:
             self.about.update(Content.assemble((f"{row.path}  ", "bold"), (row.about, "$faint")))

@@ -296,9 +296,10 @@ class ConfigureScreen(ResizablePage):
             launching.ask_to_launch(self.app, planned.launch)
 
     def _go_to_first_problem(self, planned: Planned) -> None:
-        texts = [*map(problem_text, planned.problems), *(planned.plan.reason_texts if planned.plan else ())]
-        self.notify(texts[0], title="Not launched", severity="error", markup=False)
-        self.form.go_to_wrong()
+        """Let the first field that is wrong say so, in its own line; without one, notify."""
+        if not self.form.go_to_wrong("not launched"):
+            texts = [*map(problem_text, planned.problems), *(planned.plan.reason_texts if planned.plan else ())]
+            self.notify(texts[0], title="Not launched", severity="error", markup=False)
 
     def action_save(self) -> None:
         self._once_planned(self._save)
