@@ -248,13 +248,13 @@ def logs(arguments: argparse.Namespace) -> int:
 
 def export(arguments: argparse.Namespace) -> int:
     """Write the last checkpoint as a folder that ``AutoModelForCausalLM.from_pretrained`` loads."""
-    from so_tui.launch import stream_tool, writable
+    from so_tui.launch import writable
+    from so_tui.launch.exporting import export_model, in_steps
 
     run = find_run(arguments.run, arguments.runs_dir)
     target = arguments.to or str(run.path / "export")
     writable(Path(target), "--to")
-    for event in stream_tool("export", {"run": str(run.path), "to": target}):
-        if message := event.get("message"):
-            note(arguments, str(message))
+    for event in in_steps(export_model(run, target), 10):
+        note(arguments, str(event))
     print(printable_line(f"wrote {target}"))
     return 0

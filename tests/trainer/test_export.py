@@ -9,13 +9,14 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
 import torch
 from transformers import AutoConfig
 
+from so_tui.launch.exporting import ExportProgress, in_steps
 from so_tui.runs import create_run
 from so_tui.runs.manifest import run_id
 from so_tui.spec import InputError, ModelSpec
@@ -223,6 +224,34 @@ def test_a_checkpoint_that_the_run_replaces_meanwhile_is_exported_from_the_newer
     last = list(events)[-1]
     assert (last["step"], last["done"]) == (6, True)
     assert (tmp_path / "model" / "model.safetensors").is_file()
+
+
+def test_it_says_how_far_reading_and_writing_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("so_tui_trainer.tools.checkpoints._PROGRESS_S", 0.0)
+    run = run_with_checkpoints(tmp_path, 5)
+    answers = list(export_run({"run": str(run.path), "to": str(tmp_path / "model")}))
+    told = [msgspec.convert(answer["progress"], ExportProgress) for answer in answers if "progress" in answer]
+    parts = [progress.doing for progress in told]
+    assert parts == sorted(parts), "read, then written"
+    for doing in set(parts):
+        done = [progress.done_bytes for progress in told if progress.doing == doing]
+        assert done == sorted(done)
+    tensors = sum(1 for _ in causal_model(load_config(tiny().model), dtype=torch.float32).named_parameters())
+    assert {progress.total_tensors for progress in told if progress.doing == "reading"} <= {tensors}
+    written = (tmp_path / "model" / "model.safetensors").stat().st_size
+    assert told[-1].doing == "writing"
+    assert told[-1].done_bytes == told[-1].total_bytes
+    assert 0.9 * written < told[-1].total_bytes <= written
+
+
+def test_a_command_is_told_of_every_tenth_and_of_both_ends() -> None:
+    def at(doing: Literal["reading", "writing"], done: int) -> ExportProgress:
+        return ExportProgress(doing=doing, done_bytes=done, total_bytes=1000)
+
+    read = [at("reading", done) for done in range(0, 1001, 5)]
+    told = list(in_steps(iter(["exporting step 5", *read, at("writing", 0), at("writing", 50), at("writing", 1000)]), 10))
+    assert told[0] == "exporting step 5"
+    assert [event.done_bytes for event in told if isinstance(event, ExportProgress)] == [*range(0, 1001, 100), 0, 1000]
 
 
 def test_without_a_network_what_is_in_the_hubs_cache_is_enough(tmp_path: Path) -> None:

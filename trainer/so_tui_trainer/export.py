@@ -6,8 +6,9 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import torch
@@ -59,7 +60,50 @@ def marker_of(run_name: str, step: int, model: ModelSpec) -> ExportMarker:
     return ExportMarker(run=run_name, step=step, version=so_tui.__version__, base=base, revision=revision)
 
 
-def export(checkpoint: Path, folder: Path, run_name: str, spec: RunSpec) -> int:
+@dataclass(slots=True)
+class Stage:
+    """How far an export is; written by the thread that exports, read by another."""
+
+    doing: Literal["reading", "writing"] = "reading"
+    total_bytes: int = 0
+    """Of all tensors; 0 before the first is read."""
+    done_tensors: int = 0
+    total_tensors: int = 0
+    read_bytes: int = 0
+    folder: Path | None = None
+    """Where files are being written."""
+
+    def read(self, shapes: Mapping[str, torch.Size]) -> None:
+        """Begin to read tensors of these shapes."""
+        self.total_bytes = sum(shape.numel() for shape in shapes.values()) * torch.bfloat16.itemsize
+        self.total_tensors, self.done_tensors, self.read_bytes = len(shapes), 0, 0
+        self.doing = "reading"
+
+    def has_read(self, tensor: torch.Tensor) -> None:
+        """Count a tensor."""
+        self.done_tensors += 1
+        self.read_bytes += tensor.nbytes
+
+    def write(self, folder: Path, state: Mapping[str, torch.Tensor]) -> None:
+        """Begin to write files of these tensors into a folder."""
+        self.total_bytes = sum(tensor.nbytes for tensor in state.values())
+        self.done_tensors = self.total_tensors = 0
+        self.folder, self.doing = folder, "writing"
+
+    def end(self) -> None:
+        """Count everything as written."""
+        self.folder, self.read_bytes = None, self.total_bytes
+
+    def done_bytes(self) -> int:
+        """Return the bytes that are read or, later, written."""
+        if self.folder is None:
+            return self.read_bytes
+        with suppress(FileNotFoundError):  # it is renamed at the end
+            return min(self.total_bytes, sum(path.stat().st_size for path in self.folder.glob("*.safetensors")))
+        return self.total_bytes
+
+
+def export(checkpoint: Path, folder: Path, run_name: str, spec: RunSpec, stage: Stage | None = None) -> int:
     """Write the model of a checkpoint into ``folder``, for ``from_pretrained``.
 
     The folder appears when it is complete, and replaces only an older export.
@@ -69,6 +113,7 @@ def export(checkpoint: Path, folder: Path, run_name: str, spec: RunSpec) -> int:
         folder: Where to write.
         run_name: The run's name, for the marker.
         spec: The run's own spec. It alone says which model this is and whether the model's code may run: a checkpoint is data.
+        stage: Is told how far it is.
 
     Returns:
         Bytes of the export.
@@ -78,7 +123,7 @@ def export(checkpoint: Path, folder: Path, run_name: str, spec: RunSpec) -> int:
         InputError: The checkpoint is of another model (``model-differs``, ``checkpoint-differs``), the folder holds something else or is
             another user's, the disk is full, or tokenizer or configuration cannot be loaded.
     """
-    folder = folder.resolve()
+    folder, stage = folder.resolve(), stage or Stage()
     refuse_foreign(folder)
     manifest = read_manifest(checkpoint)
     _refuse_other_model(manifest.spec.model, spec.model)
@@ -86,14 +131,16 @@ def export(checkpoint: Path, folder: Path, run_name: str, spec: RunSpec) -> int:
     model: Any = meta_model(config, trust_remote_code=spec.model.trust_remote_code)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     refuse_without_room(folder, sum(shape.numel() for shape in shapes.values()) * torch.bfloat16.itemsize)
-    state = weights(checkpoint, shapes) | stored_buffers(model, spec.model)
+    state = weights(checkpoint, shapes, stage) | stored_buffers(model, spec.model)
     # Tied tensors share storage, which save_pretrained recognises; the loader ties them again.
     model.config.use_cache = True
     tokenizer = load_tokenizer(spec)
     model.generation_config = generation_config(spec.model, config, tokenizer)
     with replacing(folder, marker_of(run_name, manifest.step, spec.model)) as partial:
+        stage.write(partial, state)
         model.save_pretrained(partial, state_dict=state)
         tokenizer.save_pretrained(partial)
+    stage.end()
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
@@ -104,12 +151,13 @@ def _refuse_other_model(saved: ModelSpec, own: ModelSpec) -> None:
             raise InputError([Problem(code="model-differs", field=f"model.{field}", value=wanted, message=message, remedy=remedy)])
 
 
-def weights(checkpoint: Path, shapes: Mapping[str, torch.Size]) -> dict[str, torch.Tensor]:
+def weights(checkpoint: Path, shapes: Mapping[str, torch.Size], stage: Stage | None = None) -> dict[str, torch.Tensor]:
     """Cast a checkpoint's fp32 master weights to bf16.
 
     Args:
         checkpoint: The checkpoint's folder.
         shapes: Shapes of the model's parameters by name.
+        stage: Is told how far it is.
 
     Returns:
         The weights by their name in the model.
@@ -117,12 +165,14 @@ def weights(checkpoint: Path, shapes: Mapping[str, torch.Size]) -> dict[str, tor
     Raises:
         InputError: The checkpoint does not fit the model (``checkpoint-differs``).
     """
-    found = {}
+    found, stage = {}, stage or Stage()
+    stage.read(shapes)
     for full_name, master in superoffload.saved_master_weights(optimizer_folder(checkpoint)):
         name = full_name.removeprefix(PREFIX)
         if name not in shapes or shapes[name].numel() != len(master):
             raise _does_not_fit(checkpoint, f"has {len(master)} elements for {name}, which are not the model's")
         found[name] = master.to(torch.bfloat16).view(shapes[name])
+        stage.has_read(found[name])
     if missing := shapes.keys() - found.keys():
         raise _does_not_fit(checkpoint, f"lacks {', '.join(sorted(missing)[:5])}")
     return found

@@ -178,10 +178,10 @@ def _export_metrics(screen: RunsScreen, run: RunDirectory, path: Path) -> str:
 
 
 def _export_model(screen: RunsScreen, run: RunDirectory, path: Path) -> str:
-    from so_tui.launch import stream_tool, writable
+    from so_tui.launch import writable
+    from so_tui.launch.exporting import export_model
 
     writable(path, "folder")
-    for event in stream_tool("export", {"run": str(run.path), "to": str(path)}):
-        if text := event.get("message"):
-            screen.post_message(Exporting(f"{path.name}: {brief_message(str(text))}"))
+    for event in export_model(run, path):
+        screen.post_message(Exporting(f"{path.name}: {brief_message(str(event))}"))
     return f"the model; `{so_tui_command('chat', str(path))}` talks to it"

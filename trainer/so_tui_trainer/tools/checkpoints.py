@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from so_tui_trainer.tools.channel import Answer
@@ -13,19 +15,24 @@ if TYPE_CHECKING:
     from so_tui_trainer.checkpoint import Found
 
 Result = TypeVar("Result")
+_PROGRESS_S = 0.5
+"""Between two answers that say how far the work is."""
 
 
-def with_newest(run: RunDirectory, spec: RunSpec, doing: str, work: Callable[[Found], Result]) -> Generator[Answer, None, Result]:
+def with_newest(
+    run: RunDirectory, spec: RunSpec, doing: str, work: Callable[[Found], Result], progress: Callable[[], Answer] = dict
+) -> Generator[Answer, None, Result]:
     """Call ``work`` with the newest readable checkpoint; again with a newer one if the run, which may be going on, replaces it meanwhile.
 
     Args:
         run: The run.
         spec: Its spec.
         doing: What is done with the checkpoint, for the message.
-        work: Reads the checkpoint.
+        work: Reads the checkpoint, in a thread.
+        progress: Returns an answer that says how far it is; an empty one is left out.
 
     Yields:
-        Messages.
+        Messages and progress.
 
     Returns:
         What ``work`` returns.
@@ -41,10 +48,23 @@ def with_newest(run: RunDirectory, spec: RunSpec, doing: str, work: Callable[[Fo
             yield {"message": f"{damage.path.name} cannot be used ({damage.reason}); {doing} an older one"}
         yield {"message": f"{doing} step {found.manifest.step} of {run.name}"}
         try:
-            return work(found)
+            return (yield from _reported(partial(work, found), progress))
         except (OSError, OffloadError):
             if found.path.is_dir():
                 raise
+
+
+def _reported(work: Callable[[], Result], progress: Callable[[], Answer]) -> Generator[Answer, None, Result]:
+    """Do work in a thread; yield its progress meanwhile, whenever it has changed, and at the end. Return what the work returns."""
+    last: Answer = {}
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(work)
+        while True:
+            wait([future], timeout=_PROGRESS_S)
+            if (now := progress()) != last:
+                yield (last := now)
+            if future.done():
+                return future.result()
 
 
 def refuse_code_of_others(run: RunDirectory, spec: RunSpec) -> None:

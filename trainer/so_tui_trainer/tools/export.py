@@ -1,6 +1,7 @@
 """Export a run's newest checkpoint as a Hugging Face folder.
 
-``{"run": path, "to": path}`` in, ``{"folder", "bytes", "step", "done"}`` out.
+``{"run": path, "to": path}`` in; ``{"progress": {"doing", "done_bytes", "total_bytes", ...}}`` out while tensors are read and files
+written, then ``{"folder", "bytes", "step", "done"}``.
 """
 
 from __future__ import annotations
@@ -8,24 +9,28 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from so_tui_trainer.tools.channel import Answer, serve
 from so_tui_trainer.tools.checkpoints import refuse_code_of_others, with_newest
 from so_tui_trainer.tools.hub import stay_offline_when_cut_off
+
+if TYPE_CHECKING:
+    from so_tui_trainer.export import Stage
 
 
 def export_run(request: Answer) -> Iterator[Answer]:
     """Export the newest readable checkpoint.
 
     Yields:
-        Messages, then the answer.
+        Messages and progress, then the answer.
 
     Raises:
         InputError: The run has no checkpoint, the target is not an export, or tokenizer or configuration cannot be loaded.
     """
     stay_offline_when_cut_off()
     from so_tui.runs import RunDirectory, read_spec
-    from so_tui_trainer.export import export, refuse_foreign
+    from so_tui_trainer.export import Stage, export, refuse_foreign
 
     run = RunDirectory(Path(request["run"]))
     folder = Path(request.get("to") or run.path / "export").expanduser().resolve()
@@ -34,10 +39,20 @@ def export_run(request: Answer) -> Iterator[Answer]:
         folder.parent.mkdir(parents=True, exist_ok=True)  # But never recreate a run's own folder that somebody has deleted.
     spec = read_spec(run)
     refuse_code_of_others(run, spec)
+    stage = Stage()
     step, size = yield from with_newest(
-        run, spec, "exporting", lambda found: (found.manifest.step, export(found.path, folder, run.name, spec))
+        run,
+        spec,
+        "exporting",
+        lambda found: (found.manifest.step, export(found.path, folder, run.name, spec, stage)),
+        lambda: _progress(stage),
     )
     yield {"folder": str(folder), "bytes": size, "step": step, "done": True}
+
+
+def _progress(stage: Stage) -> Answer:
+    doing = {"doing": stage.doing, "done_bytes": stage.done_bytes(), "total_bytes": stage.total_bytes}
+    return {"progress": {**doing, "done_tensors": stage.done_tensors, "total_tensors": stage.total_tensors}} if stage.total_bytes else {}
 
 
 if __name__ == "__main__":
