@@ -7,7 +7,6 @@ read them while the next poll appends.
 from __future__ import annotations
 
 import math
-from array import array
 from collections import deque
 
 from so_tui.machine import load_machine
@@ -26,9 +25,9 @@ from so_tui.spec import InputError, RunSpec
 from so_tui.ui.chart_layout import Wanted
 from so_tui.ui.inspected import Inspected, Inspector, Position
 from so_tui.ui.loads import Loads
-from so_tui.ui.series import Line, Series
+from so_tui.ui.series import Line
 from so_tui.ui.snapshot import Snapshot, before_first_step
-from so_tui.ui.step_series import FollowedSteps, StepSeries, mean_steps
+from so_tui.ui.step_series import FollowedSteps, StepSeries, evaluation_line, mean_steps
 
 RECENT_STEPS = 30
 CLOSE_STEPS = 24_000
@@ -217,9 +216,5 @@ class RunFollower:
         """Return the line of evaluations, rebuilt whenever they change: they are few, and a resume removes some."""
         if records != self._evaluations:
             self._evaluations = records
-            series = Series()
-            for record in records:
-                series.append(record.loss)
-            times, steps = array("d", (record.time for record in records)), array("d", (float(record.step) for record in records))
-            self._evaluation_line = Line(series, len(series), times, steps, "second") if records else None
+            self._evaluation_line = evaluation_line(records, "second") if records else None
         return self._evaluation_line

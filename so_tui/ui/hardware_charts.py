@@ -26,22 +26,26 @@ def chart_of(metric: Metric, glyphs: GlyphName) -> Chart:
     )
 
 
-def sampled_lines(metric: Metric, sampled: Mapping[str, tuple[Sampled, ...]]) -> list[tuple[Line, str]]:
-    """Return the lines of a metric with their names in the heading; limits first, so that values are drawn over them."""
+def sampled_lines(metric: Metric, sampled: Mapping[str, tuple[Sampled, ...]], *, alone: bool = True) -> list[tuple[Line, str]]:
+    """Return the lines of a metric with their names in the heading; limits first, so that values are drawn over them.
+
+    Several GPUs, nodes or hosts have a colour each, unless other runs are laid over them, whose colours these are.
+    """
     pairs = [(limit.line("limit"), "limit" if not at else "") for at, limit in enumerate(sampled.get(metric.limit, ()))]
     several = len({line.host for name in metric.samples for line in sampled.get(name, ())}) > 1
     drawn = 0
     for number, name in enumerate(metric.samples):
         lines = sampled.get(name, ())
         called = metric.names[number] if metric.names else ""
+        role = "second" if number else metric.role
         if len(lines) == 1:
-            pairs.append((lines[0].line(metric.role if not number else "second"), called or "."))
+            pairs.append((lines[0].line(role), called or "."))
             continue
         kind = name.partition(".")[0].replace("gpu", "GPU")
         for at, line in enumerate(lines):
             place = f"{line.host} {line.index}" if several else str(line.index)
             word = place if at else f"{called}{':' if called else ''} {kind} {place}".strip()
-            pairs.append((line.line(RUN_ROLES[drawn % len(RUN_ROLES)]), word))
+            pairs.append((line.line(RUN_ROLES[drawn % len(RUN_ROLES)] if alone else role), word))
             drawn += 1
     return pairs
 

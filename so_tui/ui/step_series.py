@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from so_tui.runs.blocks import BLOCK_STEPS, WEIGHTED, Columns, block_end
 from so_tui.runs.codec import is_time
 from so_tui.runs.metrics import MetricsReader
-from so_tui.runs.records import StepRecord
+from so_tui.runs.records import EvaluationRecord, StepRecord
 from so_tui.ui.series import ExponentialMean, Line, Series, TrailingMean
 
 METRICS = ("loss", "useful_tokens_per_s_total", "model_tflops_per_gpu", "mfu", "gradient_norm", "learning_rate", "step_s")
@@ -51,6 +51,15 @@ def single_from(first: int, latest: int) -> int:
     """Return the step from which on a run is drawn step by step; those before it are blocks."""
     whole = latest // SINGLE_STEPS * SINGLE_STEPS - SINGLE_STEPS
     return whole + 1 if whole > first else first
+
+
+def evaluation_line(records: Sequence[EvaluationRecord], role: str, shift_s: float = 0.0) -> Line:
+    """Return the losses of evaluations as a line, with their times moved by ``shift_s``."""
+    series = Series()
+    for record in records:
+        series.append(record.loss)
+    times, steps = array("d", (record.time + shift_s for record in records)), array("d", (float(record.step) for record in records))
+    return Line(series, len(series), times, steps, role)
 
 
 class StepSeries:

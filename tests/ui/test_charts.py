@@ -15,15 +15,18 @@ from so_tui.runs import MetricsWriter
 from so_tui.runs.records import EvaluationRecord
 from so_tui.ui.chart_layout import EMAS, GRIDS, ChartLayout, layout_path, load_layout, page_of, save_layout
 from so_tui.ui.chart_metrics import METRICS
+from so_tui.ui.overlay import steps_at
 from so_tui.ui.panels.charts import ChartPanel
 from so_tui.ui.panels.legend import RunLegend, wrapped
 from so_tui.ui.screens.choose_metrics import ChooseMetrics, matching, weight_of
 from so_tui.ui.series import ExponentialMean
+from so_tui.ui.step_series import StepSeries
 from so_tui.ui.text import Content
 from so_tui.ui.view import View
 from so_tui.ui.widgets.chart import Chart
 from so_tui.ui.widgets.plot import beyond, fit_scale
 from tests.support.make_run import write_run
+from tests.support.records import step_record
 from tests.support.screen import Driver, opened
 
 
@@ -182,6 +185,49 @@ async def test_the_mouse_zooms_pans_and_points(runs_dir: Path) -> None:
         await ui.until(lambda: (now := ui.find("#loss", Chart).axis) and now.low > axis.low + 5)
         await ui.pilot.click("#loss", offset=(30, 3))
         await ui.until(lambda: "at step" in ui.heading("#loss"))
+
+
+async def test_evaluations_and_samples_of_other_runs_are_laid_over(runs_dir: Path) -> None:
+    save_layout(ChartLayout(shown=("evaluation", "gpu-power"), grid=(1, 2)))
+    run = write_run(runs_dir, steps=60, seconds_of_samples=60, name="this", gpus=2)
+    other = write_run(runs_dir, steps=60, seconds_of_samples=60, name="other", gpus=2, state="finished", now=1e9)
+    write_run(runs_dir, steps=40, seconds_of_samples=60, name="without", gpus=2, state="finished")
+    for one, losses in ((run, (1.5,)), (other, (1.25, 1.125))):
+        writer = MetricsWriter(one, 1)
+        for at, loss in enumerate(losses):
+            writer.append(EvaluationRecord(attempt=1, time=1e9 + at, step=30 + 30 * at, loss=loss, tokens=9))
+        writer.close()
+    async with opened(runs_dir, (120, 36), open_run=run) as ui:
+        await ui.until(lambda: len(ui.app.runs) == 3)
+        await ui.state_shown("training")
+        await ui.press("v", "a", "enter")
+        await ui.until(lambda: ui.screen.query(RunLegend) and len(ui.find("#evaluation", Chart).lines) == 2)
+        own, laid = ui.find("#evaluation", Chart).lines
+        assert laid.steps is not None
+        assert list(laid.steps) == [30, 60]
+        assert [laid.series.value(at) for at in range(laid.length)] == [1.25, 1.125]
+        assert laid.role != own.role
+        legend = ui.find("RunLegend", RunLegend)
+        await ui.until(lambda: "other 1.12" in legend.content.plain and "without not measured" in legend.content.plain)
+        power = ui.find("#gpu-power", Chart)
+        await ui.until(lambda: len([line for line in power.lines if line.role.startswith("run-")]) > 2)
+        others = {line.role: line for line in power.lines if line.role.startswith("run-")}
+        assert len(others) == 2, "a colour for each run, not for each GPU"
+        for line in others.values():
+            assert line.steps is not None
+            inside = [step for step in line.steps if math.isfinite(step)]
+            assert inside
+            assert inside == sorted(inside)
+            assert all(1 <= step <= 60 for step in inside)
+        power.focus()
+        await ui.until(lambda: re.search(r"other \d{3}", legend.content.plain))
+
+
+def test_samples_of_another_run_stand_at_its_own_steps() -> None:
+    series = StepSeries(5)
+    for number, at in ((1, 100.0), (2, 110.0), (4, 130.0)):
+        series.add(step_record(number, time=at))
+    assert list(steps_at([90.0, 100.0, 105.0, 120.0, 130.0, 131.0], 6, series)) == [-math.inf, 1, 1.5, 3, 4, math.inf]
 
 
 async def test_any_number_of_runs_is_laid_over_and_none_is_missing_in_the_legend(runs_dir: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -187,7 +187,7 @@ class ChartPanel(Container, KeepsLines):
             pairs = []
         if shown.beyond_end:
             pairs = [(line, "") for line, _ in pairs]  # the cursor is where only another run has values
-        others = [(line, "") for line in _overlaid(metric, shown.overlays)]
+        others = [(line, "") for at, other in enumerate(shown.overlays) for line in other.lines(metric, colour_of(at)[1])]
         own = _own_notes(metric, chart, shown)
         loss = metric.key == "loss"
         chart.show(
@@ -211,7 +211,7 @@ def _lines(metric: Metric, chart: Chart, shown: Shown) -> list[tuple[Line, str]]
     if metric.key == EVALUATIONS:
         return [(line, newest) for line in evaluations]
     if metric.samples:
-        return sampled_lines(metric, snapshot.sampled)
+        return sampled_lines(metric, snapshot.sampled, alone=not shown.overlays)
     if not all(map(snapshot.has, metric.fields)):
         return []
     if metric.roles:
@@ -227,14 +227,6 @@ def _lines(metric: Metric, chart: Chart, shown: Shown) -> list[tuple[Line, str]]
     if snapshot.training and shown.view.cursor is None:
         pairs[0] = pairs[0][0], "now"
     return [*pairs, *((line, "evaluation" if chart.size.width >= ROOMY else "eval") for line in evaluations)]
-
-
-def _overlaid(metric: Metric, overlays: Sequence[Overlaid]) -> Iterator[Line]:
-    """Yield the lines of other runs."""
-    for index, overlaid in enumerate(overlays):
-        for field in metric.fields:
-            if (line := overlaid.line(field, colour_of(index)[1])) is not None:
-                yield line
 
 
 def _own_notes(metric: Metric, chart: Chart, shown: Shown) -> list[str]:

@@ -25,15 +25,23 @@ class RunLegend(StyledLines):
         for index, overlaid in enumerate(overlays):
             sign, role = colour_of(index)
             entry = Content.assemble((f"{sign} ", f"${role}"), shorten(overlaid.run.name, LONGEST_NAME))
-            line = overlaid.line(metric.fields[0], role) if metric.fields else None
-            if overlaid.more:
-                entry += Content.styled(" reading …", "$faint")
-            elif line is not None and line.length and axis is not None:
-                ended = cursor is not None and cursor > overlaid.end[0 if axis.unit == "step" else 1]
-                value = None if ended else value_at(line, axis, axis.high if cursor is None else cursor)
-                entry += Content.styled(f" {'-' if value is None else metric.format_value(value / metric.per)}", "$faint")
-            entries.append(entry)
+            entries.append(entry + Content.styled(f" {_value_text(overlaid, metric, axis, cursor)}", "$faint"))
         self.update(Content("\n").join(wrapped(entries, max(20, self.size.width))))
+
+
+def _value_text(overlaid: Overlaid, metric: Metric, axis: Axis | None, cursor: float | None) -> str:
+    """Return the value of a run at the cursor, or its newest one; of several lines, the least and the greatest."""
+    if overlaid.more:
+        return "reading …"
+    lines = overlaid.lines(metric, "main")
+    if not lines or axis is None:
+        return "not measured"
+    if cursor is not None and cursor > overlaid.end[0 if axis.unit == "step" else 1]:
+        return "-"
+    measured = lines[:1] if metric.fields else lines  # of the parts of a step, the first one
+    values = [value for line in measured if (value := value_at(line, axis, axis.high if cursor is None else cursor)) is not None]
+    texts = [metric.format_value(value / metric.per) for value in (min(values), max(values))] if values else ["-"]
+    return " to ".join(dict.fromkeys(texts))
 
 
 def wrapped(entries: list[Content], width: int, gap: str = "   ") -> list[Content]:

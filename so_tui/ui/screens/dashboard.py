@@ -150,9 +150,8 @@ class DashboardScreen(PanelledPage):
             self._due.clear()
             zoomed = self.view.window is not None and self.axis is not None
             window = self.axis.in_steps() if zoomed and self.axis is not None else None
-            wanted = replace(self.charts.wanted, samples=(*self.charts.wanted.samples, *self.numa.wanted))
-            cursor = self._cursor_position()
-            snapshot, overlays = await asyncio.to_thread(self._read, follower, window, wanted, cursor, self.chosen)
+            charted, cursor = self.charts.wanted, self._cursor_position()
+            snapshot, overlays = await asyncio.to_thread(self._read, follower, window, charted, self.numa.wanted, cursor, self.chosen)
             if follower is self._follower:
                 self.overlays = overlays
                 self._take(snapshot)
@@ -163,14 +162,15 @@ class DashboardScreen(PanelledPage):
         self,
         follower: RunFollower,
         window: tuple[float, float] | None,
-        wanted: Wanted,
+        charted: Wanted,
+        of_nodes: tuple[str, ...],
         cursor: Position | None,
         chosen: tuple[RunDirectory, ...],
     ) -> tuple[Snapshot, tuple[Overlaid, ...]]:
-        """Poll the run and those laid over it, in a thread."""
-        snapshot = follower.poll(window, wanted, cursor)
+        """Poll the run and those laid over its charts, in a thread."""
+        snapshot = follower.poll(window, replace(charted, samples=(*charted.samples, *of_nodes)), cursor)
         others = [run for run in chosen if run.path != follower.run.path]
-        return snapshot, self._overlay_reader.read(others, wanted, snapshot.whole.begin[1])
+        return snapshot, self._overlay_reader.read(others, charted, snapshot.whole.begin[1])
 
     def _take(self, snapshot: Snapshot) -> None:
         before, self.snapshot = self.snapshot, snapshot
