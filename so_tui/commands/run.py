@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+from functools import partial
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
@@ -16,6 +17,7 @@ from so_tui.spec import InputError, Problem, Refused, RunSpec, with_values
 
 if TYPE_CHECKING:
     from so_tui.launch import Launch
+    from so_tui.launch.checks import Check
 
 
 class StartedRun(Struct, frozen=True):
@@ -47,10 +49,21 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     _interrupt_on_termination(arguments)
     launch = _prepared(spec, arguments)
+    if not (arguments.no_preflight or arguments.edit or arguments.script or arguments.detach or _plain(arguments)):
+        from so_tui.commands.screen import show_launch
+
+        return _exit_code(show_launch(arguments.runs_dir, launch))
     if not arguments.no_preflight:
-        launch, warnings = preflight(launch, runs_dir=arguments.runs_dir)
+        launch, warnings = preflight(launch, runs_dir=arguments.runs_dir, begins=partial(_note_check, arguments))
         _report_warnings(arguments, warnings)
     return _show(_start(launch, arguments), arguments, owner=True)
+
+
+def _note_check(arguments: argparse.Namespace, check: Check) -> None:
+    """Say what is checked now, beside the results, which stdout has."""
+    from so_tui.launch.checks import CHECKS
+
+    note(arguments, f"so-tui: checking {CHECKS[check]} …", stderr=True)
 
 
 def _start(launch: Launch, arguments: argparse.Namespace) -> RunDirectory:
@@ -151,7 +164,12 @@ def _show(target: RunDirectory, arguments: argparse.Namespace, *, owner: bool) -
     from so_tui.commands.screen import show_screen
 
     show_screen(arguments.runs_dir, target)
-    code = exit_code_of(target)
+    return _exit_code(target)
+
+
+def _exit_code(target: RunDirectory | None) -> int:
+    """Return the exit code of a run that was shown on the screen; 0 unless it has ended."""
+    code = None if target is None else exit_code_of(target)
     return 0 if code is None else code  # the user left while it trains, and the screen has said how to see it again
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
 from msgspec.structs import replace
 
@@ -27,31 +29,49 @@ from so_tui.spec import InputError, Problem, Refusal, Refused, RunSpec, resolve_
 from so_tui.units import disk_size, memory_size
 
 _CHECK_TIMEOUT_S = 180.0
+Check = Literal["files", "machine", "inputs"]
+"""A part of ``preflight``: files, software, free space and GPUs; what doctor finds; model, tokenizer and data in a helper process."""
+CHECKS: dict[Check, str] = {
+    "files": "files, software, disk, GPUs",
+    "machine": "problems of this machine",
+    "inputs": "model, tokenizer, data",
+}
+"""What each is called where it is shown."""
 
 
-def preflight(launch: Launch, *, runs_dir: Path | str | None = None) -> tuple[Launch, tuple[str, ...]]:
+def preflight(
+    launch: Launch, *, runs_dir: Path | str | None = None, begins: Callable[[Check], object] = lambda _: None
+) -> tuple[Launch, tuple[str, ...]]:
     """Check everything that can be known before the start. Return the launch with how long that took, and warnings.
 
     Model, tokenizer and data need a helper process. Of a run that starts elsewhere, only files and disk are checked: this host may lack the
     training packages.
+
+    Args:
+        launch: What is to be started.
+        runs_dir: Folder of the runs; the default folder if absent.
+        begins: Is told of each check as it begins.
 
     Raises:
         InputError: A data file is missing or has the wrong columns, the model is gated or absent, there is no token ...
         Refused: As for ``quick_checks``, or because doctor finds a blocking problem (code ``doctor-blocks``, forceable).
     """
     began = time.monotonic()
-    warnings = _warnings(launch, runs_dir)
+    warnings = _warnings(launch, runs_dir, begins)
     return replace(launch, checks_s=time.monotonic() - began), (*launch.plan.warning_texts, *warnings)
 
 
-def _warnings(launch: Launch, runs_dir: Path | str | None) -> tuple[str, ...]:
+def _warnings(launch: Launch, runs_dir: Path | str | None, begins: Callable[[Check], object]) -> tuple[str, ...]:
+    begins("files")
     if not executor_of(launch.spec).here:
         checks_elsewhere(launch, runs_dir=runs_dir)
         slurm = launch.spec.slurm
         return tuple(f"left out: {problem}" for problem in left_out_profiles(slurm.partition, site=slurm.site))
     warnings = quick_checks(launch, runs_dir=runs_dir)
     if not launch.forced:
+        begins("machine")
         _refuse_what_doctor_blocks(launch.plan, launch.machine)
+    begins("inputs")
     answer = call_tool("check_inputs", {"spec": spec_tree(launch.spec)}, timeout_s=_CHECK_TIMEOUT_S)
     if problems := [problem_of(entry) for entry in answer.get("problems", [])]:
         raise InputError(problems)

@@ -9,6 +9,7 @@ import asyncio
 import gc
 import importlib
 import sys
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -24,16 +25,17 @@ from textual.worker import Worker, WorkerState
 from so_tui.ui import messages
 from so_tui.ui.announcing import AnnouncingApp
 from so_tui.ui.glyphs import GlyphName, PlainCharacters
-from so_tui.ui.launching import Checking, go_back
+from so_tui.ui.launching import Checking, go_back, start_launch
 from so_tui.ui.screens import MODES, PAGES
 from so_tui.ui.terminal import terminal_lost
 
 if TYPE_CHECKING:
+    from so_tui.launch import Launch
     from so_tui.machine.doctor import Finding
     from so_tui.machine.types import Machine
     from so_tui.runs import RunDirectory
     from so_tui.settings.file import Loaded
-    from so_tui.spec import Catalog
+    from so_tui.spec import Catalog, SoTuiError
     from so_tui.ui.runlist import RunLister, RunRow
     from so_tui.ui.screens.dialogs import Question
 
@@ -103,6 +105,7 @@ class SoTuiApp(AnnouncingApp[None]):
         runs_dir: Path | str | None = None,
         open_run: RunDirectory | None = None,
         *,
+        launch: Launch | None = None,
         machine_file: str = "",
         start: StartRun | None = None,
         settings: Loaded | None = None,
@@ -110,6 +113,7 @@ class SoTuiApp(AnnouncingApp[None]):
         """Create the application.
 
         Args:
+            launch: What a command wants started: its checks are shown at once, and a refusal ends the application.
             machine_file: File that describes ``machine``, where that is another one.
             settings: The user's settings; the defaults if absent.
             start: Replaces ``so_tui.launch.start`` in tests whose subject is not the launch.
@@ -118,18 +122,26 @@ class SoTuiApp(AnnouncingApp[None]):
         self.runs_dir = Path(runs_dir) if runs_dir else None
         self.opened = open_run
         self.start_run = start
+        self._launch = launch
+        self.launched: RunDirectory | None = None
+        """The first run that was started here."""
+        self.refused: SoTuiError | None = None
+        """Why what the command wanted was not started."""
         self._lister: RunLister | None = None
         self.quit_question: Question | None = None
         self._listing: Worker[None] | None = None
         self._listing_due = asyncio.Event()
         self._polls = 0
-        if open_run is not None:
+        at_run = open_run is not None or launch is not None
+        if at_run:
             import_packages()  # the dashboard's workers start with the first paint
         # Set on the instance before Textual reads it, so that a given run is shown without another screen first.
-        setattr(self, "DEFAULT_MODE", "presets" if open_run is None else "dashboard")  # noqa: B010 - a class variable to type checkers
+        setattr(self, "DEFAULT_MODE", "dashboard" if at_run else "presets")  # noqa: B010 - a class variable to type checkers
         super().__init__(settings)
         self.set_reactive(SoTuiApp.machine_file, machine_file)
-        self.set_reactive(SoTuiApp.inspecting, open_run is None or machine is not None)
+        self.set_reactive(SoTuiApp.inspecting, not at_run or machine is not None)
+        if launch is not None:
+            self.set_reactive(SoTuiApp.checking, Checking(launch.spec.label, time.monotonic(), "dashboard"))
         self.set_reactive(SoTuiApp.glyphs, self.glyphs_at_start())
         if self.glyphs == "ascii":
             self._filters.append(PlainCharacters())
@@ -145,6 +157,8 @@ class SoTuiApp(AnnouncingApp[None]):
 
     def _after_first_paint(self) -> None:
         import_packages()
+        if self._launch is not None:
+            start_launch(self, self._launch)
         self.report_settings()
         if self.inspecting:
             self.load()
@@ -264,7 +278,12 @@ class SoTuiApp(AnnouncingApp[None]):
             self.notify(text, title="Not started", severity="warning", markup=False)
         return not self.starting
 
+    def on_check_begun(self, message: messages.CheckBegun) -> None:
+        if self.checking is not None:
+            self.checking = self.checking.come_to(message.check, message.since)
+
     def on_launched(self, message: messages.Launched) -> None:
+        self.launched = self.launched or message.run
         self.list_runs()
         watched = self.checking is not None and self.current_mode == "dashboard"
         self.checking = None
@@ -275,7 +294,11 @@ class SoTuiApp(AnnouncingApp[None]):
 
     def on_not_launched(self, message: messages.NotLaunched) -> None:
         go_back(self)
-        self.on_failed(message)
+        if self._launch is not None and self.launched is None:
+            self.refused = message.error
+            self.exit()
+        else:
+            self.on_failed(message)
 
     def on_failed(self, message: messages.Failed) -> None:
         from so_tui.ui.screens.dialogs import Notice

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from so_tui.ui.text import Content
 
 if TYPE_CHECKING:
     from so_tui.launch import Launch
+    from so_tui.launch.checks import Check
     from so_tui.launch.executors import Executor
     from so_tui.launch.executors.slurm.editing import Draft
     from so_tui.ui.app import SoTuiApp
@@ -26,13 +27,27 @@ class Checking:
     """Monotonic seconds."""
     asked_on: str
     """The screen on which it was confirmed."""
+    begun: tuple[tuple[Check, float], ...] = ()
+    """Its checks so far, each with its monotonic time."""
+
+    def come_to(self, check: Check, since: float) -> Checking:
+        """Return it with one more check, which began at this monotonic time."""
+        return replace(self, begun=(*self.begun, (check, since)))
 
     def lines(self, width: int) -> Content:
-        """Return what is launched and how long it has been checked, in ``width`` cells."""
-        from so_tui.ui.start_timeline import CHECKS, Stage, timeline_lines  # not needed for the first paint
+        """Return what is launched and how long each of its checks has taken, in ``width`` cells."""
+        from so_tui.launch.checks import CHECKS as NAMES  # not needed for the first paint
+        from so_tui.ui.start_timeline import CHECKS, Stage, timeline_lines
 
-        stage = Stage(CHECKS, time.monotonic() - self.since, running=True, detail="model, data, software, disk")
-        return Content.assemble((self.label, "bold"), "\n\n", timeline_lines([stage], width))
+        names = [f"{CHECKS}: {NAMES[check]}" for check, _ in self.begun] or [CHECKS]
+        starts = [since for _, since in self.begun] or [self.since]
+        ends = [*starts[1:], time.monotonic()]
+        last = len(names) - 1
+        stages = [
+            Stage(name, max(0.0, end - start), index == last)
+            for index, (name, start, end) in enumerate(zip(names, starts, ends, strict=True))
+        ]
+        return Content.assemble((self.label, "bold"), "\n\n", timeline_lines(stages, width))
 
 
 def ask_to_launch(app: SoTuiApp, launch: Launch, draft: Draft | None = None) -> None:
@@ -103,26 +118,29 @@ def go_back(app: SoTuiApp) -> None:
 
 def _launch(app: SoTuiApp, launch: Launch, draft: Draft | None) -> None:
     """Run the preflight checks, then hand the run to its supervisor. A refusal is shown with its reasons. Runs in a thread."""
-    from msgspec.structs import replace
+    from msgspec import structs
 
     from so_tui.launch import preflight, start
     from so_tui.spec.errors import Refused, SoTuiError
+
+    def begins(check: Check) -> None:
+        app.post_message(messages.CheckBegun(check, time.monotonic()))
 
     try:
         if app.start_run is not None:
             run = app.start_run(launch, runs_dir=app.runs_dir)
         else:
-            checked, warnings = preflight(launch, runs_dir=app.runs_dir)
+            checked, warnings = preflight(launch, runs_dir=app.runs_dir, begins=begins)
             for warning in warnings:
                 app.call_from_thread(app.notify, warning, severity="warning", markup=False)
             run = start(checked, runs_dir=app.runs_dir, executor=_submitting(draft) if draft else None)
     except SoTuiError as error:
         if isinstance(error, Refused) and error.forceable:
-            offer = launch_anyway(app, replace(launch, forced=True), draft)
+            offer = launch_anyway(app, structs.replace(launch, forced=True), draft)
         else:
             offer = messages.Offer("Edit the script", partial(ask_to_launch, app, launch, draft)) if draft else None
         lines = (*str(error).splitlines(), *([f"Your script is kept. {_where_kept(draft)}"] if draft else []))
-        app.post_message(messages.NotLaunched(f"{launch.spec.label} was not started", lines, offer=offer))
+        app.post_message(messages.NotLaunched(f"{launch.spec.label} was not started", lines, error, offer=offer))
     else:
         if draft is not None:
             draft.discard()

@@ -14,12 +14,13 @@ if TYPE_CHECKING:
     from textual.message_pump import MessagePump
 
     from so_tui.launch import Launch
+    from so_tui.launch.checks import Check
     from so_tui.launch.executors.slurm.partitions import Partition
     from so_tui.machine.doctor import Finding
     from so_tui.machine.types import Machine
     from so_tui.plan.types import Plan
     from so_tui.runs import RunDirectory
-    from so_tui.spec import Catalog, Problem
+    from so_tui.spec import Catalog, Problem, SoTuiError
     from so_tui.ui.what_if import Strip
 
 
@@ -52,8 +53,20 @@ class Failed(Message):
         super().__init__()
 
 
+class CheckBegun(Message):
+    """A launch that is being checked has come to this check, at this monotonic time."""
+
+    def __init__(self, check: Check, since: float) -> None:
+        self.check, self.since = check, since
+        super().__init__()
+
+
 class NotLaunched(Failed):
     """A launch was refused, or failed before its run was in a supervisor's hands."""
+
+    def __init__(self, title: str, lines: tuple[str, ...], error: SoTuiError, *, offer: Offer | None = None) -> None:
+        self.error = error
+        super().__init__(title, lines, offer=offer)
 
 
 class Launched(Message):

@@ -95,3 +95,25 @@ def test_what_a_dry_run_prints_to_be_copied_is_not_wrapped(monkeypatch: pytest.M
     shown = capsys.readouterr().out
     assert launch["batch_script"] in shown
     assert shlex.join(launch["argv"]) in shown
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_checks_are_said_as_they_begin_beside_what_scripts_read(
+    quiet: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = []
+
+    def answer(*_: object, **__: object) -> dict[str, object]:
+        said.append(capsys.readouterr())
+        return {"problems": [{"code": "gated", "field": "model.id", "value": "x", "message": "is gated", "remedy": "Ask."}]}
+
+    monkeypatch.setattr("so_tui.launch.checks.call_tool", answer)
+    monkeypatch.setattr("so_tui.launch.checks.findings", lambda *_: ())
+    arguments = ["run", "tiny", "--plain", "--runs-dir", str(tmp_path / "runs"), *(["-q"] if quiet else [])]
+    assert main(arguments) == 2
+    (before,) = said
+    assert before.out == ""
+    lines = [line for line in before.err.splitlines() if "checking" in line]
+    assert len(lines) == (0 if quiet else 3)
+    assert quiet or ("files" in lines[0] and "model" in lines[-1])
+    assert capsys.readouterr().out == ""

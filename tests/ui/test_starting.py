@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from textual.widgets import Button, DataTable
 
-from so_tui.launch import Launch
+from so_tui.launch import Launch, prepare
+from so_tui.launch.checks import Check
 from so_tui.runs import RunDirectory
-from so_tui.spec import Refusal, Refused, RunSpec
+from so_tui.spec import Refusal, Refused, RunSpec, find_preset
+from so_tui.ui.app import SoTuiApp
 from so_tui.ui.screens.dialogs import Notice
 from so_tui.ui.widgets.chart import Chart
 from tests.support.make_run import write_run
-from tests.support.screen import SIZES, opened
+from tests.support.planning import CPU_ONLY
+from tests.support.screen import SIZES, Driver, opened
 
 pytestmark = pytest.mark.usefixtures("_short_form")
 
@@ -174,3 +178,45 @@ async def test_a_worker_that_fails_is_reported(runs_dir: Path) -> None:
         await ui.press("l", "y")
         await ui.until(lambda: any("ZeroDivisionError" in note for note in ui.notes()))
         await ui.until(lambda: ui.app.current_mode == "presets")
+
+
+@pytest.fixture
+def tiny_launch() -> Launch:
+    """What ``so-tui run tiny`` would start here."""
+    return prepare(find_preset("tiny").spec, CPU_ONLY)
+
+
+async def test_a_command_shows_the_checks_at_once_and_then_the_run(
+    runs_dir: Path, tiny_launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready = threading.Event()
+
+    def check(launch: Launch, *, begins: Callable[[Check], object], **_: object) -> tuple[Launch, tuple[str, ...]]:
+        begins("files")
+        begins("inputs")
+        ready.wait(15)
+        return launch, ()
+
+    monkeypatch.setattr("so_tui.launch.preflight", check)
+    monkeypatch.setattr("so_tui.launch.start", Starter(runs_dir))
+    app = SoTuiApp(runs_dir=runs_dir, launch=tiny_launch)
+    assert app.checking is not None, "the first paint shows it"
+    async with app.run_test(size=(80, 24)) as pilot:
+        ui = Driver(app, pilot)
+        await ui.until(lambda: "✓ checks: files" in ui.text() and "▸ checks: model" in ui.text())
+        ready.set()
+        await ui.until(lambda: ui.find("#loss", Chart).lines)
+        assert app.launched is not None
+        assert app.opened == app.launched
+
+
+async def test_what_a_command_cannot_start_ends_the_screen(runs_dir: Path, tiny_launch: Launch) -> None:
+    error = Refused([Refusal("gpu-in-use", "GPU 0 is used by another run")], forceable=True)
+
+    def start(*_: object, **__: object) -> RunDirectory:
+        raise error
+
+    app = SoTuiApp(runs_dir=runs_dir, launch=tiny_launch, start=start)
+    async with app.run_test() as pilot:
+        await Driver(app, pilot).until(lambda: not app.is_running)
+    assert app.refused is error
