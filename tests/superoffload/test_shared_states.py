@@ -38,7 +38,7 @@ def own_memory() -> list[str]:
 def test_it_takes_no_room_in_dev_shm_and_has_no_name_there() -> None:
     names, free = set(SHARED.iterdir()), free_bytes()
     states = SharedStates(bf16(4_000_000), torch.bfloat16, pin=False)
-    for view in (states.staging(0), *states.states(0)):
+    for view in (states.staging(0), states.master_weights(0), *states.moments(0)):
         view.fill_(1.0)  # pages are allocated on the first write
     assert own_memory()
     during = free_bytes()

@@ -22,8 +22,7 @@ import math
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -32,13 +31,14 @@ from so_tui.model.sharding import StatesFormat
 from superoffload import kernel, worker
 from superoffload.errors import OffloadError
 from superoffload.host_weights import HostWeights
-from superoffload.meter import LayerWait, Meter
+from superoffload.meter import Meter
+from superoffload.new_weights import NewWeights
 from superoffload.norm import non_finite
 from superoffload.shared_memory import host_available_bytes
 from superoffload.shared_states import SharedStates
 from superoffload.states_copy import Tensors
 from superoffload.sub_groups import SubGroup
-from superoffload.transfers import CompletedEvent, Copy, Event, Mark, Stream, Transfer, Transfers
+from superoffload.transfers import CompletedEvent, Copy, Event, Transfers
 from superoffload.worker_client import WorkerClient
 
 _FORMATS: dict[StatesFormat, worker.Moments] = {
@@ -91,30 +91,14 @@ class CpuStates:
         """Which of its sets of states a sub-group's last accepted step is in."""
         self._speculative: set[int] = set()
         """Sub-groups with a speculative step that was neither accepted nor discarded."""
-        self._expected: set[int] = set()
-        """Sub-groups with a speculative step that was not discarded and whose result has not arrived."""
+        self._pending: dict[int, set[int]] = {operation: set() for operation in worker.Operation}
+        """By operation: sub-groups for which the worker has not done it yet. A speculative step is dropped when it is discarded."""
         self._deciding = threading.Lock()
         """Held while a speculative step's result is handled, and while speculative steps are discarded."""
-        self._initializing: set[int] = set()
-        self._copying: set[int] = set()
-        """Sub-groups whose states the worker has not copied yet."""
         self.lent: set[int] = set()
-        """Sub-groups that may not speculate, because a copy is in the set that is not current."""
-        self._accumulating: set[int] = set()
-        """Sub-groups whose staging buffer the worker is still reading."""
-        self._unawaited: set[int] = set()
-        """Sub-groups for whose new weights the computing stream has not waited yet."""
-        self._unused: set[int] = set()
-        """Sub-groups whose new weights no layer has used yet."""
-        self._weights_copied: dict[int, Transfer | None] = {}
-        """The copy of a sub-group's new weights; None where they stay in host memory."""
-        self._computing: Stream = None
-        """The stream that computes forward, while a wait is measured."""
-        self._blocked: Mark | None = None
-        """When the host had last waited for the worker, in that stream's time."""
+        """Sub-groups that may not speculate, because a copy is in the set that is not current, until ``release_copy``."""
+        self.new_weights = NewWeights(transfers, meter, self._wait)
         self._states: SharedStates | None = None
-        self._kernel: worker.Kernel | None = None
-        """Decodes and encodes compact moments in this process; None if they are fp32."""
         self._client: WorkerClient | None = None
         if self.indices:
             try:
@@ -133,9 +117,9 @@ class CpuStates:
             self._client.check()
 
     def stage_gradient(self, index: int, member: int, values: torch.Tensor) -> list[Copy]:
-        """Return the copies that bring a gradient into the staging buffer. They must wait for ``weight_copies``."""
-        if index in self._accumulating:  # rarely: the command was sent before a whole forward pass
-            self._wait(lambda: index not in self._accumulating)
+        """Return the copies that bring a gradient into the staging buffer. They must wait for ``new_weights.copied``."""
+        if index in self._pending[worker.Operation.ACCUMULATE]:  # rarely: the command was sent before a whole forward pass
+            self._wait(lambda: index not in self._pending[worker.Operation.ACCUMULATE])
         staging = self._staging(index)
         begin, end = self._sub_groups[index].span(member)
         after = begin + values.numel()
@@ -144,25 +128,16 @@ class CpuStates:
             copies.append((staging[after:end], values.new_zeros(end - after, dtype=staging.dtype)))
         return copies
 
-    def weight_copies(self, index: int) -> list[Event]:
-        """Return the event after which the last step's weights have been copied from the staging buffer; none where none are."""
-        transfer = self._weights_copied.get(index)
-        return [transfer.done] if transfer else []
-
     def accumulate(self, index: int, step: int, *, first_micro_batch: bool, after: Event) -> None:
         """Have the worker accumulate the gradient in the staging buffer. The first micro-batch overwrites the step before's sum."""
-        self._accumulating.add(index)
         self._send(worker.Command(worker.Operation.ACCUMULATE, self.slot[index], step, first_micro_batch=int(first_micro_batch)), after)
 
     def step(self, index: int, command: worker.Command, after: Event) -> None:
         """Have the worker step this sub-group by ``command``: in place, or out of place if the command is to speculate."""
-        self._weights_copied.pop(index, None)
+        self.new_weights.expect(index)
         self.squares.pop(index, None)
-        self._unawaited.add(index)
-        self._unused.add(index)
         if command.operation == worker.Operation.SPECULATE:
             self._speculative.add(index)
-            self._expected.add(index)
         self._send(command._replace(states=self._current[index]), after)
 
     def accept(self) -> None:
@@ -179,7 +154,7 @@ class CpuStates:
         if self._client:
             self._client.withdraw(worker.Operation.SPECULATE)
         with self._deciding:
-            self._expected.clear()
+            self._pending[worker.Operation.SPECULATE].clear()
         discarded, self._speculative = self._speculative, set()
         return discarded
 
@@ -196,43 +171,7 @@ class CpuStates:
     def wait_for_squares(self) -> None:
         """Block until the worker has stepped with, or accumulated, the step's whole gradient of every sub-group."""
         if self.indices:
-            self._wait(lambda: not self._accumulating and len(self.squares) == len(self.indices))
-
-    def wait_for_weights(self, sub_groups: Iterable[int] | None = None) -> None:
-        """Make the current stream wait for the new weights of these sub-groups, or of all.
-
-        Blocks until the worker has stepped them.
-        """
-        waiting = sorted(self._unawaited if sub_groups is None else self._unawaited.intersection(sub_groups))
-        late = [index for index in waiting if index not in self._weights_copied]
-        for index in waiting:
-            self._wait(lambda index=index: index in self._weights_copied)  # type: ignore[misc]
-            if transfer := self._weights_copied[index]:
-                self._transfers.wait_event(transfer.done)
-        self._unawaited.difference_update(waiting)
-        if late:
-            self._blocked = self._transfers.mark(self._computing)
-
-    @contextmanager
-    def measuring_wait(self, sub_groups: Iterable[int]) -> Iterator[None]:
-        """Measure how long the current stream has nothing to compute within the context, because of new weights.
-
-        They are those of ``sub_groups``, which it uses next, and all that the host waits for: it queues nothing meanwhile.
-        """
-        used = self._unused.intersection(sub_groups)
-        if not used and not self._unawaited:  # else marks would cost time in every layer
-            yield
-            return
-        self._computing, self._blocked = self._transfers.stream(), None
-        begin = self._transfers.mark()
-        yield
-        if used or self._blocked is not None:
-            updated = [transfer.end for index in used if (transfer := self._weights_copied.get(index))]
-            if self._blocked is not None:
-                updated.append(self._blocked)
-            self._meter.current.layer_waits.append(LayerWait(begin, self._transfers.mark(), tuple(updated)))
-        self._unused -= used
-        self._computing = None
+            self._wait(lambda: not self._pending[worker.Operation.ACCUMULATE] and len(self.squares) == len(self.indices))
 
     def copies(self) -> dict[int, Callable[[], Tensors]]:
         """Have the worker copy the states of all sub-groups that have room for it, before it steps them again.
@@ -249,21 +188,24 @@ class CpuStates:
                 self.lent.add(index)
             else:
                 continue
-            self._copying.add(index)
             self._send(worker.Command(worker.Operation.COPY, slot, states=self._current[index], into=into), CompletedEvent())
             found[index] = partial(self._copied_states, index, into)
         return found
 
     def wait_for_copies(self) -> None:
         """Block until the worker has made all copies, so that the states may be overwritten."""
-        if self._copying:
-            self._wait(lambda: not self._copying)
+        if self._pending[worker.Operation.COPY]:
+            self._wait(lambda: not self._pending[worker.Operation.COPY])
+
+    def release_copy(self, index: int) -> None:
+        """Let a sub-group speculate again whose copy is no longer read. May be called from any thread."""
+        self.lent.discard(index)
 
     def _copied_states(self, index: int, which: int) -> Tensors:
         assert self._client is not None
         assert self._states is not None
-        self._client.wait(lambda: index not in self._copying)
-        return self._states.master_weights(self.slot[index], which), *self._moments_of(index, which)
+        self._client.wait(lambda: index not in self._pending[worker.Operation.COPY])
+        return self._states.master_weights(self.slot[index], which), *self._states.moments(self.slot[index], which)
 
     def master_weights(self, index: int) -> torch.Tensor:
         assert self._states is not None
@@ -271,39 +213,25 @@ class CpuStates:
 
     def moments(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the first and second moment, in fp32: the state itself, or copies of compact moments."""
-        return self._moments_of(index, self._current[index])
-
-    def _moments_of(self, index: int, which: int) -> tuple[torch.Tensor, torch.Tensor]:
         assert self._states is not None
-        if self._kernel is None:
-            _, first, second = self._states.states(self.slot[index], which)
-            return first, second
-        numel = self._sub_groups[index].weights.numel()
-        first, second = torch.empty(numel), torch.empty(numel)
-        self._kernel.decode(self.slot[index], which, first.data_ptr(), second.data_ptr())
-        return first, second
+        return self._states.moments(self.slot[index], self._current[index])
 
     def set_moments(self, index: int, first: torch.Tensor, second: torch.Tensor) -> None:
         """Set both moments. Raises OffloadError (``impossible-moments``) for a NaN or a negative second moment where they are compact."""
-        if self._kernel is None:
-            for target, values in zip(self.moments(index), (first, second), strict=True):
-                if values.data_ptr() != target.data_ptr():
-                    target.copy_(values)
-            return
-        first, second = (values.to("cpu", torch.float32).contiguous() for values in (first, second))
-        if first.min().isnan() or not second.min() >= 0:  # the minimum of values with a NaN is NaN
+        assert self._states is not None
+        # The minimum of values with a NaN is NaN.
+        if self._moments is not worker.Moments.FP32 and (first.min().isnan() or not second.min() >= 0):
             raise OffloadError(
                 f"The moments of {self._sub_groups[index].names[0]}, or of parameters that are stepped with it, are not numbers, or the "
                 "second moments are negative, which AdamW never makes. Compact moments cannot hold them; use another checkpoint.",
                 code="impossible-moments",
             )
-        self._kernel.encode(self.slot[index], self._current[index], first.data_ptr(), second.data_ptr())
+        self._states.set_moments(self.slot[index], self._current[index], first, second)
 
     def close(self) -> None:
         """End the worker and release the memory. Safe to call twice."""
         if self._client:
             self._client.close()
-        self._kernel = None
         if self._device.type == "cuda" and self.indices:
             torch.cuda.synchronize(self._device)  # no copy may be in flight when its pages are unpinned
         if self._states:
@@ -325,9 +253,7 @@ class CpuStates:
         on_host = self._host_weights is not None
         size = worker.MemorySize(segments, weights.dtype.itemsize, accumulate, self._speculating, self._moments, self._copied, on_host)
         self._states = SharedStates(size, weights.dtype, pin=self._device.type == "cuda", available_bytes=available_bytes)
-        if self._moments is not worker.Moments.FP32:
-            with kernel.opened(library) as descriptor:
-                self._kernel = self._states.kernel(kernel.loadable(descriptor))
+        self._states.load_kernel(library)
         self._client = WorkerClient(
             self._states, self._host_weights, cpus, library, self._transfers.attach, self._on_result, watchdog_timeout_s
         )
@@ -344,19 +270,15 @@ class CpuStates:
         self.lent.clear()
 
     def _initialize_all(self) -> None:
-        self._initializing = set(self.indices)
         for index in self.indices:
             self._send(worker.Command(worker.Operation.INITIALIZE, self.slot[index]), CompletedEvent())
-        self._wait(lambda: not self._initializing)
+        self._wait(lambda: not self._pending[worker.Operation.INITIALIZE])
 
     def _on_result(self, command: worker.Command, result: worker.Result) -> None:
         """Handle a result, in the worker client's thread."""
-        index = self.indices[result.sub_group]
-        if result.operation == worker.Operation.INITIALIZE:
-            self._initializing.discard(index)
-            return
-        if result.operation == worker.Operation.COPY:
-            self._copying.discard(index)
+        index, pending = self.indices[result.sub_group], self._pending[result.operation]
+        if result.operation in (worker.Operation.INITIALIZE, worker.Operation.COPY):
+            pending.discard(index)
             return
         weights = self._sub_groups[index].weights
         self._meter.current.adam_busy_s += result.seconds
@@ -364,13 +286,14 @@ class CpuStates:
         match result.operation:
             case worker.Operation.ACCUMULATE:
                 self.squares[index] = result.sum_of_squares
-                self._accumulating.discard(index)
+                pending.discard(index)
             case worker.Operation.SPECULATE:
                 with self._deciding:
-                    if index in self._expected:
-                        self._expected.discard(index)
+                    if index in pending:
+                        pending.discard(index)
                         self._on_new_weights(result, self._new_weights)
             case _:
+                pending.discard(index)
                 if not math.isfinite(result.sum_of_squares):
                     raise non_finite(self._sub_groups, index, result.step, poisoned=True)
                 self._on_new_weights(result, self._staging)
@@ -382,7 +305,7 @@ class CpuStates:
             transfer = self._transfers.weights_to_gpu(self._sub_groups[index].weights, source(index))
             self._meter.current.h2d.append(transfer)
         self.squares[index] = result.sum_of_squares
-        self._weights_copied[index] = transfer
+        self.new_weights.arrive(index, transfer)
 
     def _staging(self, index: int) -> torch.Tensor:
         assert self._states is not None
@@ -395,8 +318,10 @@ class CpuStates:
     def _send(self, command: worker.Command, after: Event) -> None:
         """Send a command when it is ready: sums of gradients first, then the sub-group that the next forward needs first."""
         assert self._client is not None
+        index = self.indices[command.sub_group]
         updates = command.operation not in (worker.Operation.INITIALIZE, worker.Operation.ACCUMULATE)
-        self._client.submit(command, after, 1 + self._sub_groups[self.indices[command.sub_group]].first_use if updates else 0)
+        self._pending[command.operation].add(index)
+        self._client.submit(command, after, 1 + self._sub_groups[index].first_use if updates else 0)
 
     def _wait(self, ready: Callable[[], bool]) -> None:
         assert self._client is not None

@@ -215,7 +215,7 @@ class SuperOffload:
                 self._gpu.add(index, begin, values, first_micro_batch=self._step.micro_batch == 0)
             else:
                 copies += self._cpu.stage_gradient(index, gradient.member, values)
-                after += self._cpu.weight_copies(index)
+                after += self._cpu.new_weights.copied(index)
         if boundary and self._policy.norm_source is NormSource.GPU:
             self._norm.add([gradient for gradient in gradients if not self.sub_groups[gradient.sub_group].on_gpu])
         copied: Event = CompletedEvent()
@@ -332,14 +332,14 @@ class SuperOffload:
         self._begin_step()
         if not self.lazy_weights:
             begin = self._transfers.mark()
-            self._cpu.wait_for_weights()
+            self._cpu.new_weights.wait_for()
             self._meter.current.step_waits.append((begin, self._transfers.mark()))
         self._meter.end_step()
         return True
 
     def wait_for_weights(self, sub_groups: Collection[int]) -> None:
         """Make the current stream wait for the new weights of these sub-groups. Blocks until the worker has stepped them."""
-        self._cpu.wait_for_weights(sub_groups)
+        self._cpu.new_weights.wait_for(sub_groups)
 
     def measuring_wait(self, sub_groups: Collection[int]) -> AbstractContextManager[None]:
         """Return a context in which all of the forward pass's waits before a layer must happen, so that ``stats`` can tell them.
@@ -350,7 +350,7 @@ class SuperOffload:
         """
         if self._step.has_begun:  # backward and further micro-batches use the weights that a forward has waited for
             return nullcontext()
-        return self._cpu.measuring_wait(sub_groups)
+        return self._cpu.new_weights.measuring_wait(sub_groups)
 
     def synchronize(self) -> None:
         """Wait until all weights are those of the last step. Raises OffloadError if the states are not sound."""
@@ -360,7 +360,7 @@ class SuperOffload:
                 "The optimizer state is in the middle of a step, between backward and step(), and cannot be saved or loaded.",
                 code="middle-of-step",
             )
-        self._cpu.wait_for_weights()
+        self._cpu.new_weights.wait_for()
         self._cpu.wait_for_copies()
         self._norm.last()
 
@@ -473,7 +473,7 @@ class SuperOffload:
         return {index: StatesCopy(copies[index], partial(self._release_copy, index)) for index in in_order}
 
     def _release_copy(self, index: int) -> None:
-        self._cpu.lent.discard(index)
+        self._cpu.release_copy(index)
         self._copies_in_use.discard(index)  # Last: then the next copy may be made.
 
     def attach(self) -> None:

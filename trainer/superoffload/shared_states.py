@@ -10,12 +10,14 @@ process's policy.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
+from superoffload import kernel
 from superoffload.errors import OffloadError
 from superoffload.shared_memory import SharedMemory, gigabytes, host_available_bytes, pin, unpin
-from superoffload.worker import Kernel, MemorySize, layout
+from superoffload.worker import Kernel, MemorySize, Moments, layout
 
 MEMORY_NAME = "superoffload-states"
 """Shown in /proc for the memory's descriptor and mappings."""
@@ -48,6 +50,8 @@ class SharedStates:
         self._layout = layout(size)
         _check_available(self._layout.bytes, available_bytes())
         self._memory = SharedMemory(MEMORY_NAME, self._layout.bytes, "the optimizer states of this rank")
+        self._kernel: Kernel | None = None
+        """Decodes and encodes compact moments in this process; None if they are fp32."""
         self._pin = pin
         self._is_pinned = False
 
@@ -71,19 +75,34 @@ class SharedStates:
         """Return the buffer with the weights of a speculative step, of a sub-group that speculates."""
         return self._view(self._layout.new_weights, index, self._dtype)
 
-    def states(self, index: int, which: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the master weights, first and second moment of one set (``worker.StatesSet``), if the moments are fp32."""
-        regions = self._layout.states[which][:3]
-        weights, first, second = (self._view(region, index, torch.float32) for region in regions)
-        return weights, first, second
-
     def master_weights(self, index: int, which: int = 0) -> torch.Tensor:
         """Return the master weights of one set (``worker.StatesSet``)."""
         return self._view(self._layout.states[which].master_weights, index, torch.float32)
 
-    def kernel(self, library: str) -> Kernel:
-        """Return the compiled functions, bound to this memory in this process."""
-        return Kernel(library, self._memory.mapping, self.size)
+    def load_kernel(self, library: Path) -> None:
+        """Load the compiled functions that ``moments`` and ``set_moments`` need where moments are compact."""
+        if self.size.moments is not Moments.FP32:
+            with kernel.opened(library) as descriptor:
+                self._kernel = Kernel(kernel.loadable(descriptor), self._memory.mapping, self.size)
+
+    def moments(self, index: int, which: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the first and second moment of one set, in fp32: the state itself, or copies of compact moments."""
+        if self._kernel is None:
+            regions = self._layout.states[which]
+            return self._view(regions.first_moment, index, torch.float32), self._view(regions.second_moment, index, torch.float32)
+        first, second = torch.empty(self._numels[index]), torch.empty(self._numels[index])
+        self._kernel.decode(index, which, first.data_ptr(), second.data_ptr())
+        return first, second
+
+    def set_moments(self, index: int, which: int, first: torch.Tensor, second: torch.Tensor) -> None:
+        """Set the first and second moment of one set. Compact ones are rounded to nearest; they cannot hold what is not a number."""
+        if self._kernel is None:
+            for target, values in zip(self.moments(index, which), (first, second), strict=True):
+                if values.data_ptr() != target.data_ptr():
+                    target.copy_(values)
+            return
+        first, second = (values.to("cpu", torch.float32).contiguous() for values in (first, second))
+        self._kernel.encode(index, which, first.data_ptr(), second.data_ptr())
 
     def pin_staging(self) -> None:
         """Pin the staging buffers, so that copies run at the full rate of the bus and concurrently with computation.
@@ -103,6 +122,7 @@ class SharedStates:
         if self._is_pinned:
             unpin(self._staging_range()[0])
             self._is_pinned = False
+        self._kernel = None  # which keeps the memory mapped
         self._memory.close()
 
     def _staging_range(self) -> tuple[int, int]:
