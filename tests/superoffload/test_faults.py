@@ -145,12 +145,11 @@ def test_weights_that_the_kernel_cannot_read_are_refused() -> None:
         SuperOffload(
             [group],
             adamw,
+            superoffload.Settings(learning_rate=1e-3),
             device=torch.device("cpu"),
             gradient_accumulation_steps=1,
             clipping=0.0,
-            cpus=[0],
             all_reduce=lambda _: None,
-            watchdog_timeout_s=30.0,
         )
     assert caught.value.code == "dtype"
     assert not traces()

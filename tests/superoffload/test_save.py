@@ -26,7 +26,7 @@ def waiting(save: superoffload.Save) -> set[int]:
 
 
 def speculating(core: SuperOffload) -> frozenset[int]:
-    return core._step.speculating
+    return core.speculating
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ import superoffload
 from so_tui.model.sharding import speculating
 from superoffload.optimizer import SuperOffload
 from superoffload.speculation import REMEMBERED, Speculation
-from superoffload.step_policy import StepTime
 from superoffload.transfers import Event
 from tests.support import engine as support
 from tests.support.reference_adamw import Reference, core_of
@@ -108,7 +107,7 @@ def test_weights_are_restored_after_the_last_gradient_has_been_copied(monkeypatc
         restore = core._cpu.restore
 
         def recording(index: int, step: int, after: Event) -> None:
-            copied[index], waited_for[index] = core._step.complete[index].copied, after
+            copied[index], waited_for[index] = core._cpu_steps.gradients[index].copied, after
             restore(index, step, after)
 
         monkeypatch.setattr(core._cpu, "restore", recording)
@@ -214,7 +213,7 @@ def test_killed_between_speculation_and_the_norm_a_run_resumes_as_if_nothing_had
 
 
 def steps_early(core: SuperOffload) -> bool:
-    return core._policy_of(0).step_time is StepTime.SPECULATIVE
+    return 0 in core.speculating
 
 
 def test_a_run_that_always_exceeds_the_limit_is_held_back_until_it_no_longer_does() -> None:

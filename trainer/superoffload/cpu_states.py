@@ -30,11 +30,12 @@ import torch
 from so_tui.model.sharding import StatesFormat
 from superoffload import kernel, worker
 from superoffload.errors import OffloadError
+from superoffload.host_room import HostRoom
 from superoffload.host_weights import HostWeights
 from superoffload.meter import Meter
 from superoffload.new_weights import NewWeights
 from superoffload.norm import non_finite
-from superoffload.shared_memory import host_available_bytes
+from superoffload.settings import Settings
 from superoffload.shared_states import SharedStates
 from superoffload.states_copy import Tensors
 from superoffload.sub_groups import SubGroup
@@ -60,17 +61,12 @@ class CpuStates:
         sub_groups: Sequence[SubGroup],
         transfers: Transfers,
         meter: Meter,
+        settings: Settings,
+        room: HostRoom,
         *,
         device: torch.device,
         host_weights: HostWeights | None,
-        speculating: Sequence[int],
-        copied: Sequence[int],
-        states: StatesFormat,
-        seed: int,
-        accumulate: bool,
-        cpus: Sequence[int],
-        watchdog_timeout_s: float,
-        available_bytes: Callable[[], int | None] = host_available_bytes,
+        accumulates: bool,
     ) -> None:
         self._sub_groups = sub_groups
         self._transfers = transfers
@@ -83,10 +79,10 @@ class CpuStates:
         """Index of a sub-group -> its position in the shared memory and in the worker's commands."""
         self.squares: dict[int, float] = {}
         """Sums of squares of the gradients that the worker has accumulated or stepped with, as far as results have arrived."""
-        self._speculating = tuple(self.slot[index] for index in speculating)
-        self._copied = tuple(self.slot[index] for index in copied)
+        self._speculating = tuple(slot for index, slot in self.slot.items() if index in room.second)
+        self._copied = tuple(slot for index, slot in self.slot.items() if index in room.copied)
         """Slots of the sub-groups that have a set of states for copies."""
-        self._moments = _FORMATS[states]
+        self._moments = _FORMATS[settings.states]
         self._current = dict.fromkeys(self.indices, 0)
         """Which of its sets of states a sub-group's last accepted step is in."""
         self._speculative: set[int] = set()
@@ -102,7 +98,7 @@ class CpuStates:
         self._client: WorkerClient | None = None
         if self.indices:
             try:
-                self._start(seed, accumulate, cpus, watchdog_timeout_s, available_bytes)
+                self._start(settings, accumulates)
             except BaseException:
                 self.close()
                 raise
@@ -239,23 +235,22 @@ class CpuStates:
         if self._host_weights:
             self._host_weights.close()
 
-    def _start(
-        self,
-        seed: int,
-        accumulate: bool,
-        cpus: Sequence[int],
-        watchdog_timeout_s: float,
-        available_bytes: Callable[[], int | None],
-    ) -> None:
+    def _start(self, settings: Settings, accumulates: bool) -> None:
         library = kernel.library()
         weights = self._sub_groups[self.indices[0]].weights
-        segments = tuple(_segments(self._sub_groups[index], seed) for index in self.indices)
+        segments = tuple(_segments(self._sub_groups[index], settings.seed) for index in self.indices)
         on_host = self._host_weights is not None
-        size = worker.MemorySize(segments, weights.dtype.itemsize, accumulate, self._speculating, self._moments, self._copied, on_host)
-        self._states = SharedStates(size, weights.dtype, pin=self._device.type == "cuda", available_bytes=available_bytes)
+        size = worker.MemorySize(segments, weights.dtype.itemsize, accumulates, self._speculating, self._moments, self._copied, on_host)
+        self._states = SharedStates(size, weights.dtype, pin=self._device.type == "cuda", available_bytes=settings.available_bytes)
         self._states.load_kernel(library)
         self._client = WorkerClient(
-            self._states, self._host_weights, cpus, library, self._transfers.attach, self._on_result, watchdog_timeout_s
+            self._states,
+            self._host_weights,
+            settings.worker_cpus,
+            library,
+            self._transfers.attach,
+            self._on_result,
+            settings.watchdog_timeout_s,
         )
         self._initialize_all()  # so that the worker's many threads are the first to touch the pages
         self._states.pin_staging()

@@ -11,6 +11,8 @@ from superoffload.errors import NonFiniteGradientError
 from superoffload.sub_groups import Gradient, SubGroup
 from superoffload.transfers import Event, Transfers
 
+_CLIPPING_EPSILON = 1e-6
+
 
 class GradientNorm:
     """Sums of squares of a step's gradients, one per sub-group, in double precision.
@@ -102,6 +104,11 @@ class GradientNorm:
                 self._fault = non_finite(self._sub_groups, index, step, poisoned=self._poisons)
                 raise self._fault
         return math.sqrt(sum(squares))
+
+
+def clip_factor(norm: float, limit: float) -> float:
+    """Return the factor that brings a norm within a limit, as ``torch.nn.utils.clip_grad_norm_`` computes it; 1 without a limit (0)."""
+    return min(1.0, limit / (norm + _CLIPPING_EPSILON)) if limit else 1.0
 
 
 def non_finite(sub_groups: Sequence[SubGroup], index: int, step: int, *, poisoned: bool) -> NonFiniteGradientError:

@@ -19,77 +19,36 @@ the old one. Sub-groups without a second set are held back until then. Either wa
 The worker always takes the sub-group that the next forward needs first. What it has not finished when backward is over is needed late, so
 forward hides it.
 
-With several gradient accumulation steps the worker sums the gradients in fp32 on the host. That costs 4 bytes of host memory a parameter
-and none of the GPU's, which offloading is there to save. The 10 bytes of host traffic per parameter and micro-batch are hidden by that
-micro-batch. ``step_policy`` decides how clipping and accumulation combine.
+With several gradient accumulation steps the worker sums the gradients in fp32 on the host. ``step_policy`` decides how clipping and
+accumulation combine.
 
-This module does not depend on DeepSpeed. The states are in ``cpu_states`` and ``gpu_states``, the gradient norm in ``norm``.
+This module does not depend on DeepSpeed. The states are in ``cpu_states`` and ``gpu_states``, the gradient norm in ``norm``. ``arrivals``
+counts gradients, and ``cpu_steps`` has the worker step what is complete.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from msgspec.structs import replace
 
-from so_tui.model.sharding import StatesFormat
-from superoffload import worker
+from superoffload.arrivals import Arrivals
 from superoffload.cpu_states import CpuStates
+from superoffload.cpu_steps import CpuSteps
 from superoffload.errors import NonFiniteGradientError, OffloadError
 from superoffload.gpu_states import GpuStates
+from superoffload.host_room import host_room
 from superoffload.host_weights import HostWeights
 from superoffload.meter import Meter, OffloadStats
-from superoffload.norm import GradientNorm
-from superoffload.shared_memory import host_available_bytes
-from superoffload.speculation import Speculation
+from superoffload.norm import GradientNorm, clip_factor
+from superoffload.settings import Settings
 from superoffload.states_copy import StatesCopy
-from superoffload.step_policy import NormSource, StepPolicy, StepTime, SubGroupAction, step_policy
-from superoffload.sub_groups import (
-    Gradient,
-    SubGroup,
-    check_dtypes,
-    copied_within,
-    second_states_bytes,
-    spare_bytes,
-    speculating_within,
-)
+from superoffload.step_policy import NormSource, StepTime, step_policy
+from superoffload.sub_groups import Gradient, SubGroup, check_dtypes
 from superoffload.transfers import CompletedEvent, Copy, Event, transfers_for
-
-_CLIPPING_EPSILON = 1e-6
-"""As in torch.nn.utils.clip_grad_norm_."""
-
-
-@dataclass(frozen=True)
-class _WholeGradient:
-    """A CPU sub-group's gradient of a whole step."""
-
-    copied: Event
-    """After it, the last micro-batch's gradient is in the staging buffer."""
-    source: worker.GradientSource
-
-
-@dataclass
-class _StepInProgress:
-    """What has arrived since the last step."""
-
-    speculating: frozenset[int]
-    """Sub-groups that are stepped before the norm is known."""
-    micro_batch: int = 0
-    """Counted from 0 within the step."""
-    arrived: dict[int, set[int]] = field(default_factory=dict)
-    """By sub-group: its members with a gradient in this micro-batch."""
-    complete: dict[int, _WholeGradient] = field(default_factory=dict)
-    """CPU sub-groups that were complete at the accumulation boundary."""
-    learning_rates: dict[int, float] = field(default_factory=dict)
-    """Learning rates of the sub-groups that the worker already steps."""
-
-    @property
-    def has_begun(self) -> bool:
-        return bool(self.micro_batch or self.arrived)
 
 
 class SuperOffload:
@@ -98,20 +57,12 @@ class SuperOffload:
     Args:
         sub_groups: All sub-groups of the rank.
         adamw: Steps the GPU sub-groups. Its parameter groups give learning rate, betas, epsilon and weight decay of all sub-groups.
+        settings: How it runs. Second sets of states and copies take no more host memory than the states leave.
         device: What the model computes on.
         host_weights: Where the weights of the CPU sub-groups are, filled, unless they are on the GPU. It is closed with the optimizer.
         gradient_accumulation_steps: Micro-batches per step.
         clipping: Largest norm of a step's gradients, 0 for no limit.
-        speculation_bytes: Most host memory for second sets of states, which only clipping needs. They take no more than the states leave.
-        copies_bytes: Most host memory for copies of states, from which ``copy_states`` lets a checkpoint be written while training goes on.
-            They take no more than the states and the second sets leave.
-        states: Format of the moments in host memory.
-        seed: Selects the random bits by which compact moments are rounded.
-        max_skipped_steps: How many steps in a row may be skipped because their gradients are not finite. Without clipping none can be.
-        cpus: The Adam worker's cores.
         all_reduce: Sums a tensor over all ranks, in place.
-        watchdog_timeout_s: How long the worker may compute without progress.
-        available_bytes: Returns how much host memory this process can still allocate.
 
     Raises:
         OffloadError: If it cannot be started. Nothing is left behind then.
@@ -121,20 +72,13 @@ class SuperOffload:
         self,
         sub_groups: Sequence[SubGroup],
         adamw: torch.optim.AdamW,
+        settings: Settings,
         *,
         device: torch.device,
         host_weights: HostWeights | None = None,
         gradient_accumulation_steps: int,
         clipping: float,
-        speculation_bytes: int = 0,
-        copies_bytes: int = 0,
-        states: StatesFormat = "fp32",
-        seed: int = 0,
-        max_skipped_steps: int = 0,
-        cpus: Sequence[int],
         all_reduce: Callable[[torch.Tensor], None],
-        watchdog_timeout_s: float,
-        available_bytes: Callable[[], int | None] = host_available_bytes,
     ) -> None:
         check_dtypes(sub_groups)
         self.sub_groups = tuple(sub_groups)
@@ -143,56 +87,48 @@ class SuperOffload:
         """Why the last step was skipped; None if it was taken."""
         self.lazy_weights = True
         """If False, ``step`` waits for all weights, as other optimizers do (for comparison)."""
-        self._adamw = adamw
-        self._accumulation_steps = gradient_accumulation_steps
         self.clipping = clipping
         """Largest norm of a step's gradients. May be changed between steps, but not to or from 0."""
-        self._max_skipped_steps = max_skipped_steps
+        self._max_skipped_steps = settings.max_skipped_steps
+        self._skipped_steps = self._skipped_in_a_row = 0
         self._policy = step_policy(gradient_accumulation_steps, clipping)
         """Of sub-groups that do not speculate."""
-        self._speculative_policy = step_policy(gradient_accumulation_steps, clipping, speculates=True)
-        self._speculating: frozenset[int] = frozenset()
-        """Sub-groups that have a second set of states."""
-        spare = spare_bytes(self.sub_groups, available_bytes(), states, accumulates=self._policy.accumulates)
-        on_host = host_weights is not None
-        if clipping and speculation_bytes:
-            most = min(speculation_bytes, spare)
-            self._speculating = frozenset(speculating_within(self.sub_groups, states, most, host_weights=on_host))
-            spare -= second_states_bytes(self.sub_groups, states, self._speculating, host_weights=on_host)
-        copied = copied_within(self.sub_groups, states, self._speculating, min(copies_bytes, spare))
+        accumulates, on_host = self._policy.accumulates, host_weights is not None
+        room = host_room(self.sub_groups, settings, clips=bool(clipping), accumulates=accumulates, host_weights=on_host)
         self._copies_in_use: set[int] = set()
         """Sub-groups whose copy may still be read."""
-        self._speculation = Speculation()
-        self._step = _StepInProgress(self._speculating)
         self._closed = False
         self._transfers = transfers_for(device)
         self._meter = Meter(self._transfers)
-        steps_before_norm = self._policy.step_time is StepTime.GRADIENT_COMPLETE
-        self._norm = GradientNorm(self.sub_groups, device, self._transfers, all_reduce, poisons=steps_before_norm)
-        self._gpu = GpuStates(self.sub_groups, adamw, copied=[index for index in copied if self.sub_groups[index].on_gpu])
+        self._arrivals = Arrivals(self.sub_groups, gradient_accumulation_steps)
+        poisons = self._policy.step_time is StepTime.GRADIENT_COMPLETE
+        self._norm = GradientNorm(self.sub_groups, device, self._transfers, all_reduce, poisons=poisons)
+        self._gpu = GpuStates(self.sub_groups, adamw, copied=[index for index in room.copied if self.sub_groups[index].on_gpu])
         try:
             self._cpu = CpuStates(
                 self.sub_groups,
                 self._transfers,
                 self._meter,
+                settings,
+                room,
                 device=device,
                 host_weights=host_weights,
-                speculating=sorted(self._speculating),
-                copied=[index for index in copied if not self.sub_groups[index].on_gpu],
-                states=states,
-                seed=seed,
-                accumulate=self._policy.accumulates,
-                cpus=cpus,
-                watchdog_timeout_s=watchdog_timeout_s,
-                available_bytes=available_bytes,
+                accumulates=accumulates,
             )
         except BaseException:
             self._gpu.close()
             raise
+        speculative = step_policy(gradient_accumulation_steps, clipping, speculates=True)
+        self._cpu_steps = CpuSteps(self.sub_groups, adamw, self._cpu, self._policy, speculative, room.second)
 
     @property
     def worker_pid(self) -> int | None:
         return self._cpu.worker_pid
+
+    @property
+    def speculating(self) -> frozenset[int]:
+        """The sub-groups that are stepped before the norm is known, in the step in progress."""
+        return self._cpu_steps.speculating
 
     # -- backward ------------------------------------------------------------------------------------------------------------------
 
@@ -205,14 +141,15 @@ class SuperOffload:
             boundary: Whether this is the accumulation boundary: the step's last micro-batch.
         """
         self._check()
+        micro_batch = self._arrivals.micro_batch
         copies: list[Copy] = []
         after: list[Event] = []
         for gradient in gradients:
-            self._register(gradient)
+            self._arrivals.add(gradient)
             index, values = gradient.sub_group, gradient.values.flatten()
             if self.sub_groups[index].on_gpu:
                 begin, _ = self.sub_groups[index].span(gradient.member)
-                self._gpu.add(index, begin, values, first_micro_batch=self._step.micro_batch == 0)
+                self._gpu.add(index, begin, values, first_micro_batch=micro_batch == 0)
             else:
                 copies += self._cpu.stage_gradient(index, gradient.member, values)
                 after += self._cpu.new_weights.copied(index)
@@ -224,81 +161,13 @@ class SuperOffload:
             self._meter.current.d2h.append(transfer)
             copied = transfer.done
         for index in dict.fromkeys(gradient.sub_group for gradient in gradients):
-            if len(self._step.arrived[index]) == len(self.sub_groups[index].names):
-                self._on_complete(index, copied, boundary)
+            if self._arrivals.is_complete(index) and not self.sub_groups[index].on_gpu:
+                self._cpu_steps.on_complete(index, copied, step=self.steps_taken + 1, micro_batch=micro_batch, boundary=boundary)
 
     def end_of_backward(self) -> None:
         """End a micro-batch. Raises OffloadError (``missing-gradient``), with names, if parameters got no gradient."""
         self._check()
-        missing = [
-            name
-            for index, group in enumerate(self.sub_groups)
-            for member, name in enumerate(group.names)
-            if member not in self._step.arrived.get(index, ())
-        ]
-        if missing:
-            shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-            raise OffloadError(
-                f"{len(missing)} trainable parameters got no gradient in step {self.steps_taken + 1}, micro-batch "
-                f"{self._step.micro_batch + 1}: {shown}. Freeze parameters on which the loss does not depend (requires_grad_(False)), "
-                "list blocks of experts in model.leaf_modules, and use activation checkpointing with use_reentrant=False.",
-                code="missing-gradient",
-            )
-        self._step.arrived.clear()
-        self._step.micro_batch += 1
-
-    def _register(self, gradient: Gradient) -> None:
-        arrived = self._step.arrived.setdefault(gradient.sub_group, set())
-        if gradient.member in arrived:
-            name = self.sub_groups[gradient.sub_group].names[gradient.member]
-            raise OffloadError(
-                f"The gradient of {name} arrived twice in one micro-batch. Call backward once per micro-batch.", code="second-gradient"
-            )
-        if self._step.micro_batch >= self._accumulation_steps:
-            raise OffloadError(
-                f"There were more backward passes than the configured {self._accumulation_steps} before a step. "
-                "Set train.gradient_accumulation to the number of micro-batches.",
-                code="too-many-micro-batches",
-            )
-        arrived.add(gradient.member)
-
-    def _on_complete(self, index: int, copied: Event, boundary: bool) -> None:
-        """Handle a sub-group whose gradients of this micro-batch have all arrived; ``copied`` is the event of their last copy."""
-        if self.sub_groups[index].on_gpu:
-            return
-        policy = self._policy_of(index)
-        if boundary:
-            self._step.complete[index] = _WholeGradient(copied, policy.gradient_source(self._step.micro_batch))
-        match policy.on_complete(boundary=boundary):
-            case SubGroupAction.STEP:
-                self._send_step(index, 1.0)
-            case SubGroupAction.SPECULATE:
-                self._send_step(index, 1.0, worker.Operation.SPECULATE)
-            case SubGroupAction.ACCUMULATE:
-                self._cpu.accumulate(index, self.steps_taken + 1, first_micro_batch=self._step.micro_batch == 0, after=copied)
-            case SubGroupAction.HOLD:
-                pass
-
-    def _policy_of(self, index: int) -> StepPolicy:
-        return self._speculative_policy if index in self._step.speculating else self._policy
-
-    def _send_step(self, index: int, scale: float, operation: worker.Operation = worker.Operation.STEP) -> None:
-        group = self._adamw.param_groups[self.sub_groups[index].parameter_group]
-        gradient = self._step.complete[index]
-        command = worker.Command(
-            operation,
-            self._cpu.slot[index],
-            self.steps_taken + 1,
-            gradient=gradient.source,
-            scale=scale,
-            learning_rate=group["lr"],
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            epsilon=group["eps"],
-            weight_decay=group["weight_decay"],
-        )
-        self._step.learning_rates[index] = group["lr"]
-        self._cpu.step(index, command, gradient.copied)
+        self._arrivals.end_micro_batch(self.steps_taken + 1)
 
     # -- step ----------------------------------------------------------------------------------------------------------------------
 
@@ -316,19 +185,19 @@ class SuperOffload:
                 (``learning-rate-changed``).
         """
         self._check()
-        self._check_step()
+        if not self._arrivals.micro_batch or not self._cpu_steps.has_all_gradients:
+            raise OffloadError("step() was called without a complete backward before it.", code="incomplete-backward")
+        self._cpu_steps.check_learning_rates()
         self._norm.last()  # has long been on the host
         try:
             factor = self._clip_factor()
         except NonFiniteGradientError as error:
             self._skip(error)
             return False
-        self._finish_cpu_steps(factor)
+        self._cpu_steps.finish(self.steps_taken + 1, factor)
         self._gpu.step(factor)
         self.steps_taken += 1
-        self.skipped = None
-        if self.clipping:
-            self._speculation.record(within=factor == 1.0, speculated=bool(self._step.speculating))
+        self.skipped, self._skipped_in_a_row = None, 0
         self._begin_step()
         if not self.lazy_weights:
             begin = self._transfers.mark()
@@ -348,14 +217,14 @@ class SuperOffload:
             sub_groups: Those whose weights the current stream uses next. Within the context it is made to wait for them; other streams may
                 be made to wait for others.
         """
-        if self._step.has_begun:  # backward and further micro-batches use the weights that a forward has waited for
+        if self._arrivals.has_begun:  # backward and further micro-batches use the weights that a forward has waited for
             return nullcontext()
         return self._cpu.new_weights.measuring_wait(sub_groups)
 
     def synchronize(self) -> None:
         """Wait until all weights are those of the last step. Raises OffloadError if the states are not sound."""
         self._check()
-        if self._step.has_begun:
+        if self._arrivals.has_begun:
             raise OffloadError(
                 "The optimizer state is in the middle of a step, between backward and step(), and cannot be saved or loaded.",
                 code="middle-of-step",
@@ -371,8 +240,8 @@ class SuperOffload:
 
     def stats(self) -> OffloadStats:
         """Return the times of the last step, from the end of the step before it, and what became of all steps so far."""
-        counts = self._speculation
-        return replace(self._meter.stats(), kept_steps=counts.kept, redone_steps=counts.redone, skipped_steps=counts.skipped)
+        counts = self._cpu_steps.speculation
+        return replace(self._meter.stats(), kept_steps=counts.kept, redone_steps=counts.redone, skipped_steps=self._skipped_steps)
 
     def leave_out_waits(self) -> None:
         """Leave waits since the last step (to save or to evaluate) out of the next step's stats."""
@@ -384,45 +253,23 @@ class SuperOffload:
         self._cpu.close()
         self._gpu.close()
 
-    def _check_step(self) -> None:
-        if len(self._step.complete) != len(self._cpu.indices) or self._step.micro_batch == 0:
-            raise OffloadError("step() was called without a complete backward before it.", code="incomplete-backward")
-        for index, rate in self._step.learning_rates.items():
-            if rate != self._adamw.param_groups[self.sub_groups[index].parameter_group]["lr"]:
-                raise OffloadError(
-                    "The learning rate changed between backward and step. Set it before the step's last backward.",
-                    code="learning-rate-changed",
-                )
-
     def _clip_factor(self) -> float:
         """Return this step's clipping factor. Waits for the norm only if the policy needs it. Raises NonFiniteGradientError."""
-        step, factor = self.steps_taken + self._speculation.skipped + 1, 1.0
+        step, factor = self.steps_taken + self._skipped_steps + 1, 1.0
         begin = self._transfers.mark()
         squares = self._norm.all_rank_squares(self._gpu.gradients(), self._squares_of_worker())
         if self._policy.norm_is_read_before_step:
-            norm = self._norm.read(squares, step)
-            factor = min(1.0, self.clipping / (norm + _CLIPPING_EPSILON)) if self.clipping else 1.0
+            factor = clip_factor(self._norm.read(squares, step), self.clipping)
         self._norm.read_later(squares, step)
         self._meter.current.step_waits.append((begin, self._transfers.mark()))
         return factor
 
-    def _squares_of_worker(self) -> dict[int, float]:
+    def _squares_of_worker(self) -> Mapping[int, float]:
         """Return the sums of squares that only the worker can take, and wait for them."""
         if self._policy.norm_source is NormSource.GPU:
             return {}
         self._cpu.wait_for_squares()
         return self._cpu.squares
-
-    def _finish_cpu_steps(self, factor: float) -> None:
-        """Accept what was stepped before the norm was known, or discard it; step what was discarded or held back."""
-        discarded: Collection[int] = ()
-        if factor == 1.0:
-            self._cpu.accept()
-        else:
-            discarded = self._cpu.discard()
-        for index in self._cpu.in_order_of_use:
-            if index in discarded or self._policy_of(index).step_time is StepTime.NORM_KNOWN:
-                self._send_step(index, factor)
 
     def _skip(self, error: NonFiniteGradientError) -> None:
         """Return to the states of the step before.
@@ -430,17 +277,17 @@ class SuperOffload:
         Raises the error after too many skipped steps in a row, in the very first step, or if the states of the step before are gone.
         """
         self.skipped = error
-        self._speculation.record_skip()
-        for index in self._cpu.discard():
-            self._cpu.restore(index, self.steps_taken, self._step.complete[index].copied)
+        self._skipped_steps += 1
+        self._skipped_in_a_row += 1
+        self._cpu_steps.undo(self.steps_taken)
         self._begin_step()
         self._meter.end_step()
-        too_many = self._speculation.skipped_in_a_row > self._max_skipped_steps
+        too_many = self._skipped_in_a_row > self._max_skipped_steps
         if error.poisoned or too_many or not self.steps_taken:  # weights with which no step has ever succeeded are no good
             raise error
 
     def _begin_step(self) -> None:
-        self._step = _StepInProgress(self._speculating - self._cpu.lent if self._speculation.is_worthwhile else frozenset())
+        self._arrivals.begin_step()
         self._norm.begin_step()
 
     def _check(self) -> None:
@@ -468,7 +315,7 @@ class SuperOffload:
             )
         copies = self._gpu.copies(self._transfers) | self._cpu.copies()
         self._copies_in_use.update(copies)
-        self._step.speculating -= self._cpu.lent
+        self._cpu_steps.leave_out_lent()
         in_order = sorted(copies, key=lambda index: (index not in self._cpu.lent, index))
         return {index: StatesCopy(copies[index], partial(self._release_copy, index)) for index in in_order}
 
@@ -482,15 +329,18 @@ class SuperOffload:
 
     def master_weights(self, index: int) -> torch.Tensor:
         """Return a sub-group's fp32 weights. Call ``synchronize`` before reading them or writing them in place."""
-        return (self._gpu if self.sub_groups[index].on_gpu else self._cpu).master_weights(index)
+        return self._states(index).master_weights(index)
 
     def moments(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a sub-group's first and second moment, in fp32: the state itself or, of compact moments, copies."""
-        return (self._gpu if self.sub_groups[index].on_gpu else self._cpu).moments(index)
+        return self._states(index).moments(index)
 
     def set_moments(self, index: int, first: torch.Tensor, second: torch.Tensor) -> None:
         """Set a sub-group's moments. Compact ones are rounded to nearest, and what ``moments`` returned is not rounded at all."""
-        (self._gpu if self.sub_groups[index].on_gpu else self._cpu).set_moments(index, first, second)
+        self._states(index).set_moments(index, first, second)
+
+    def _states(self, index: int) -> GpuStates | CpuStates:
+        return self._gpu if self.sub_groups[index].on_gpu else self._cpu
 
     def set_steps_taken(self, steps: int) -> None:
         """Set the step count of all sub-groups, after loading their states."""

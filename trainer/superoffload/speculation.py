@@ -19,12 +19,10 @@ class Speculation:
     Attributes:
         kept: Steps so far in which sub-groups were stepped early and the norm was within the limit.
         redone: Those in which it was not, so that these sub-groups were stepped again from the old states.
-        skipped: Steps so far whose gradient was not finite.
-        skipped_in_a_row: The last of them, up to now.
     """
 
     def __init__(self) -> None:
-        self.kept = self.redone = self.skipped = self.skipped_in_a_row = 0
+        self.kept = self.redone = 0
         self._within: deque[bool] = deque(maxlen=REMEMBERED)
 
     @property
@@ -35,12 +33,6 @@ class Speculation:
     def record(self, *, within: bool, speculated: bool) -> None:
         """Record a step whose norm was within the limit, or exceeded it; ``speculated``: whether sub-groups had been stepped early."""
         self._within.append(within)
-        self.skipped_in_a_row = 0
         if speculated:
             self.kept += within
             self.redone += not within
-
-    def record_skip(self) -> None:
-        """Record a step whose gradient was not finite."""
-        self.skipped += 1
-        self.skipped_in_a_row += 1

@@ -2,7 +2,9 @@
 
 Clipping needs the norm of all gradients before any sub-group's step is final. A sub-group that has a second set of states is stepped
 before that all the same, as if the norm were within the limit (``speculation``); the others are held back. Gradient accumulation sums
-gradients on the host, so only the Adam worker sees a whole gradient. The three together decide everything below:
+gradients in fp32 on the host, so only the Adam worker sees a whole gradient. That costs 4 bytes of host memory a parameter and none of the
+GPU's, which offloading is there to save; the 10 bytes of host traffic per parameter and micro-batch are hidden by that micro-batch. The
+three together decide everything below:
 
     gradient      clipping  speculates  a CPU sub-group is stepped        the worker finds its       norm is taken
     accumulation                                                          gradient in

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from so_tui.model.sharding import StatesFormat, copied, copy_bytes, speculating, speculation_bytes, state_bytes
 from superoffload.errors import OffloadError
-
-_ROUNDING_BYTES = 16 << 20
-"""The arrays' alignment takes less."""
 
 
 @dataclass(frozen=True)
@@ -68,36 +63,6 @@ class SubGroupState:
     set_moments: Callable[[torch.Tensor, torch.Tensor], None]
     step: int
     set_step: Callable[[int], None]
-
-
-def spare_bytes(sub_groups: Sequence[SubGroup], available_bytes: int | None, states: StatesFormat, *, accumulates: bool) -> int:
-    """Return the host memory that the states of the CPU sub-groups leave; no limit where the available memory is not known."""
-    if available_bytes is None:
-        return sys.maxsize
-    each = state_bytes(sub_groups[0].weights.dtype.itemsize, states, accumulates=accumulates)
-    needed = each * sum(group.weights.numel() for group in sub_groups if not group.on_gpu)
-    return max(0, available_bytes - int(needed) - _ROUNDING_BYTES)
-
-
-def speculating_within(sub_groups: Sequence[SubGroup], states: StatesFormat, budget_bytes: int, *, host_weights: bool) -> list[int]:
-    """Return the CPU sub-groups that can have a second set of states within this much host memory."""
-    on_cpu = sorted((index for index, group in enumerate(sub_groups) if not group.on_gpu), key=lambda index: sub_groups[index].first_use)
-    numels = [sub_groups[index].weights.numel() for index in on_cpu]
-    each = speculation_bytes(sub_groups[0].weights.dtype.itemsize, states, host_weights=host_weights)
-    chosen = speculating(numels, int(budget_bytes / each))
-    return [on_cpu[position] for position in chosen]
-
-
-def second_states_bytes(sub_groups: Sequence[SubGroup], states: StatesFormat, second: Collection[int], *, host_weights: bool) -> int:
-    """Return the host memory that these second sets of states take."""
-    each = speculation_bytes(sub_groups[0].weights.dtype.itemsize, states, host_weights=host_weights)
-    return int(each * sum(sub_groups[index].weights.numel() for index in second))
-
-
-def copied_within(sub_groups: Sequence[SubGroup], states: StatesFormat, second: Collection[int], budget_bytes: int) -> list[int]:
-    """Return the sub-groups that can have room for a copy of their states within this much host memory; ``second``: with second states."""
-    sizes = [copy_bytes("fp32" if group.on_gpu else states) * group.weights.numel() for group in sub_groups]
-    return list(copied(sizes, second, budget_bytes))
 
 
 def check_dtypes(sub_groups: Sequence[SubGroup]) -> None:

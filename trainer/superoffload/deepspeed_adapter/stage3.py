@@ -100,19 +100,12 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             self.core = SuperOffload(
                 [self._sub_group(index, index < on_gpu, order) for index in range(len(numels))],
                 self.optimizer,
+                settings,
                 device=device,
                 host_weights=host_weights,
                 gradient_accumulation_steps=self.gradient_accumulation_steps,
                 clipping=self.clip_grad,
-                speculation_bytes=settings.speculation_bytes,
-                copies_bytes=settings.copies_bytes,
-                states=settings.states,
-                seed=settings.seed,
-                max_skipped_steps=settings.max_skipped_steps,
-                cpus=settings.worker_cpus,
                 all_reduce=lambda values: comm.all_reduce(values, group=self.dp_process_group),
-                watchdog_timeout_s=settings.watchdog_timeout_s,
-                available_bytes=settings.available_bytes,
             )
         except BaseException:
             if host_weights:

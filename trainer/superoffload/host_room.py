@@ -1,0 +1,65 @@
+"""What host memory has room for besides the states: second sets of states, and copies from which a checkpoint is written."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from so_tui.model.sharding import StatesFormat, copied, copy_bytes, speculating, speculation_bytes, state_bytes
+from superoffload.settings import Settings
+from superoffload.sub_groups import SubGroup
+
+_ROUNDING_BYTES = 16 << 20
+"""The arrays' alignment takes less."""
+
+
+@dataclass(frozen=True)
+class HostRoom:
+    """Sub-groups that have more than one set of states."""
+
+    second: frozenset[int]
+    """CPU sub-groups with a second set, so that they can be stepped before the gradient norm is known."""
+    copied: tuple[int, ...]
+    """Sub-groups with room for a copy of their states."""
+
+
+def host_room(sub_groups: Sequence[SubGroup], settings: Settings, *, clips: bool, accumulates: bool, host_weights: bool) -> HostRoom:
+    """Share out what the states of the CPU sub-groups leave of the host's memory: second sets first, then copies.
+
+    Args:
+        sub_groups: All sub-groups of the rank.
+        settings: How much of it each may take at most.
+        clips: Whether gradients are clipped; only then are second sets of use.
+        accumulates: Whether the states include accumulated gradients.
+        host_weights: Whether the weights of the CPU sub-groups are in host memory.
+    """
+    spare = _spare_bytes(sub_groups, settings.available_bytes(), settings.states, accumulates=accumulates)
+    second: frozenset[int] = frozenset()
+    if clips and settings.speculation_bytes:
+        each = speculation_bytes(sub_groups[0].weights.dtype.itemsize, settings.states, host_weights=host_weights)
+        second = _speculating_within(sub_groups, each, min(settings.speculation_bytes, spare))
+        spare -= int(each * sum(sub_groups[index].weights.numel() for index in second))
+    return HostRoom(second, _copied_within(sub_groups, settings.states, second, min(settings.copies_bytes, spare)))
+
+
+def _spare_bytes(sub_groups: Sequence[SubGroup], available_bytes: int | None, states: StatesFormat, *, accumulates: bool) -> int:
+    """Return the host memory that the states of the CPU sub-groups leave; no limit where the available memory is not known."""
+    if available_bytes is None:
+        return sys.maxsize
+    each = state_bytes(sub_groups[0].weights.dtype.itemsize, states, accumulates=accumulates)
+    needed = each * sum(group.weights.numel() for group in sub_groups if not group.on_gpu)
+    return max(0, available_bytes - int(needed) - _ROUNDING_BYTES)
+
+
+def _speculating_within(sub_groups: Sequence[SubGroup], each_bytes: float, budget_bytes: int) -> frozenset[int]:
+    """Return the CPU sub-groups that can have a second set of states, of ``each_bytes`` a parameter, within this much host memory."""
+    on_cpu = sorted((index for index, group in enumerate(sub_groups) if not group.on_gpu), key=lambda index: sub_groups[index].first_use)
+    numels = [sub_groups[index].weights.numel() for index in on_cpu]
+    return frozenset(on_cpu[position] for position in speculating(numels, int(budget_bytes / each_bytes)))
+
+
+def _copied_within(sub_groups: Sequence[SubGroup], states: StatesFormat, second: Collection[int], budget_bytes: int) -> tuple[int, ...]:
+    """Return the sub-groups that can have room for a copy of their states within this much host memory; ``second``: with second states."""
+    sizes = [copy_bytes("fp32" if group.on_gpu else states) * group.weights.numel() for group in sub_groups]
+    return tuple(copied(sizes, second, budget_bytes))
