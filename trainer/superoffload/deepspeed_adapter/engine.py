@@ -20,7 +20,7 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 from deepspeed.utils import z3_leaf_module
 from packaging.version import Version
 
-from superoffload.deepspeed_adapter import stage3, streaming
+from superoffload.deepspeed_adapter import checkpoints, streaming
 from superoffload.deepspeed_adapter.stage3 import SuperOffloadStage3
 from superoffload.errors import OffloadError
 from superoffload.optimizer import SuperOffload
@@ -216,7 +216,7 @@ def _first_step(inner: Any, master_weights: torch.Tensor) -> int | torch.Tensor:
 
 def publish_weights(engine: Engine) -> None:
     """Cast the master weights to the weights on all ranks, after loading them."""
-    stage3.publish_weights(engine.optimizer, [(state.weights, state.master_weights) for state in sub_group_states(engine)])
+    checkpoints.publish_weights(engine.optimizer, [(state.weights, state.master_weights) for state in sub_group_states(engine)])
 
 
 def set_learning_rate(engine: Engine, learning_rate: float) -> None:

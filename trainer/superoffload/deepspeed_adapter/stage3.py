@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,17 +10,13 @@ from typing import Any
 import torch
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
-from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DICT, PARTITION_COUNT, ZERO_STAGE
 from deepspeed.runtime.superoffload import superoffload_stage3
 from deepspeed.runtime.torch_autocast import sort_dtypes
-from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.utils import z3_leaf_module
 
 from so_tui.model.sharding import gpu_sub_groups, sub_group_slices
-from superoffload.conversion import deepspeed_states
-from superoffload.deepspeed_adapter import streaming
+from superoffload.deepspeed_adapter import checkpoints, streaming
+from superoffload.deepspeed_adapter.waits import Waits
 from superoffload.errors import OffloadError
 from superoffload.optimizer import SuperOffload
 from superoffload.settings import Settings
@@ -61,7 +57,6 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 
     def __init__(self, settings: Settings, *arguments: Any, **keywords: Any) -> None:
         self._settings = settings
-        self._originals: list[tuple[Any, str, Any]] = []
         super().__init__(*arguments, **keywords)
 
     def _configure_offloading(self, offload_optimizer_config: Any, offload_param_config: Any) -> None:
@@ -123,8 +118,9 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         # Other methods of the base class expect these attributes.
         self.grad_partitions_flat_buffer = None
         self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition: dict[int, torch.Tensor] = {}
-        self._wait_for_weights_before_all_gather()
-        self._measure_waits_before_layers()
+        self._waits = Waits(self.core, {ds_id: index for ds_id, (index, _) in self._member.items()})
+        self._waits.before_all_gather(self.module)
+        self._waits.before_layers(self.parameter_offload.get_param_coordinator())
         comm.barrier()
 
     def _sub_group(self, index: int, on_gpu: bool, order: Mapping[int, int]) -> SubGroup:
@@ -146,45 +142,6 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             places=tuple(rank * parameter.partition_numel() for parameter in parameters),
             first_use=min(order[parameter.ds_id] for parameter in parameters),
         )
-
-    def _wait_for_weights_before_all_gather(self) -> None:
-        """Wrap the two functions with which DeepSpeed all-gathers a parameter, so that both wait for its new weights and find them."""
-
-        def waiting(function: Callable[..., Any], own: Any) -> Callable[..., Any]:
-            def all_gather(param_list: Any = None, *arguments: Any, **keywords: Any) -> Any:
-                parameters = [own] if param_list is None else list(param_list)
-                self.core.wait_for_weights(
-                    {self._member[parameter.ds_id][0] for parameter in parameters if parameter.ds_id in self._member}
-                )
-                return streaming.gather(function, parameters, *arguments, **keywords)
-
-            return all_gather
-
-        for parameter in self.module.parameters():
-            for name in ("all_gather", "all_gather_coalesced"):
-                original = getattr(parameter, name)
-                self._originals.append((parameter, name, original))
-                setattr(parameter, name, waiting(original, parameter))
-
-    def _measure_waits_before_layers(self) -> None:
-        """Wrap the function with which DeepSpeed makes the computing stream wait for a layer's weights.
-
-        On a GPU the all-gathers, and their waits, are in a stream of their own: how long they take says nothing about the computation.
-        """
-        coordinator = self.parameter_offload.get_param_coordinator()
-        fetch: Callable[[Any, bool], None] = coordinator.fetch_sub_module
-        sub_groups: dict[int, frozenset[int]] = {}
-
-        def measured_fetch(current_submodule: Any, forward: bool) -> None:
-            key = current_submodule.ds_id
-            if key not in sub_groups:
-                parameters = iter_params(current_submodule, recurse=z3_leaf_module(current_submodule))
-                sub_groups[key] = frozenset(self._member[each.ds_id][0] for each in parameters if each.ds_id in self._member)
-            with self.core.measuring_wait(sub_groups[key]):
-                fetch(current_submodule, forward)
-
-        self._originals.append((coordinator, "fetch_sub_module", fetch))
-        coordinator.fetch_sub_module = measured_fetch
 
     def partition_grads(self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]) -> None:
         gradients = [
@@ -267,18 +224,7 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         They are copies, 12 bytes of host memory a parameter. ``superoffload.save_state`` needs none.
         """
         self.core.synchronize()
-        moments = [self.core.moments(index) for index in range(len(self.core.sub_groups))]
-        state = {
-            index: {"step": self.core.steps_taken, "exp_avg": first.cpu().clone(), "exp_avg_sq": second.cpu().clone()}
-            for index, (first, second) in enumerate(moments)
-        }
-        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups]
-        return {
-            ZERO_STAGE: ZeroStageEnum.weights,
-            PARTITION_COUNT: self.partition_count,
-            OPTIMIZER_STATE_DICT: {"state": state, "param_groups": groups},
-            FP32_FLAT_GROUPS: [self.core.master_weights(index).cpu().clone() for index in state],
-        }
+        return checkpoints.to_state_dict(self.core, self.optimizer.param_groups, self.partition_count)
 
     def load_state_dict(
         self, state_dict_list: Any, load_optimizer_states: bool = True, *arguments: Any, checkpoint_folder: str | None = None, **others: Any
@@ -296,54 +242,14 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
                 (``other-parameters``) or cannot be read (codes of ``deepspeed_states``).
         """
         self.core.synchronize()
-        if checkpoint_folder:
-            self._load_universal(Path(checkpoint_folder), moments=load_optimizer_states)
-            return
-        saved = state_dict_list[comm.get_rank(group=self.dp_process_group)]
-        flat, optimizer_state = saved[FP32_FLAT_GROUPS], saved[OPTIMIZER_STATE_DICT]
-        here = [group.weights.numel() for group in self.core.sub_groups]
-        if [weights.numel() for weights in flat] != here:
-            raise OffloadError(
-                f"The checkpoint has {len(flat)} sub-groups, of other sizes than the {len(here)} here: its sub_group_size or its number of "
-                "ranks was another. superoffload.load_state loads what superoffload.save_state saved with any.",
-                code="other-sub-groups",
-            )
-        for index, weights in enumerate(flat):
-            self.core.master_weights(index).copy_(weights)
-            if load_optimizer_states:
-                state = optimizer_state["state"][index]
-                self.core.set_moments(index, state["exp_avg"], state["exp_avg_sq"])
-        if load_optimizer_states:
-            for group, values in zip(self.optimizer.param_groups, optimizer_state["param_groups"], strict=True):
-                group.update(values)
-            self.core.set_steps_taken(max((int(state["step"]) for state in optimizer_state["state"].values()), default=0))
-        publish_weights(self, [(group.weights, self.core.master_weights(index)) for index, group in enumerate(self.core.sub_groups)])
-
-    def _load_universal(self, folder: Path, *, moments: bool) -> None:
-        saved = deepspeed_states(folder)
-        places = {
-            name: (index, group.span(member)) for index, group in enumerate(self.core.sub_groups) for member, name in enumerate(group.names)
-        }
-        numels = {self.param_names[parameter]: parameter.ds_numel for group in self.fp16_groups for parameter in group}
-        if dict(saved.numels) != numels:
-            names = sorted(name for name in saved.numels.keys() | numels.keys() if saved.numels.get(name) != numels.get(name))
-            message = f"{folder} is of another model: {len(names)} parameters differ in name or size, {', '.join(names[:3])} first."
-            raise OffloadError(message, code="other-parameters")
         rank = comm.get_rank(group=self.dp_process_group)
-        found = (
-            [[torch.zeros(group.weights.numel()) for _ in range(2)] for group in self.core.sub_groups] if moments and saved.moments else []
-        )
-        for states in saved.read():
-            index, (begin, end) = places[states.name]
-            kinds = [self.core.master_weights(index), *(found[index] if found else ())]
-            for target, whole in zip(kinds, (states.master_weights, *(states.moments or ())), strict=False):
-                shard = whole[rank * (end - begin) : (rank + 1) * (end - begin)]
-                target[begin : begin + len(shard)].copy_(shard)
-        for index, (first, second) in enumerate(found):
-            self.core.set_moments(index, first, second)
-        if found:
-            self.core.set_steps_taken(saved.adam_step)
-        publish_weights(self, [(group.weights, self.core.master_weights(index)) for index, group in enumerate(self.core.sub_groups)])
+        if checkpoint_folder:
+            numels = {self.param_names[parameter]: parameter.ds_numel for group in self.fp16_groups for parameter in group}
+            checkpoints.load_universal(self.core, Path(checkpoint_folder), numels, rank, moments=load_optimizer_states)
+        else:
+            checkpoints.load_state_dict(self.core, self.optimizer.param_groups, state_dict_list[rank], moments=load_optimizer_states)
+        states = [(group.weights, self.core.master_weights(index)) for index, group in enumerate(self.core.sub_groups)]
+        checkpoints.publish_weights(self, states)
 
     def destroy(self) -> None:
         self.release()
@@ -353,21 +259,4 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         """End the worker, release the memory and all references to it, and restore DeepSpeed's functions."""
         self.core.close()
         self.fp32_partitioned_groups_flat = []
-        for owner, name, original in self._originals:
-            setattr(owner, name, original)
-        self._originals.clear()
-
-
-def publish_weights(optimizer: Any, states: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Cast the master weights to the weights, and update the parameters that every rank holds whole (persistent ones).
-
-    Args:
-        optimizer: A ZeRO-3 optimizer.
-        states: (weights, master weights) of each of its sub-groups.
-    """
-    optimizer._partition_all_parameters()
-    for index, (weights, master_weights) in enumerate(states):
-        weights.copy_(master_weights)
-        optimizer._unflatten_partitioned_parameters(index)
-    if optimizer.persistent_parameters:
-        optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+        self._waits.restore()
