@@ -24,7 +24,10 @@ def kernel_rows(numel: int) -> list[dict[str, Any]]:
     import torch
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
-    from superoffload import kernel, worker
+    from superoffload import kernel
+    from superoffload.adam import Kernel
+    from superoffload.commands import Command, GradientSource, Operation
+    from superoffload.memory_layout import MemorySize, Moments, Segment, layout
 
     torch.set_num_threads(cores)
     rows = []
@@ -43,27 +46,27 @@ def kernel_rows(numel: int) -> list[dict[str, Any]]:
         print(json.dumps(row), flush=True)
 
     library = str(kernel.library())
-    step = worker.Command(worker.Operation.STEP, 0, 3, learning_rate=1e-5, beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01)
+    step = Command(Operation.STEP, 0, 3, learning_rate=1e-5, beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01)
     for weight_bytes, label in ((2, "bf16"), (4, "fp32")):
-        size = worker.MemorySize(((worker.Segment(numel),),), weight_bytes, True, (0,))
-        memory = mmap.mmap(-1, worker.layout(size).bytes)
-        ours = worker.Kernel(library, memory, size)
-        accumulate = worker.Command(worker.Operation.ACCUMULATE, 0)
-        summed = step._replace(gradient=worker.GradientSource.ACCUMULATED_AND_STAGING)
-        timed(f"ours-begin-{label}", 16 + weight_bytes, partial(ours.run, worker.Command(worker.Operation.INITIALIZE, 0)))
+        size = MemorySize(((Segment(numel),),), weight_bytes, True, (0,))
+        memory = mmap.mmap(-1, layout(size).bytes)
+        ours = Kernel(library, memory, size)
+        accumulate = Command(Operation.ACCUMULATE, 0)
+        summed = step._replace(gradient=GradientSource.ACCUMULATED_AND_STAGING)
+        timed(f"ours-begin-{label}", 16 + weight_bytes, partial(ours.run, Command(Operation.INITIALIZE, 0)))
         timed(f"ours-step-{label}", 24 + 2 * weight_bytes, partial(ours.run, step))
-        timed(f"ours-speculate-{label}", 24 + 2 * weight_bytes, partial(ours.run, step._replace(operation=worker.Operation.SPECULATE)))
+        timed(f"ours-speculate-{label}", 24 + 2 * weight_bytes, partial(ours.run, step._replace(operation=Operation.SPECULATE)))
         timed(f"ours-accumulate-{label}", 8 + weight_bytes, partial(ours.run, accumulate))
         timed(f"ours-step-accumulated-{label}", 28 + 2 * weight_bytes, partial(ours.run, summed))
-        first_moment = np.frombuffer(memory, np.float32, numel, worker.layout(size).states[0].first_moment[0])
+        first_moment = np.frombuffer(memory, np.float32, numel, layout(size).states[0].first_moment[0])
         first_moment[: int(AGED_FRACTION * numel)] = np.finfo(np.float32).smallest_subnormal
         timed(f"ours-step-{label}-aged", 24 + 2 * weight_bytes, partial(ours.run, step))
         del first_moment, ours, memory
-    for moments, bytes_moved in ((worker.Moments.BF16, 20), (worker.Moments.INT8, 16)):
-        size = worker.MemorySize(((worker.Segment(numel),),), 2, False, (0,), moments)
-        ours = worker.Kernel(library, mmap.mmap(-1, worker.layout(size).bytes), size)
-        ours.run(worker.Command(worker.Operation.INITIALIZE, 0))
-        speculative = step._replace(operation=worker.Operation.SPECULATE)
+    for moments, bytes_moved in ((Moments.BF16, 20), (Moments.INT8, 16)):
+        size = MemorySize(((Segment(numel),),), 2, False, (0,), moments)
+        ours = Kernel(library, mmap.mmap(-1, layout(size).bytes), size)
+        ours.run(Command(Operation.INITIALIZE, 0))
+        speculative = step._replace(operation=Operation.SPECULATE)
         for operation, command in (("step", step), ("speculate", speculative)):
             timed(f"ours-{operation}-{moments.name.lower()}-moments", bytes_moved, partial(ours.run, command))
     theirs = CPUAdamBuilder().load()

@@ -18,11 +18,13 @@ from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimiz
 
 import superoffload
 from so_tui.model.sharding import MOMENT_BLOCK, StatesFormat, state_bytes
-from superoffload import kernel, worker
+from superoffload import kernel
+from superoffload.adam import Kernel
 from superoffload.checkpoint import Manifest, SubGroupRecord
+from superoffload.commands import Command, Operation
 from superoffload.deepspeed_adapter.engine import sub_group_states
+from superoffload.memory_layout import BLOCK, MemorySize, Moments, Segment, layout
 from superoffload.resharding import Rounded, rounded
-from superoffload.worker import BLOCK, Moments, Segment
 from tests.support import engine as support
 from tests.support.reference_adamw import core_of
 
@@ -42,26 +44,26 @@ class States:
     """One sub-group of bf16 weights in memory of its own, and the kernel that steps it."""
 
     def __init__(self, moments: Moments, segments: Sequence[Segment] = (Segment(NUMEL, 0, 5),), *, speculating: bool = False) -> None:
-        size = worker.MemorySize((tuple(segments),), 2, False, (0,) if speculating else (), moments)
+        size = MemorySize((tuple(segments),), 2, False, (0,) if speculating else (), moments)
         (self.numel,) = size.numels
-        memory = mmap.mmap(-1, worker.layout(size).bytes)
+        memory = mmap.mmap(-1, layout(size).bytes)
         with kernel.opened(kernel.library()) as descriptor:
-            self.kernel = worker.Kernel(kernel.loadable(descriptor), memory, size)
-        own, (blocks,) = worker.layout(size).states[0], size.blocks
+            self.kernel = Kernel(kernel.loadable(descriptor), memory, size)
+        own, (blocks,) = layout(size).states[0], size.blocks
         self.codes = [np.frombuffer(memory, np.uint8, self.numel, start[0]) for start in (own.first_moment, own.second_moment)]
         self.exponents = [np.frombuffer(memory, np.uint8, blocks, start[0]) for start in (own.first_exponents, own.second_exponents)]
-        self._staging = np.frombuffer(memory, np.uint16, self.numel, worker.layout(size).staging[0])
+        self._staging = np.frombuffer(memory, np.uint16, self.numel, layout(size).staging[0])
         self._weights = [
             np.frombuffer(memory, np.float32, self.numel, states.master_weights[0]) if not which or speculating else np.empty(0)
-            for which, states in enumerate(worker.layout(size).states[:2])
+            for which, states in enumerate(layout(size).states[:2])
         ]
         self._staging[:] = 0x3F80  # 1.0
-        self.kernel.run(worker.Command(worker.Operation.INITIALIZE, 0))
+        self.kernel.run(Command(Operation.INITIALIZE, 0))
 
-    def run(self, number: int, gradient: Floats, operation: worker.Operation = worker.Operation.STEP) -> None:
+    def run(self, number: int, gradient: Floats, operation: Operation = Operation.STEP) -> None:
         self._staging[:] = (gradient.view(np.uint32) >> 16).astype(np.uint16)
         settings: dict[str, float] = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "weight_decay": 0.01}
-        self.kernel.run(worker.Command(operation, 0, number, **cast(Any, settings)))
+        self.kernel.run(Command(operation, 0, number, **cast(Any, settings)))
 
     def found(self, which: int = 0) -> tuple[Floats, Floats, Floats]:
         """Return copies of weights and moments."""
@@ -184,7 +186,7 @@ def test_a_speculative_step_has_the_bits_of_a_step_in_place(moments: Moments) ->
     for number in range(1, 4):
         states.run(number, gradients(states.numel, number))
     before = states.found()
-    states.run(4, gradients(states.numel, 4), worker.Operation.SPECULATE)
+    states.run(4, gradients(states.numel, 4), Operation.SPECULATE)
     speculated = states.found(1)
     assert same(states.found(), before)
     states.run(4, gradients(states.numel, 4))
@@ -244,8 +246,8 @@ def test_the_memory_is_as_large_as_the_plan_says(states: StatesFormat, accumulat
     """Of a sub-group as large as they are in practice."""
     numel = 100_000_000
     moments = {"fp32": Moments.FP32, "bf16-moments": Moments.BF16, "int8-moments": Moments.INT8}[states]
-    size = worker.MemorySize(((Segment(numel),),), 2, accumulation > 1, (), moments)
-    assert worker.layout(size).bytes == pytest.approx(state_bytes(2, states, accumulates=accumulation > 1) * numel, rel=0.005)
+    size = MemorySize(((Segment(numel),),), 2, accumulation > 1, (), moments)
+    assert layout(size).bytes == pytest.approx(state_bytes(2, states, accumulates=accumulation > 1) * numel, rel=0.005)
 
 
 def trained(states: StatesFormat, data: list[torch.Tensor], folder: Path, poisoned: int = 0, **settings: Any) -> tuple[Any, ...]:

@@ -9,7 +9,10 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from superoffload import kernel, worker
+from superoffload import kernel
+from superoffload.adam import Kernel
+from superoffload.commands import Command, Operation
+from superoffload.memory_layout import MemorySize, Segment, layout
 
 NUMEL = 3 * (1 << 16) + 77
 """More than one chunk for each of two threads, and a remainder."""
@@ -23,20 +26,20 @@ class States:
     """One sub-group of fp32 weights in memory of its own, and the kernel that steps it."""
 
     def __init__(self, weights: Floats) -> None:
-        size = worker.MemorySize(((worker.Segment(NUMEL),),), 4, accumulate=False)
-        sizes = worker.layout(size)
+        size = MemorySize(((Segment(NUMEL),),), 4, accumulate=False)
+        sizes = layout(size)
         memory = mmap.mmap(-1, sizes.bytes)
         with kernel.opened(kernel.library()) as descriptor:
-            self._kernel = worker.Kernel(kernel.loadable(descriptor), memory, size)
+            self._kernel = Kernel(kernel.loadable(descriptor), memory, size)
         starts = (sizes.staging, *sizes.states[0][:3])
         self.staging, self.weights, self.first, self.second = (np.frombuffer(memory, np.float32, NUMEL, start[0]) for start in starts)
         self.staging[:] = weights
-        self._kernel.run(worker.Command(worker.Operation.INITIALIZE, 0))
+        self._kernel.run(Command(Operation.INITIALIZE, 0))
 
     def step(self, number: int, gradient: Floats) -> None:
         self.staging[:] = gradient
         settings = {"learning_rate": LEARNING_RATE, "beta1": BETAS[0], "beta2": BETAS[1], "epsilon": EPSILON, "weight_decay": WEIGHT_DECAY}
-        self._kernel.run(worker.Command(worker.Operation.STEP, 0, number, **settings))  # type: ignore[arg-type]
+        self._kernel.run(Command(Operation.STEP, 0, number, **settings))  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ import torch
 import superoffload
 from so_tui.machine.memory import available_bytes
 from so_tui.machine.system_files import SystemFiles
+from superoffload.memory_layout import MemorySize, Segment
 from superoffload.shared_states import MEMORY_NAME, SharedStates
-from superoffload.worker import MemorySize, Segment
 
 SHARED = Path("/dev/shm")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from superoffload.commands import GradientSource
 from superoffload.step_policy import NormSource, StepTime, SubGroupAction, step_policy
-from superoffload.worker import GradientSource
 
 EARLY, SPECULATIVE, HELD_BACK = StepTime.GRADIENT_COMPLETE, StepTime.SPECULATIVE, StepTime.NORM_KNOWN
 

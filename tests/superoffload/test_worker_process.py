@@ -20,9 +20,10 @@ from so_tui.plan.timing import ACCUMULATE_BYTES, ADAM_BYTES
 from so_tui.plan.types import MemoryPolicy
 from so_tui_trainer import binding
 from superoffload import worker
+from superoffload.commands import Command, GradientSource, Operation, bytes_moved
+from superoffload.memory_layout import Moments
 from superoffload.shared_states import MEMORY_NAME
 from superoffload.transfers import HostTransfers, Transfer
-from superoffload.worker import Command, GradientSource, Moments, Operation, bytes_moved
 from tests.support import engine as support
 
 

@@ -32,8 +32,9 @@ def test_the_kernel_computes_adamw_on_aarch64_and_flushes_denormals(
         pytest.skip("this CPU has no SVE2")
     numpy = pytest.importorskip("numpy")
     pytest.importorskip("torch")  # which the package of the kernel imports
+    from superoffload.adam import adamw_scalars
+    from superoffload.commands import Command, Operation
     from superoffload.kernel import FLAGS, SOURCE
-    from superoffload.worker import Command, Operation, adamw_scalars
 
     program = tmp_path / "adam_step"
     flags = [flag for flag in FLAGS if flag not in ("-march=native", "-shared", "-fPIC")]

@@ -28,10 +28,12 @@ from functools import partial
 import torch
 
 from so_tui.model.sharding import StatesFormat
-from superoffload import kernel, worker
+from superoffload import kernel
+from superoffload.commands import Command, Operation, Result, StatesSet, bytes_moved
 from superoffload.errors import OffloadError
 from superoffload.host_room import HostRoom
 from superoffload.host_weights import HostWeights
+from superoffload.memory_layout import MemorySize, Moments, Segment
 from superoffload.meter import Meter
 from superoffload.new_weights import NewWeights
 from superoffload.norm import non_finite
@@ -42,10 +44,10 @@ from superoffload.sub_groups import SubGroup
 from superoffload.transfers import CompletedEvent, Copy, Event, Transfers
 from superoffload.worker_client import WorkerClient
 
-_FORMATS: dict[StatesFormat, worker.Moments] = {
-    "fp32": worker.Moments.FP32,
-    "bf16-moments": worker.Moments.BF16,
-    "int8-moments": worker.Moments.INT8,
+_FORMATS: dict[StatesFormat, Moments] = {
+    "fp32": Moments.FP32,
+    "bf16-moments": Moments.BF16,
+    "int8-moments": Moments.INT8,
 }
 
 
@@ -87,7 +89,7 @@ class CpuStates:
         """Which of its sets of states a sub-group's last accepted step is in."""
         self._speculative: set[int] = set()
         """Sub-groups with a speculative step that was neither accepted nor discarded."""
-        self._pending: dict[int, set[int]] = {operation: set() for operation in worker.Operation}
+        self._pending: dict[int, set[int]] = {operation: set() for operation in Operation}
         """By operation: sub-groups for which the worker has not done it yet. A speculative step is dropped when it is discarded."""
         self._deciding = threading.Lock()
         """Held while a speculative step's result is handled, and while speculative steps are discarded."""
@@ -114,8 +116,8 @@ class CpuStates:
 
     def stage_gradient(self, index: int, member: int, values: torch.Tensor) -> list[Copy]:
         """Return the copies that bring a gradient into the staging buffer. They must wait for ``new_weights.copied``."""
-        if index in self._pending[worker.Operation.ACCUMULATE]:  # rarely: the command was sent before a whole forward pass
-            self._wait(lambda: index not in self._pending[worker.Operation.ACCUMULATE])
+        if index in self._pending[Operation.ACCUMULATE]:  # rarely: the command was sent before a whole forward pass
+            self._wait(lambda: index not in self._pending[Operation.ACCUMULATE])
         staging = self._staging(index)
         begin, end = self._sub_groups[index].span(member)
         after = begin + values.numel()
@@ -126,13 +128,13 @@ class CpuStates:
 
     def accumulate(self, index: int, step: int, *, first_micro_batch: bool, after: Event) -> None:
         """Have the worker accumulate the gradient in the staging buffer. The first micro-batch overwrites the step before's sum."""
-        self._send(worker.Command(worker.Operation.ACCUMULATE, self.slot[index], step, first_micro_batch=int(first_micro_batch)), after)
+        self._send(Command(Operation.ACCUMULATE, self.slot[index], step, first_micro_batch=int(first_micro_batch)), after)
 
-    def step(self, index: int, command: worker.Command, after: Event) -> None:
+    def step(self, index: int, command: Command, after: Event) -> None:
         """Have the worker step this sub-group by ``command``: in place, or out of place if the command is to speculate."""
         self.new_weights.expect(index)
         self.squares.pop(index, None)
-        if command.operation == worker.Operation.SPECULATE:
+        if command.operation == Operation.SPECULATE:
             self._speculative.add(index)
         self._send(command._replace(states=self._current[index]), after)
 
@@ -148,9 +150,9 @@ class CpuStates:
         Their weights on the GPU may be those of the discarded step: step the sub-groups again, or ``restore`` them.
         """
         if self._client:
-            self._client.withdraw(worker.Operation.SPECULATE)
+            self._client.withdraw(Operation.SPECULATE)
         with self._deciding:
-            self._pending[worker.Operation.SPECULATE].clear()
+            self._pending[Operation.SPECULATE].clear()
         discarded, self._speculative = self._speculative, set()
         return discarded
 
@@ -162,12 +164,12 @@ class CpuStates:
             step: That step.
             after: The event after which no gradient is on its way to the staging buffer.
         """
-        self.step(index, worker.Command(worker.Operation.RESTORE, self.slot[index], step), after)
+        self.step(index, Command(Operation.RESTORE, self.slot[index], step), after)
 
     def wait_for_squares(self) -> None:
         """Block until the worker has stepped with, or accumulated, the step's whole gradient of every sub-group."""
         if self.indices:
-            self._wait(lambda: not self._pending[worker.Operation.ACCUMULATE] and len(self.squares) == len(self.indices))
+            self._wait(lambda: not self._pending[Operation.ACCUMULATE] and len(self.squares) == len(self.indices))
 
     def copies(self) -> dict[int, Callable[[], Tensors]]:
         """Have the worker copy the states of all sub-groups that have room for it, before it steps them again.
@@ -178,20 +180,20 @@ class CpuStates:
         found: dict[int, Callable[[], Tensors]] = {}
         for index, slot in self.slot.items():
             if slot in self._copied:
-                into = worker.StatesSet.COPY
+                into = StatesSet.COPY
             elif slot in self._speculating:
-                into = worker.StatesSet(1 - self._current[index])
+                into = StatesSet(1 - self._current[index])
                 self.lent.add(index)
             else:
                 continue
-            self._send(worker.Command(worker.Operation.COPY, slot, states=self._current[index], into=into), CompletedEvent())
+            self._send(Command(Operation.COPY, slot, states=self._current[index], into=into), CompletedEvent())
             found[index] = partial(self._copied_states, index, into)
         return found
 
     def wait_for_copies(self) -> None:
         """Block until the worker has made all copies, so that the states may be overwritten."""
-        if self._pending[worker.Operation.COPY]:
-            self._wait(lambda: not self._pending[worker.Operation.COPY])
+        if self._pending[Operation.COPY]:
+            self._wait(lambda: not self._pending[Operation.COPY])
 
     def release_copy(self, index: int) -> None:
         """Let a sub-group speculate again whose copy is no longer read. May be called from any thread."""
@@ -200,7 +202,7 @@ class CpuStates:
     def _copied_states(self, index: int, which: int) -> Tensors:
         assert self._client is not None
         assert self._states is not None
-        self._client.wait(lambda: index not in self._pending[worker.Operation.COPY])
+        self._client.wait(lambda: index not in self._pending[Operation.COPY])
         return self._states.master_weights(self.slot[index], which), *self._states.moments(self.slot[index], which)
 
     def master_weights(self, index: int) -> torch.Tensor:
@@ -216,7 +218,7 @@ class CpuStates:
         """Set both moments. Raises OffloadError (``impossible-moments``) for a NaN or a negative second moment where they are compact."""
         assert self._states is not None
         # The minimum of values with a NaN is NaN.
-        if self._moments is not worker.Moments.FP32 and (first.min().isnan() or not second.min() >= 0):
+        if self._moments is not Moments.FP32 and (first.min().isnan() or not second.min() >= 0):
             raise OffloadError(
                 f"The moments of {self._sub_groups[index].names[0]}, or of parameters that are stepped with it, are not numbers, or the "
                 "second moments are negative, which AdamW never makes. Compact moments cannot hold them; use another checkpoint.",
@@ -240,7 +242,7 @@ class CpuStates:
         weights = self._sub_groups[self.indices[0]].weights
         segments = tuple(_segments(self._sub_groups[index], settings.seed) for index in self.indices)
         on_host = self._host_weights is not None
-        size = worker.MemorySize(segments, weights.dtype.itemsize, accumulates, self._speculating, self._moments, self._copied, on_host)
+        size = MemorySize(segments, weights.dtype.itemsize, accumulates, self._speculating, self._moments, self._copied, on_host)
         self._states = SharedStates(size, weights.dtype, pin=self._device.type == "cuda", available_bytes=settings.available_bytes)
         self._states.load_kernel(library)
         self._client = WorkerClient(
@@ -266,23 +268,23 @@ class CpuStates:
 
     def _initialize_all(self) -> None:
         for index in self.indices:
-            self._send(worker.Command(worker.Operation.INITIALIZE, self.slot[index]), CompletedEvent())
-        self._wait(lambda: not self._pending[worker.Operation.INITIALIZE])
+            self._send(Command(Operation.INITIALIZE, self.slot[index]), CompletedEvent())
+        self._wait(lambda: not self._pending[Operation.INITIALIZE])
 
-    def _on_result(self, command: worker.Command, result: worker.Result) -> None:
+    def _on_result(self, command: Command, result: Result) -> None:
         """Handle a result, in the worker client's thread."""
         index, pending = self.indices[result.sub_group], self._pending[result.operation]
-        if result.operation in (worker.Operation.INITIALIZE, worker.Operation.COPY):
+        if result.operation in (Operation.INITIALIZE, Operation.COPY):
             pending.discard(index)
             return
         weights = self._sub_groups[index].weights
         self._meter.current.adam_busy_s += result.seconds
-        self._meter.current.adam_bytes += worker.bytes_moved(command, weights.numel(), weights.dtype.itemsize, self._moments)
+        self._meter.current.adam_bytes += bytes_moved(command, weights.numel(), weights.dtype.itemsize, self._moments)
         match result.operation:
-            case worker.Operation.ACCUMULATE:
+            case Operation.ACCUMULATE:
                 self.squares[index] = result.sum_of_squares
                 pending.discard(index)
-            case worker.Operation.SPECULATE:
+            case Operation.SPECULATE:
                 with self._deciding:
                     if index in pending:
                         pending.discard(index)
@@ -293,7 +295,7 @@ class CpuStates:
                     raise non_finite(self._sub_groups, index, result.step, poisoned=True)
                 self._on_new_weights(result, self._staging)
 
-    def _on_new_weights(self, result: worker.Result, source: Callable[[int], torch.Tensor]) -> None:
+    def _on_new_weights(self, result: Result, source: Callable[[int], torch.Tensor]) -> None:
         index = self.indices[result.sub_group]
         transfer = None
         if not self._host_weights:
@@ -310,11 +312,11 @@ class CpuStates:
         assert self._states is not None
         return self._states.new_weights(self.slot[index])
 
-    def _send(self, command: worker.Command, after: Event) -> None:
+    def _send(self, command: Command, after: Event) -> None:
         """Send a command when it is ready: sums of gradients first, then the sub-group that the next forward needs first."""
         assert self._client is not None
         index = self.indices[command.sub_group]
-        updates = command.operation not in (worker.Operation.INITIALIZE, worker.Operation.ACCUMULATE)
+        updates = command.operation not in (Operation.INITIALIZE, Operation.ACCUMULATE)
         self._pending[command.operation].add(index)
         self._client.submit(command, after, 1 + self._sub_groups[index].first_use if updates else 0)
 
@@ -325,10 +327,10 @@ class CpuStates:
         self._meter.current.host_wait_s += time.perf_counter() - begin
 
 
-def _segments(group: SubGroup, seed: int) -> tuple[worker.Segment, ...]:
+def _segments(group: SubGroup, seed: int) -> tuple[Segment, ...]:
     """Return the parts of a sub-group; a parameter's random bits depend on its name and the seed."""
     places = group.places or (0,) * len(group.names)
     return tuple(
-        worker.Segment(end - begin, place, zlib.crc32(name.encode(), seed & 0xFFFFFFFF))
+        Segment(end - begin, place, zlib.crc32(name.encode(), seed & 0xFFFFFFFF))
         for name, place, (begin, end) in zip(group.names, places, map(group.span, range(len(group.names))), strict=True)
     )

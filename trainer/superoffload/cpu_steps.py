@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from superoffload import worker
+from superoffload.commands import Command, GradientSource, Operation
 from superoffload.cpu_states import CpuStates
 from superoffload.errors import OffloadError
 from superoffload.speculation import Speculation
@@ -22,7 +22,7 @@ class WholeGradient:
 
     copied: Event
     """After it, the last micro-batch's gradient is in the staging buffer."""
-    source: worker.GradientSource
+    source: GradientSource
 
 
 class CpuSteps:
@@ -74,7 +74,7 @@ class CpuSteps:
             case SubGroupAction.STEP:
                 self._send(index, step)
             case SubGroupAction.SPECULATE:
-                self._send(index, step, operation=worker.Operation.SPECULATE)
+                self._send(index, step, operation=Operation.SPECULATE)
             case SubGroupAction.ACCUMULATE:
                 self._cpu.accumulate(index, step, first_micro_batch=micro_batch == 0, after=copied)
             case SubGroupAction.HOLD:
@@ -131,10 +131,10 @@ class CpuSteps:
     def _policy_of(self, index: int) -> StepPolicy:
         return self._speculative if index in self.speculating else self._policy
 
-    def _send(self, index: int, step: int, scale: float = 1.0, operation: worker.Operation = worker.Operation.STEP) -> None:
+    def _send(self, index: int, step: int, scale: float = 1.0, operation: Operation = Operation.STEP) -> None:
         group = self._adamw.param_groups[self._sub_groups[index].parameter_group]
         gradient = self.gradients[index]
-        command = worker.Command(
+        command = Command(
             operation,
             self._cpu.slot[index],
             step,

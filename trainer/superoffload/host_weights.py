@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
+from superoffload.memory_layout import weights_layout
 from superoffload.shared_memory import SharedMemory, pin, unpin
-from superoffload.worker import weights_layout
 
 MEMORY_NAME = "superoffload-weights"
 

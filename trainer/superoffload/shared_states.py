@@ -15,9 +15,10 @@ from pathlib import Path
 import torch
 
 from superoffload import kernel
+from superoffload.adam import Kernel
 from superoffload.errors import OffloadError
+from superoffload.memory_layout import MemorySize, Moments, layout
 from superoffload.shared_memory import SharedMemory, gigabytes, host_available_bytes, pin, unpin
-from superoffload.worker import Kernel, MemorySize, Moments, layout
 
 MEMORY_NAME = "superoffload-states"
 """Shown in /proc for the memory's descriptor and mappings."""
@@ -76,7 +77,7 @@ class SharedStates:
         return self._view(self._layout.new_weights, index, self._dtype)
 
     def master_weights(self, index: int, which: int = 0) -> torch.Tensor:
-        """Return the master weights of one set (``worker.StatesSet``)."""
+        """Return the master weights of one set (``StatesSet``)."""
         return self._view(self._layout.states[which].master_weights, index, torch.float32)
 
     def load_kernel(self, library: Path) -> None:

@@ -26,7 +26,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from superoffload.worker import GradientSource
+from superoffload.commands import GradientSource
 
 
 class StepTime(Enum):

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from superoffload import kernel, worker
+from superoffload.commands import Command, Operation, Result, receive, send
 from superoffload.errors import OffloadError, WorkerLostError
 from superoffload.host_weights import HostWeights
 from superoffload.shared_states import SharedStates
@@ -34,7 +35,7 @@ EVENT_POLL_S = 0.0005
 class Waiting(NamedTuple):
     """A command that has not been sent."""
 
-    command: worker.Command
+    command: Command
     after: Event
     priority: int
 
@@ -64,7 +65,7 @@ class WorkerClient:
         cpus: Sequence[int],
         library: Path,
         on_start: Callable[[], None],
-        on_result: Callable[[worker.Command, worker.Result], None],
+        on_result: Callable[[Command, Result], None],
         watchdog_timeout_s: float,
     ) -> None:
         self._states = states
@@ -72,7 +73,7 @@ class WorkerClient:
         self._watchdog_timeout_s = watchdog_timeout_s
         self._changed = threading.Condition()
         self._queue: list[Waiting] = []
-        self._outstanding: deque[worker.Command] = deque()
+        self._outstanding: deque[Command] = deque()
         self._failure: BaseException | None = None
         self._closing = False
         self._channel, workers_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -90,7 +91,7 @@ class WorkerClient:
         self._thread = threading.Thread(target=self._serve, name="adam-worker-client", daemon=True)
         self._thread.start()
 
-    def submit(self, command: worker.Command, after: Event, priority: int = 0) -> None:
+    def submit(self, command: Command, after: Event, priority: int = 0) -> None:
         """Send a command once ``after`` has completed. Of those that can be sent, the one with the lowest priority number goes first.
 
         Commands with the same priority are sent in the order of their submission.
@@ -99,7 +100,7 @@ class WorkerClient:
             self._queue.append(Waiting(command, after, priority))
         os.eventfd_write(self._wake, 1)
 
-    def withdraw(self, operation: worker.Operation) -> None:
+    def withdraw(self, operation: Operation) -> None:
         """Drop the commands of this kind that have not been sent."""
         with self._changed:
             self._queue = [waiting for waiting in self._queue if waiting.command.operation != operation]
@@ -168,19 +169,16 @@ class WorkerClient:
                 self._restart_watchdog()
             self._outstanding.append(found.command)
             try:
-                self._channel.send(worker.COMMAND.pack(*found.command))
+                send(self._channel, found.command)
             except OSError as error:
                 raise self._ended() from error
         return False
 
     def _receive(self) -> None:
-        try:
-            packet = self._channel.recv(worker.RESULT.size)
-        except ConnectionError:
-            packet = b""
-        if not packet:
+        result = receive(self._channel)
+        if result is None:
             raise self._ended()
-        self._on_result(self._outstanding[0], worker.Result(*worker.RESULT.unpack(packet)))
+        self._on_result(self._outstanding[0], result)
         self._outstanding.popleft()
         with self._changed:
             self._changed.notify_all()
@@ -226,7 +224,7 @@ class WorkerClient:
         if not self._outstanding:
             return "while it had nothing to do"
         command = self._outstanding[0]
-        operation = worker.Operation(command.operation).name.lower()
+        operation = Operation(command.operation).name.lower()
         return f"during {operation} of sub-group {command.sub_group}, optimizer step {command.step}"
 
 

@@ -1,0 +1,157 @@
+"""The functions of ``adam.cpp``, bound to shared memory.
+
+Only the standard library is used, since the worker process imports this too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+from typing import Any
+
+from superoffload.commands import Command, GradientSource, Operation, StatesSet
+from superoffload.memory_layout import MemorySize, Moments, Segment, StateOffsets, layout, weights_layout
+
+
+class AdamWScalars(ctypes.Structure):
+    """The scalars of one AdamW step, as in ``moments.h``: computed in double precision, as torch does, and rounded once."""
+
+    _fields_ = [
+        *(
+            (name, ctypes.c_float)
+            for name in (
+                "scale",
+                "decay_factor",
+                "beta1",
+                "one_minus_beta1",
+                "beta2",
+                "one_minus_beta2",
+                "step_size",
+                "root_bias_correction2",
+                "epsilon",
+            )
+        ),
+        ("random", ctypes.c_uint32),
+    ]
+
+
+def adamw_scalars(command: Command) -> AdamWScalars:
+    """Return the scalars for a STEP or SPECULATE command."""
+    return AdamWScalars(
+        command.scale,
+        1 - command.learning_rate * command.weight_decay,
+        command.beta1,
+        1 - command.beta1,
+        command.beta2,
+        1 - command.beta2,
+        command.learning_rate / (1 - command.beta1**command.step),
+        math.sqrt(1 - command.beta2**command.step),
+        command.epsilon,
+        command.step * 0x9E3779B1 & 0xFFFFFFFF,  # odd, so that no two of 2**32 steps have the same
+    )
+
+
+class States(ctypes.Structure):
+    """One set of a sub-group's arrays, as in ``adam.cpp``; all null for a set that does not exist."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in StateOffsets._fields]
+
+
+class SegmentFields(ctypes.Structure):
+    """A ``Segment``, as in ``adam.cpp``."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in Segment._fields]
+
+
+class SubGroupFields(ctypes.Structure):
+    """A sub-group, as in ``adam.cpp``."""
+
+    _fields_ = [
+        ("segments", ctypes.POINTER(SegmentFields)),
+        ("segment_count", ctypes.c_int64),
+        ("has_bf16_weights", ctypes.c_int32),
+        ("format", ctypes.c_int32),
+    ]
+
+
+def _fields_of(segments: tuple[Segment, ...], size: MemorySize) -> SubGroupFields:
+    array = (SegmentFields * len(segments))(*(SegmentFields(*segment) for segment in segments))
+    return SubGroupFields(array, len(segments), size.weight_bytes == 2, size.moments)
+
+
+class Kernel:
+    """The compiled functions, bound to one shared memory, and to that of the weights where they are in host memory.
+
+    Without the latter it can do no more than ``decode`` and ``encode`` them.
+    """
+
+    def __init__(self, library: str, memory: mmap.mmap, size: MemorySize, weights: mmap.mmap | None = None) -> None:
+        self._size = size
+        self._layout = layout(size)
+        self._memory = ctypes.c_char.from_buffer(memory)  # which keeps it mapped
+        self._base = ctypes.addressof(self._memory)
+        self._weights = None if weights is None else ctypes.c_char.from_buffer(weights)
+        self._weights_offsets, _ = weights_layout(size.numels, size.weight_bytes)
+        self._sub_groups = [_fields_of(segments, size) for segments in size.sub_groups]
+        functions = ctypes.CDLL(library)
+        pointer, integer = ctypes.c_void_p, ctypes.c_int
+
+        def bound(name: str, *arguments: Any, returns: Any = ctypes.c_double) -> Any:
+            function = getattr(functions, f"superoffload_{name}")
+            function.argtypes, function.restype = [*arguments, pointer, *([pointer] if returns else [])], returns
+            return function
+
+        self._initialize = bound("initialize", *[pointer] * 5)
+        self._accumulate = bound("accumulate", pointer, pointer, integer)
+        self._step = bound("step", *[pointer] * 5, integer)
+        self._speculate = bound("speculate", *[pointer] * 6, integer)
+        self._restore = bound("restore", pointer, pointer)
+        self._copy = bound("copy", pointer, pointer)
+        self._decode = bound("decode", pointer, pointer, pointer, returns=None)
+        self._encode = bound("encode", pointer, pointer, pointer, returns=None)
+
+    def run(self, command: Command) -> float:
+        """Execute a command and return the gradient's sum of squares; 0 if it has none."""
+        index, offsets = command.sub_group, self._layout
+        of_all = ctypes.byref(self._sub_groups[index]), self._base
+        current, other = self._states(command.states, index), self._states(1 - command.states, index)
+        staging, new_weights = self._base + offsets.staging[index], self._base + offsets.new_weights[index]
+        accumulated = self._base + offsets.accumulated[index] if offsets.accumulated else None
+        kept = ctypes.addressof(self._weights) + self._weights_offsets[index] if self._weights is not None else None
+        summed = None if command.gradient == GradientSource.STAGING else accumulated
+        add_staging = int(command.gradient != GradientSource.ACCUMULATED)
+        match command.operation:
+            case Operation.STEP:
+                squares = self._step(ctypes.byref(adamw_scalars(command)), current, summed, staging, kept or staging, add_staging, *of_all)
+            case Operation.SPECULATE:
+                target = kept or new_weights
+                squares = self._speculate(
+                    ctypes.byref(adamw_scalars(command)), current, other, summed, staging, target, add_staging, *of_all
+                )
+            case Operation.ACCUMULATE:
+                squares = self._accumulate(accumulated, staging, command.first_micro_batch, *of_all)
+            case Operation.RESTORE:
+                squares = self._restore(current, kept or staging, *of_all)
+            case Operation.COPY:
+                squares = self._copy(current, self._states(command.into, index), *of_all)
+            case _:
+                second = staging if kept else new_weights if index in self._size.speculating else None
+                squares = self._initialize(current, other, accumulated, kept or staging, second, *of_all)
+        return float(squares)
+
+    def decode(self, index: int, states: int, first: int, second: int) -> None:
+        """Write the moments of one set of states to two fp32 arrays at these addresses."""
+        self._decode(self._states(states, index), first, second, ctypes.byref(self._sub_groups[index]))
+
+    def encode(self, index: int, states: int, first: int, second: int) -> None:
+        """Set the moments of one set of states, rounded to nearest. Those that ``decode`` returned are set without rounding."""
+        self._encode(self._states(states, index), first, second, ctypes.byref(self._sub_groups[index]))
+
+    def _states(self, which: int, index: int) -> Any:
+        having = {StatesSet.SECOND: self._size.speculating, StatesSet.COPY: self._size.copied}
+        if index not in having.get(StatesSet(which), (index,)):
+            return ctypes.byref(States())
+        regions = self._layout.states[which]
+        existing = regions if self._size.moments is Moments.INT8 else regions[:3]
+        return ctypes.byref(States(*(self._base + region[index] for region in existing)))
