@@ -166,7 +166,8 @@ def _steps(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     from so_tui.plan.workload import Workload
     from so_tui_trainer.engine_settings import engine_settings
     from so_tui_trainer.model import attention
-    from so_tui_trainer.model.build import build, parameter_groups
+    from so_tui_trainer.model.build import build
+    from so_tui_trainer.model.trained import parameter_groups
     from so_tui_trainer.ranks import join
     from so_tui_trainer.tools.attention_rates import usable_backends
 

@@ -151,7 +151,8 @@ def ready(spec: Any, machine: Any, *, use_gpu: bool) -> Ready:
     import superoffload
     from so_tui_trainer.data import cache, tokens
     from so_tui_trainer.engine_settings import engine_settings
-    from so_tui_trainer.model.build import build, parameter_groups
+    from so_tui_trainer.model.build import build
+    from so_tui_trainer.model.trained import parameter_groups
     from so_tui_trainer.ranks import join
 
     ranks = join(use_gpu=use_gpu)

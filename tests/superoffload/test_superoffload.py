@@ -16,7 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import superoffload
 from so_tui.model.layout import Parameter, layout_of
 from so_tui_trainer.data.batches import Batch
-from so_tui_trainer.model.build import TrainedModel, set_leaf_modules
+from so_tui_trainer.model.build import set_leaf_modules
+from so_tui_trainer.model.trained import TrainedModel
 from superoffload.deepspeed_adapter.engine import sub_group_states
 from superoffload.optimizer import SuperOffload
 from superoffload.transfers import HostTransfers

@@ -9,7 +9,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from so_tui.spec import ModelSpec, load_catalog
-from so_tui_trainer.model.build import load_config
+from so_tui_trainer.model.config import load_config
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64,

@@ -26,8 +26,10 @@ from so_tui_trainer.data.batches import Batch, Batches
 from so_tui_trainer.engine_settings import engine_settings
 from so_tui_trainer.model import attention, recompute
 from so_tui_trainer.model import build as building
-from so_tui_trainer.model.build import TrainedModel, build, disable_dropout, parameter_groups
+from so_tui_trainer.model.build import build
+from so_tui_trainer.model.config import disable_dropout
 from so_tui_trainer.model.host_inputs import HostInputs
+from so_tui_trainer.model.trained import TrainedModel, parameter_groups
 from tests.support.attention import PLAIN
 from tests.support.documents import documents, spec
 from tests.support.engine import binding

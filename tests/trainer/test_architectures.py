@@ -16,8 +16,11 @@ from so_tui.spec import ModelSpec
 from so_tui.spec.attention import Needs, Present
 from so_tui_trainer.data.batches import Batches
 from so_tui_trainer.model import attention, recompute
-from so_tui_trainer.model.build import TrainedModel, build, disable_dropout, load_config, refuse_unlisted
+from so_tui_trainer.model.build import build
+from so_tui_trainer.model.config import disable_dropout, load_config
 from so_tui_trainer.model.matching import meta_model
+from so_tui_trainer.model.supported import refuse_unlisted
+from so_tui_trainer.model.trained import TrainedModel
 from tests.support.attention import PLAIN
 from tests.support.documents import documents, spec
 from tests.support.models import IN_ROWS, ONE_OF_EACH, OTHERS, RECURRENT, another, causal_model, known, scaled_down

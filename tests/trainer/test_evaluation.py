@@ -15,7 +15,8 @@ from so_tui_trainer.data.batches import Batches
 from so_tui_trainer.data.documents import Counts, SourcePart
 from so_tui_trainer.evaluation import Evaluation, divide, evaluation_spec, trained_fingerprint
 from so_tui_trainer.failures import NonFiniteError
-from so_tui_trainer.model.build import TrainedModel, load_config
+from so_tui_trainer.model.config import load_config
+from so_tui_trainer.model.trained import TrainedModel
 from so_tui_trainer.ranks import Ranks
 from tests.support.documents import documents, spec
 from tests.support.launching import log, records, tiny, train

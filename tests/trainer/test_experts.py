@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from so_tui_trainer.model.build import load_config
+from so_tui_trainer.model.config import load_config
 from so_tui_trainer.model.kernels import EXPERTS as EXPERTS_PART
 from so_tui_trainer.model.kernels import experts, install
 from so_tui_trainer.model.kernels.experts import Weights, gated, mixture, route

@@ -22,7 +22,7 @@ from so_tui.runs.manifest import run_id
 from so_tui.spec import InputError, ModelSpec
 from so_tui_trainer.export import ExportMarker, export, refuse_foreign, refuse_without_room, replacing
 from so_tui_trainer.model import whole
-from so_tui_trainer.model.build import load_config
+from so_tui_trainer.model.config import load_config
 from so_tui_trainer.tools.export import export_run
 from tests.support.launching import tiny
 from tests.support.model_checkpoints import checkpoint_of, run_with_checkpoints

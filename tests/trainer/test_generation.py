@@ -26,7 +26,7 @@ from so_tui_trainer.data.tokens import load_tokenizer, tokenizer_of
 from so_tui_trainer.export import marker_of
 from so_tui_trainer.generation import Detokenizer, Writer, Written, next_token, prompt_ids, stop_tokens
 from so_tui_trainer.model import whole
-from so_tui_trainer.model.build import load_config
+from so_tui_trainer.model.config import load_config
 from so_tui_trainer.model.matching import meta_model
 from so_tui_trainer.model.whole import placed
 from so_tui_trainer.tools.generate import base_of, in_turn, of_folder

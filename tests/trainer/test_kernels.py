@@ -14,7 +14,7 @@ from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from so_tui_trainer.model import kernels
-from so_tui_trainer.model.build import disable_dropout
+from so_tui_trainer.model.config import disable_dropout
 from so_tui_trainer.model.kernels.gate import gated
 from so_tui_trainer.model.kernels.rotary import rotate
 from so_tui_trainer.model.kernels.softmax import cross_entropy_gradient, log_sum_exp

@@ -106,7 +106,8 @@ def _compare(folder: Path) -> str:
 def _measure(folder: Path) -> str:
     import torch
 
-    from so_tui_trainer.model.build import build, load_config
+    from so_tui_trainer.model.build import build
+    from so_tui_trainer.model.config import load_config
     from so_tui_trainer.model.loading import host_peak_bytes
     from so_tui_trainer.model.matching import match, meta_model
     from so_tui_trainer.model.stored import read_index

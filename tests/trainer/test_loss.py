@@ -11,8 +11,10 @@ from torch.utils._pytree import tree_leaves
 
 from so_tui.model import loss as model_loss
 from so_tui_trainer.data.batches import Batches
-from so_tui_trainer.model.build import TrainedModel, expected_first_loss, load_config, parameter_groups
+from so_tui_trainer.model.config import load_config
+from so_tui_trainer.model.logits import expected_first_loss
 from so_tui_trainer.model.loss import HeadLoss
+from so_tui_trainer.model.trained import TrainedModel, parameter_groups
 from tests.support.documents import documents, spec
 from tests.support.launching import tiny
 from tests.support.models import causal_model, grad_of

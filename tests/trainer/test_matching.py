@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from so_tui.machine.types import version_numbers
 from so_tui.spec import ModelSpec
-from so_tui_trainer.model.build import load_config
+from so_tui_trainer.model.config import load_config
 from so_tui_trainer.model.matching import Match, largest_conversion_bytes, match, meta_model, refuse
 from so_tui_trainer.model.stored import read_index
 from tests.support.models import ONE_OF_EACH, saved, scaled_down

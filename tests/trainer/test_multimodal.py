@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from so_tui.spec import InputError, ModelSpec
-from so_tui_trainer.model.build import load_config
+from so_tui_trainer.model.config import load_config
 from so_tui_trainer.model.matching import match, meta_model, realised, refuse
 from so_tui_trainer.model.stored import read_index
 from so_tui_trainer.tools.describe_model import describe

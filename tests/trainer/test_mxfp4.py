@@ -16,7 +16,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from so_tui.machine.code_folders import extensions_folder
 from so_tui.spec import ModelSpec, spec_tree
-from so_tui_trainer.model.build import load_config
+from so_tui_trainer.model.config import load_config
 from so_tui_trainer.model.matching import match, meta_model, refuse
 from so_tui_trainer.model.mxfp4 import convert, missing_bytes
 from so_tui_trainer.model.pretrained import converted_folder, trainable_folder, weights_folder

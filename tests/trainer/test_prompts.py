@@ -15,7 +15,8 @@ from so_tui.spec.generation import Prompt, Sampling, Turn
 from so_tui_trainer.data.chat import chat_of
 from so_tui_trainer.data.tokens import load_tokenizer
 from so_tui_trainer.generation import Writer, Written
-from so_tui_trainer.model.build import TrainedModel, load_config
+from so_tui_trainer.model.config import load_config
+from so_tui_trainer.model.trained import TrainedModel
 from so_tui_trainer.prompts import Prompts, batch_of
 from so_tui_trainer.ranks import Ranks
 from tests.support.launching import tiny

@@ -20,8 +20,9 @@ from so_tui.model.architecture import architecture
 from so_tui_trainer.data.batches import Batches
 from so_tui_trainer.failures import TrainingError
 from so_tui_trainer.model import kernels, recompute, tiles
-from so_tui_trainer.model.build import TrainedModel, disable_dropout
+from so_tui_trainer.model.config import disable_dropout
 from so_tui_trainer.model.host_inputs import HostInputs
+from so_tui_trainer.model.trained import TrainedModel
 from tests.support.documents import documents, spec
 from tests.support.models import causal_model, grad_of
 

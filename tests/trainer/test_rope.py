@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from so_tui.spec import InputError, check_tree
 from so_tui_trainer.export import export
-from so_tui_trainer.model.build import load_config
+from so_tui_trainer.model.config import load_config
 from tests.support.launching import tiny
 from tests.support.model_checkpoints import checkpoint_of
 from tests.support.models import another, causal_model, load_pretrained, scaled_down

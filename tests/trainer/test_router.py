@@ -14,8 +14,9 @@ from so_tui.runs.records import StepRecord
 from so_tui.spec import RunSpec, load_catalog
 from so_tui_trainer.data.batches import Batches
 from so_tui_trainer.model import recompute
-from so_tui_trainer.model.build import TrainedModel, load_config
+from so_tui_trainer.model.config import load_config
 from so_tui_trainer.model.router import RouterLoss
+from so_tui_trainer.model.trained import TrainedModel
 from so_tui_trainer.tools.presets import parameter_table
 from tests.support.documents import documents, spec
 from tests.support.launching import log, records, start, tiny

@@ -30,7 +30,8 @@ from so_tui.runs.records import (
 )
 from so_tui_trainer import checkpoint
 from so_tui_trainer.data.tokens import load_tokenizer
-from so_tui_trainer.model.build import expected_first_loss, load_config
+from so_tui_trainer.model.config import load_config
+from so_tui_trainer.model.logits import expected_first_loss
 from tests.support.launching import log, records, start, tiny, train
 from tests.support.models import causal_model, load_pretrained
 from tests.support.shared_run import HELD_OUT, SUPEROFFLOAD, TWELVE_STEPS

@@ -24,8 +24,9 @@ from so_tui_trainer.checkpoint import optimizer_folder, read_manifest
 from so_tui_trainer.data.chat import chat_of
 from so_tui_trainer.data.tokens import load_tokenizer
 from so_tui_trainer.model.buffers import stored_buffers
-from so_tui_trainer.model.build import PREFIX, load_config
+from so_tui_trainer.model.config import load_config
 from so_tui_trainer.model.matching import meta_model
+from so_tui_trainer.model.trained import PREFIX
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase

@@ -43,7 +43,9 @@ from so_tui_trainer.failures import SUPERSEDED, Failure, TrainingError
 from so_tui_trainer.loop import Loop, Outcome
 from so_tui_trainer.metrics import Metrics
 from so_tui_trainer.model.attention import takes_boundaries
-from so_tui_trainer.model.build import build, expected_first_loss, parameter_count, parameter_groups
+from so_tui_trainer.model.build import build
+from so_tui_trainer.model.logits import expected_first_loss
+from so_tui_trainer.model.trained import parameter_count, parameter_groups
 from so_tui_trainer.prompts import Prompts
 from so_tui_trainer.ranks import Ranks, join
 from so_tui_trainer.recorder import Recorder

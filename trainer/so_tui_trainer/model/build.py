@@ -2,173 +2,27 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
 
 from so_tui.model.activations import MLP_TILE_TOKENS, offloads_inputs, policy_of, tiles_mlp
-from so_tui.spec import InputError, ModelSpec, Problem, RunSpec, first_line, resolve_source
-from so_tui.spec.layers import layers_without_attention, packing_problem, recurrent_kinds
-from so_tui.spec.sections.parameters import decays
+from so_tui.spec import InputError, ModelSpec, Problem, RunSpec
+from so_tui.spec.layers import packing_problem
 from so_tui.spec.sharing import sharing_problem
-from so_tui_trainer.data.batches import Batch, needs_rows_apart
-from so_tui_trainer.model import attention, kernels, loading, matching, recompute, recurrent, rope, tiles
+from so_tui_trainer.model import attention, kernels, loading, matching, recompute, tiles
+from so_tui_trainer.model.config import disable_dropout, load_config, model_problem
 from so_tui_trainer.model.host_inputs import HostInputs
 from so_tui_trainer.model.layer_types import kinds_of
-from so_tui_trainer.model.loss import HeadLoss
-from so_tui_trainer.model.matching import decoder_of, meta_model
+from so_tui_trainer.model.matching import meta_model
 from so_tui_trainer.model.pretrained import weights_folder
 from so_tui_trainer.model.router import RouterLoss
 from so_tui_trainer.model.stored import read_index
+from so_tui_trainer.model.supported import refuse_unlisted, refuse_unsupported
+from so_tui_trainer.model.trained import TrainedModel
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
-
-PREFIX = "causal."
-"""Precedes a parameter's Hugging Face name in ``TrainedModel``."""
-_UNSUPPORTED_TYPES = {"opt", "nemotron"}
-"""Models that build their mask without position ids, or do not pass the document boundaries on to their attention."""
-_PLAIN_HEAD = "Choose a model with a plain output projection."
-_LOGIT_KEYS = ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier", "final_logit_softcapping")
-"""Configuration keys of models that change their logits after the output projection."""
-
-
-class TrainedModel(nn.Module):
-    """A Hugging Face model with a loss in place of its output projection."""
-
-    def __init__(self, causal: PreTrainedModel, implementation: str, router: RouterLoss | None = None) -> None:
-        """Wrap a model.
-
-        Args:
-            causal: The model with its weights.
-            implementation: Its attention implementation.
-            router: The load-balancing loss, if there is one.
-        """
-        super().__init__()
-        self.causal = causal
-        self.attention = implementation
-        head = _head(causal)
-        self.loss = HeadLoss(head, *logit_changes(causal.config))
-        self.dtype = head.dtype
-        """Type of the weights, read once.
-
-        Reading it from a parameter of another module in every forward pass would make ZeRO-3 treat that parameter as one of this module's,
-        and all-gather it for the whole forward pass. The pass would then wait for the head's weights, which are stepped last, before it
-        starts.
-        """
-        self.router = router
-        self._documents = recurrent.documents_of(causal)
-        self.last_router_loss: Tensor | None = None
-        """The router loss of the last forward pass, scaled but without its coefficient; detached."""
-
-    def forward(self, batch: Batch, scale: float, router_scale: float = 0.0, *, logits: bool = False) -> Tensor:
-        """Compute the scaled loss of a micro-batch, or logits.
-
-        Args:
-            batch: The micro-batch.
-            scale: Weight of each trained token's cross-entropy.
-            router_scale: Weight of each real token's router loss, which is also multiplied by the coefficient.
-            logits: Return the logits of the batch's predictors instead, [predictors, vocabulary].
-
-        Returns:
-            The sum of both losses; fp32 scalar.
-        """
-        if logits:
-            return self._of_hidden(batch, None)
-        if self.router is None or not router_scale:
-            return self._language_loss(batch, scale)
-        with self.router.watching() as router_logits:
-            loss = self._language_loss(batch, scale)
-        balance = router_scale * self.router(router_logits, batch.real)
-        self.last_router_loss = balance.detach()
-        return loss + self.router.coefficient * balance
-
-    def _language_loss(self, batch: Batch, scale: float) -> Tensor:
-        return self._of_hidden(batch, batch.targets, scale)
-
-    def _of_hidden(self, batch: Batch, targets: Tensor | None, scale: float = 1.0) -> Tensor:
-        self._documents.rows = batch.apart
-        hidden = decoder_of(self.causal)(
-            input_ids=batch.input_ids,
-            use_cache=False,
-            **attention.arguments(batch, self.attention, self.causal.config, self.dtype),
-        ).last_hidden_state
-        result: Tensor = self.loss(hidden, batch.predictors, targets, scale)
-        return result
-
-
-def load_config(model: ModelSpec) -> PretrainedConfig:
-    """Load the model's configuration, without its quantisation, and with the spec's scaling of rotary positions.
-
-    Raises:
-        InputError: It cannot be loaded, or its positions cannot be scaled.
-    """
-    config = _given_config(model)
-    if model.rope_scaling != "model":
-        rope.scale(config, model)
-    return config
-
-
-def config_of(shape: Mapping[str, Any]) -> PretrainedConfig:
-    """Build the configuration that ``[model.config]`` describes, without the keys that the model's own class computes.
-
-    Raises:
-        KeyError: There is no ``model_type``.
-        ValueError: transformers does not know it.
-    """
-    from transformers import AutoConfig
-
-    kind = shape["model_type"]
-    owner = type(AutoConfig.for_model(kind))
-    names = owner.attribute_map
-    given = {key: value for key, value in shape.items() if key != "model_type" and not _is_computed(owner, names.get(key, key))}
-    config: PretrainedConfig = AutoConfig.for_model(kind, **given)
-    return config
-
-
-def _is_computed(owner: type, name: str) -> bool:
-    found = getattr(owner, name, None)
-    return isinstance(found, property) and found.fset is None
-
-
-def _given_config(model: ModelSpec) -> PretrainedConfig:
-    from transformers import AutoConfig
-
-    try:
-        if model.weights == "random":
-            return config_of(model.config)
-        found: PretrainedConfig = AutoConfig.from_pretrained(
-            resolve_source(model.id), revision=model.revision, trust_remote_code=model.trust_remote_code
-        )
-        found = language_part(found)
-        if hasattr(found, "quantization_config"):
-            del found.quantization_config
-        return found
-    except KeyError as error:
-        remedy = "Give the model's `config.json` as `[model.config]`, with `model_type`."
-        problem = Problem(code="model-config-incomplete", field="model.config", value="", message=f"lacks {error}", remedy=remedy)
-        raise InputError([problem]) from error
-    except Exception as error:  # a damaged config.json raises whatever it leads to
-        message = f"cannot be read ({first_line(error)})"
-        remedy = "Check the name and the network, log in with `hf auth login` if it is gated, or download it first with `so-tui fetch`."
-        raise InputError([_problem("model-config-unreadable", model, message, remedy)]) from error
-
-
-def language_part(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the configuration of a multimodal model's language part, if transformers has a model for that alone; else the same one."""
-    from transformers import AutoModelForCausalLM
-
-    text = config.get_text_config()
-    if text is config or config.is_encoder_decoder or type(text) not in AutoModelForCausalLM._model_mapping:
-        return config
-    # Mistral 3 says of the whole, by default, that its head is its embedding; a head that is stored must not be lost.
-    text.tie_word_embeddings = bool(text.tie_word_embeddings and config.tie_word_embeddings)
-    if getattr(config, "quantization_config", None) is not None:
-        text.quantization_config = config.quantization_config
-    return text
 
 
 def build(
@@ -217,64 +71,6 @@ def _host_inputs(causal: PreTrainedModel, spec: RunSpec, device: torch.device) -
     return HostInputs(len(recompute.checkpointed_layers(causal)), spec.micro_batch_tokens * width, device)
 
 
-def disable_dropout(config: PretrainedConfig) -> None:
-    """Set every dropout of a configuration to 0: the varlen attention kernels have none (Seed-OSS names 0.1)."""
-    for name, value in config.to_dict().items():
-        if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float):
-            setattr(config, name, 0.0)
-
-
-def parameter_groups(model: nn.Module, spec: RunSpec) -> list[dict[str, Any]]:
-    """Return AdamW's parameter groups: parameters with weight decay, then those without (norms, biases), each in the model's order.
-
-    Under ZeRO-3 a parameter is empty, and its shape is in ``ds_shape``.
-    """
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    groups = []
-    for decay in (True, False):
-        members = [
-            (name, parameter) for name, parameter in named if decays(name, len(getattr(parameter, "ds_shape", parameter.shape))) == decay
-        ]
-        if members:
-            groups.append(
-                {
-                    "params": [parameter for _, parameter in members],
-                    "names": [name for name, _ in members],
-                    "weight_decay": spec.train.weight_decay if decay else 0.0,
-                    "lr": spec.train.learning_rate,
-                }
-            )
-    return groups
-
-
-def parameter_count(model: nn.Module) -> int:
-    """Return the number of parameters of the whole model, whatever shard of them is here."""
-    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
-
-
-def expected_first_loss(config: PretrainedConfig) -> float:
-    """Return the expected loss of random weights, in nats per token.
-
-    It is ln(vocabulary) plus half the variance of the logits. With a normalised hidden state that variance is ``hidden_size *
-    initializer_range**2``, times the square of what the model multiplies its logits with.
-    """
-    spread = float(getattr(config, "initializer_range", None) or 0.02) * logit_changes(config)[0]
-    vocabulary, hidden = int(config.vocab_size), int(config.hidden_size)
-    return math.log(vocabulary) + hidden * spread**2 / 2
-
-
-def _model_class(config: PretrainedConfig, model: ModelSpec) -> type[PreTrainedModel]:
-    from transformers import AutoModelForCausalLM
-
-    try:
-        found: Any = AutoModelForCausalLM._model_mapping[type(config)]
-    except KeyError as error:
-        message = f"is a {config.model_type}, which transformers has no causal language model for"
-        raise InputError([_problem("model-not-causal", model, message, "Choose a causal language model.")]) from error
-    model_class: type[PreTrainedModel] = found
-    return model_class
-
-
 def _causal(
     run: RunSpec, config: PretrainedConfig, device: torch.device, ds_config: dict[str, Any], on_files: loading.OnFiles
 ) -> tuple[PreTrainedModel, str]:
@@ -295,6 +91,18 @@ def _causal(
     causal = loading.empty_model(config, meta, implementation, ds_config, trust_remote_code=spec.trust_remote_code)
     loading.load(causal, meta, found, index, on_files)
     return causal, implementation
+
+
+def _model_class(config: PretrainedConfig, model: ModelSpec) -> type[PreTrainedModel]:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        found: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    except KeyError as error:
+        message = f"is a {config.model_type}, which transformers has no causal language model for"
+        raise InputError([model_problem("model-not-causal", model, message, "Choose a causal language model.")]) from error
+    model_class: type[PreTrainedModel] = found
+    return model_class
 
 
 def set_leaf_modules(causal: PreTrainedModel, spec: RunSpec) -> None:
@@ -318,75 +126,3 @@ def set_leaf_modules(causal: PreTrainedModel, spec: RunSpec) -> None:
     layers = [found for found in classes.values() if issubclass(found, GradientCheckpointingLayer)]
     if whole := list(dict.fromkeys([*(classes[name] for name in named), *layers])):
         set_z3_leaf_modules(causal, whole)
-
-
-def _head(causal: PreTrainedModel) -> nn.Parameter:
-    weight: nn.Parameter = causal.get_output_embeddings().weight  # type: ignore[no-untyped-call]
-    return weight
-
-
-def logit_changes(config: PretrainedConfig) -> tuple[float, float]:
-    """Return what a model multiplies its logits with, and the limit that it caps them at (0: none)."""
-    kind = config.model_type
-    if kind.startswith("granite"):
-        return 1.0 / (getattr(config, "logits_scaling", None) or 1.0), 0.0
-    if kind.startswith("cohere"):
-        return getattr(config, "logit_scale", None) or 1.0, 0.0
-    if kind == "falcon_h1":
-        return config.lm_head_multiplier, 0.0
-    if kind.startswith(("gemma", "vaultgemma")):
-        return 1.0, getattr(config, "final_logit_softcapping", None) or 0.0
-    return 1.0, 0.0
-
-
-def refuse_unsupported(causal: PreTrainedModel, model: ModelSpec) -> None:
-    """Refuse a model that would be trained wrongly.
-
-    Raises:
-        InputError: Its loss is not that of a plain output projection, or its documents could not be kept apart.
-    """
-    head = causal.get_output_embeddings()  # type: ignore[no-untyped-call]
-    config = causal.config
-    if getattr(head, "bias", None) is not None:
-        code, message, remedy = "model-head-bias", "its output projection has a bias", _PLAIN_HEAD
-    elif logit_changes(config) == (1.0, 0.0) and any(getattr(config, key, None) not in (None, 1.0) for key in _LOGIT_KEYS):
-        code, remedy = "model-logits-changed", _PLAIN_HEAD
-        message = "it changes its logits after the output projection in a way that so-tui does not know"
-    elif not attention.needs_rows(config) and not _passes_boundaries(causal):
-        code, remedy = "model-packing-unsupported", "Choose a newer kind of model."
-        message = f"documents that are packed into one sequence cannot be told apart by transformers' code for {config.model_type}"
-    else:
-        return
-    raise InputError([_problem(code, model, message, remedy)])
-
-
-def _passes_boundaries(causal: PreTrainedModel) -> bool:
-    """Return whether transformers' code gives document boundaries to all attention of a model.
-
-    Models with recurrent layers do so for its flash attention, although they do not say that they take any other.
-    """
-    model_class, config = type(causal), causal.config
-    kinds = set(kinds_of(config))
-    carrying = recurrent_kinds(kinds)
-    without_attention = carrying and layers_without_attention(kinds) == len(kinds)
-    attends = model_class._supports_attention_backend or (carrying and model_class._supports_flash_attn)
-    return bool(attends or without_attention) and config.model_type not in _UNSUPPORTED_TYPES
-
-
-def refuse_unlisted(causal: PreTrainedModel, model: ModelSpec) -> None:
-    """Refuse a model with layers that carry a state from token to token, unless its spec says so: data is laid out by the spec.
-
-    Raises:
-        InputError: It has such layers, and ``model.config`` lists none.
-    """
-    layers = recurrent.documents_of(causal).layers
-    if layers and not needs_rows_apart(model):
-        message = f"does not list the {layers} layers that carry a state from token to token"
-        remedy = "Add the model anew with `so-tui presets add`, or list the kind of each layer, such as linear_attention."
-        raise InputError(
-            [Problem(code="recurrent-layers-unlisted", field="model.config.layer_types", value="", message=message, remedy=remedy)]
-        )
-
-
-def _problem(code: str, model: ModelSpec, message: str, remedy: str) -> Problem:
-    return Problem(code=code, field="model.id", value=model.id, message=message, remedy=remedy)

@@ -11,7 +11,7 @@ from so_tui.spec import InputError, ModelSpec, Problem, RunSpec, first_line
 from so_tui.spec.generation import Device
 from so_tui_trainer.export import weights
 from so_tui_trainer.model.buffers import stored_buffers
-from so_tui_trainer.model.build import load_config
+from so_tui_trainer.model.config import load_config
 from so_tui_trainer.model.matching import DEFAULT_ATTENTION, meta_model
 
 if TYPE_CHECKING:

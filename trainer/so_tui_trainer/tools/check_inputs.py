@@ -38,7 +38,7 @@ def check(request: Answer) -> Iterator[Answer]:
 
 def _tokenizer(spec: RunSpec) -> list[str]:
     from so_tui_trainer.data.tokens import load_tokenizer
-    from so_tui_trainer.model.build import load_config
+    from so_tui_trainer.model.config import load_config
 
     size, vocabulary = len(load_tokenizer(spec)), load_config(spec.model).vocab_size
     if size > vocabulary:
@@ -74,7 +74,7 @@ def _weights(spec: RunSpec) -> list[str]:
 def _stored(spec: RunSpec, source: Path) -> list[str]:
     """Compare the stored tensors with the model. For MXFP4 weights, check for their bf16 folder or the space for it."""
     from so_tui_trainer.model import matching, mxfp4
-    from so_tui_trainer.model.build import load_config
+    from so_tui_trainer.model.config import load_config
     from so_tui_trainer.model.pretrained import trainable_folder
     from so_tui_trainer.model.stored import read_index
 

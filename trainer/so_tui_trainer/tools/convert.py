@@ -42,7 +42,7 @@ def _to_deepspeed(path: Path, folder: Path) -> Iterator[Answer]:
     from so_tui.runs import RunDirectory, read_spec
     from so_tui_trainer.checkpoint import Found, optimizer_folder
     from so_tui_trainer.export import ExportMarker, refuse_foreign, refuse_without_room, replacing
-    from so_tui_trainer.model.build import PREFIX
+    from so_tui_trainer.model.trained import PREFIX
     from so_tui_trainer.tools.checkpoints import with_newest
 
     run, folder = RunDirectory(path), folder.expanduser().resolve()
@@ -68,7 +68,7 @@ def _from_deepspeed(source: Path, path: Path) -> Iterator[Answer]:
     from so_tui.runs import RunDirectory, read_spec
     from so_tui.runs.manifest import run_id
     from so_tui_trainer import checkpoint_folder, disk_room
-    from so_tui_trainer.model.build import PREFIX
+    from so_tui_trainer.model.trained import PREFIX
 
     run = RunDirectory(path)
     spec = read_spec(run)

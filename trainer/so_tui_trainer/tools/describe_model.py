@@ -51,7 +51,7 @@ def describe(request: Answer) -> Iterator[Answer]:
     )
     _check_hub(asked)
     # Imported late: torch and transformers take seconds.
-    from so_tui_trainer.model.build import language_part
+    from so_tui_trainer.model.config import language_part
     from so_tui_trainer.model.matching import meta_model
 
     whole = _read_config(asked)

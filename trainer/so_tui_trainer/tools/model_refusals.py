@@ -78,7 +78,7 @@ def refuse_other_kinds(model: ModelSpec, config: PretrainedConfig) -> None:
 
 
 def refuse_head(model: ModelSpec, causal: PreTrainedModel) -> None:
-    from so_tui_trainer.model.build import refuse_unsupported
+    from so_tui_trainer.model.supported import refuse_unsupported
 
     if causal.get_output_embeddings() is None:  # type: ignore[no-untyped-call]
         message = "has no output projection that so-tui can find"

@@ -1,0 +1,94 @@
+"""The configuration of the model that is trained: of a hub id, a folder, or a shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from so_tui.spec import InputError, ModelSpec, Problem, first_line, resolve_source
+from so_tui_trainer.model import rope
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def load_config(model: ModelSpec) -> PretrainedConfig:
+    """Load the model's configuration, without its quantisation, and with the spec's scaling of rotary positions.
+
+    Raises:
+        InputError: It cannot be loaded, or its positions cannot be scaled.
+    """
+    config = _given_config(model)
+    if model.rope_scaling != "model":
+        rope.scale(config, model)
+    return config
+
+
+def config_of(shape: Mapping[str, Any]) -> PretrainedConfig:
+    """Build the configuration that ``[model.config]`` describes, without the keys that the model's own class computes.
+
+    Raises:
+        KeyError: There is no ``model_type``.
+        ValueError: transformers does not know it.
+    """
+    from transformers import AutoConfig
+
+    kind = shape["model_type"]
+    owner = type(AutoConfig.for_model(kind))
+    names = owner.attribute_map
+    given = {key: value for key, value in shape.items() if key != "model_type" and not _is_computed(owner, names.get(key, key))}
+    config: PretrainedConfig = AutoConfig.for_model(kind, **given)
+    return config
+
+
+def _is_computed(owner: type, name: str) -> bool:
+    found = getattr(owner, name, None)
+    return isinstance(found, property) and found.fset is None
+
+
+def _given_config(model: ModelSpec) -> PretrainedConfig:
+    from transformers import AutoConfig
+
+    try:
+        if model.weights == "random":
+            return config_of(model.config)
+        found: PretrainedConfig = AutoConfig.from_pretrained(
+            resolve_source(model.id), revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
+        found = language_part(found)
+        if hasattr(found, "quantization_config"):
+            del found.quantization_config
+        return found
+    except KeyError as error:
+        remedy = "Give the model's `config.json` as `[model.config]`, with `model_type`."
+        problem = Problem(code="model-config-incomplete", field="model.config", value="", message=f"lacks {error}", remedy=remedy)
+        raise InputError([problem]) from error
+    except Exception as error:  # a damaged config.json raises whatever it leads to
+        message = f"cannot be read ({first_line(error)})"
+        remedy = "Check the name and the network, log in with `hf auth login` if it is gated, or download it first with `so-tui fetch`."
+        raise InputError([model_problem("model-config-unreadable", model, message, remedy)]) from error
+
+
+def language_part(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the configuration of a multimodal model's language part, if transformers has a model for that alone; else the same one."""
+    from transformers import AutoModelForCausalLM
+
+    text = config.get_text_config()
+    if text is config or config.is_encoder_decoder or type(text) not in AutoModelForCausalLM._model_mapping:
+        return config
+    # Mistral 3 says of the whole, by default, that its head is its embedding; a head that is stored must not be lost.
+    text.tie_word_embeddings = bool(text.tie_word_embeddings and config.tie_word_embeddings)
+    if getattr(config, "quantization_config", None) is not None:
+        text.quantization_config = config.quantization_config
+    return text
+
+
+def disable_dropout(config: PretrainedConfig) -> None:
+    """Set every dropout of a configuration to 0: the varlen attention kernels have none (Seed-OSS names 0.1)."""
+    for name, value in config.to_dict().items():
+        if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float):
+            setattr(config, name, 0.0)
+
+
+def model_problem(code: str, model: ModelSpec, message: str, remedy: str) -> Problem:
+    return Problem(code=code, field="model.id", value=model.id, message=message, remedy=remedy)
