@@ -20,8 +20,8 @@ _TIME_UNITS = ((86_400, "d"), (3600, "h"), (60, "m"), (1, "s"))
 
 
 def thousands(value: int) -> str:
-    """Return a number with grouped digits: ``131 072``."""
-    return f"{value:,}".replace(",", " ")
+    """Return a number with grouped digits: ``131,072``."""
+    return f"{value:,}"
 
 
 def plural(number: int, noun: str) -> str:
@@ -30,7 +30,7 @@ def plural(number: int, noun: str) -> str:
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """Return a plain number with about ``digits`` significant digits: ``0.0512``, ``1.48``, ``431``, ``16 000``, ``1e-05``."""
+    """Return a plain number with about ``digits`` significant digits: ``0.0512``, ``1.48``, ``431``, ``16,000``, ``1e-05``."""
     if math.isnan(value):
         return "NaN"
     if math.isinf(value):
@@ -51,12 +51,12 @@ def percent(share: float) -> str:
 
 
 def count(value: float, decimals: int = 2) -> str:
-    """Return a number of parameters or tokens: ``14.77 B``, ``389 M``, ``16.38 k``; unchanged below 10 000."""
+    """Return a number of parameters or tokens: ``14.77 B``, ``389 M``, ``16.38 k``; whole below 10,000: ``4,096``."""
     for smallest, unit, suffix in ((1e9, 1e9, "B"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if value >= smallest:
             scaled = value / unit
-            return f"{scaled:.{decimals}f} {suffix}" if scaled < 100 else f"{scaled:.0f} {suffix}"
-    return f"{value:.0f}"
+            return f"{scaled:.{decimals}f} {suffix}" if scaled < 100 else f"{thousands(round(scaled))} {suffix}"
+    return thousands(round(value))
 
 
 def show_memory_in(system: Literal["binary", "decimal"]) -> None:
@@ -69,12 +69,12 @@ def memory_size(size_bytes: int, decimals: int = 1) -> str:
     """Return a size of memory: ``226 GiB``, ``3.2 GiB``, ``12 MiB``, ``64 KiB``. Only GiB below 100 have decimals."""
     (giga, gigas), (mega, megas), (kilo, kilos) = _memory_units
     if size_bytes >= 99.5 * giga:
-        return f"{size_bytes / giga:.0f} {gigas}"
+        return f"{thousands(round(size_bytes / giga))} {gigas}"
     if size_bytes >= 0.95 * giga:
         return f"{size_bytes / giga:.{decimals}f} {gigas}"
     if size_bytes >= 0.5 * mega:
-        return f"{size_bytes / mega:.0f} {megas}"
-    return f"{size_bytes / kilo:.0f} {kilos}" if size_bytes >= kilo else f"{size_bytes} B"
+        return f"{thousands(round(size_bytes / mega))} {megas}"
+    return f"{thousands(round(size_bytes / kilo))} {kilos}" if size_bytes >= kilo else f"{thousands(size_bytes)} B"
 
 
 def memory_of(used_bytes: int, total_bytes: int | None, decimals: int = 1) -> str:
@@ -85,8 +85,8 @@ def memory_of(used_bytes: int, total_bytes: int | None, decimals: int = 1) -> st
     for size, unit in _memory_units:
         if larger >= size:
             digits = 0 if larger >= 1000 * size else decimals
-            return f"{used_bytes / size:.{digits}f} of {total_bytes / size:.{digits}f} {unit}"
-    return f"{used_bytes} of {total_bytes} B"
+            return f"{used_bytes / size:,.{digits}f} of {total_bytes / size:,.{digits}f} {unit}"
+    return f"{thousands(used_bytes)} of {thousands(total_bytes)} B"
 
 
 def disk_size(size_bytes: int) -> str:
@@ -94,8 +94,8 @@ def disk_size(size_bytes: int) -> str:
     for size, unit in _DISK_UNITS:
         if size_bytes >= size:
             scaled = size_bytes / size
-            return f"{scaled:.0f} {unit}" if scaled >= 100 else f"{scaled:.1f} {unit}"
-    return f"{size_bytes} B"
+            return f"{thousands(round(scaled))} {unit}" if scaled >= 100 else f"{scaled:.1f} {unit}"
+    return f"{thousands(size_bytes)} B"
 
 
 def rate(per_s: float) -> str:
@@ -112,7 +112,7 @@ def rate(per_s: float) -> str:
 def bandwidth(bytes_per_s: float) -> str:
     """Return a rate of copies or memory traffic, in decimal units as vendors do: ``412 GB/s``, ``3.4 GB/s``."""
     scaled = bytes_per_s / 1e9
-    return f"{scaled:.0f} GB/s" if scaled >= 100 else f"{scaled:.1f} GB/s"
+    return f"{thousands(round(scaled))} GB/s" if scaled >= 100 else f"{scaled:.1f} GB/s"
 
 
 def duration(seconds: float) -> str:
@@ -130,7 +130,7 @@ def duration(seconds: float) -> str:
         return f"{whole // 60} m {whole % 60:02} s"
     if whole < 86_400:
         return f"{whole // 3600} h {whole % 3600 // 60:02} m"
-    return f"{whole // 86_400} d {whole % 86_400 // 3600} h"
+    return f"{thousands(whole // 86_400)} d {whole % 86_400 // 3600} h"
 
 
 def mark_duration(seconds: float, parts: int = 2) -> str:

@@ -14,6 +14,7 @@ from so_tui.runs.results import RunResults, read_all, results_of
 from so_tui.runs.state import read_state
 from so_tui.trust.printable import brief_line, printable_line
 from so_tui.ui.form import values_of
+from so_tui.units import thousands
 
 
 class ComparedRun(Struct, frozen=True, kw_only=True):
@@ -74,7 +75,7 @@ def _print(compared: ComparedRuns) -> None:
     table.add_column("")
     for run in compared.runs:
         table.add_column(Text(printable_line(run.name)), overflow="fold")
-    table.add_row("state", *(f"{run.state} at step {run.step}" for run in compared.runs))
+    table.add_row("state", *(f"{run.state} at step {thousands(run.step)}" for run in compared.runs))
     for key, name in RESULTS.items():
         cells = [result_text(run.results, key) for run in compared.runs]
         if any(cells):

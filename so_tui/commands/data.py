@@ -114,7 +114,7 @@ def _sequence(preview: DataPreview, width: int) -> tuple[RenderableType, ...]:
 
 def _heading(sample: Sample, named: bool) -> str:
     where = f"row {sample.row} of {sample.source}" if named else f"row {sample.row}"
-    return f"{where}   {sample.tokens} tokens, {sample.trained_tokens} trained"
+    return f"{where}   {thousands(sample.tokens)} tokens, {thousands(sample.trained_tokens)} trained"
 
 
 def _coloured(sample: Sample, plain: bool) -> RenderableType:

@@ -28,7 +28,7 @@ from so_tui.spec.generation import (
     Turn,
 )
 from so_tui.trust.printable import printable_line
-from so_tui.units import duration, plural
+from so_tui.units import duration, plural, thousands
 
 _LONGEST_INPUT = 1 << 20
 """Characters of standard input that are read as a prompt."""
@@ -138,7 +138,7 @@ class _Printer:
 
     def model(self, model: ModelFacts) -> None:
         if self._shown and self._headings:
-            step = "" if model.step is None else f", step {model.step}"
+            step = "" if model.step is None else f", step {thousands(model.step)}"
             print(printable_line(f"[{model.side}: {model.name}{step}]"), flush=True)
 
     def answer(self, events: Iterator[Event]) -> Answer:

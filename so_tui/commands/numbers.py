@@ -6,6 +6,8 @@ import argparse
 import math
 from collections.abc import Callable
 
+from so_tui.units import thousands
+
 
 def number_from(lowest: float, highest: float) -> Callable[[str], float]:
     """Return a type for argparse: a number within a range, bounds included."""
@@ -16,7 +18,7 @@ def number_from(lowest: float, highest: float) -> Callable[[str], float]:
         except ValueError:
             value = math.nan
         if not lowest <= value <= highest:  # also true for NaN
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number from {lowest:g} to {highest:g}")
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number from {lowest:,g} to {highest:,g}")
         return value
 
     return parse
@@ -31,7 +33,7 @@ def integer_from(lowest: int, highest: int) -> Callable[[str], int]:
         except ValueError:  # also for thousands of digits
             value = lowest - 1
         if not lowest <= value <= highest:
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not an integer from {lowest} to {highest}")
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not an integer from {thousands(lowest)} to {thousands(highest)}")
         return value
 
     return parse

@@ -18,6 +18,7 @@ from so_tui.commands.common import (
 from so_tui.machine.types import Machine
 from so_tui.plan.types import Plan
 from so_tui.spec import InputError, Problem, field_index, find_preset, load_catalog, parse_value, problems_in
+from so_tui.units import thousands
 
 
 def plan(arguments: argparse.Namespace) -> int:
@@ -126,7 +127,7 @@ def _probe(arguments: argparse.Namespace, chosen: Plan, machine: Machine) -> int
 
     def report(record: object) -> None:
         if isinstance(record, StepRecord):
-            note(arguments, f"step {record.step}: {record.step_s:.3f} s", stderr=True)
+            note(arguments, f"step {thousands(record.step)}: {record.step_s:.3f} s", stderr=True)
         elif isinstance(record, PhaseRecord):
             note(arguments, record.detail or record.phase, stderr=True)
 

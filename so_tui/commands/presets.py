@@ -12,7 +12,7 @@ from so_tui.spec.files import path_fault
 from so_tui.spec.preset_file import Origin
 from so_tui.spec.wording import shown
 from so_tui.trust.printable import printable_line, printable_source, so_tui_command
-from so_tui.units import count
+from so_tui.units import count, thousands
 
 
 class ListedPreset(Struct, frozen=True):
@@ -76,7 +76,7 @@ def presets(arguments: argparse.Namespace) -> int:
             table.add_column(heading, justify="right" if heading in ("GPUs", "tokens") else "left", header_style="bold")
         for name, preset in catalog.presets.items():
             spec = preset.spec
-            table.add_row(printable_line(name), spec.label, str(spec.ranks), str(spec.data.sequence_length), preset.origin)
+            table.add_row(printable_line(name), spec.label, str(spec.ranks), thousands(spec.data.sequence_length), preset.origin)
         print_rich(table, *(f"problem: {problem}" for problem in catalog.problems))
     return 2 if catalog.problems else 0
 

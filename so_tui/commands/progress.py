@@ -25,7 +25,7 @@ from so_tui.runs.records import (
 from so_tui.runs.unobserved import EXIT_CODES
 from so_tui.spec import SoTuiError
 from so_tui.trust.printable import brief_line, brief_message, printable_line, so_tui_command
-from so_tui.units import count, disk_size, duration, plural, rate, thousands
+from so_tui.units import count, disk_size, duration, plural, rate, significant, thousands
 
 _LONGEST_LINE = 2000
 POLL_S = 0.5
@@ -117,7 +117,7 @@ class _Printer:
             case StartRecord():
                 self._total_steps = record.total_steps
                 size = f"{count(record.parameters)} parameters on {plural(record.ranks, 'rank')}"
-                self._line(record.time, f"{record.model}: {size}, {record.mode}, {record.total_steps} steps{_step_size(record)}")
+                self._line(record.time, f"{record.model}: {size}, {record.mode}, {plural(record.total_steps, 'step')}{_step_size(record)}")
             case PhaseRecord():
                 self._line(record.time, f"{record.phase}{': ' + record.detail if record.detail else ''}")
             case BindingRecord():
@@ -131,13 +131,13 @@ class _Printer:
             case StepRecord():
                 self._step(record)
             case CheckpointRecord():
-                self._line(record.time, f"checkpoint of step {record.step}: {_written(record)}, {record.path}")
+                self._line(record.time, f"checkpoint of step {thousands(record.step)}: {_written(record)}, {record.path}")
             case EvaluationRecord():
-                self._line(record.time, f"evaluation at step {record.step}: {_evaluated(record)}")
+                self._line(record.time, f"evaluation at step {thousands(record.step)}: {_evaluated(record)}")
             case WarningRecord():
                 self._line(record.time, f"warning: {record.message}{'. ' + record.suggestion if record.suggestion else ''}")
             case ResumedRecord():
-                self._line(record.time, f"resumed from step {record.step}")
+                self._line(record.time, f"resumed from step {thousands(record.step)}")
             case EndRecord():
                 for name, value in record.summary.items():
                     print(_line(record.time, f"{name}: {value:.6g}"), flush=True)
@@ -169,18 +169,19 @@ class _Printer:
         self._last_step_line = record.time
         mean_s = sum(self._step_times) / len(self._step_times)
         left = f"  left {duration((self._total_steps - record.step) * mean_s)}" if self._total_steps > record.step else ""
-        example = f" ({record.seed_tflops_total:.3g} by DeepSpeed's example)" if record.seed_tflops_total else ""
+        example = f" ({significant(record.seed_tflops_total)} by DeepSpeed's example)" if record.seed_tflops_total else ""
+        step = f"step {thousands(record.step)}/{thousands(self._total_steps)}"
         self._line(
             record.time,
-            f"step {record.step}/{self._total_steps}  loss {record.loss:.4f}  lr {record.learning_rate:.2e}  {record.step_s:.3g} s"
-            f"  {rate(record.useful_tokens_per_s_total)} tokens/s  {record.model_tflops_per_gpu:.3g} TFLOPS{example}{left}",
+            f"{step}  loss {record.loss:.4f}  lr {record.learning_rate:.2e}  {significant(record.step_s)} s"
+            f"  {rate(record.useful_tokens_per_s_total)} tokens/s  {significant(record.model_tflops_per_gpu)} TFLOPS{example}{left}",
         )
 
     def finish(self, run: RunDirectory, state: RunState) -> int:
         self._flush()
-        words = f"{state.state} at step {state.step}"
+        words = f"{state.state} at step {thousands(state.step)}"
         if state.saved_step is not None:
-            words += f", saved step {state.saved_step}"
+            words += f", saved step {thousands(state.saved_step)}"
         print(brief_message(words + (f": {state.reason}" if state.reason else "")), flush=True)
         if state.suggestion:
             print(brief_message(f"next: {state.suggestion}"), flush=True)
@@ -200,7 +201,7 @@ def _written(record: CheckpointRecord) -> str:
     text = f"{disk_size(record.bytes)} in {duration(record.seconds)}"
     if record.paused_s is not None and record.paused_s < record.seconds:
         text += f" while training went on, after a pause of {duration(record.paused_s)}"
-    return text if record.due_step is None else f"{text}, due since step {record.due_step}"
+    return text if record.due_step is None else f"{text}, due since step {thousands(record.due_step)}"
 
 
 def _evaluated(record: EvaluationRecord) -> str:
@@ -211,7 +212,7 @@ def _evaluated(record: EvaluationRecord) -> str:
 def _step_size(record: StartRecord) -> str:
     if not record.tokens_per_step:
         return ""
-    accumulated = f" in {record.gradient_accumulation_steps} micro-batches" if record.gradient_accumulation_steps > 1 else ""
+    accumulated = f" in {thousands(record.gradient_accumulation_steps)} micro-batches" if record.gradient_accumulation_steps > 1 else ""
     return f" of {thousands(record.tokens_per_step)} tokens{accumulated}"
 
 

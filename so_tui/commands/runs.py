@@ -22,6 +22,7 @@ from so_tui.runs.results import RunResults, recent_results
 from so_tui.spec import InputError, Problem
 from so_tui.trust.printable import brief_message, printable_line
 from so_tui.trust.streams import console
+from so_tui.units import thousands
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -151,7 +152,7 @@ def _table(listed: list[tuple[RunDirectory, RunState]], by: tuple[str, list[str]
 def _row(run: RunDirectory, state: RunState) -> tuple[str, ...]:
     started = f"{datetime.fromtimestamp(state.started):%Y-%m-%d %H:%M}" if state.started else ""
     loss = "" if state.loss is None else f"{state.loss:.4f}"
-    return printable_line(run.name), state.state, f"{state.step}/{state.total_steps}", loss, started
+    return printable_line(run.name), state.state, f"{thousands(state.step)}/{thousands(state.total_steps)}", loss, started
 
 
 def _why(state: RunState) -> str:
@@ -202,7 +203,7 @@ def stop(arguments: argparse.Namespace) -> int:
     refuse_another_users(run)
     if arguments.assume_dead:
         state = stop_run(run, assume_dead=True)
-        print(printable_line(f"{run.name}: {state.state} at step {state.step}{'. ' + state.reason if state.reason else ''}"))
+        print(printable_line(f"{run.name}: {state.state} at step {thousands(state.step)}{'. ' + state.reason if state.reason else ''}"))
         return 0
     seen = sighting(run, state)
     if not seen.by_processes:
@@ -212,8 +213,9 @@ def stop(arguments: argparse.Namespace) -> int:
     state = stop_run(run, grace_s=arguments.grace)
     if state.state not in FINAL_STATES and not sighting(run, state).by_processes:
         ended_state(run)  # refuses it, and says what was seen
-    saved = f"step {state.saved_step} is saved" if state.saved_step is not None else "nothing was saved"
-    print(printable_line(f"{run.name}: {state.state} at step {state.step}, {saved}{'. ' + state.reason if state.reason else ''}"))
+    saved = f"step {thousands(state.saved_step)} is saved" if state.saved_step is not None else "nothing was saved"
+    ended = f"{state.state} at step {thousands(state.step)}, {saved}"
+    print(printable_line(f"{run.name}: {ended}{'. ' + state.reason if state.reason else ''}"))
     return 0 if state.state in ("stopped", "finished") else 1
 
 

@@ -12,7 +12,7 @@ from so_tui.launch.helpers import Cancel, stream_tool
 from so_tui.launch.local_paths import with_absolute_paths
 from so_tui.spec import RunSpec, spec_tree
 from so_tui.structs import prepare
-from so_tui.units import thousands
+from so_tui.units import plural, thousands
 
 LOSS_WORDS = {
     "assistant": "every answer of the assistant is trained",
@@ -159,12 +159,13 @@ class DataPreview(Tally, frozen=True, kw_only=True):
     def sequence_words(self) -> str:
         """Return a heading: ``a packed sequence: 3 documents that do not see each other``."""
         count = len(self.sequence.documents)
-        return "a packed sequence: 1 document" if count == 1 else f"a packed sequence: {count} documents that do not see each other"
+        return f"a packed sequence: {plural(count, 'document')}{' that do not see each other' if count > 1 else ''}"
 
     def sequence_sum(self) -> str:
         """Return a sum: ``44 + 36 + 12 padding = 92 tokens``."""
         parts = [thousands(document.tokens) for document in self.sequence.documents]
-        return " + ".join([*parts, *([f"{self.padding} padding"] if self.padding else [])]) + f" = {thousands(self.sequence_length)} tokens"
+        padding = [f"{thousands(self.padding)} padding"] if self.padding else []
+        return f"{' + '.join([*parts, *padding])} = {thousands(self.sequence_length)} tokens"
 
     def histogram_cells(self, width: int) -> list[int]:
         """Return the cells of each bin's bar: ``width`` for the fullest, and at least one for any that is not empty."""

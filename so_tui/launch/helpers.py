@@ -198,7 +198,7 @@ def _signal(process: subprocess.Popen[str], number: signal.Signals) -> None:
 
 
 def _late(name: str, timeout_s: float | None) -> str:
-    return f"so_tui_trainer.tools.{name} gave no answer within {timeout_s or 0:.0f} s"
+    return f"so_tui_trainer.tools.{name} gave no answer within {timeout_s or 0:,.0f} s"
 
 
 def problem_of(entry: dict[str, Any]) -> Problem:

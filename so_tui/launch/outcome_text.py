@@ -11,6 +11,7 @@ from so_tui.launch.outcome import Outcome
 from so_tui.machine.software import INSTALL_TRAINING
 from so_tui.runs.outcome import OutcomeCode
 from so_tui.trust.printable import so_tui_command
+from so_tui.units import thousands
 
 _CRASHES = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
 _WHO_KILLS = "so-tui did not do this. Look for the kernel's out-of-memory killer (`dmesg`), a scheduler or another person"
@@ -75,7 +76,7 @@ _REASONS: dict[str, str] = {
     OutcomeCode.MODULE_MISSING: "the Python module {detail} is not installed",
     OutcomeCode.NUMACTL_FAILED: "numactl failed: {detail}",
     OutcomeCode.KILLED_FOR_MEMORY: "the kernel killed {count} process{es} on this host for lack of memory",
-    OutcomeCode.STOP_OVERDUE: "the trainer did not stop within {limit_s:.0f} s and was killed; nothing was saved after the last checkpoint",
+    OutcomeCode.STOP_OVERDUE: "the trainer did not stop within {limit_s:,.0f} s and was killed; nothing was saved after the last checkpoint",
     OutcomeCode.UNOBSERVED: "its processes ended while no supervisor was running (a reboot?), and the trainer left no end record",
     OutcomeCode.GPU_IN_USE: "could not be started: {detail}",
     OutcomeCode.HOST_DIFFERS: "could not be started: {detail}",
@@ -171,4 +172,4 @@ def _resuming(run: RunFacts, settings: str) -> str:
     command = f"`{so_tui_command('resume', run.name)}{settings}`"
     if run.saved_step is None:
         return f"Nothing had been saved: {command} starts from the beginning"
-    return f"{command} continues from step {run.saved_step}"
+    return f"{command} continues from step {thousands(run.saved_step)}"

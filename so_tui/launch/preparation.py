@@ -26,8 +26,9 @@ from so_tui.runs.ended import ended_state
 from so_tui.runs.own import refuse_unless_own
 from so_tui.runs.records import RunState
 from so_tui.runs.state import read_spec
-from so_tui.spec import InputError, Problem, Refusal, Refused, RunSpec, with_values
+from so_tui.spec import InputError, Problem, Refusal, Refused, RunSpec, field_index, parse_value, with_values
 from so_tui.trust.printable import so_tui_command
+from so_tui.units import thousands
 
 _FIXED_FOR_A_RUN = ("name", "model.id", "model.revision", "model.weights", "model.tokenizer", "checkpoint.folder")
 
@@ -189,7 +190,7 @@ def prepare_resume(
     if before.state == "finished" and not start_over and not _lengthens(values, before.total_steps):
         longer, export = so_tui_command("resume", run.name, "--set", "train.steps=N"), so_tui_command("export", run.name)
         remedy = f"Train longer with `{longer}`, or export the model with `{export}`."
-        message = f"has finished all of its {before.total_steps} steps"
+        message = f"has finished all of its {thousands(before.total_steps)} steps"
         raise InputError([Problem(code="run-has-finished", field="run", value=run.name, message=message, remedy=remedy)])
     _refuse_trained_length(values, before)
     launch = prepare(spec, machine, force=force or before.forced, inherited=inherited)
@@ -228,15 +229,23 @@ def _changed(spec: RunSpec, values: Mapping[str, str]) -> RunSpec:
     return with_values(spec, values) if values else spec
 
 
+def _given_steps(values: Mapping[str, str]) -> int | None:
+    """Return the number of steps that the changes ask for; None where they do not, or give no number."""
+    given = parse_value(values.get("train.steps", ""), field_index()["train.steps"])
+    return given if type(given) is int else None
+
+
 def _lengthens(values: Mapping[str, str], steps: int) -> bool:
     """Return whether the changes may leave something to train after ``steps``. Only the data decides how many steps an epoch has."""
-    given = values.get("train.steps", "")
-    return (given.isdecimal() and int(given) > steps) or "train.epochs" in values or "train.tokens" in values
+    given = _given_steps(values)
+    return (given is not None and given > steps) or "train.epochs" in values or "train.tokens" in values
 
 
 def _refuse_trained_length(values: Mapping[str, str], before: RunState) -> None:
-    given = values.get("train.steps", "")
-    if before.saved_step and given.isdecimal() and 0 < int(given) <= before.saved_step:
-        message = f"the run would continue from step {before.saved_step} and have nothing to train"
+    given = _given_steps(values)
+    if before.saved_step and given is not None and 0 < given <= before.saved_step:
+        message = f"the run would continue from step {thousands(before.saved_step)} and have nothing to train"
         remedy = f"Give more steps, or export the model with `{so_tui_command('export', before.name)}`."
-        raise InputError([Problem(code="length-already-trained", field="train.steps", value=given, message=message, remedy=remedy)])
+        raise InputError(
+            [Problem(code="length-already-trained", field="train.steps", value=values["train.steps"], message=message, remedy=remedy)]
+        )

@@ -30,6 +30,7 @@ from so_tui.runs import RunDirectory, RunReader
 from so_tui.runs.records import FINAL_STATES, EndRecord, MetricRecord, PhaseRecord, Sample, StepRecord
 from so_tui.spec import RunSpec, SoTuiError
 from so_tui.trust.printable import so_tui_command
+from so_tui.units import thousands
 
 WARMUP_STEPS = 2
 MEASURED_STEPS = 4
@@ -108,7 +109,7 @@ def run_to_end(
             if time.monotonic() - begun > limit_s:
                 stop(run, grace_s=_GRACE_S)
                 raise SoTuiError(
-                    f"{run.name} took longer than {limit_s:.0f} s; `{so_tui_command('logs', str(run.path))}` shows what it did"
+                    f"{run.name} took longer than {thousands(round(limit_s))} s; `{so_tui_command('logs', str(run.path))}` shows what it did"
                 )
             ensure_supervised(run)
             time.sleep(poll_s)
@@ -237,12 +238,12 @@ def _predicted_for(found: Measured, plan: Plan, machine: Machine) -> Figures:
 
 
 def settings_text(plan: Plan) -> str:
-    """Return a plan's settings in words: ``superoffload 0.90, micro-batch 4 x 4096, full``."""
+    """Return a plan's settings in words: ``superoffload 0.90, micro-batch 4 x 4,096, full``."""
     spec = plan.spec
     mode = plan.mode if plan.mode == "gpu" else f"{plan.mode} {plan.ratio:.2f}"
     steps = "" if spec.gradient_accumulation_steps == 1 else f" x {spec.gradient_accumulation_steps}"
     policy = spec.model.activation_checkpointing
-    return f"{mode}, micro-batch {spec.train.micro_batch} x {spec.data.sequence_length}{steps}, {policy}"
+    return f"{mode}, micro-batch {spec.train.micro_batch} x {thousands(spec.data.sequence_length)}{steps}, {policy}"
 
 
 def compared(probe: Probe) -> Iterator[tuple[str, float, float, float | None]]:

@@ -23,7 +23,7 @@ from so_tui.plan.terms import Confidence, Location, MemoryTerm
 from so_tui.plan.types import Plan, PlanRow, Verdict
 from so_tui.plan.workload import Workload
 from so_tui.trust.printable import printable_line
-from so_tui.units import memory_size
+from so_tui.units import memory_size, thousands
 
 _SIGNS: dict[Verdict, tuple[str, str]] = {"fits": ("✓", "green"), "tight": ("~", "yellow"), "does not fit": ("✗", "red")}
 _MARKS: dict[Confidence, str] = {"exact": "=", "calibrated": "≈ measured", "estimate": "≈"}
@@ -67,7 +67,7 @@ def _grid(rows: Sequence[PlanRow], machine: Machine, width: int) -> Table:
     for count in counts:
         table.add_column(f"{hosts}{count} {unit}" + ("s" if count > 1 else ""), no_wrap=True)
     for row in rows:
-        facts = [] if narrow else [_parameters(row), str(row.sequence_length)]
+        facts = [] if narrow else [_parameters(row), thousands(row.sequence_length)]
         cells = [cell(row.cells[count], narrow=narrow, compact=compact) if count in row.cells else Text("") for count in counts]
         table.add_row(printable_line(row.preset), *facts, *cells)
     return table
@@ -167,10 +167,10 @@ def _step(plan: Plan) -> RenderableType:
     step = plan.step
     parts = f"data {step.data_s:.2f}   forward {step.forward_s:.2f}   backward {step.backward_s:.2f}"
     said = Text(f"{plan.step_s:.2f} s:   {parts}   optimizer exposed {step.exposed_optimizer_s:.2f}")
-    said.append(f"\n{plan.useful_tokens_per_s_total or 0:.0f} tokens/s, {plan.tokens_per_step} tokens a step")
+    said.append(f"\n{thousands(round(plan.useful_tokens_per_s_total or 0))} tokens/s, {thousands(plan.tokens_per_step)} tokens a step")
     if plan.model_tflops_per_gpu:
-        said.append(f", {plan.model_tflops_per_gpu:.0f} model TFLOPS per GPU")
-        said.append(f" ({example_tflops(plan) or 0:.0f} in all by the formula of DeepSpeed's example)", "dim")
+        said.append(f", {thousands(round(plan.model_tflops_per_gpu))} model TFLOPS per GPU")
+        said.append(f" ({thousands(round(example_tflops(plan) or 0))} in all by the formula of DeepSpeed's example)", "dim")
     said.append(f"\n≈ {speed_source_text(plan.speed_source, plan.mode)}" if plan.speed_source else "", "dim")
     table = Table.grid()
     table.add_column(width=22)
@@ -250,7 +250,7 @@ def _shortfall(plan: Plan, narrow: bool) -> str:
 
 def _rate(tokens_per_s: float) -> str:
     if tokens_per_s >= 99_950:
-        return f"{tokens_per_s / 1000:.0f}k/s"
+        return f"{thousands(round(tokens_per_s / 1000))}k/s"
     return f"{tokens_per_s / 1000:.1f}k/s" if tokens_per_s >= 1000 else f"{tokens_per_s:.0f}/s"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from so_tui.plan.constants import SpeedSource
 from so_tui.plan.workload import Workload
+from so_tui.units import thousands
 
 
 def speed_source_text(source: SpeedSource | str, mode: str) -> str:
@@ -33,5 +34,5 @@ def workload_text(workload: Workload | None) -> str:
     """Return the data that a prediction is for."""
     if workload is None:
         return "for whole sequences with every token trained, the most that data can cost"
-    documents = f"for documents of {workload.attended_tokens:.0f} tokens, {workload.trained_share:.0%} of all trained"
+    documents = f"for documents of {thousands(round(workload.attended_tokens))} tokens, {workload.trained_share:.0%} of all trained"
     return f"{documents}, as measured on this data"

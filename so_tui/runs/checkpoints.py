@@ -15,6 +15,7 @@ from so_tui.runs.records import RunState
 from so_tui.spec.errors import Refusal
 from so_tui.spec.types import RunSpec
 from so_tui.trust.printable import quoted
+from so_tui.units import thousands
 
 _NAME = re.compile(r"step-\d{6,12}")
 
@@ -45,6 +46,6 @@ def missing_checkpoints(run: RunDirectory, spec: RunSpec, state: RunState) -> Re
     if state.saved_step is None or checkpoint_folders(folder):
         return None
     command = quoted("so-tui", "resume", run.name, "--start-over")
-    there = f"the run saved step {state.saved_step} in {folder}, and no checkpoint is there"
+    there = f"the run saved step {thousands(state.saved_step)} in {folder}, and no checkpoint is there"
     message = f"{there}. Mount its file system, or train from step 0 again: {command}"
     return Refusal("checkpoint-missing", message)

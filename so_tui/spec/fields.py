@@ -11,6 +11,7 @@ from msgspec import Struct, inspect
 
 from so_tui.spec.sections.data import DataSource
 from so_tui.spec.types import RunSpec
+from so_tui.units import thousands
 
 FieldType = Literal["integer", "number", "text", "boolean", "choice", "list", "table"]
 
@@ -48,20 +49,18 @@ class FieldInfo(Struct, frozen=True, kw_only=True):
 
     @property
     def range_text(self) -> str:
-        """Range in words, with its unit, and with numbers as TOML takes them; empty if there is none."""
-        return self._range_with("_")
-
-    def _range_with(self, separator: str) -> str:
-        parts = self.range_parts(separator)
+        """Range in words, with its unit; empty if there is none."""
+        parts = self.range_parts
         if not parts:
             return ""
         unit = f" {self.unit}" if self.unit else ""
         return f"{'from ' if self._closed else ''}{' and '.join(parts)}{unit}"
 
-    def range_parts(self, separator: str) -> tuple[str, ...]:
-        """Return the bounds in words, without unit: ``0 to 1``, or one text for each bound. ``separator`` groups thousands."""
-        low = "" if self.minimum is None else self._bound_text(self.minimum, separator)
-        high = "" if self.maximum is None else self._bound_text(self.maximum, separator)
+    @property
+    def range_parts(self) -> tuple[str, ...]:
+        """The bounds in words, without unit: ``0 to 1``, or one text for each bound."""
+        low = "" if self.minimum is None else self._bound_text(self.minimum)
+        high = "" if self.maximum is None else self._bound_text(self.maximum)
         if self._closed:
             return (f"{low} to {high}",)
         bounds = (("above" if self.excludes_minimum else "at least", low), ("below" if self.excludes_maximum else "at most", high))
@@ -72,20 +71,16 @@ class FieldInfo(Struct, frozen=True, kw_only=True):
         """Whether both bounds are given and belong to the range."""
         return None not in (self.minimum, self.maximum) and not self.excludes_minimum and not self.excludes_maximum
 
-    def _bound_text(self, bound: float, separator: str) -> str:
-        return f"{bound:g}" if self.type_name == "number" else f"{int(bound):_}".replace("_", separator)
+    def _bound_text(self, bound: float) -> str:
+        return thousands(int(bound)) if bound == int(bound) else f"{bound:g}"
 
     @property
     def expected(self) -> str:
-        """Type and range in words, with numbers as TOML takes them: ``a number from 0 to 1``."""
-        return self.expected_with("_")
-
-    def expected_with(self, separator: str) -> str:
-        """Return type and range in words. ``separator`` groups thousands."""
+        """Type and range in words: ``a number from 0 to 1``."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
         text = _NOUNS[self.type_name]
-        if bounds := self._range_with(separator):
+        if bounds := self.range_text:
             first_excluded = self.excludes_minimum if self.minimum is not None else self.excludes_maximum
             text += f" {bounds}" if self._closed or first_excluded else f" of {bounds}"
         elif self.unit:

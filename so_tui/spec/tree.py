@@ -7,6 +7,7 @@ Problem codes:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +25,9 @@ Tree = dict[str, Any]
 
 _FREE_TABLE = "model.config."
 """Keys below this prefix are those of a Hugging Face config.json."""
+_SEPARATOR = re.compile("[,_ \u00a0\u2009\u202f]")
+_GROUPED = re.compile(rf"[+-]?\d{{1,3}}({_SEPARATOR.pattern})\d{{3}}(\1\d{{3}})*(\.\d+)?", re.ASCII)
+"""Numbers with their thousands grouped, by one kind of separator: the first group says which."""
 OF_A_SOURCE = ("subset", "split", "format")
 """Keys of ``[data]`` that describe the source, and say nothing of another one."""
 
@@ -87,7 +91,7 @@ def parse_value(text: str, info: FieldInfo | None = None) -> Any:
     """Parse the text of a ``--set`` option or a form field, guided by the type of its field."""
     if info is not None and info.type_name in ("text", "choice") and not (info.takes_list and text.lstrip().startswith("[")):
         return _unquoted(text)
-    value = _toml_value(text)
+    value = _toml_value(_ungrouped(text, info))
     if isinstance(value, str) and info is not None and info.takes_list and "," in value:
         return [_toml_value(part.strip()) for part in value.split(",")]
     if isinstance(value, float) and info is not None and info.type_name == "integer" and value.is_integer():
@@ -143,6 +147,13 @@ def _defaults() -> Tree:
             target[key] = msgspec.to_builtins(info.default)
     tree["model"]["parameters"] = ()
     return tree
+
+
+def _ungrouped(text: str, info: FieldInfo | None) -> str:
+    """Return a number whose thousands are grouped as people write them, ``16,384`` or ``16 384``, as TOML takes it; other text as it is."""
+    if info is None or info.takes_list or info.type_name not in ("integer", "number") or not _GROUPED.fullmatch(text.strip()):
+        return text
+    return _SEPARATOR.sub("", text.strip())
 
 
 def _toml_value(text: str) -> Any:

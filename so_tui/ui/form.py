@@ -113,7 +113,7 @@ def hint(info: FieldInfo) -> str:
     """Return a hint short enough to stand beside the field: the range, else the unit. The tooltip has the full text."""
     if info.path in HINTS:
         return HINTS[info.path]
-    return ", ".join(info.range_parts(" ")) or info.unit
+    return ", ".join(info.range_parts) or info.unit
 
 
 def text_of(value: object) -> str:

@@ -9,6 +9,7 @@ from rich.cells import cell_len
 
 from so_tui.runs.records import PhaseRecord
 from so_tui.ui.text import Content, brief_message, duration, shorten
+from so_tui.units import thousands
 
 CHECKS = "checks"
 LAUNCHER = "launcher"
@@ -68,7 +69,7 @@ def _name(phase: PhaseRecord) -> str:
     """Return ``weights 3 of 8``; what records of older versions say of themselves stands for their stage."""
     if phase.phase == "training":
         return FIRST_STEP
-    counted = f" {phase.done} of {phase.total}" if phase.total else ""
+    counted = f" {thousands(phase.done)} of {thousands(phase.total)}" if phase.total else ""
     return f"{NAMES.get(phase.stage, phase.stage)}{counted}" if phase.stage else phase.detail or phase.phase
 
 

@@ -38,7 +38,7 @@ class CpuAdam:
         try:
             self._begun().result(limit_s)
         except FutureTimeout as error:
-            raise SoTuiError(f"DeepSpeed's CPU Adam is not compiled after {limit_s:.0f} s") from error
+            raise SoTuiError(f"DeepSpeed's CPU Adam is not compiled after {limit_s:,.0f} s") from error
 
     def _begun(self) -> Future[object]:
         if self._compiled is None:

@@ -54,7 +54,7 @@ def _machine(machine: Machine, folder: Path, _tell: Callable[[str], None], limit
     try:
         found = answer.result(limit_s)
     except FutureTimeout as error:
-        raise SoTuiError(f"`so-tui doctor` did not end within {limit_s:.0f} s") from error
+        raise SoTuiError(f"`so-tui doctor` did not end within {limit_s:,.0f} s") from error
     return machine_found(machine, tuple(Found(code=one.code, severity=one.severity, title=one.title) for one in found))
 
 

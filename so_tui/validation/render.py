@@ -10,7 +10,7 @@ from so_tui.plan.calibration import Rates
 from so_tui.plan.constants import Speed, published_speed
 from so_tui.spec.files import write_atomic
 from so_tui.svg import Bar, Curve, bars, curves
-from so_tui.units import memory_size, plural, significant
+from so_tui.units import memory_size, plural, significant, thousands
 from so_tui.validation.report import CopiesFound, MachineFound, Outcome, PhaseSeconds, RatesFound, Report, TrainingFound, trained
 
 _TERMS = ("step_s", "forward_s", "backward_s", "exposed_optimizer_s", "gpu_reserved_bytes", "host_bytes")
@@ -151,7 +151,7 @@ def _rates(rates: Rates, published: Speed | None) -> Iterator[_Row]:
     for backend, found in rates.attention:
         for rate_at in found:
             assumed_at = published.attention_at(backend, rate_at.document) if published else None
-            where = f"documents of {rate_at.document:,} tokens"
+            where = f"documents of {thousands(rate_at.document)} tokens"
             yield from row(f"{backend}, forward, {where}", rate_at.forward, assumed_at.forward if assumed_at else None, "TFLOPS", 1e12)
             yield from row(f"{backend}, backward, {where}", rate_at.backward, assumed_at.backward if assumed_at else None, "TFLOPS", 1e12)
 
@@ -170,7 +170,7 @@ def _speeds(report: Report) -> Iterator[str]:
             outcome.title,
             str(result.ranks),
             significant(result.measured.step_s),
-            f"{result.useful_tokens_per_s:.0f}",
+            thousands(round(result.useful_tokens_per_s)),
             significant(result.model_tflops_per_gpu),
             significant(result.example_tflops),
             *(f"{rates[outcome.key] / rates[key]:.2f}" for key in bases),

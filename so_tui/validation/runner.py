@@ -106,7 +106,7 @@ def pace(outcomes: Sequence[Outcome]) -> float:
 def _outcome(measurement: Measurement, pace: float, deadline: float, tell: Callable[[str], None]) -> Outcome:
     left_s, expected_s = deadline - time.monotonic(), pace * measurement.estimate_s
     if expected_s > left_s:
-        reason = f"takes about {expected_s:.0f} s, and {max(0.0, left_s):.0f} s were left"
+        reason = f"takes about {expected_s:,.0f} s, and {max(0.0, left_s):,.0f} s were left"
         return replace(measurement.pending, state="left-out", reason=reason)
     begun, limit_s = time.monotonic(), min(3 * measurement.estimate_s, left_s) + OVERRUN_S
     try:

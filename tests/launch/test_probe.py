@@ -89,7 +89,7 @@ def test_a_prediction_for_known_data_is_compared_figure_by_figure() -> None:
         measured="", model="", mode="gpu", ranks=1, settings=settings_text(plan), workload=workload, predicted=predicted, actual=actual
     )
     errors = {name: error for name, _, _, error in compared(probe)}
-    assert probe.settings == "gpu, micro-batch 4 x 4096, full"
+    assert probe.settings == "gpu, micro-batch 4 x 4,096, full"
     assert errors["step_s"] == pytest.approx(-0.5)
     assert errors["gpu_reserved_gib"] == pytest.approx(1.0, abs=1e-6)
     assert "gpu_device_gib" not in errors

@@ -31,7 +31,7 @@ def test_every_key_of_the_types_is_described() -> None:
     [
         ("offload.ratio", "a number from 0 to 1"),
         ("offload.cpu_adam_cores_fraction", "a number above 0 and below 1"),
-        ("train.micro_batch", "a whole number from 1 to 4_096 sequences"),
+        ("train.micro_batch", "a whole number from 1 to 4,096 sequences"),
         ("gpus", "a whole number from 1 to 16, or a list"),
         ("data.source", "text, or a list"),
         ("offload.mode", "one of auto, superoffload, zerooffload, gpu"),

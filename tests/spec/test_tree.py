@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from so_tui.spec import InputError, RunSpec, check_tree, find_preset, parse_value, spec_tree, with_values
+from so_tui.spec import InputError, RunSpec, check_tree, field_index, find_preset, parse_value, spec_tree, with_values
 from so_tui.spec.tree import merged
 from tests.support.problems import codes
 from tests.support.trees import smallest
@@ -87,6 +87,34 @@ def test_an_unknown_key_names_the_nearest(spec: RunSpec, key: str, remedy: str) 
 def test_a_problem_shows_the_value_as_typed(spec: RunSpec) -> None:
     with pytest.raises(InputError, match=r"offload\.ratio = 1\.4: is out of range\. Give a number from 0 to 1"):
         with_values(spec, {"offload.ratio": "1.4"})
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "value"),
+    [
+        *(
+            ("data.sequence_length", text, 16_384)
+            for text in ("16384", "16,384", "16_384", "16 384", "16\u202f384", "16\u00a0384", "16\u2009384")
+        ),
+        ("train.tokens", "5,000,000", 5_000_000),
+        ("train.tokens", " 1,234,567 ", 1_234_567),
+        ("data.held_out", "1,000", 1000),
+        ("offload.speculation_gib", "1,024.5", 1024.5),
+    ],
+)
+def test_numbers_may_be_grouped_as_they_are_shown(path: str, text: str, value: float) -> None:
+    assert parse_value(text, field_index()[path]) == value
+
+
+@pytest.mark.parametrize("text", ["1,5", "16,38", "16,3844", ",384", "16,384_000", "1,,000", "4 4", "16,384,"])
+def test_what_is_no_grouped_number_stays_an_error(spec: RunSpec, text: str) -> None:
+    with pytest.raises(InputError) as caught:
+        with_values(spec, {"data.sequence_length": text})
+    assert [problem.field for problem in caught.value.problems] == ["data.sequence_length"]
+
+
+def test_a_list_of_gpus_is_no_grouped_number() -> None:
+    assert parse_value("1,234", field_index()["gpus"]) == [1, 234]
 
 
 def test_text_is_never_run_or_split() -> None:

@@ -174,7 +174,7 @@ def test_a_checkpoint_without_enough_disk_space_is_refused_with_field_value_and_
         disk_room.make_room(tmp_path / "new", 10**18, "checkpoint.folder")
     assert caught.value.code == "disk-full"
     assert caught.value.reason.startswith(f"checkpoint.folder = {tmp_path / 'new'}: ")
-    assert "1000000 TB" in caught.value.reason
+    assert "1,000,000 TB" in caught.value.reason
     assert "resume" in caught.value.suggestion
 
 

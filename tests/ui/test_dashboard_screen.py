@@ -28,7 +28,7 @@ async def test_keys_move_the_axis_of_a_live_run(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=120, seconds_of_samples=10)
     async with opened(runs_dir, open_run=run) as ui:
         await ui.state_shown("training")
-        assert "step 120 / 5 000" in ui.shown("#title")
+        assert "step 120 / 5,000" in ui.shown("#title")
         assert len(ui.screen.query_one(NumaNodes).pictures) == 4
         loss = ui.find("#loss", Chart)
         assert loss.axis is not None

@@ -81,7 +81,7 @@ async def test_a_field_is_found_by_its_name_and_described(runs_dir: Path) -> Non
 
 def test_a_description_writes_numbers_as_the_row_does() -> None:
     numbers = {path: FieldRow(path, info, path, "").about for path, info in field_index().items() if not info.choices}
-    assert numbers["train.micro_batch"].endswith("from 1 to 4 096 sequences.")
+    assert numbers["train.micro_batch"].endswith("from 1 to 4,096 sequences.")
     assert not [about for about in numbers.values() if re.search(r"\d_\d", about)]
 
 

@@ -187,7 +187,7 @@ def test_the_axis_names_places_and_keeps_labels_off_marks() -> None:
     assert "◆" in marked
     assert "500" not in marked
     assert x_text(Axis("time", 0, 10_000, 100.0), 100.0 + 5400) == "1 h 30 m"
-    assert x_text(axis, 1240.4) == "1 240"
+    assert x_text(axis, 1240.4) == "1,240"
 
 
 @pytest.mark.parametrize("lasted_s", [8, 40, 90, 100, 610, 5400, 40_000, 90_000, 400_000, 3_000_000])

@@ -36,12 +36,12 @@ from tests.support.make_run import plan_for, quad_machine
 
 
 def test_numbers_have_units_and_no_noise() -> None:
-    assert thousands(131072) == "131 072"
+    assert thousands(131072) == "131,072"
     assert [significant(value) for value in (0.0, 1.4821, 431.2, 15999.6, 1e-5, 0.04271)] == [
         "0",
         "1.48",
         "431",
-        "16 000",
+        "16,000",
         "1.0e-5",
         "0.0427",
     ]
@@ -181,7 +181,7 @@ def test_the_question_before_a_launch_says_how_long_and_on_what() -> None:
     spec = find_preset("tiny").spec
     lengths = {"train.steps": "1200", "train.epochs": "1", "train.tokens": "5000000"}
     told = [plan_view.run_length(with_values(spec, {key: value})) for key, value in lengths.items()]
-    assert told == ["1 200 steps", "1 epoch", "5 000 000 tokens"]
+    assert told == ["1,200 steps", "1 epoch", "5,000,000 tokens"]
     facts = [line.plain for line in plan_view.launch_facts(plan_for(quad_machine(), "tiny", 2, 100))]
     assert "100 steps on builtin:tiny/rows.jsonl" in facts
     assert not any("partition" in fact for fact in facts)
@@ -230,7 +230,7 @@ def test_findings_fold_under_their_own_words(width: int) -> None:
 
 def test_hints_say_what_a_number_means_and_fit_beside_the_field() -> None:
     fields = field_index()
-    assert hint(fields["train.micro_batch"]) == "1 to 4 096"
+    assert hint(fields["train.micro_batch"]) == "1 to 4,096"
     assert "share" in hint(fields["data.held_out"])
     assert set(HINTS) <= set(fields)
     assert max(map(len, HINTS.values())) <= 20

@@ -48,7 +48,7 @@ def test_what_fits_is_measured_and_written_after_each(tmp_path: Path) -> None:
     assert written[0] == ["pending"] * 3
     assert written[1] == ["measured", "pending", "pending"]
     assert written[-1] == ["measured", "left-out", "measured"]
-    assert "1000 s" in found.outcomes[1].reason
+    assert "1,000 s" in found.outcomes[1].reason
     assert reports.read(tmp_path) == found
     assert not found.complete
     shares = [share for _, share in told]

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from so_tui.runs.records import EvaluationRecord
 from so_tui.spec import InputError, Problem, RunSpec
+from so_tui.units import thousands
 from so_tui_trainer.data.batches import Batch, assemble, needs_rows_apart, rows_of, width
 from so_tui_trainer.data.documents import Documents
 from so_tui_trainer.data.packing import fill
@@ -55,7 +56,7 @@ def held_out_rows(spec: RunSpec, rows: int) -> int:
     wanted = spec.data.held_out
     count = round(wanted * rows) if wanted < 1 else int(wanted)
     if wanted and not 0 < count < rows:
-        message = f"would hold out {count} of {rows} rows"
+        message = f"would hold out {thousands(count)} of {thousands(rows)} rows"
         remedy = "Set a share below 1, or a count that leaves rows on both sides."
         raise InputError(
             [Problem(code="held-out-out-of-range", field="data.held_out", value=f"{wanted:g}", message=message, remedy=remedy)]

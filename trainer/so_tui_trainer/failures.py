@@ -14,6 +14,7 @@ from so_tui.plan.types import NOTHING_KNOWN, GivenMemory
 from so_tui.runs import RunDirectory
 from so_tui.spec import InputError, RunSpec, SoTuiError, first_line
 from so_tui.trust.decoding import read_json
+from so_tui.units import thousands
 from superoffload.errors import NonFiniteGradientError, OffloadError, WorkerLostError
 
 _LOWER_RATE = (
@@ -63,7 +64,7 @@ class NonFiniteError(TrainingError):
 
     def __init__(self, step: int, what: str) -> None:
         self.step = step
-        super().__init__("not-finite", f"the {what} was not finite at step {step}", _LOWER_RATE)
+        super().__init__("not-finite", f"the {what} was not finite at step {thousands(step)}", _LOWER_RATE)
 
 
 def explain(error: BaseException, spec: RunSpec, rank: int, step: int, given: GivenMemory = NOTHING_KNOWN) -> Failure:

@@ -10,13 +10,13 @@ import torch
 from msgspec import Struct
 
 import superoffload
-from so_tui import units
 from so_tui.plan.types import Plan
 from so_tui.runs import RunDirectory
 from so_tui.runs.answers import add_answers
 from so_tui.runs.checkpoints import checkpoints_folder
 from so_tui.runs.manifest import run_id
 from so_tui.runs.records import CheckpointRecord, PhaseRecord, StepRecord, WarningRecord
+from so_tui.units import plural, rate, significant, thousands
 from so_tui_trainer import checkpoint
 from so_tui_trainer.checkpoint import Manifest, Saving
 from so_tui_trainer.clocks import StepClock
@@ -210,7 +210,7 @@ class Loop:
         record = self.evaluation.measure(self.engine.module, self.ranks, attempt=self.recorder.attempt, step=self.step)
         self.recorder.write(record)
         if self.ranks.first:
-            print(f"step {record.step}/{self.total_steps}  evaluation loss {record.loss:.4f}", flush=True)
+            print(f"step {thousands(record.step)}/{thousands(self.total_steps)}  evaluation loss {record.loss:.4f}", flush=True)
         self._show_training()
         self._restart_clocks()
 
@@ -219,11 +219,11 @@ class Loop:
         if self.prompts is None:
             return
         self.metrics.check()
-        self._phase("training", f"answering {units.plural(len(self.prompts), 'prompt')}")
+        self._phase("training", f"answering {plural(len(self.prompts), 'prompt')}")
         asked = self.prompts.ask(self.engine.module, attempt=self.recorder.attempt, step=self.step)
         if self.ranks.first:
             for answer in asked.answers:
-                print(f"step {asked.step}/{self.total_steps}  {answer.prompt!r} -> {answer.text!r}", flush=True)
+                print(f"step {thousands(asked.step)}/{thousands(self.total_steps)}  {answer.prompt!r} -> {answer.text!r}", flush=True)
             try:
                 add_answers(self.run, asked)
             except OSError as error:
@@ -245,7 +245,7 @@ class Loop:
         if self.saved_step == self.step:
             return
         self.metrics.check()
-        self._phase("saving", f"checkpoint of step {self.step}")
+        self._phase("saving", f"checkpoint of step {thousands(self.step)}")
         manifest = Manifest(
             run=run_id(self.run),
             step=self.step,
@@ -281,7 +281,7 @@ class Loop:
     def _finish_saving(self) -> None:
         """Wait for the checkpoint that is being written, if there is one."""
         if self._saving:
-            self._phase("saving", f"checkpoint of step {self._saving.step}")
+            self._phase("saving", f"checkpoint of step {thousands(self._saving.step)}")
             self._record_saved(self._saving.wait())
 
     def _record_saved(self, record: CheckpointRecord) -> None:
@@ -313,10 +313,11 @@ class Loop:
         self.recorder.write(PhaseRecord(attempt=self.recorder.attempt, time=time.time(), phase=phase, detail=detail))
 
     def _show_training(self) -> None:
-        self._phase("training", f"writing the checkpoint of step {self._saving.step}" if self._saving else "")
+        self._phase("training", f"writing the checkpoint of step {thousands(self._saving.step)}" if self._saving else "")
 
     def _warn_of_skipped_step(self, error: NonFiniteGradientError) -> None:
-        message = f"step {self.step} was skipped: the gradient of sub-group {error.sub_group} ({error.parameter} ...) is not finite"
+        where = f"sub-group {error.sub_group} ({error.parameter} ...)"
+        message = f"step {thousands(self.step)} was skipped: the gradient of {where} is not finite"
         suggestion = f"Inspect the data around that step. More than {self.spec.train.max_skipped_steps} in a row end the run"
         warning = WarningRecord(
             attempt=self.recorder.attempt, time=time.time(), code="step-skipped", message=message, suggestion=suggestion
@@ -340,7 +341,7 @@ class Loop:
 def log_line(record: StepRecord, total_steps: int) -> str:
     """Return a step as a line of the log; ranks without GPUs have their speed by rank."""
     norm = "" if record.gradient_norm is None else f"  gradient norm {record.gradient_norm:.3g}"
-    tokens = units.rate(record.useful_tokens_per_s_total)
+    tokens = rate(record.useful_tokens_per_s_total)
     per = "rank" if record.gpu_memory_peak_bytes is None else "GPU"
-    speed = f"{tokens} tokens/s  {record.model_tflops_per_gpu:.4g} TFLOPS/{per}  {record.step_s:.3f} s"
-    return f"step {record.step}/{total_steps}  loss {record.loss:.4f}{norm}  {speed}"
+    speed = f"{tokens} tokens/s  {significant(record.model_tflops_per_gpu, 4)} TFLOPS/{per}  {record.step_s:.3f} s"
+    return f"step {thousands(record.step)}/{thousands(total_steps)}  loss {record.loss:.4f}{norm}  {speed}"

@@ -9,6 +9,7 @@ from so_tui.runs import RunDirectory, read_state
 from so_tui.runs.checkpoints import checkpoints_folder, missing_checkpoints
 from so_tui.runs.manifest import run_id
 from so_tui.spec import RunSpec
+from so_tui.units import thousands
 from so_tui_trainer import checkpoint
 from so_tui_trainer.checkpoint import Damage, Found
 from so_tui_trainer.failures import TrainingError
@@ -46,7 +47,8 @@ def newest(run: RunDirectory, spec: RunSpec, warn: Warn, *, start_over: bool) ->
     for damage in found.damaged:
         _set_aside(damage, found, warn)
     if saved.saved_step is not None and found.manifest.step < saved.saved_step and not found.damaged:
-        message = f"the run saved step {saved.saved_step}, which is no longer in {folder}; resuming from step {found.manifest.step}"
+        gone = f"the run saved step {thousands(saved.saved_step)}, which is no longer in {folder}"
+        message = f"{gone}; resuming from step {thousands(found.manifest.step)}"
         warn("checkpoint-missing", message, "")
     return found
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from so_tui.spec import RunSpec
+from so_tui.units import thousands
 from so_tui_trainer.checkpoint_folder import Manifest
 from so_tui_trainer.engine_settings import states_format
 from superoffload.resharding import Rounded
@@ -37,9 +38,9 @@ def rounding_warnings(saved: Manifest, now: RunSpec, rounded: Rounded) -> Iterat
         yield Warned("states-format-changed", message, f'Resume with offload.states = "{before}" to continue bit for bit.')
         return
     if rounded.numel:
-        message = f"the moments of {rounded.numel:,} parameters were fp32 on the GPUs and are rounded to {after} in host memory"
+        message = f"the moments of {thousands(rounded.numel)} parameters were fp32 on the GPUs and are rounded to {after} in host memory"
         suggestion = f"Resume on {saved.ranks} GPUs with the same offload.ratio and offload.sub_group_size to continue bit for bit."
         yield Warned("moments-rounded", message, suggestion)
     if rounded.blocks:
-        message = f"{rounded.blocks:,} blocks of 128 8-bit moments had been cut by other shards and are rounded once more"
+        message = f"{thousands(rounded.blocks)} blocks of 128 8-bit moments had been cut by other shards and are rounded once more"
         yield Warned("blocks-rounded-again", message, f"Resume on {saved.ranks} GPUs to continue bit for bit.")

@@ -35,7 +35,7 @@ from so_tui.runs.records import (
     WarningRecord,
 )
 from so_tui.spec import RunSpec
-from so_tui.units import memory_size
+from so_tui.units import memory_size, thousands
 from so_tui_trainer import binding, checkpoint, collection, failures, network_rate, resuming, signals, training_data
 from so_tui_trainer.control import Control, StoppedEarlyError
 from so_tui_trainer.engine_settings import engine_settings
@@ -199,7 +199,7 @@ class Session:
         if self.spec.checkpoint.saves:
             checkpoint.make_room(self.engine, checkpoints_folder(self.run, self.spec), self.spec, ranks)
         if found:
-            self._load_stage("checkpoint", f"resuming from step {found.manifest.step}")
+            self._load_stage("checkpoint", f"resuming from step {thousands(found.manifest.step)}")
             resuming.restore(found, self.engine, self.spec, data.fingerprint, ranks, self._warn)
             loop.resume(str(found.path), found.manifest)
             control.stop_early()

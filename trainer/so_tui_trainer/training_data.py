@@ -87,7 +87,7 @@ def check_sizes(config: Any, documents: Documents, spec: RunSpec, warn: OnWarnin
         )
     positions = getattr(config, "max_position_embeddings", None)
     if positions and int(documents.lengths.max()) > positions:
-        message = f"some documents are longer than the {positions} positions that the model supports"
+        message = f"some documents are longer than the {thousands(positions)} positions that the model supports"
         warn("documents-exceed-positions", message, "Scale its positions (`model.rope_scaling`), or lower `data.sequence_length`.")
 
 

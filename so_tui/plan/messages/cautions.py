@@ -30,7 +30,7 @@ def caution_text(fact: cautions.Caution) -> str:
         case cautions.BeyondPositions():
             longest = f"documents of more than {thousands(fact.positions)} tokens are longer than the model was made for"
             remedy = "its rotary positions are not scaled for them, so quality may suffer; model.rope_scaling = yarn scales them"
-            return f"data.sequence_length = {thousands(fact.sequence_length)}: {longest}; {remedy}"
+            return f"sequences of {thousands(fact.sequence_length)} tokens: {longest}; {remedy}"
         case cautions.FasterAttention():
             steps = f"{fact.step_s:.2f} s a step instead of {fact.given_step_s:.2f} s (predicted)"
             return f"attention runs on {fact.used}; with {fact.backend} installed it would take {steps}"

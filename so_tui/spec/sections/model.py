@@ -60,7 +60,7 @@ class ModelSpec(Section, frozen=True):
     tiled_mlp: Annotated[
         Literal["auto", "on", "off"],
         Meta(
-            description="Compute dense feed-forward blocks of checkpointed layers 8192 tokens at a time, which takes less GPU memory for "
+            description="Compute dense feed-forward blocks of checkpointed layers 8,192 tokens at a time, which takes less GPU memory for "
             "long sequences. `auto` does so where the run would not fit on the GPU otherwise."
         ),
     ] = "auto"

@@ -15,6 +15,7 @@ from textual.widgets import Static
 from so_tui.runs import RunDirectory
 from so_tui.runs.answers import Answers, Asked, read_answers
 from so_tui.ui.text import Content, duration
+from so_tui.units import thousands
 
 READ_S = 2.0
 """Between two readings of a live run's answers."""
@@ -75,7 +76,7 @@ class AnswersScreen(ModalScreen[None]):
             text.update(Content(EMPTY))
             return
         shown = asked[self._at]
-        when = "before training" if shown.step == 0 else f"after step {shown.step}"
+        when = "before training" if shown.step == 0 else f"after step {thousands(shown.step)}"
         number = f"   {self._at + 1} of {len(asked)}, in {duration(shown.seconds)}"
         title.update(Content.assemble(f"Prompts {when}", (number, "$faint not bold")))
         text.update(conversation(shown))

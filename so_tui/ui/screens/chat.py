@@ -22,6 +22,7 @@ from so_tui.ui.text import Content, duration, plural, shorten
 from so_tui.ui.widgets.entry import Entry
 from so_tui.ui.widgets.keyline import KeyLine
 from so_tui.ui.widgets.rule import Rule
+from so_tui.units import thousands
 
 if TYPE_CHECKING:
     from so_tui.launch.helpers import Cancel
@@ -76,7 +77,7 @@ class Column(VerticalScroll, can_focus=False):
 
     def _model_name(self) -> str:
         name = self.model.name.rstrip("/").rpartition("/")[2] or self.model.name
-        return shorten(name if self.model.step is None else f"{name}, step {self.model.step}", 60)
+        return shorten(name if self.model.step is None else f"{name}, step {thousands(self.model.step)}", 60)
 
     def ask(self, text: str) -> None:
         """Show a question, with room for its answer."""

@@ -24,6 +24,7 @@ from so_tui.ui.widgets import plan_view
 from so_tui.ui.widgets.find_field import FindField
 from so_tui.ui.widgets.fitted_table import FittedTable
 from so_tui.ui.widgets.plan_view import SIGNS, STYLES
+from so_tui.units import thousands
 
 if TYPE_CHECKING:
     from so_tui.machine import Machine
@@ -236,7 +237,7 @@ class PresetsScreen(Page):
                 size += f" MoE, {count(row.active_parameters, 1)} active" if spacious else " MoE"
             fixed = [Text(shorten(row.title, 36 if spacious else 24 if wide else 16)), Text(size, style=self._colour("$faint"))]
             if spacious:
-                fixed.append(Text(str(row.sequence_length), justify="right"))
+                fixed.append(Text(thousands(row.sequence_length), justify="right"))
             rows.append((row.preset, [*fixed, *(self._cell(row.cells.get(ranks), wide) for ranks in self.counts)]))
         table.fill([*fixed_titles, *counts], rows, dict.fromkeys(counts, 22 if wide else 14))
         self._show_folded()

@@ -60,7 +60,7 @@ def plot_key(lines: Sequence[Line], axis: Axis) -> tuple[object, ...]:
 
 
 def x_text(axis: Axis, x: float) -> str:
-    """Return a position on the axis as text: ``1 240`` steps or ``12 m 4 s``."""
+    """Return a position on the axis as text: ``1,240`` steps or ``12 m 4 s``."""
     if axis.unit == "step":
         return thousands(round(x))
     return mark_duration(max(0.0, x - axis.origin))

@@ -120,7 +120,7 @@ class FieldRow(Horizontal):
         """What the field is for, and what it takes."""
         if self.info is None:
             return "How long the run trains: in steps, epochs or tokens."
-        expected = self.info.expected_with(" ")
+        expected = self.info.expected
         return f"{self.info.description} {expected[0].upper()}{expected[1:]}."
 
     def matches(self, needle: str) -> bool:

@@ -129,7 +129,7 @@ def remote_code_lines(plan: Plan) -> list[Content]:
 
 
 def run_length(spec: RunSpec) -> str:
-    """Return the length as it is set: ``1 000 steps``, ``3 epochs`` or ``5 000 000 tokens``."""
+    """Return the length as it is set: ``1,000 steps``, ``3 epochs`` or ``5,000,000 tokens``."""
     train = spec.train
     if spec.benchmark.measured_steps:
         return plural(spec.benchmark.measured_steps, "measured step")
@@ -282,11 +282,11 @@ def binding_lines(plan: Plan) -> list[Content]:
 
 
 def tokens_per_step(plan: Plan) -> str:
-    """Return ``131 072 tokens a step``."""
+    """Return ``131,072 tokens a step``."""
     return f"{thousands(plan.tokens_per_step)} tokens a step"
 
 
 def run_duration(plan: Plan) -> str:
-    """Return ``1 000 steps in about 52 min``; empty where the number of steps or the speed is not known."""
+    """Return ``1,000 steps in about 52 min``; empty where the number of steps or the speed is not known."""
     steps = plan.spec.train.steps
     return f"{thousands(steps)} steps in about {duration(steps * plan.step_s)}" if steps and plan.step_s else ""

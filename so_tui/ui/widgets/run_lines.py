@@ -15,7 +15,7 @@ from so_tui.ui.snapshot import PARTS, Snapshot, median_of
 from so_tui.ui.start_timeline import stages, timeline_lines
 from so_tui.ui.text import Content, age, brief_message, duration, memory_of, shorten
 from so_tui.ui.widgets.bars import Part, Piece, fill_of, fill_pieces, legend, stacked, usage_style
-from so_tui.units import thousands
+from so_tui.units import bandwidth, thousands
 
 SIGNS = {
     "created": ("○", "$faint"),
@@ -173,7 +173,7 @@ def _worker_texts(record: StepRecord) -> list[Content]:
         pieces.insert(0, f"redone {thousands(record.redone_steps)}")
     texts = [pieces] if pieces else []
     if record.adam_busy_s and record.adam_bytes_per_s:
-        texts.insert(0, [f"Adam {duration(record.adam_busy_s)} at {record.adam_bytes_per_s / 1e9:.0f} GB/s", *pieces])
+        texts.insert(0, [f"Adam {duration(record.adam_busy_s)} at {bandwidth(record.adam_bytes_per_s)}", *pieces])
     return [Content.styled(f"  {', '.join(text)}", "$faint") for text in texts]
 
 
@@ -211,8 +211,8 @@ def _gpu_line(view: GpuView, width: int, *, host: str) -> list[Piece]:
         text = memory_of(gpu.memory_used_bytes, gpu.memory_total_bytes)
         figures.append([*fill_pieces(share, bar, usage_style(share)), f" {text}"] if width > 60 else [text])
     if gpu.power_w is not None:
-        limit = f" of {gpu.power_limit_w:.0f}" if gpu.power_limit_w else ""
-        figures.append([f"{gpu.power_w:.0f}{limit} W"])
+        limit = f" of {thousands(round(gpu.power_limit_w))}" if gpu.power_limit_w else ""
+        figures.append([f"{thousands(round(gpu.power_w))}{limit} W"])
     if gpu.clock_mhz is not None:
         held = f" ▼ {brief_line(', '.join(gpu.throttling), 24)}" if gpu.throttling else ""
         figures.append([f"{thousands(gpu.clock_mhz)} MHz", (held, "$warning")])
@@ -227,8 +227,8 @@ def _gpu_line(view: GpuView, width: int, *, host: str) -> list[Piece]:
         if to_host is not None and to_gpu is not None
     ]
     if gpu.module_power_w is not None:
-        limit = f" of {gpu.module_power_limit_w:.0f}" if gpu.module_power_limit_w else ""
-        figures.append([("module ", "$faint"), f"{gpu.module_power_w:.0f}{limit} W"])
+        limit = f" of {thousands(round(gpu.module_power_limit_w))}" if gpu.module_power_limit_w else ""
+        figures.append([("module ", "$faint"), f"{thousands(round(gpu.module_power_w))}{limit} W"])
     free = width - _cells(line)
     for figure in figures:
         free -= 2 + _cells(figure)

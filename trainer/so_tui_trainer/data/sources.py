@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from so_tui.spec import DataSource, DataSpec, InputError, resolve_source
+from so_tui.units import thousands
 from so_tui_trainer.data.file_checks import check_file
 from so_tui_trainer.data.readers import looks_like_path, read_file, read_folder, read_verbatim
 from so_tui_trainer.data.rows import Conversation, Layout, layout_of, layout_of_row, read_row
@@ -51,7 +52,7 @@ class Opened(NamedTuple):
             try:
                 batch = rows[start:stop]
             except UnicodeDecodeError as error:  # Arrow decodes text only when it becomes a Python string.
-                message = f"row {_undecodable_row(rows, start)} has text that is not UTF-8"
+                message = f"row {thousands(_undecodable_row(rows, start))} has text that is not UTF-8"
                 raise InputError([source_problem(source, "data-not-utf8", message, NOT_UTF8_REMEDY)]) from error
             for index in range(len(next(iter(batch.values())))):
                 row = {name: values[index] for name, values in batch.items()}

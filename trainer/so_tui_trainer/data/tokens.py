@@ -17,6 +17,7 @@ from so_tui.plan import workload
 from so_tui.plan.workload import Workload
 from so_tui.spec import InputError, ModelSpec, Problem, RunSpec, first_line, resolve_source
 from so_tui.spec.sections.data import DataSpec
+from so_tui.units import thousands
 from so_tui_trainer.binding import die_with_parent
 from so_tui_trainer.data import cache
 from so_tui_trainer.data.chat import chat_of
@@ -275,10 +276,10 @@ def _work(task: _Task) -> _Done:
 
 
 def _no_trained_tokens(opened: Opened, counts: Counts, limit: int) -> InputError:
-    message = f"none of its {counts.rows} rows has a trained token within {limit} tokens"
+    message = f"none of its {thousands(counts.rows)} rows has a trained token within {thousands(limit)} tokens"
     if counts.dropped_too_long:
         code = "data-prompts-too-long"
-        remedy = f"The prompts of {counts.dropped_too_long} rows are longer than a sequence: raise `data.sequence_length`."
+        remedy = f"The prompts of {thousands(counts.dropped_too_long)} rows are longer than a sequence: raise `data.sequence_length`."
     else:
         code, remedy = "data-nothing-trained", "Check the columns: the answers are empty."
     return InputError([Problem(code=code, field="data.source", value=opened.source.source, message=message, remedy=remedy)])

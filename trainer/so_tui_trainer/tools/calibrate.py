@@ -25,6 +25,7 @@ from typing import Any
 
 from so_tui.plan.types import MemoryPolicy
 from so_tui.spec import SoTuiError
+from so_tui.units import thousands
 from so_tui_trainer.binding import set_memory_policy
 from so_tui_trainer.tools.channel import Answer, serve
 
@@ -174,7 +175,7 @@ def _gpus(gpus: Sequence[dict[str, Any]], device: str, scale: float) -> Iterator
     rates = _answer(gpu_argv(request), alone)
     d2h, h2d = rates["down_bytes_per_s"] / 1e9, rates["up_bytes_per_s"] / 1e9
     yield {
-        "message": f"GPU {first['index']}: {rates['matrix_flops'] / 1e12:.0f} TFLOPS, {d2h:.0f} GB/s d2h, {h2d:.0f} GB/s h2d",
+        "message": f"GPU {first['index']}: {thousands(round(rates['matrix_flops'] / 1e12))} TFLOPS, {d2h:.0f} GB/s d2h, {h2d:.0f} GB/s h2d",
         "rates": rates,
     }
     yield from _attention(request, alone)
@@ -195,9 +196,9 @@ def _gpus(gpus: Sequence[dict[str, Any]], device: str, scale: float) -> Iterator
     slowest = min(answer["peer_bytes_per_s"] for answer in answers)
     yield {"message": f"between {len(gpus)} GPUs: {slowest / 1e9:.0f} GB/s", "rates": {"peer_bytes_per_s": slowest}}
     together = answers[0]["small_layer_together"]
-    times = ", ".join(f"{1e6 * seconds:.0f} µs on {count}" for count, seconds in together)
+    times = ", ".join(f"{thousands(round(1e6 * seconds))} µs on {count}" for count, seconds in together)
     yield {
-        "message": f"layer launch overhead: {1e6 * rates['small_layer_s']:.0f} µs on one GPU, {times} together",
+        "message": f"layer launch overhead: {thousands(round(1e6 * rates['small_layer_s']))} µs on one GPU, {times} together",
         "rates": {"small_layer_together": together},
     }
 
@@ -210,7 +211,7 @@ def _attention(request: dict[str, Any], environment: dict[str, str]) -> Iterator
         yield {"message": f"attention: {error}"}
         return
     for backend, found in rates["attention"]:
-        speeds = ", ".join(f"{forward / 1e12:.0f} / {backward / 1e12:.0f} at {length:,}" for length, forward, backward in found)
+        speeds = ", ".join(f"{forward / 1e12:.0f} / {backward / 1e12:.0f} at {thousands(length)}" for length, forward, backward in found)
         yield {"message": f"attention, {backend}, TFLOPS forward / backward by tokens of a document: {speeds}"}
     yield {"message": "attention measured", "rates": rates}
 

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from so_tui.units import thousands
 from so_tui_trainer.tools.channel import Answer
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def with_newest(
         found = _newest(run, spec)
         for damage in found.damaged:
             yield {"message": f"{damage.path.name} cannot be used ({damage.reason}); {doing} an older one"}
-        yield {"message": f"{doing} step {found.manifest.step} of {run.name}"}
+        yield {"message": f"{doing} step {thousands(found.manifest.step)} of {run.name}"}
         try:
             return (yield from _reported(partial(work, found), progress))
         except (OSError, OffloadError):

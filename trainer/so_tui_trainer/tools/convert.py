@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from so_tui.units import plural, thousands
 from so_tui_trainer.tools.channel import Answer, serve
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def _from_deepspeed(source: Path, path: Path) -> Iterator[Answer]:
     spec = read_spec(run)
     found = _read(source.expanduser())
     _refuse_other_model(source, found, spec)
-    yield {"message": f"converting step {found.progress.step}, {len(found.numels)} parameters"}
+    yield {"message": f"converting step {thousands(found.progress.step)}, {plural(len(found.numels), 'parameter')}"}
     folder = checkpoint_folder.claim(run, spec)
     try:
         field = "checkpoint.folder" if spec.checkpoint.folder else "--runs-dir"
