@@ -9,6 +9,7 @@ from datetime import datetime
 
 from so_tui.runs import RunDirectory, RunReader, control
 from so_tui.runs.records import (
+    ENDING,
     FINAL_STATES,
     BindingRecord,
     CheckpointRecord,
@@ -119,7 +120,8 @@ class _Printer:
                 size = f"{count(record.parameters)} parameters on {plural(record.ranks, 'rank')}"
                 self._line(record.time, f"{record.model}: {size}, {record.mode}, {plural(record.total_steps, 'step')}{_step_size(record)}")
             case PhaseRecord():
-                self._line(record.time, f"{record.phase}{': ' + record.detail if record.detail else ''}")
+                phase = ENDING if record.stage == ENDING else record.phase
+                self._line(record.time, f"{phase}{': ' + record.detail if record.detail else ''}")
             case BindingRecord():
                 for rank in record.ranks:
                     where = f"GPU {rank.gpu}" if rank.gpu is not None else "CPU"

@@ -152,7 +152,7 @@ def _table(listed: list[tuple[RunDirectory, RunState]], by: tuple[str, list[str]
 def _row(run: RunDirectory, state: RunState) -> tuple[str, ...]:
     started = f"{datetime.fromtimestamp(state.started):%Y-%m-%d %H:%M}" if state.started else ""
     loss = "" if state.loss is None else f"{state.loss:.4f}"
-    return printable_line(run.name), state.state, f"{thousands(state.step)}/{thousands(state.total_steps)}", loss, started
+    return printable_line(run.name), state.shown, f"{thousands(state.step)}/{thousands(state.total_steps)}", loss, started
 
 
 def _why(state: RunState) -> str:

@@ -76,7 +76,8 @@ _REASONS: dict[str, str] = {
     OutcomeCode.MODULE_MISSING: "the Python module {detail} is not installed",
     OutcomeCode.NUMACTL_FAILED: "numactl failed: {detail}",
     OutcomeCode.KILLED_FOR_MEMORY: "the kernel killed {count} process{es} on this host for lack of memory",
-    OutcomeCode.STOP_OVERDUE: "the trainer did not stop within {limit_s:,.0f} s and was killed; nothing was saved after the last checkpoint",
+    OutcomeCode.STOP_OVERDUE: "the trainer did not stop within {limit_s:,.0f} s and was killed; "
+    "nothing was saved after the last checkpoint",
     OutcomeCode.UNOBSERVED: "its processes ended while no supervisor was running (a reboot?), and the trainer left no end record",
     OutcomeCode.GPU_IN_USE: "could not be started: {detail}",
     OutcomeCode.HOST_DIFFERS: "could not be started: {detail}",

@@ -109,7 +109,7 @@ def run_to_end(
             if time.monotonic() - begun > limit_s:
                 stop(run, grace_s=_GRACE_S)
                 raise SoTuiError(
-                    f"{run.name} took longer than {thousands(round(limit_s))} s; `{so_tui_command('logs', str(run.path))}` shows what it did"
+                    f"{run.name} took longer than {limit_s:,.0f} s; `{so_tui_command('logs', str(run.path))}` shows what it did"
                 )
             ensure_supervised(run)
             time.sleep(poll_s)

@@ -11,7 +11,7 @@ from so_tui.launch.outcome_text import OutcomeText
 from so_tui.runs.host import HostIdentity
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.outcome import OutcomeCode
-from so_tui.runs.records import EndRecord, Process, RunState, State
+from so_tui.runs.records import ENDING, EndRecord, Process, RunState, State
 from so_tui.runs.unobserved import EXIT_CODES
 
 
@@ -88,6 +88,7 @@ def final_state(state: RunState, outcome: Outcome, text: OutcomeText, ended: flo
     return replace(
         state,
         state=outcome.state,
+        ending=False,
         detail="",
         code=str(outcome.code),
         reason=text.reason,
@@ -133,14 +134,14 @@ def observed(state: RunState, reader: MetricsReader, attempt: int) -> RunState:
         trains = latest is not None and latest.attempt == attempt and reader.step_after_phase
         now: State = "training" if trains else phase.phase
         over = trains and phase.phase != "training"
-        state = replace(state, state=now, detail="" if over else phase.detail)
+        state = replace(state, state=now, detail="" if over else phase.detail, ending=phase.stage == ENDING and not trains)
     if reader.checkpoints:
         saved = reader.checkpoints[-1]
         state = replace(state, saved_step=saved.step, saved_at=saved.time)
     elif reader.resumes and reader.resumes[-1].attempt == attempt and reader.resumes[-1].step == 0:
         # Started over: what was saved before no longer counts. After any other resume its record is in a segment that is not read yet.
         state = replace(state, saved_step=None, saved_at=None)
-    if (end := end_record(reader, attempt)) is not None and end.state != "failed":
+    if (end := end_record(reader, attempt)) is not None:
         # Not every step is logged, and an attempt that was stopped before its first step is back at its checkpoint.
-        state = replace(state, step=end.step)
+        state = replace(state, ending=True, step=state.step if end.state == "failed" else end.step)
     return state

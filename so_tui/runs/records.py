@@ -16,6 +16,8 @@ from so_tui.structs import prepare
 SCHEMA = 1
 
 State = Literal["created", "queued", "starting", "loading", "training", "saving", "finished", "stopped", "failed", "lost"]
+ENDING = "ending"
+"""The stage in which a trainer has done everything, and its processes end."""
 FINAL_STATES: frozenset[State] = frozenset({"finished", "stopped", "failed", "lost"})
 
 
@@ -51,7 +53,8 @@ class PhaseRecord(Record, frozen=True, kw_only=True):
     phase: Literal["loading", "training", "saving"]
     detail: str = ""
     stage: str = ""
-    """Part of loading: ``imports``, ``ranks``, ``data``, ``weights``, ``optimizer``, ``checkpoint``. Otherwise empty."""
+    """Part of loading: ``imports``, ``ranks``, ``data``, ``weights``, ``optimizer``, ``checkpoint``. ``ending`` once all is done and saved.
+    Otherwise empty."""
     done: int = 0
     """Files of weights that have been read, of ``total``; both are 0 in other stages."""
     total: int = 0
@@ -331,6 +334,13 @@ class RunState(Struct, frozen=True, kw_only=True):
     """The last alerts, of all attempts, oldest first."""
     slowdown: Slowdown | None = None
     """While the attempt is slower than its plan."""
+    ending: bool = False
+    """Whether the trainer has done everything, or has failed, and only its processes still end."""
+
+    @property
+    def shown(self) -> str:
+        """The state as people are told it."""
+        return ENDING if self.ending else self.state
 
     @property
     def took_s(self) -> float | None:

@@ -39,7 +39,7 @@ class RunRow:
     @property
     def shown_state(self) -> str:
         """The state as it is shown."""
-        return "checking" if self.checking else self.state.state
+        return "checking" if self.checking else self.state.shown
 
 
 class RunLister:

@@ -4,11 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.launch.run_state import first_state, last_alive, left_queue, observed, queued_state
+from so_tui.launch.outcome import Outcome
+from so_tui.launch.outcome_text import OutcomeText
+from so_tui.launch.run_state import final_state, first_state, last_alive, left_queue, observed, queued_state
 from so_tui.runs import MetricsWriter, RunDirectory
 from so_tui.runs.host import HostIdentity
 from so_tui.runs.index import index_path
 from so_tui.runs.metrics import MetricsReader
+from so_tui.runs.outcome import OutcomeCode
 from so_tui.runs.records import CheckpointRecord, EndRecord, PhaseRecord, ResumedRecord, RunState
 from so_tui.runs.records import MetricRecord as Record
 from so_tui.runs.segments import segments
@@ -47,6 +50,19 @@ def test_nothing_trained_and_nothing_saved(tmp_path: Path) -> None:
 
 def test_a_failure_while_loading_does_not_undo_the_steps_before_it(tmp_path: Path) -> None:
     assert state_after(tmp_path, EndRecord(attempt=1, time=1.0, state="failed", step=0)).step == 7
+
+
+def test_what_ends_is_not_said_to_save(tmp_path: Path) -> None:
+    step = step_record(60, time=10.0)
+    saving = PhaseRecord(attempt=1, time=11.0, phase="saving", detail="checkpoint of step 60")
+    saved = CheckpointRecord(attempt=1, time=12.0, step=60, path="step-000060", bytes=1, seconds=0.1)
+    ending = PhaseRecord(attempt=1, time=13.0, phase="saving", stage="ending", detail="releasing memory and ending the processes")
+    failed = EndRecord(attempt=1, time=11.0, state="failed", step=60)
+    assert state_after(tmp_path / "a", step, saving).shown == "saving"
+    ends = state_after(tmp_path / "b", step, saving, saved, ending)
+    assert (ends.shown, ends.state, ends.saved_step) == ("ending", "saving", 60)
+    assert state_after(tmp_path / "c", step, failed).shown == "ending"
+    assert final_state(ends, Outcome(state="finished", code=OutcomeCode.FINISHED), OutcomeText("", ""), 14.0).shown == "finished"
 
 
 def test_an_unobserved_end_has_the_time_of_the_last_record(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from so_tui.runs import MetricsWriter, RunDirectory
 from so_tui.runs import control as run_control
 from so_tui.runs.checkpoints import checkpoints_folder
 from so_tui.runs.records import (
+    ENDING,
     BindingRecord,
     EndRecord,
     PhaseRecord,
@@ -134,7 +135,8 @@ class Session:
 
     def finish(self, outcome: Outcome) -> None:
         """Close everything, then write the end record, which must be the last thing that is written."""
-        self._phase("saving", "releasing memory and ending the processes")
+        ending = "releasing memory and ending the processes"
+        self.recorder.write(PhaseRecord(attempt=self.attempt, time=time.time(), phase="saving", detail=ending, stage=ENDING))
         self._close()
         self.recorder.end_tracking()
         code, reason = ("", "") if outcome.state == "finished" else self._stop_reason()

@@ -24,6 +24,7 @@ SIGNS = {
     "loading": ("●", "$accent"),
     "training": ("●", "$success"),
     "saving": ("●", "$accent"),
+    "ending": ("●", "$accent"),
     "checking": ("○", "$warning"),
     "finished": ("✓", "$success"),
     "stopped": ("■", "$warning"),
@@ -54,7 +55,7 @@ def title_line(snapshot: Snapshot, now: float, width: int) -> Content:
     line: list[Piece] = [(shorten(snapshot.run.name, 34), "bold")]
     if state is None:
         return Content.assemble(*line, "  ", ("its state cannot be read yet", "$warning"))
-    shown = "checking" if snapshot.checking else state.state
+    shown = "checking" if snapshot.checking else state.shown
     line += ["  ", ("✗ deleted", "bold $error") if snapshot.deleted else _state_piece(shown)]
     if snapshot.live and not snapshot.checking and (snapshot.heartbeat_age_s > STALE_S or snapshot.read_error):
         line += ["  ", (f"stale: no news for {age(snapshot.heartbeat_age_s)}", "bold $warning")]
@@ -115,7 +116,7 @@ def news_line(snapshot: Snapshot) -> Content | None:
     if snapshot.checking and state is not None:
         return Content.assemble(("checking: ", "$warning"), f"it was {state.state} on {brief_message(state.host)}; known within a minute")
     if state is not None and state.detail and state.state in ("queued", "starting", "saving"):
-        return Content.assemble((f"{state.state}: ", "$accent"), brief_message(state.detail))
+        return Content.assemble((f"{state.shown}: ", "$accent"), brief_message(state.detail))
     if snapshot.latest is None and snapshot.phase is not None:
         detail = brief_message(snapshot.phase.detail)
         return Content.assemble((f"{snapshot.phase.phase}: ", "$accent"), detail) if detail else None
