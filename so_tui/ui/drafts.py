@@ -28,6 +28,16 @@ class Drafts:
         return {**self.base_values, **self.edits}
 
     @property
+    def recommended(self) -> dict[str, str]:
+        """What a recommendation filled in for the preset in the form, by field."""
+        return self._recommended.get(self.base.name, {}) if self.base else {}
+
+    @property
+    def changes(self) -> dict[str, str]:
+        """What the user changed of the preset and its recommendation, by field."""
+        return {path: self.values.get(path, "") for path in typed_over(self.edits, self.recommended)}
+
+    @property
     def spec(self) -> RunSpec | None:
         """The preset with its edits; None while there is none. Raises InputError."""
         return with_values(self.base, self.edits) if self.base else None
@@ -37,12 +47,18 @@ class Drafts:
         name = base.name
         self.base, self.base_values = base, values_of(base)
         if wanted is not None:
-            typed = typed_over(self._edits.get(name, {}), self._recommended.get(name, {}))
+            edits = self._edits.get(name, {})
+            typed = {path: edits[path] for path in typed_over(edits, self.recommended) if path in edits}
             self._recommended[name] = edits_between(base, wanted)
             self._edits[name] = typed | self._recommended[name]
 
+    def undo(self) -> None:
+        """Go back to the preset with what was recommended for it."""
+        if self.base:
+            self._edits[self.base.name] = dict(self.recommended)
+
     def forget(self, preset: str) -> None:
-        """Drop the edits of a preset."""
+        """Drop the edits of a preset, and what was recommended for it."""
         self._edits.pop(preset, None)
         self._recommended.pop(preset, None)
 
@@ -55,7 +71,7 @@ class Drafts:
         return True
 
     def unsaved(self) -> dict[str, int]:
-        """Return how many fields of each preset have unsaved edits."""
+        """Return how many fields of each preset the user has changed without saving them."""
         counts = {preset: len(typed_over(edits, self._recommended.get(preset, {}))) for preset, edits in self._edits.items()}
         return {preset: count for preset, count in counts.items() if count}
 
@@ -71,10 +87,16 @@ class Drafts:
         return typed or {path: self.base_values.get(path, "0") for path in LENGTH_KEYS}
 
     def was(self, path: str) -> str | None:
-        """Return what the preset says where a field was edited; None where it was not."""
+        """Return what a field said when the preset was opened, if the user has changed it since; else None."""
+        changed = self.changes
+        opened = {**self.base_values, **self.recommended}
         if path != LENGTH:
-            return self.base_values.get(path, "") if path in self.edits else None
-        if not any(key in self.edits for key in LENGTH_KEYS):
+            return opened.get(path, "") if path in changed else None
+        if not any(key in changed for key in LENGTH_KEYS):
             return None
-        key, text = length_of(self.base_values)
+        key, text = length_of(opened)
         return f"{text} {key.rpartition('.')[2]}"
+
+    def preset_value(self, path: str) -> str | None:
+        """Return what the preset says of a field that has what was recommended instead; None for any other."""
+        return self.base_values.get(path, "") if path in self.recommended and path not in self.changes else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from so_tui.spec import OF_A_SOURCE, FieldInfo, Problem, RunSpec, complete_tree, differences, field_index
+from so_tui.spec import OF_A_SOURCE, FieldInfo, Problem, RunSpec, complete_tree, differences, field_index, parse_value
 
 LENGTH = "train.length"
 """Stands for the three keys of LENGTH_KEYS, one of which is set."""
@@ -166,6 +166,14 @@ def length_of(values: Mapping[str, str]) -> tuple[str, str]:
     return LENGTH_KEYS[0], values.get(LENGTH_KEYS[0], "0")
 
 
+def same_value(path: str, one: str, other: str) -> bool:
+    """Return whether two texts mean the same value of a field: ``4,096`` and ``4096`` do."""
+    if one == other:
+        return True
+    info = field_index().get(path)
+    return info is not None and info.type_name in ("integer", "number") and parse_value(one, info) == parse_value(other, info)
+
+
 def with_edit(edits: Mapping[str, str], base: Mapping[str, str], path: str, text: str) -> dict[str, str]:
     """Return ``edits`` after ``text`` was typed into ``path``.
 
@@ -180,11 +188,13 @@ def with_edit(edits: Mapping[str, str], base: Mapping[str, str], path: str, text
             changed = {key: value for key, value in changed.items() if plain.get(key) != value}
         if text != base.get(path, ""):
             changed = {key: value for key, value in plain.items() if base.get(key, value) != value} | changed
-    if text != base.get(path, ""):
+    if not same_value(path, text, base.get(path, "")):
         changed[path] = text
     return changed
 
 
-def typed_over(edits: Mapping[str, str], recommended: Mapping[str, str]) -> dict[str, str]:
-    """Return the edits that the user typed: those that differ from what a recommendation filled in."""
-    return {path: text for path, text in edits.items() if recommended.get(path) != text}
+def typed_over(edits: Mapping[str, str], recommended: Mapping[str, str]) -> list[str]:
+    """Return the fields that the user changed: those in which the edits differ from what a recommendation filled in."""
+    fields = dict.fromkeys((*edits, *recommended))
+    # A field of one of them only differs: the other has the preset's value.
+    return [path for path in fields if not (path in edits and path in recommended and same_value(path, edits[path], recommended[path]))]

@@ -91,6 +91,29 @@ async def test_edits_survive_other_screens_and_are_saved_as_a_preset(runs_dir: P
         await ui.until(lambda: not ui.app.is_running)  # nothing is unsaved, so nothing is asked
 
 
+async def test_what_was_recommended_is_no_change_and_is_named(runs_dir: Path) -> None:
+    async with opened(runs_dir) as ui:
+        table = await ui.presets()
+        table.move_cursor(row=table.get_row_index("qwen3-14b"), column=table.cursor_column)
+        await ui.press("enter")
+        await ui.until(titled(ui, "preset qwen3-14b, no changes"))
+        assert "recommended for this machine: " in ui.shown("#form-title")
+        await ui.until(lambda: ui.screen.query(FieldRow) and "fits" in ui.shown("#verdict"))
+        row = ui.find("#field-offload-ratio", FieldRow)
+        assert "★ preset: 0.9" in str(row.query_one(".field-note", Static).content)
+        assert not row.has_class("-changed")
+        await ui.edit("offload.ratio", "0.55")
+        await ui.until(titled(ui, "1 change"))
+        await ui.press("escape", "u", "y")
+        await ui.until(titled(ui, "no changes"))
+        assert "was" not in str(row.query_one(".field-note", Static).content)
+        await ui.press("u", "y")
+        await ui.until(lambda: "recommended" not in ui.shown("#form-title"))
+        assert row.query_one(Input).value == "0.9"
+        await ui.press("q")
+        await ui.until(lambda: not ui.app.is_running)
+
+
 def said(ui: Driver, text: str) -> Callable[[], bool]:
     return lambda: text in ui.shown("#said")
 

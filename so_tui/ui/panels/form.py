@@ -59,11 +59,24 @@ class FormPanel(Vertical):
             if row.path in values:
                 row.show_value(row.path, values[row.path])
 
-    def mark(self, was: Callable[[str], str | None], problems: Mapping[str, str], note: Callable[[str], str]) -> None:
-        """Mark the fields that differ from the preset, which says ``was``, or that are wrong; ``note`` stands beside the others."""
+    def mark(
+        self,
+        was: Callable[[str], str | None],
+        preset: Callable[[str], str | None],
+        problems: Mapping[str, str],
+        note: Callable[[str], str],
+    ) -> None:
+        """Mark the fields that were changed or are wrong, and say of all what is to be said.
+
+        Args:
+            was: Returns what a changed field said when it was opened.
+            preset: Returns what the preset says of a field that has what was recommended instead.
+            problems: What is wrong, by field.
+            note: Returns what the plan says of a field.
+        """
         self._refused = ""
         for row in self.query(FieldRow):
-            row.show_status(was=was(row.path), problem=problems.get(row.path, ""), note=note(row.path))
+            row.show_status(was=was(row.path), preset=preset(row.path), problem=problems.get(row.path, ""), note=note(row.path))
         self.show_about()
 
     def entered(self) -> tuple[str, str] | None:

@@ -17,6 +17,7 @@ from textual.widgets import Button, Static
 from textual.worker import get_current_worker
 
 from so_tui.spec import InputError, RunSpec, with_values
+from so_tui.trust.printable import printable_line
 from so_tui.ui import launching, planning
 from so_tui.ui.drafts import Drafts
 from so_tui.ui.field_notes import field_note, impossible_field, partition_note, problems_by_row
@@ -27,7 +28,7 @@ from so_tui.ui.panels.form import FormPanel
 from so_tui.ui.panels.plan import PlanPanel
 from so_tui.ui.panels.what_if import WhatIf
 from so_tui.ui.resizing import ResizablePage, Size
-from so_tui.ui.text import Content, plural
+from so_tui.ui.screens import changes
 from so_tui.ui.widgets.field import FieldRow
 from so_tui.ui.widgets.grip import Divider
 
@@ -50,16 +51,17 @@ class ConfigureScreen(ResizablePage):
     AUTO_FOCUS = ""
     # Nothing is focused at first, so that single keys are commands; tab goes to the first field.
     HELP_TEXT = (
-        "Every change is planned immediately: whether it fits, how fast it will be, which command would start. • marks fields that differ "
-        "from the preset, ✗ fields that cannot run. Up and down move between fields, / finds one. The what-if strips show the step time "
-        "over ratio and Adam cores: a bar a value, ✗ where it does not fit. Leave a text field with esc to use single keys."
+        "Every change is planned immediately: whether it fits, how fast it will be, which command would start. • marks fields that you "
+        "changed, ★ those that have what is recommended for the machine instead of the preset's value, ✗ those that cannot run. Up and "
+        "down move between fields, / finds one. The what-if strips show the step time over ratio and Adam cores: a bar a value, ✗ where "
+        "it does not fit. Leave a text field with esc to use single keys."
     )
     SIZES = ("form",)
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("l,f5", "launch", "Launch", key_display="l/F5", id="launch", tooltip="Start this run (asks once)"),
         Binding("ctrl+s", "save", "Save", id="save", tooltip="Save these settings as a preset"),
         Binding("equals_sign", "differences", "Changes", key_display="=", id="differences", tooltip="What differs from the preset"),
-        Binding("u", "reset", "Undo", id="reset", tooltip="Back to what the preset says"),
+        Binding("u", "reset", "Undo", id="reset", tooltip="Undo your changes; once more, use the preset as it is"),
         Binding(
             "d",
             "preview_data",
@@ -244,14 +246,16 @@ class ConfigureScreen(ResizablePage):
                 return partition_note(self._partitions, self._drafts.values.get("slurm.partition", ""), slurm=has_slurm())
             return field_note(path, message.plan, self.app.machine, given_mode)
 
-        self.form.mark(self._drafts.was, problems, note_of)
+        self.form.mark(self._drafts.was, self._drafts.preset_value, problems, note_of)
 
     def _show_title(self) -> None:
-        assert self._drafts.base is not None
-        changes = f"{plural(len(self._drafts.edits), 'change')}" if self._drafts.edits else "no changes"
-        self.query_one("#form-title", Static).update(
-            Content.assemble((self._drafts.base.label, "bold"), (f"   preset {self._drafts.base.name}, {changes}", "$faint"))
-        )
+        title = self.query_one("#form-title", Static)
+        title.update(changes.title(self._drafts, self._machine_named, title.content_size.width or self.size.width))
+
+    @property
+    def _machine_named(self) -> str:
+        """The machine that a run is planned for, in words."""
+        return printable_line(self.app.machine.label) if self.app.machine_file and self.app.machine else "this machine"
 
     # Moving about.
 
@@ -325,28 +329,10 @@ class ConfigureScreen(ResizablePage):
             self.app.post_message(Failed("Correct these fields before previewing the data", tuple(map(str, error.problems))))
 
     def action_differences(self) -> None:
-        from so_tui.ui.screens.dialogs import Notice
-
-        lines = [
-            f"{path}: {self._drafts.base_values.get(path, '') or 'empty'} → {text or 'empty'}"
-            for path, text in sorted(self._drafts.edits.items())
-        ]
-        base = self._drafts.base
-        title = f"What differs from preset {base.name}" if base else "No preset chosen"
-        self.app.push_screen(Notice(title, lines or ["No field differs from the preset."], bad=False))
+        changes.show_differences(self.app, self._drafts)
 
     def action_reset(self) -> None:
-        if self._drafts.base is None or not self._drafts.edits:
-            return
-        from so_tui.ui.screens.dialogs import Question
-
-        def answered(yes: bool | None) -> None:
-            if yes and self._drafts.base is not None:
-                self._drafts.forget(self._drafts.base.name)
-                self.call_after_refresh(self._show_form)
-
-        lines = [f"{plural(len(self._drafts.edits), 'change')} will be lost."]
-        self.app.push_screen(Question(f"Back to preset {self._drafts.base.name}?", lines, yes="Undo all changes"), answered)
+        changes.ask_to_undo(self.app, self._drafts, self._machine_named, lambda: self.call_after_refresh(self._show_form))
 
     def action_copy(self) -> None:
         self._once_planned(self._copy)

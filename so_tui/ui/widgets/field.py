@@ -145,14 +145,23 @@ class FieldRow(Horizontal):
             else:
                 self.query_one(Input).value = value
 
-    def show_status(self, *, was: str | None, problem: str, note: str = "") -> None:
-        """Mark a field that differs from the preset, whose text is ``was``, or that is wrong; ``note`` replaces the plain hint."""
+    def show_status(self, *, was: str | None, problem: str, note: str = "", preset: str | None = None) -> None:
+        """Mark a field that was changed or is wrong, and say what is to be said of it.
+
+        Args:
+            was: What it said before it was changed; None if it was not.
+            problem: What is wrong with it.
+            note: What the plan says of it, which replaces the plain hint.
+            preset: What the preset says where a recommendation is in force instead; None elsewhere.
+        """
         self.problem = problem
         self.set_class(was is not None, "-changed")
         self.set_class(bool(problem), "-wrong")
         text = f"✗ {problem}" if problem else note or self._note()
         if was is not None and not problem:
             text = f"was {was or 'empty'}" + (f" · {note}" if note else "")
+        elif preset is not None and not problem:
+            text = f"★ preset: {preset or 'empty'}" + (f" · {note}" if note else "")
         self.query_one(".field-note", Label).update(Content(text))
         self.query_one(".field-name", Label).update(Content(("✗ " if problem else "• " if was is not None else "") + label(self.path)))
 

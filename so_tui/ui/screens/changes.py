@@ -1,0 +1,64 @@
+"""What was changed in Configure: its title, the list of what differs from the preset, and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from so_tui.ui.form import GROUPS, label
+from so_tui.ui.text import Content, plural, shorten
+
+if TYPE_CHECKING:
+    from so_tui.ui.app import SoTuiApp
+    from so_tui.ui.drafts import Drafts
+
+
+def title(drafts: Drafts, machine: str, width: int) -> Content:
+    """Return the model, its preset, how many fields were changed, and what was recommended for the machine, in one line."""
+    assert drafts.base is not None
+    changed = plural(len(drafts.changes), "change") if drafts.changes else "no changes"
+    line = Content.assemble((drafts.base.label, "bold"), (f"   preset {drafts.base.name}, {changed}", "$faint"))
+    shown = [path for _, paths in GROUPS for path in paths]  # in this order
+    others = [path for path in drafts.recommended if path not in shown]
+    recommended = [label(path) for path in (*shown, *others) if drafts.preset_value(path) is not None]
+    text = f"   ★ recommended for {machine}: {', '.join(recommended)}"
+    return line + Content.styled(shorten(text, max(0, width - line.cell_length)), "$faint") if recommended else line
+
+
+def show_differences(app: SoTuiApp, drafts: Drafts) -> None:
+    """Show every field that differs from the preset."""
+    from so_tui.ui.screens.dialogs import Notice
+
+    changed = drafts.changes
+    lines = [
+        f"{path}: {drafts.base_values.get(path, '') or 'empty'} → {text or 'empty'}{'' if path in changed else '   recommended'}"
+        for path, text in sorted(drafts.edits.items())
+    ]
+    heading = f"What differs from preset {drafts.base.name}" if drafts.base else "No preset chosen"
+    app.push_screen(Notice(heading, lines or ["No field differs from the preset."], bad=False))
+
+
+def ask_to_undo(app: SoTuiApp, drafts: Drafts, machine: str, then: Callable[[], object]) -> None:
+    """Ask to undo the user's changes, or to give up what was recommended where there are none; call ``then`` once that is done."""
+    if drafts.base is None or not (drafts.edits or drafts.changes):
+        return
+    from so_tui.ui.screens.dialogs import Question
+
+    preset, changed = drafts.base.name, drafts.changes
+    recommended = ", ".join(map(label, drafts.recommended))
+
+    def answered(yes: bool | None) -> None:
+        if not yes or drafts.base is None:
+            return
+        if changed:
+            drafts.undo()
+        else:
+            drafts.forget(preset)
+        then()
+
+    if changed:
+        kept = f" What was recommended stays: {recommended}." if recommended else ""
+        lines, undo = [f"{plural(len(changed), 'change')} will be lost.{kept}"], "Undo all changes"
+    else:
+        lines, undo = [f"What was recommended for {machine} is given up: {recommended}."], "Use the preset as it is"
+    app.push_screen(Question(f"Back to preset {preset}?", lines, yes=undo), answered)
