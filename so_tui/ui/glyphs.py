@@ -20,7 +20,7 @@ _ASCII_LOCALES = ("C", "POSIX")
 _PLAIN = str.maketrans(
     {
         **dict.fromkeys("━═▇█■▀▄▌▐▊▎▁▂▃▅▆▉▍▏▕", "="),
-        **dict.fromkeys("─╶╴╌┄", "-"),
+        **dict.fromkeys("─╶╴╌┄−", "-"),
         **dict.fromkeys("│┃╎▎", "|"),
         **dict.fromkeys("╸╺", "-"),
         **dict.fromkeys("┌┐└┘├┤┬┴┼╭╮╰╯", "+"),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from so_tui.spec import InputError, with_values
+from so_tui.ui.stepping import beyond
 
 if TYPE_CHECKING:
     from so_tui.machine.types import Machine
@@ -46,8 +47,7 @@ class Strip:
 
     def stepped(self, direction: int) -> float | None:
         """Return the next value in a direction; None at the end."""
-        beyond = [choice.value for choice in self.choices if (choice.value - self.present) * direction > 1e-9]
-        return None if not beyond else min(beyond) if direction > 0 else max(beyond)
+        return beyond((choice.value for choice in self.choices), self.present, direction)
 
 
 def strips_for(plan: Plan, machine: Machine, cancelled: Callable[[], bool] = lambda: False) -> tuple[Strip, ...] | None:

@@ -17,6 +17,7 @@ from so_tui.ui.panels.what_if import WhatIf, figures, strip_lines
 from so_tui.ui.screens.configure import ConfigureScreen
 from so_tui.ui.what_if import CORES, RATIO, Choice, Strip, strips_for
 from so_tui.ui.widgets.field import FieldRow
+from so_tui.ui.widgets.stepper import Stepper
 from tests.support.make_run import plan_for, quad_machine
 from tests.support.screen import Driver, opened
 
@@ -77,6 +78,51 @@ async def test_a_field_is_found_by_its_name_and_described(runs_dir: Path) -> Non
         await ui.until(lambda: not form.rows)
         await ui.press("escape")
         assert len(form.rows) > 10
+
+
+async def clicked(ui: Driver, row: FieldRow, at: int, times: int = 1) -> None:
+    """Click the steppers of the selected row: the first takes less, the second more."""
+    for _ in range(times):
+        await ui.pilot.click(list(row.query(Stepper))[at])
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 36)])
+async def test_the_mouse_steps_a_number(runs_dir: Path, size: tuple[int, int]) -> None:
+    async with opened(runs_dir, size) as ui:
+        await ui.configure()
+        form = ui.screen
+        assert isinstance(form, ConfigureScreen)
+        row = ui.find("#field-train-micro_batch", FieldRow)
+        row.scroll_visible(animate=False)
+        await ui.pilot.pause()
+        assert not any(stepper.region for stepper in row.query(Stepper)), "only on the selected field"
+        await ui.pilot.click(row.query_one(".field-name"))
+        await ui.until(lambda: row.has_focus_within and all(stepper.region for stepper in row.query(Stepper)))
+        number = row.query_one(Input)
+        before = int(number.value)
+        await clicked(ui, row, 1, 2)
+        assert int(number.value) == before * 4
+        await clicked(ui, row, 0)
+        await ui.press("shift+down")
+        assert int(number.value) == before
+        assert row.has_focus_within
+        assert not form.unsaved()
+        number.value = "4,096"
+        await clicked(ui, row, 1)
+        assert number.value == "4,096", "the limit"
+
+
+async def test_the_note_of_the_selected_field_is_whole(runs_dir: Path) -> None:
+    async with opened(runs_dir, (120, 36)) as ui:
+        await ui.configure()
+        for path in ("offload.cpu_adam_cores_fraction", "train.gradient_accumulation", "gpus"):
+            row = ui.find(f"#field-{path.replace('.', '-')}", FieldRow)
+            row.show_status(was="a value of before", problem="", note="a note that is longer than what is left of the row beside it")
+            row.focus_control()
+            await ui.until(partial(reached, ui, path))
+            note = row.query_one(".field-note")
+            await ui.until(lambda note=note: note.content_region.area >= len(str(note.render())))
+            assert ui.find("FormPanel", FormPanel).fields.region.contains_region(row.region)
 
 
 def test_a_description_writes_numbers_as_the_row_does() -> None:

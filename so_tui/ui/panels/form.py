@@ -17,17 +17,26 @@ from so_tui.ui.widgets.field import FieldRow
 from so_tui.ui.widgets.find_field import FindField
 
 
+class Fields(VerticalScroll, can_focus=False):
+    """The rows. The selected one stays in view when the description below takes another number of lines."""
+
+    def on_resize(self) -> None:
+        for row in self.query(FieldRow):
+            if row.has_focus_within:
+                row.scroll_visible(animate=False)
+
+
 class FormPanel(Vertical):
     """Rows under their headings; the last lines describe the field with the focus."""
 
-    fields = getters.child_by_id("form", VerticalScroll)
+    fields = getters.child_by_id("form", Fields)
     find = getters.child_by_id("find", FindField)
     about = getters.child_by_id("about", Static)
     _refused = ""
     """What was not done because a field is wrong, until the next plan."""
 
     def compose(self) -> ComposeResult:
-        yield VerticalScroll(id="form", can_focus=False)
+        yield Fields(id="form")
         yield FindField("a field's name, or what it is for", id="find")
         yield Static(id="about")
 

@@ -53,8 +53,8 @@ class ConfigureScreen(ResizablePage):
     HELP_TEXT = (
         "Every change is planned immediately: whether it fits, how fast it will be, which command would start. • marks fields that you "
         "changed, ★ those that have what is recommended for the machine instead of the preset's value, ✗ those that cannot run. Up and "
-        "down move between fields, / finds one. The what-if strips show the step time over ratio and Adam cores: a bar a value, ✗ where "
-        "it does not fit. Leave a text field with esc to use single keys."
+        "down move between fields, / finds one; − and + step a number, as shift with up and down does. The what-if strips show the step "
+        "time over ratio and Adam cores: a bar a value, ✗ where it does not fit. Leave a text field with esc to use single keys."
     )
     SIZES = ("form",)
     BINDINGS: ClassVar[list[BindingType]] = [

@@ -13,8 +13,10 @@ from textual.widgets import Checkbox, Input, Label, Select
 
 from so_tui.spec import FieldInfo
 from so_tui.ui.form import LENGTH, LENGTH_KEYS, hint, label
+from so_tui.ui.stepping import Direction, can_step, next_text
 from so_tui.ui.text import Content
 from so_tui.ui.widgets.entry import Entry
+from so_tui.ui.widgets.stepper import Stepper
 
 
 class Tick(Checkbox):
@@ -52,6 +54,8 @@ class FieldRow(Horizontal):
     BINDINGS: ClassVar[list[BindingType]] = [  # here, too: the form around it would scroll
         Binding("down", "screen.field(1)", "Next field", show=False),
         Binding("up", "screen.field(-1)", "Field before", show=False),
+        Binding("shift+up", "step(1)", "More", show=False),
+        Binding("shift+down", "step(-1)", "Less", show=False),
     ]
 
     DEFAULT_CSS = """
@@ -67,7 +71,12 @@ class FieldRow(Horizontal):
         Select { height: auto; background: transparent; }
         Select > SelectCurrent { background: $surface; }
         Select:focus > SelectCurrent { background: $block-cursor-blurred-background; color: $accent; }
+        &.-selected .field-note { height: auto; text-wrap: wrap; }
+        Stepper { display: none; }
+        &.-selected Stepper { display: block; }
+        &.-selected .field-stepped { width: 14; }
         .field-number { width: 9; margin-right: 1; }
+        &.-selected .field-number { margin-right: 0; }
         .field-unit { width: 10; }
         &.-changed .field-name { color: $accent; text-style: bold; }
         &.-wrong .field-name { color: $error; text-style: bold; }
@@ -93,6 +102,7 @@ class FieldRow(Horizontal):
         info = self.info
         if info is None:
             yield FormEntry(self._value, compact=True, classes="field-control field-number")
+            yield from (Stepper(-1), Stepper(1))
             options = [(unit_of(path), path) for path in LENGTH_KEYS]
             yield Choice(options, value=self._key, allow_blank=False, compact=True, classes="field-unit")
         elif info.type_name == "boolean":
@@ -101,6 +111,9 @@ class FieldRow(Horizontal):
             yield Choice(
                 [(choice, choice) for choice in info.choices], value=self._value, allow_blank=False, compact=True, classes="field-control"
             )
+        elif can_step(info):
+            yield FormEntry(self._value, compact=True, classes="field-control field-stepped")
+            yield from (Stepper(-1), Stepper(1))
         else:
             kind = "field-control field-text" if info.type_name == "text" else "field-control"
             yield FormEntry(self._value, compact=True, classes=kind)
@@ -173,6 +186,32 @@ class FieldRow(Horizontal):
         if self.query(Checkbox):
             self._check(self.query_one(Checkbox).value)
         self.post_message(self.Edited(*self.entered()))
+
+    @on(Stepper.Stepped)
+    def _stepped(self, event: Stepper.Stepped) -> None:
+        event.stop()
+        self.action_step(event.direction)
+
+    def action_step(self, direction: Direction) -> None:
+        """Enter the next value of a number; nothing at its limit."""
+        path, text = self.entered()
+        if can_step(self.info) and (after := next_text(path, text, direction)) is not None:
+            self.query_one(Input).value = after
+
+    def on_descendant_focus(self) -> None:
+        self.set_class(self.has_focus_within, "-selected")
+
+    def on_descendant_blur(self) -> None:
+        self.set_class(self.has_focus_within, "-selected")
+
+    def on_resize(self) -> None:
+        if self.has_focus_within:  # its note is whole now, maybe in two lines
+            self.scroll_visible(animate=False)
+
+    def on_click(self) -> None:
+        """Select the field, wherever in its row the mouse is."""
+        if not self.has_focus_within and not self.disabled:
+            self.focus_control()
 
     def entered(self) -> tuple[str, str]:
         """Return the path that the control sets now, and its text."""
