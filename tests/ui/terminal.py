@@ -11,6 +11,8 @@ import shlex
 import subprocess
 import time
 from collections.abc import Callable
+from functools import partial
+from operator import ne
 from pathlib import Path
 
 from rich.cells import cell_len
@@ -126,6 +128,15 @@ class Mouse(Terminal):
         x, y = self._cell_of(text)
         for _ in range(times):
             self._report(f"{WHEEL_UP if up else WHEEL_DOWN};{x};{y}M")
+
+    def scroll_to(self, text: str, over: str) -> None:
+        """Turn the wheel down where ``over`` stands until a text is on the screen."""
+        x, y = self._cell_of(over)
+        rows = self.rows()
+        while not any(text in row for row in rows):
+            self._report(f"{WHEEL_DOWN};{x};{y}M")
+            before = rows
+            rows = self.until(partial(ne, before), f"a turn of the wheel to move the screen, on the way to {text!r}")
 
     def _cell_of(self, text: str) -> tuple[int, int]:
         """Return column and row, counted from 1, of the middle of a text."""

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from textual.widget import Widget
 from textual.widgets import Input, Select
 
 from so_tui.machine.types import Machine
@@ -80,6 +81,10 @@ async def test_a_field_is_found_by_its_name_and_described(runs_dir: Path) -> Non
         assert len(form.rows) > 10
 
 
+def is_whole(note: Widget) -> bool:
+    return note.content_region.area >= len(str(note.render()))
+
+
 async def clicked(ui: Driver, row: FieldRow, at: int, times: int = 1) -> None:
     """Click the steppers of the selected row: the first takes less, the second more."""
     for _ in range(times):
@@ -120,8 +125,7 @@ async def test_the_note_of_the_selected_field_is_whole(runs_dir: Path) -> None:
             row.show_status(was="a value of before", problem="", note="a note that is longer than what is left of the row beside it")
             row.focus_control()
             await ui.until(partial(reached, ui, path))
-            note = row.query_one(".field-note")
-            await ui.until(lambda note=note: note.content_region.area >= len(str(note.render())))
+            await ui.until(partial(is_whole, row.query_one(".field-note")))
             assert ui.find("FormPanel", FormPanel).fields.region.contains_region(row.region)
 
 

@@ -30,8 +30,7 @@ pytestmark = [
 ]
 SO_TUI = (sys.executable, "-m", "so_tui")
 KEYBOARD_STEPS = 6
-MOUSE_STEPS = 60
-"""What the preset says: nobody can type a number with a mouse."""
+MOUSE_STEPS = 10
 NewUser = TypeVar("NewUser", bound=Terminal)
 
 
@@ -125,7 +124,14 @@ def test_by_keyboard_alone(tmp_path: Path) -> None:
 
 def test_by_mouse_alone(tmp_path: Path) -> None:
     with first_start(Mouse(tmp_path)) as user:
-        user.click("t trains tiny here, now")
+        user.click("enter Configure")
+        user.shown("tiny (embedded)   preset tiny")
+        user.scroll_to("train for", over="Offload")
+        user.click("train for")
+        for steps in range(50, MOUSE_STEPS - 1, -10):  # the preset says 60
+            user.click("−")
+            user.matched(rf"train for +{steps} ")
+        user.click("Launch  F5")
         user.click("Launch  y")
         run = watched_to_its_end(user, MOUSE_STEPS)
 
@@ -135,5 +141,6 @@ def test_by_mouse_alone(tmp_path: Path) -> None:
         user.click("Export  enter")
         check_export(user, run)
         user.click("q Quit")
+        user.click("Quit  y")  # the number of steps was not saved as a preset
         user.until(lambda _: user.exit_status() is not None, "the end of so-tui")
         assert user.exit_status() == 0
