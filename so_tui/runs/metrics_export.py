@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -31,13 +31,14 @@ FORMATS = (".csv", ".parquet")
 Progress = Callable[[int], None]
 
 
-def export_metrics(reader: MetricsReader, path: Path, progress: Progress = lambda _: None) -> int:
+def export_metrics(reader: MetricsReader, path: Path, progress: Progress = lambda _: None, *, columns: Sequence[str] = COLUMNS) -> int:
     """Write every step that is not superseded, one row a step, and return their number. The file appears when it is complete.
 
     Args:
         reader: A reader that knows the run.
         path: A new file, whose name ends in ``.csv`` or ``.parquet``.
         progress: Called with the number of rows so far.
+        columns: Fields of the step records.
 
     Raises:
         InputError: With the codes of this module.
@@ -45,14 +46,24 @@ def export_metrics(reader: MetricsReader, path: Path, progress: Progress = lambd
     """
     if path.suffix not in FORMATS:
         raise _problem("unknown-format", path, "is neither CSV nor Parquet", "Give a name that ends in .csv or .parquet.")
-    if path.exists():
-        raise _problem("file-exists", path, "exists already", "Choose another name, or remove it.")
     if reader.latest is None:
         raise _problem("no-steps", path, "would be empty: the run has no steps yet", "Wait for its first step.")
     write = _write_csv if path.suffix == ".csv" else _parquet_writer(path)
+    return _written(path, lambda temporary: write(temporary, columns, _batches(reader, columns), progress))
+
+
+def export_rows(path: Path, columns: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> int:
+    """Write other rows as CSV, and return their number. The file appears when it is complete. Raises InputError as ``export_metrics``."""
+    return _written(path, lambda temporary: _write_csv(temporary, columns, iter([rows]), lambda _: None))
+
+
+def _written(path: Path, write: Callable[[Path], int]) -> int:
+    """Have a new file written under another name, and give it its own once it is complete."""
+    if path.exists():
+        raise _problem("file-exists", path, "exists already", "Choose another name, or remove it.")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        count = write(temporary, _batches(reader), progress)
+        count = write(temporary)
         os.link(temporary, path)  # unlike a rename, fails if another process took the name in the meantime
     except FileExistsError:
         raise _problem("file-exists", path, "exists already", "Choose another name, or remove it.") from None
@@ -64,17 +75,17 @@ def export_metrics(reader: MetricsReader, path: Path, progress: Progress = lambd
     return count
 
 
-def _batches(reader: MetricsReader) -> Iterator[list[tuple[Any, ...]]]:
+def _batches(reader: MetricsReader, columns: Sequence[str]) -> Iterator[list[tuple[Any, ...]]]:
     steps = reader.steps(0, float("inf"))
     while batch := list(islice(steps, _ROWS)):
-        yield [tuple(getattr(step, column) for column in COLUMNS) for step in batch]
+        yield [tuple(getattr(step, column) for column in columns) for step in batch]
 
 
-def _write_csv(path: Path, batches: Iterator[list[tuple[Any, ...]]], progress: Progress) -> int:
+def _write_csv(path: Path, columns: Sequence[str], batches: Iterator[Sequence[tuple[Any, ...]]], progress: Progress) -> int:
     count = 0
     with path.open("x", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow(COLUMNS)
+        writer.writerow(columns)
         for batch in batches:
             writer.writerows(batch)  # numbers alone, so that no cell is a formula
             count += len(batch)
@@ -82,7 +93,7 @@ def _write_csv(path: Path, batches: Iterator[list[tuple[Any, ...]]], progress: P
     return count
 
 
-def _parquet_writer(path: Path) -> Callable[[Path, Iterator[list[tuple[Any, ...]]], Progress], int]:
+def _parquet_writer(path: Path) -> Callable[[Path, Sequence[str], Iterator[Sequence[tuple[Any, ...]]], Progress], int]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -90,13 +101,13 @@ def _parquet_writer(path: Path) -> Callable[[Path, Iterator[list[tuple[Any, ...]
         raise _problem("pyarrow-missing", path, "needs pyarrow", "Install it (`pip install pyarrow`), or write .csv.") from None
     types = {field.name: field.type for field in msgspec.structs.fields(StepRecord)}
     integers = (int, int | None)
-    schema = pyarrow.schema([(name, pyarrow.int64() if types[name] in integers else pyarrow.float64()) for name in COLUMNS])
 
-    def write(temporary: Path, batches: Iterator[list[tuple[Any, ...]]], progress: Progress) -> int:
+    def write(temporary: Path, names: Sequence[str], batches: Iterator[Sequence[tuple[Any, ...]]], progress: Progress) -> int:
         count = 0
+        schema = pyarrow.schema([(name, pyarrow.int64() if types[name] in integers else pyarrow.float64()) for name in names])
         with pyarrow.parquet.ParquetWriter(temporary, schema) as writer:
             for batch in batches:
-                columns = dict(zip(COLUMNS, zip(*batch, strict=True), strict=True))
+                columns = dict(zip(names, zip(*batch, strict=True), strict=True))
                 writer.write_table(pyarrow.table(columns, schema=schema))
                 count += len(batch)
                 progress(count)

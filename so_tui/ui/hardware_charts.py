@@ -26,12 +26,15 @@ def chart_of(metric: Metric, glyphs: GlyphName) -> Chart:
     )
 
 
-def sampled_lines(metric: Metric, sampled: Mapping[str, tuple[Sampled, ...]], *, alone: bool = True) -> list[tuple[Line, str]]:
+def sampled_lines(
+    metric: Metric, sampled: Mapping[str, tuple[Sampled, ...]], *, alone: bool = True, whole: bool = False
+) -> list[tuple[Line, str]]:
     """Return the lines of a metric with their names in the heading; limits first, so that values are drawn over them.
 
-    Several GPUs, nodes or hosts have a colour each, unless other runs are laid over them, whose colours these are.
+    Several GPUs, nodes or hosts have a colour each, unless other runs are laid over them, whose colours these are. In a heading, those
+    after the first are numbers alone; with ``whole`` every name says everything.
     """
-    pairs = [(limit.line("limit"), "limit" if not at else "") for at, limit in enumerate(sampled.get(metric.limit, ()))]
+    pairs = [(limit.line("limit"), "limit" if whole or not at else "") for at, limit in enumerate(sampled.get(metric.limit, ()))]
     several = len({line.host for name in metric.samples for line in sampled.get(name, ())}) > 1
     drawn = 0
     for number, name in enumerate(metric.samples):
@@ -44,7 +47,7 @@ def sampled_lines(metric: Metric, sampled: Mapping[str, tuple[Sampled, ...]], *,
         kind = name.partition(".")[0].replace("gpu", "GPU")
         for at, line in enumerate(lines):
             place = f"{line.host} {line.index}" if several else str(line.index)
-            word = place if at else f"{called}{':' if called else ''} {kind} {place}".strip()
+            word = place if at and not whole else f"{called}{':' if called else ''} {kind} {place}".strip()
             pairs.append((line.line(RUN_ROLES[drawn % len(RUN_ROLES)] if alone else role), word))
             drawn += 1
     return pairs

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import csv
 import math
 import re
 import time
 from functools import partial
 from pathlib import Path
+from xml.etree import ElementTree
 
 import msgspec
 import pytest
+from textual.widgets import Input
 
 from so_tui.runs import MetricsWriter
 from so_tui.runs.records import EvaluationRecord
@@ -221,6 +224,36 @@ async def test_evaluations_and_samples_of_other_runs_are_laid_over(runs_dir: Pat
             assert all(1 <= step <= 60 for step in inside)
         power.focus()
         await ui.until(lambda: re.search(r"other \d{3}", legend.content.plain))
+
+
+async def test_a_chart_is_exported_as_a_picture_and_its_values_as_a_table(runs_dir: Path, tmp_path: Path) -> None:
+    save_layout(ChartLayout(shown=("loss", "gpu-power"), grid=(1, 2)))
+    run = write_run(runs_dir, steps=60, seconds_of_samples=30, name="one", gpus=2)
+    async with opened(runs_dir, (120, 36), open_run=run) as ui:
+        await ui.state_shown("training")
+        await ui.until(lambda: ui.find("#gpu-power", Chart).lines and ui.find("#loss", Chart).lines)
+        for key, file in (("loss", "loss.svg"), ("loss", "loss.csv"), ("gpu-power", "power.svg"), ("gpu-power", "power.csv")):
+            ui.find(f"#{key}", Chart).focus()
+            await ui.press("E")
+            await ui.until(lambda: isinstance(ui.app.focused, Input))
+            assert ui.app.focused.value == f"one-{key}.svg"  # type: ignore[union-attr]
+            await ui.type_text(str(tmp_path / file), replace=True)
+            await ui.press("enter")
+            await ui.until(lambda: any(f"Wrote {tmp_path / file}" in note for note in ui.notes()))  # noqa: B023 - called at once
+    with (tmp_path / "loss.csv").open(newline="") as table:
+        rows = list(csv.DictReader(table))
+    assert list(rows[0]) == ["step", "time", "loss"]
+    assert [int(row["step"]) for row in rows] == list(range(1, 61))
+    with (tmp_path / "power.csv").open(newline="") as table:
+        rows = list(csv.DictReader(table))
+    assert list(rows[0]) == ["host", "gpu", "time", "power_w"]
+    assert {row["gpu"] for row in rows} == {"0", "1", "2", "3"}
+    assert all(float(row["power_w"]) > 0 for row in rows)
+    for file, words in (("loss.svg", ("loss", "mean of 50 steps")), ("power.svg", ("GPU 0", "GPU 3", "limit"))):
+        text = (tmp_path / file).read_text()
+        assert "nan" not in text
+        assert all(f">{word}</text>" in text for word in words)
+        assert [element.tag for element in ElementTree.fromstring(text).iter() if element.tag.endswith("polyline")]
 
 
 def test_samples_of_another_run_stand_at_its_own_steps() -> None:

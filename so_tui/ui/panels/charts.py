@@ -66,6 +66,7 @@ class ChartPanel(Container, KeepsLines):
         Binding("L", "log_scale", "Log y", show=False, id="log-scale", tooltip="Logarithmic y axis of the chart with the focus"),
         Binding("R", "robust_scale", "Robust y", show=False, id="robust-scale", tooltip="Leave outliers out of its y axis"),
         Binding("H", "hardware", "Hardware", show=False, id="hardware", tooltip="What GPUs and nodes did instead of metrics; again: back"),
+        Binding("E", "export", "Export", show=False, id="export", tooltip="The chart with the focus as SVG, its values as CSV"),
         Binding("v", "overlay", "Overlay", show=False, id="overlay", tooltip="Lay other runs over every chart"),
     )
     """Keys that act on this panel from anywhere on its screen, which binds them."""

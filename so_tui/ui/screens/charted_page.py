@@ -169,6 +169,13 @@ class ChartedPage(Page):
 
         self.app.push_screen(ChooseMetrics(self.charts.chart_layout), chosen)
 
+    def action_export(self) -> None:
+        if self.snapshot is not None and (chart := self.charts.focused) is not None:
+            from so_tui.ui.screens.chart_export import ask_to_export_chart, drawn
+
+            metric = self.charts.metric
+            ask_to_export_chart(self, self.snapshot, metric, drawn(metric, chart, self.snapshot, self.overlays))
+
     def action_overlay(self) -> None:
         def chosen(runs: tuple[RunDirectory, ...] | None) -> None:
             if runs is not None:

@@ -104,20 +104,20 @@ def _show_lines(app: SoTuiApp, title: str, lines: list[str]) -> None:
     app.push_screen(Notice(title, lines, bad=False))
 
 
+def new_path(text: str) -> Path:
+    """Return the path that was typed; no file may have it. Raises InputError."""
+    if fault := path_fault(text):
+        raise InputError([Problem(code="invalid-path", field="file", value=text, message=fault, remedy="Give another name.")])
+    path = Path(text).expanduser().absolute()
+    if path.suffix in (*METRICS, PICTURE) and path.exists():
+        raise InputError([Problem(code="file-exists", field="file", value=text, message="exists already", remedy="Choose another name.")])
+    return path
+
+
 def ask_to_export(screen: RunsScreen, row: RunRow, lines: Sequence[Line], names: Sequence[str]) -> None:
     """Ask where to, and export: what it is follows from the name."""
     run = row.run
     from so_tui.ui.screens.dialogs import AskText
-
-    def read(text: str) -> Path:
-        if fault := path_fault(text):
-            raise InputError([Problem(code="invalid-path", field="file", value=text, message=fault, remedy="Give another name.")])
-        path = Path(text).expanduser().absolute()
-        if path.suffix in (*METRICS, PICTURE) and path.exists():
-            raise InputError(
-                [Problem(code="file-exists", field="file", value=text, message="exists already", remedy="Choose another name.")]
-            )
-        return path
 
     def named(path: Path | None) -> None:
         if path is not None:
@@ -131,7 +131,7 @@ def ask_to_export(screen: RunsScreen, row: RunRow, lines: Sequence[Line], names:
         (f"{run.name}.parquet", "every step (with pyarrow)"),
         (f"{run.name}.svg", "the chart as shown"),
     ]
-    dialog = AskText(f"Export {run.name} to", hint, choices[0][0], yes="Export", read=read, choices=choices)
+    dialog = AskText(f"Export {run.name} to", hint, choices[0][0], yes="Export", read=new_path, choices=choices)
     screen.app.push_screen(dialog, named)
 
 
