@@ -14,7 +14,7 @@ import torch
 
 import superoffload
 from tests.support import engine as support
-from tests.support.python_path import ROOT
+from tests.support.python_path import checkout_path
 
 GROUP = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "MASTER_ADDR", "MASTER_PORT"})
 SCRIPT = """
@@ -44,7 +44,7 @@ def test_a_trainer_has_the_losses_of_deepspeeds_own_optimizer_and_resumes(tmp_pa
     """
     # Not the variables with which other tests of this process joined a group.
     inherited = {name: value for name, value in os.environ.items() if name not in GROUP and not name.startswith("ACCELERATE_")}
-    environment = inherited | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    environment = inherited | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": checkout_path()}
     done = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     losses = json.loads(done.stdout.splitlines()[-1])

@@ -15,6 +15,7 @@ from so_tui.spec.generation import Ended, Prompt, Sampling
 from so_tui_trainer.data.chat import Chat, TemplateError, question
 from so_tui_trainer.data.encoding import leading_ids
 from so_tui_trainer.data.rows import Message
+from so_tui_trainer.older_versions import cache_argument
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -137,8 +138,9 @@ class Writer:
     def _next_logits(self, ids: Sequence[int], past: Any) -> tuple[Tensor, Any]:
         device = self.causal.device
         causal: Any = self.causal
-        out = causal(input_ids=torch.tensor([list(ids)], device=device), past_key_values=past, use_cache=True)
-        return out.logits[0, -1].cpu(), out.past_key_values
+        name = cache_argument(causal.forward)
+        out = causal(input_ids=torch.tensor([list(ids)], device=device), use_cache=True, **{name: past})
+        return out.logits[0, -1].cpu(), getattr(out, name)
 
     def _tokens(self, ids: Sequence[int], sampling: Sampling) -> Iterator[int]:
         source = torch.Generator().manual_seed(sampling.seed)

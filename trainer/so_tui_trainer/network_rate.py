@@ -6,10 +6,10 @@ import sys
 import time
 
 import torch
-import torch.distributed as dist
 
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.network_rate import write_network_rate
+from so_tui_trainer.older_versions import all_gather_single, reduce_scatter_single
 from so_tui_trainer.ranks import Ranks
 
 _FIRST_BYTES, _MOST_BYTES = 1 << 20, 1 << 28
@@ -51,8 +51,8 @@ def _both_s(ranks: Ranks, whole_bytes: int) -> float:
     for _ in range(1 + _REPEATS):  # the first one connects the ranks
         ranks.barrier()
         began = time.perf_counter()
-        dist.all_gather_into_tensor(whole, share)
-        dist.reduce_scatter_tensor(share, whole)
+        all_gather_single(whole, share)
+        reduce_scatter_single(share, whole)
         if ranks.device.type == "cuda":
             torch.cuda.synchronize(ranks.device)
         seconds.append(time.perf_counter() - began)

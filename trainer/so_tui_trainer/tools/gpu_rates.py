@@ -146,6 +146,8 @@ def _measure_between_gpus(request: dict[str, Any]) -> dict[str, Any]:
     import torch
     from torch import distributed
 
+    from so_tui_trainer.older_versions import all_gather_single
+
     device, rank, ranks = torch.device(request["device"]), request["rank"], request["ranks"]
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -156,7 +158,7 @@ def _measure_between_gpus(request: dict[str, Any]) -> dict[str, Any]:
     times = []
     for _ in range(8):  # The same number on every rank, whatever it measures.
         distributed.barrier()
-        times.append(_once(lambda: distributed.all_gather_into_tensor(whole, share), device))
+        times.append(_once(lambda: all_gather_single(whole, share), device))
     seconds = median_high(times)
     together = [(count, _small_layer_together_s(count, request, device)) for count in request["counts"]]
     return {

@@ -33,6 +33,7 @@ from so_tui_trainer.model.attention.backends import kernels_of
 from so_tui_trainer.model.attention.exchange import sequence_group
 from so_tui_trainer.model.attention.varlen import NAME, register
 from so_tui_trainer.model.layer_types import kinds_of
+from so_tui_trainer.older_versions import cache_argument
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -161,7 +162,7 @@ def arguments(batch: Batch, implementation: str, config: PretrainedConfig, dtype
         "config": config,
         "inputs_embeds": shape,
         "attention_mask": None,
-        "past_key_values": None,
+        cache_argument(create_causal_mask): None,
         "position_ids": batch.position_ids,
     }
     makers = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
