@@ -12,6 +12,7 @@ from so_tui.runs.comparison import RESULTS, differing, result_text
 from so_tui.runs.notes import RunNotes, read_notes
 from so_tui.runs.results import RunResults, read_all, results_of
 from so_tui.runs.state import read_state
+from so_tui.spec import RunSpec
 from so_tui.trust.printable import brief_line, printable_line
 from so_tui.ui.form import values_of
 from so_tui.units import thousands
@@ -43,9 +44,10 @@ def compare(arguments: argparse.Namespace) -> int:
         InputError: There is no such run, or its settings cannot be read.
     """
     found = tuple(dict.fromkeys(find_run(name, arguments.runs_dir) for name in arguments.runs))
-    settings = {run: values_of(read_spec(run)) for run in found}
+    specs = {run: read_spec(run) for run in found}
+    settings = {run: values_of(spec) for run, spec in specs.items()}
     keys = differing(tuple(settings.values()))
-    compared = ComparedRuns(tuple(_compared(run, {key: settings[run].get(key, "") for key in keys}) for run in found))
+    compared = ComparedRuns(tuple(_compared(run, spec, {key: settings[run].get(key, "") for key in keys}) for run, spec in specs.items()))
     if arguments.json:
         print_json(compared)
     else:
@@ -53,7 +55,7 @@ def compare(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _compared(run: RunDirectory, settings: dict[str, str]) -> ComparedRun:
+def _compared(run: RunDirectory, spec: RunSpec, settings: dict[str, str]) -> ComparedRun:
     state = read_state(run)
     return ComparedRun(
         name=run.name,
@@ -61,7 +63,7 @@ def _compared(run: RunDirectory, settings: dict[str, str]) -> ComparedRun:
         state=state.state,
         step=state.step,
         settings=settings,
-        results=results_of(read_all(run)),
+        results=results_of(read_all(run), spec, state.total_steps),
         notes=read_notes(run),
     )
 

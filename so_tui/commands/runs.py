@@ -36,11 +36,11 @@ class ListedRun(Struct, frozen=True, kw_only=True):
     state: State
     step: int
     total_steps: int
-    loss: float | None
     started: float | None
     """Unix seconds."""
     attempts: int
     reason: str
+    results: RunResults = RunResults()
     notes: RunNotes = RunNotes()
 
 
@@ -51,7 +51,7 @@ class Runs(Struct, frozen=True):
     """Newest first."""
 
 
-_HEADINGS = ("name", "state", "step", "loss", "started")
+_HEADINGS = ("name", "state", "step", "mean loss", "evaluation loss", "started")
 _ROOM_FOR_REASONS = 110
 """Width of a terminal in which reasons are a column of the table. In a narrower one they are printed below it."""
 
@@ -68,10 +68,10 @@ def runs(arguments: argparse.Namespace) -> int:
         if arguments.tag is None or arguments.tag in read_notes(run).tags:
             listed.append((run, _state(run)))
     sort = arguments.sort or load_settings().settings.runs.sort
-    measured = {run.path: _results(run) for run, _ in listed} if result_of_order(sort) else {}
+    measured = {run.path: _results(run, state) for run, state in listed}
     listed = ordered(listed, sort, _text_of, lambda item: measured[item[0].path])
     if arguments.json:
-        print_json(Runs(tuple(_listed(run, state) for run, state in listed)))
+        print_json(Runs(tuple(_listed(run, state, measured[run.path]) for run, state in listed)))
         return 0
     if not listed and arguments.tag is not None:
         print(printable_line(f"no run has the tag {arguments.tag}"))
@@ -82,22 +82,20 @@ def runs(arguments: argparse.Namespace) -> int:
     width = console().width
     beside = width >= _ROOM_FOR_REASONS
     below = [] if beside else [f"\n{brief_message(f'{run.name}: {_why(state)}')}" for run, state in listed if _why(state)]
-    print_rich(_table(listed, _sorted_column(listed, sort, measured), width, beside), *below)
+    print_rich(_table(listed, measured, _sorted_column(listed, sort, measured), width, beside), *below)
     return 0
 
 
 def _sorted_column(
-    listed: list[tuple[RunDirectory, RunState]], sort: str, measured: dict[Path, RunResults | None]
+    listed: list[tuple[RunDirectory, RunState]], sort: str, measured: dict[Path, RunResults]
 ) -> tuple[str, list[str]] | None:
     """Return heading and cells of what the runs are sorted by; None where the table has it anyway."""
     if sort == "model":
         return sort, [printable_line(_text_of(item, sort)) for item in listed]
     key = result_of_order(sort)
-    if key is None:
+    if key is None or key == "loss":
         return None
-    heading = "median loss" if key == "loss" else RESULTS[key]  # the table's other loss is that of the last step
-    found = [measured[run.path] for run, _ in listed]
-    return heading, ["" if results is None else result_text(results, key) for results in found]
+    return RESULTS[key], [result_text(measured[run.path], key) for run, _ in listed]
 
 
 def _text_of(item: tuple[RunDirectory, RunState], key: str) -> str:
@@ -113,14 +111,24 @@ def _text_of(item: tuple[RunDirectory, RunState], key: str) -> str:
         return ""
 
 
-def _results(run: RunDirectory) -> RunResults | None:
+def _results(run: RunDirectory, state: RunState) -> RunResults:
     try:
-        return recent_results(run)
+        spec = read_spec(run)
+    except InputError:
+        spec = None
+    try:
+        return recent_results(run, spec, state.total_steps)
     except OSError:
-        return None  # deleted meanwhile, or unreadable
+        return RunResults()  # deleted meanwhile, or unreadable
 
 
-def _table(listed: list[tuple[RunDirectory, RunState]], by: tuple[str, list[str]] | None, width: int, beside: bool) -> Table:
+def _table(
+    listed: list[tuple[RunDirectory, RunState]],
+    measured: dict[Path, RunResults],
+    by: tuple[str, list[str]] | None,
+    width: int,
+    beside: bool,
+) -> Table:
     """Lay out the runs with what they are sorted by (``by``), and with or without their reasons (``beside``).
 
     If the width is not enough, the start time is left out first, then names are wrapped, and last the other cells end in an ellipsis.
@@ -128,31 +136,36 @@ def _table(listed: list[tuple[RunDirectory, RunState]], by: tuple[str, list[str]
     from rich.cells import cell_len
     from rich.table import Table
 
-    rows = [_row(run, state) for run, state in listed]
-    headings: tuple[str, ...] = _HEADINGS
+    rows = [_row(run, state, measured[run.path]) for run, state in listed]
+    columns = {heading: list(cells) for heading, cells in zip(_HEADINGS, zip(*rows, strict=True), strict=True)}
+    if not any(columns["evaluation loss"]):
+        del columns["evaluation loss"]
+    started = columns.pop("started")
     if by is not None:
-        headings = (*headings[:-1], by[0], headings[-1])
-        rows = [(*row[:-1], cell, row[-1]) for row, cell in zip(rows, by[1], strict=True)]
-    needed = sum(max(map(cell_len, column)) for column in zip(headings, *rows, strict=True)) + 2 * (len(headings) - 1)
-    shown = len(headings) if beside or needed <= width else headings.index("started")
+        columns[by[0]] = by[1]
+    columns["started"] = started
+    needed = sum(max(map(cell_len, (heading, *cells))) for heading, cells in columns.items()) + 2 * (len(columns) - 1)
+    if not beside and needed > width:
+        del columns["started"]
+    if beside:
+        columns["reason"] = [brief_message(_why(state)) for _, state in listed]
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in headings[:shown]:
-        if heading == "name":
+    for heading in columns:
+        if heading in ("name", "reason"):
             table.add_column(heading, overflow="fold")
         else:
             left = heading in ("state", "model", "started")
             table.add_column(heading, justify="left" if left else "right", no_wrap=True, overflow="ellipsis")
-    if beside:
-        table.add_column("reason", overflow="fold")
-    for row, (_, state) in zip(rows, listed, strict=True):
-        table.add_row(*row[:shown], *((brief_message(_why(state)),) if beside else ()))
+    for cells in zip(*columns.values(), strict=True):
+        table.add_row(*cells)
     return table
 
 
-def _row(run: RunDirectory, state: RunState) -> tuple[str, ...]:
+def _row(run: RunDirectory, state: RunState, results: RunResults) -> tuple[str, ...]:
+    """Return the cells of _HEADINGS."""
     started = f"{datetime.fromtimestamp(state.started):%Y-%m-%d %H:%M}" if state.started else ""
-    loss = "" if state.loss is None else f"{state.loss:.4f}"
-    return printable_line(run.name), state.shown, f"{thousands(state.step)}/{thousands(state.total_steps)}", loss, started
+    losses = (result_text(results, key) for key in ("loss", "evaluation_loss"))
+    return printable_line(run.name), state.shown, f"{thousands(state.step)}/{thousands(state.total_steps)}", *losses, started
 
 
 def _why(state: RunState) -> str:
@@ -170,17 +183,17 @@ def _state(run: RunDirectory) -> RunState:
         return RunState(name=run.name, state="lost", reason=str(error.problems[0].message))
 
 
-def _listed(run: RunDirectory, state: RunState) -> ListedRun:
+def _listed(run: RunDirectory, state: RunState, results: RunResults) -> ListedRun:
     return ListedRun(
         name=run.name,
         path=str(run.path),
         state=state.state,
         step=state.step,
         total_steps=state.total_steps,
-        loss=state.loss,
         started=state.started,
         attempts=state.attempt,
         reason=state.reason,
+        results=results,
         notes=read_notes(run),
     )
 

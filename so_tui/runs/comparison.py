@@ -7,18 +7,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from so_tui.runs.results import RunResults
-from so_tui.units import duration, memory_size, rate
+from so_tui.units import duration, memory_size, plural, rate
 
 Run = TypeVar("Run")
 
 RESULTS = {
-    "loss": "loss",
+    "loss": "mean loss",
     "evaluation_loss": "evaluation loss",
     "tokens_per_s": "tokens/s",
     "mfu": "MFU",
-    "step_s": "step",
+    "step_s": "step time",
     "gpu_memory_bytes": "GPU memory",
     "host_memory_bytes": "host memory",
+    "mean_steps": "means of",
 }
 """Names of results by field."""
 _BY_RESULT = {"loss": ("loss", False), "tokens/s": ("tokens_per_s", True), "mfu": ("mfu", True), "memory": ("gpu_memory_bytes", False)}
@@ -42,6 +43,8 @@ def result_text(results: RunResults, key: str) -> str:
     if value is None:
         return ""
     match key:
+        case "mean_steps":
+            return f"last {plural(value, 'step')}"
         case "loss" | "evaluation_loss":
             return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.3g}"
         case "tokens_per_s":

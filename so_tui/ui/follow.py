@@ -14,6 +14,7 @@ from so_tui.machine.types import Machine
 from so_tui.plan.types import Plan
 from so_tui.runs import HeartbeatWatch, LogLine, RunDirectory, RunReader, Update, control, deleted, read_spec
 from so_tui.runs.liveness import unconfirmed
+from so_tui.runs.means import mean_steps
 from so_tui.runs.records import (
     FINAL_STATES,
     EvaluationRecord,
@@ -27,7 +28,7 @@ from so_tui.ui.inspected import Inspected, Inspector, Position
 from so_tui.ui.loads import Loads
 from so_tui.ui.series import Line
 from so_tui.ui.snapshot import Snapshot, before_first_step
-from so_tui.ui.step_series import FollowedSteps, StepSeries, evaluation_line, mean_steps
+from so_tui.ui.step_series import FollowedSteps, StepSeries, evaluation_line
 
 RECENT_STEPS = 30
 CLOSE_STEPS = 24_000

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from so_tui.runs import RunDirectory
+from so_tui.runs.means import mean_name, mean_steps
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import StepRecord
 from so_tui.runs.results import RunResults, results_of
 from so_tui.ui.runlist import RunRow
 from so_tui.ui.series import Line, Series
-from so_tui.ui.step_series import FollowedSteps, mean_name, mean_of, mean_steps
+from so_tui.ui.step_series import FollowedSteps, mean_of
 from so_tui.ui.text import reading_text
 
 ROWS = 1000
@@ -35,7 +36,6 @@ class LossCurve:
     span: int
     """Steps that a mean covers."""
     spark: str
-    tokens_per_s: float | None
     unread_share: float = 0.0
     """Share of the run that is still to be read."""
     results: RunResults = _NO_RESULTS
@@ -90,9 +90,8 @@ class CurveReader:
             line,
             span,
             spark(line.series, line.length, SPARK_COLUMNS),
-            latest.useful_tokens_per_s_total,
             reader.unread_share,
-            results_of(reader),
+            results_of(reader, row.spec, row.state.total_steps),
         )
 
 

@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from so_tui.runs import RunDirectory, RunReader, read_state
+from so_tui.runs.means import mean_steps
 from so_tui.runs.records import Sample
 from so_tui.ui.chart_layout import Wanted
 from so_tui.ui.chart_metrics import EVALUATIONS, Metric
 from so_tui.ui.loads import Loads
 from so_tui.ui.series import Line
-from so_tui.ui.step_series import FollowedSteps, StepSeries, evaluation_line, mean_of, mean_steps
+from so_tui.ui.step_series import FollowedSteps, StepSeries, evaluation_line, mean_of
 from so_tui.ui.widgets.chart import RUN_ROLES
 
 _log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from so_tui.runs.comparison import result_text
 from so_tui.runs.results import RunResults
 from so_tui.ui.loss_curve import LossCurve
 from so_tui.ui.runlist import RunRow
-from so_tui.ui.text import age, memory, rate, shorten
+from so_tui.ui.text import age, memory, shorten
 from so_tui.ui.widgets.run_lines import SIGNS
 from so_tui.units import thousands
 
@@ -21,11 +21,11 @@ Cells = dict[str, Text]
 
 MARK, CURVE = "", " "
 """Columns without a heading."""
-COLUMNS = (MARK, "state", "name", "model", "step", "loss", CURVE, "tokens/s", "MFU", "GPU memory", "age", "host")
-DISPENSABLE = ("host", "GPU memory", "MFU", "tokens/s", "model", CURVE)
+COLUMNS = (MARK, "state", "name", "model", "step", "mean loss", "evaluation loss", CURVE, "tokens/s", "MFU", "GPU memory", "age", "host")
+DISPENSABLE = ("host", "GPU memory", "MFU", "evaluation loss", "tokens/s", "model", CURVE)
 """Columns that are dropped first where there is no room; dashboard and preview show their content too."""
-MEASURED = ("tokens/s", "MFU", "GPU memory")
-"""Columns that are left out where no run has a value: without GPUs there is no MFU."""
+MEASURED = ("evaluation loss", "tokens/s", "MFU", "GPU memory")
+"""Columns that are left out where no run has a value: without GPUs there is no MFU, and not every run evaluates."""
 SORTED_COLUMNS = {"model": "model", "tokens/s": "tokens/s", "mfu": "MFU", "memory": "GPU memory"}
 """Columns by the order that goes by them, if they are dispensable."""
 
@@ -43,9 +43,10 @@ def cells_of(row: RunRow, curve: LossCurve | None, colours: Mapping[str, str], *
         "name": Text(shorten(row.run.name, 28)),
         "model": Text(shorten(model_of(row), 24), style=faint),
         "step": Text(step, justify="right"),
-        "loss": Text("" if state.loss is None else f"{state.loss:.3f}", justify="right"),
+        "mean loss": Text(result_text(results, "loss"), justify="right"),
+        "evaluation loss": Text(result_text(results, "evaluation_loss"), justify="right"),
         CURVE: Text(curve.spark if curve is not None else "", style=colours["accent"]),
-        "tokens/s": Text(rate(curve.tokens_per_s) if curve is not None and curve.tokens_per_s else "", justify="right"),
+        "tokens/s": Text(result_text(results, "tokens_per_s"), justify="right"),
         "MFU": Text(result_text(results, "mfu"), justify="right"),
         "GPU memory": Text("" if results.gpu_memory_bytes is None else memory(results.gpu_memory_bytes), justify="right"),
         "age": Text(age(time.time() - state.started) if state.started else "", style=faint, justify="right"),

@@ -177,6 +177,11 @@ def before_first_step(state: RunState | None, latest: StepRecord | None) -> bool
     return state is not None and not begun and state.state in ("starting", "loading", "training")
 
 
+def mean_of_parts(records: Sequence[StepRecord]) -> tuple[float, ...]:
+    """Return the means of PARTS over some steps, at least one: unlike medians, they sum to the mean of the steps' time."""
+    return tuple(sum(getattr(record, name) for record in records) / len(records) for name in PARTS)
+
+
 def median_of(records: Sequence[StepRecord], name: str) -> float:
     """Return the median of a field of step records; NaN where none has it."""
     values = [value for record in records if (value := getattr(record, name)) is not None]

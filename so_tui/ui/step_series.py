@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from so_tui.runs.blocks import BLOCK_STEPS, WEIGHTED, Columns, block_end
 from so_tui.runs.codec import is_time
+from so_tui.runs.means import SINGLE_STEPS, mean_name, mean_steps
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import EvaluationRecord, StepRecord
 from so_tui.ui.series import ExponentialMean, Line, Series, TrailingMean
@@ -20,21 +21,6 @@ SMOOTHED = ("loss", "gradient_norm")
 """Metrics that have a mean unless others are asked for."""
 NEGLIGIBLE = 1e-9
 """Share of a value in an exponential moving average below which it need not be known."""
-SINGLE_STEPS = 4000
-"""Between one and two times as many of the newest steps are drawn one by one, and up to twice as many of a whole run."""
-
-
-def mean_steps(total_steps: int, log_interval: int = 1) -> int:
-    """Return how many steps a mean covers: 50 logged ones, in short runs about a twenty-fifth of the run."""
-    logged = total_steps // log_interval
-    steps = log_interval * next((span for span in (BLOCK_STEPS, 25, 10) if 25 * span <= logged), 5)
-    # Where blocks are drawn, only means of whole blocks are exact.
-    return steps if total_steps < 2 * SINGLE_STEPS else block_end(steps)
-
-
-def mean_name(span: int, ema: float | None = None) -> str:
-    """Return the name of a mean: ``mean of 50 steps``, or ``EMA 0.9`` where that weight was chosen."""
-    return f"mean of {span} steps" if ema is None else f"EMA {ema:g}"
 
 
 def approximate_name(ema: float, *, here: bool) -> str:

@@ -19,12 +19,13 @@ import pytest
 from so_tui.cli import main
 from so_tui.machine import inspect_machine, machine_json
 from so_tui.machine.types import Gpu
-from so_tui.runs import RunDirectory, create_run, read_state, write_state
+from so_tui.runs import MetricsWriter, RunDirectory, create_run, read_state, write_state
 from so_tui.runs.liveness import identify
 from so_tui.runs.records import RunState
 from so_tui.spec import find_preset
 from tests.support.commands import problems_of, refusals_of
 from tests.support.machines import superchips
+from tests.support.records import step_record
 
 
 @pytest.fixture
@@ -66,12 +67,16 @@ def test_in_a_narrow_terminal_no_number_of_a_run_is_cut(
 ) -> None:
     run = create_run(find_preset("tiny").spec, tmp_path / "runs", name)
     state = read_state(run)
-    write_state(run, msgspec.structs.replace(state, state="finished", reason="", step=30, total_steps=30, loss=5.5737))
+    write_state(run, msgspec.structs.replace(state, state="finished", reason="", step=30, total_steps=30))
+    writer = MetricsWriter(run, 1)
+    for step in range(1, 31):
+        writer.append(step_record(step, loss=5.5737))
+    writer.close()
     monkeypatch.setenv("COLUMNS", width)
     assert main(["runs", "--runs-dir", str(run.path.parent)]) == 0
     printed = capsys.readouterr().out
     assert {"finished", "30/30", "5.5737"} <= set(printed.split())
-    assert "".join(line[: int(width) - 25].partition(" ")[0] for line in printed.splitlines()[1:]) == name
+    assert "".join(line[: int(width) - 28].partition(" ")[0] for line in printed.splitlines()[1:]) == name
 
 
 def test_a_problem_of_a_preset_names_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

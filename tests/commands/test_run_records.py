@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from so_tui.cli import main
 from so_tui.commands.parser import SORTS
 from so_tui.folders import user_folder
-from so_tui.runs import MetricsWriter, RunDirectory
+from so_tui.runs import MetricsWriter, RunDirectory, read_spec, read_state
 from so_tui.runs.comparison import result_of_order, result_text
 from so_tui.runs.metrics_export import COLUMNS
 from so_tui.runs.notes import LONGEST_NOTE, read_notes
@@ -98,12 +98,18 @@ def test_runs_are_sorted_as_asked_or_as_set(two: tuple[RunDirectory, RunDirector
     assert names() == ["one", "other"]
     by_loss = names("--sort", "loss")
     main(["compare", *by_loss, "--json"])
-    losses = [run["results"]["loss"] for run in json.loads(capsys.readouterr().out)["runs"]]
-    assert losses == sorted(losses)
+    compared = [run["results"] for run in json.loads(capsys.readouterr().out)["runs"]]
+    assert [run["loss"] for run in compared] == sorted(run["loss"] for run in compared)
+    main(["runs", "--json"])
+    listed = valid("runs", capsys.readouterr().out)["runs"]
+    assert sorted((run["results"] for run in listed), key=lambda results: results["loss"]) == compared, "the same figures everywhere"
+    main(["runs"])
+    table = capsys.readouterr().out
+    assert all(f"{results['loss']:.4f}" in table for results in compared)
     assert get_args(get_type_hints(RunListSettings)["sort"]) == SORTS
 
 
-@pytest.mark.parametrize(("sort", "heading"), [("tokens/s", "tokens/s"), ("mfu", "MFU"), ("memory", "GPU memory"), ("loss", "median loss")])
+@pytest.mark.parametrize(("sort", "heading"), [("tokens/s", "tokens/s"), ("mfu", "MFU"), ("memory", "GPU memory")])
 def test_the_list_shows_what_it_is_sorted_by(
     two: tuple[RunDirectory, RunDirectory], capsys: pytest.CaptureFixture[str], sort: str, heading: str
 ) -> None:
@@ -113,7 +119,7 @@ def test_the_list_shows_what_it_is_sorted_by(
     table = capsys.readouterr().out
     assert heading in table.splitlines()[0]
     for run in two:
-        assert result_text(recent_results(run), key) in table
+        assert result_text(recent_results(run, read_spec(run), read_state(run).total_steps), key) in table
     main(["runs"])
     assert heading not in capsys.readouterr().out.splitlines()[0]
 

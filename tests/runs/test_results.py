@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
+import pytest
 from msgspec.structs import replace
 
 from so_tui.runs import MetricsWriter, RunDirectory
 from so_tui.runs.comparison import ordered
+from so_tui.runs.means import mean_steps
 from so_tui.runs.records import EvaluationRecord, ResumedRecord, StepRecord
-from so_tui.runs.results import RECENT, RunResults, read_all, recent_results, results_of
+from so_tui.runs.results import RunResults, read_all, recent_results, results_of
 from so_tui.runs.segments import segments
+from so_tui.spec import find_preset, with_values
+from so_tui.ui.step_series import StepSeries, mean_of
 
+SPEC = with_values(find_preset("tiny").spec, {"data.held_out": "0"})
 Step = Callable[..., StepRecord]
 
 
@@ -26,32 +32,67 @@ def write(run: RunDirectory, step: Step, attempt: int, steps: range) -> None:
 
 def test_recent_results_are_those_of_the_whole_run(run: RunDirectory, step: Step) -> None:
     write(run, step, 1, range(1, 500))
-    whole = results_of(read_all(run))
-    assert recent_results(run) == whole
-    assert (whole.loss, whole.mfu) == (1000 - 489.5, 0.4895)
+    whole = results_of(read_all(run), SPEC, 1250)
+    assert recent_results(run, SPEC, 1250) == whole
+    assert (whole.mean_steps, whole.loss) == (50, 1000 - 474.5)
+    assert whole.mfu == pytest.approx(0.4745)
     *earlier, newest = segments(run.metrics_dir).values()
     for path in earlier:
         path.unlink()
     assert earlier
-    assert recent_results(run) == whole, "only the newest segment is read"
-    newest.write_bytes(b"x" * 100_000 + b"\n" + newest.read_bytes()[-30_000:])
-    assert recent_results(run) == whole, "only its end is read"
+    assert recent_results(run, SPEC, 1250) == whole, "only the newest segment is read"
+    newest.write_bytes(b"x" * 200_000 + b"\n" + newest.read_bytes()[-60_000:])
+    assert recent_results(run, SPEC, 1250) == whole, "only its end is read"
+
+
+def test_the_loss_is_that_at_the_end_of_the_chart_whatever_the_log_interval(run: RunDirectory, step: Step) -> None:
+    writer = MetricsWriter(run, 1)
+    for number in range(1, 41):
+        writer.append(step(2 * number, loss=math.nan if number == 39 else math.sin(number)))
+    writer.close()
+    spec = with_values(SPEC, {"train.log_interval": "2"})
+    series = StepSeries(mean_steps(80, 2), ("loss",), ("loss",))
+    series.add_whole(read_all(run))
+    found = recent_results(run, spec, 80)
+    assert found.mean_steps == series.span == 10
+    assert found.loss == pytest.approx(series.series[mean_of("loss")].value(len(series) - 1))
+
+
+def test_throughput_is_that_of_the_steps_together_not_of_a_step(run: RunDirectory, step: Step) -> None:
+    writer = MetricsWriter(run, 1)
+    for number, (step_s, mfu) in enumerate([(9.0, 0.1), (1.0, 0.5), (1.0, 0.5), (1.0, 0.5), (1.0, None)], start=1):
+        writer.append(replace(step(number), step_s=step_s, useful_tokens=1300, useful_tokens_per_s_total=1300 / step_s, mfu=mfu))
+    writer.close()
+    found = results_of(read_all(run), SPEC, 5)
+    assert (found.tokens_per_s, found.step_s) == (500.0, 2.6)
+    assert found.mfu == pytest.approx((0.9 + 1.5) / 12)
 
 
 def test_recent_results_of_a_short_attempt_take_steps_before_it_that_still_count(run: RunDirectory, step: Step) -> None:
     write(run, step, 1, range(1, 100))
     write(run, step, 2, range(90, 95))
-    found = recent_results(run)
-    assert found == results_of(read_all(run))
-    assert found.mfu == (94 - (RECENT - 1) / 2) / 1000
+    found = recent_results(run, SPEC, 300)
+    assert found == results_of(read_all(run), SPEC, 300)
+    assert found.mean_steps == 10
+    assert found.mfu == pytest.approx((94 - 4.5) / 1000)
 
 
-def test_a_run_without_steps_has_no_results_and_evaluations_need_the_whole_run(run: RunDirectory) -> None:
-    assert recent_results(run) == RunResults()
-    writer = MetricsWriter(run, 1)
-    writer.append(EvaluationRecord(attempt=1, time=1.0, step=1, loss=2.5, tokens=1))
+def test_a_run_without_steps_has_no_results_but_those_of_its_evaluation(run: RunDirectory, step: Step) -> None:
+    assert recent_results(run, SPEC, 0) == RunResults()
+    writer = MetricsWriter(run, 1, segment_bytes=40_000)
+    writer.append(EvaluationRecord(attempt=1, time=1.0, step=0, loss=2.5, tokens=1))
     writer.close()
-    assert results_of(read_all(run)).evaluation_loss == 2.5
+    assert results_of(read_all(run), SPEC, 0).evaluation_loss == 2.5
+    assert recent_results(run, SPEC, 0).evaluation_loss == 2.5
+
+
+def test_an_evaluation_far_back_is_found_where_the_run_evaluates(run: RunDirectory, step: Step) -> None:
+    writer = MetricsWriter(run, 1, segment_bytes=40_000)
+    writer.append(EvaluationRecord(attempt=1, time=1.0, step=0, loss=2.5, tokens=1))
+    for number in range(1, 300):
+        writer.append(step(number))
+    writer.close()
+    assert recent_results(run, with_values(SPEC, {"data.held_out": "0.1"}), 300).evaluation_loss == 2.5
 
 
 def test_runs_are_ordered_by_results_the_best_first_and_those_without_last() -> None:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from so_tui.runs import MetricsWriter, RunDirectory, create_run
 from so_tui.runs.index import index_path
 from so_tui.runs.index_cache import IndexCache
+from so_tui.runs.means import SINGLE_STEPS, mean_steps
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import ResumedRecord, StepRecord
 from so_tui.runs.segments import segments
@@ -27,7 +28,7 @@ from so_tui.spec.sections.model import ModelSpec
 from so_tui.spec.types import RunSpec
 from so_tui.ui.chart_layout import EMAS
 from so_tui.ui.series import Axis
-from so_tui.ui.step_series import METRICS, SINGLE_STEPS, SMOOTHED, FollowedSteps, StepSeries, mean_steps
+from so_tui.ui.step_series import METRICS, SMOOTHED, FollowedSteps, StepSeries
 from so_tui.ui.widgets.plot import spans
 from tests.support.long_run import FIRST, loss_at, read_on, write_long_run
 from tests.support.records import step_record

@@ -14,10 +14,10 @@ from types import SimpleNamespace
 import pytest
 
 from so_tui.runs import MetricsWriter, RunReader, SampleWriter, read_state, write_state
+from so_tui.runs.means import mean_steps
 from so_tui.runs.records import EvaluationRecord, ResumedRecord, RunState, StepRecord
 from so_tui.runs.samples import SampleReader
 from so_tui.ui.follow import RunFollower
-from so_tui.ui.step_series import mean_steps
 from so_tui.ui.view import View, axis_of, extent_of, rows_for
 from so_tui.ui.widgets.drawing import value_at
 from tests.support.long_run import FIRST, SEGMENT_STEPS, write_long_run

@@ -59,6 +59,11 @@ class DataSpec(Section, frozen=True):
     packing: Annotated[bool, Meta(description="Fill each sequence with several rows; attention does not cross rows.")] = True
 
     @property
+    def evaluates(self) -> bool:
+        """Whether there is data to evaluate on."""
+        return bool(self.held_out or self.evaluation or self.evaluation_split)
+
+    @property
     def sources(self) -> tuple[DataSource, ...]:
         """Sources with all values filled in; a single source has weight 1."""
         given = (DataSource(source=self.source),) if isinstance(self.source, str) else self.source

@@ -11,6 +11,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Container
 
+from so_tui.runs.means import mean_name
 from so_tui.ui.chart_layout import ChartLayout, Flag, Wanted, page_of, wanted_by
 from so_tui.ui.chart_metrics import BY_KEY, EVALUATIONS, Metric
 from so_tui.ui.glyphs import GlyphName
@@ -19,7 +20,7 @@ from so_tui.ui.kept_lines import KeepsLines
 from so_tui.ui.overlay import Overlaid, colour_of
 from so_tui.ui.series import Axis, Line
 from so_tui.ui.snapshot import Snapshot
-from so_tui.ui.step_series import approximate_name, mean_name
+from so_tui.ui.step_series import approximate_name
 from so_tui.ui.text import rate, reading_text, significant
 from so_tui.ui.view import View
 from so_tui.ui.widgets import run_lines

@@ -9,7 +9,7 @@ from so_tui.ui.widgets.styled_lines import StyledLines
 
 
 class StepPanel(StyledLines):
-    """Medians over the newest steps, as a bar with its legend; before the first step, the timeline of the start."""
+    """Means over the newest steps, as a bar with its legend; before the first step, the timeline of the start."""
 
     def show(self, snapshot: Snapshot, now: float, width: int) -> None:
         """Show the newest steps of ``snapshot``, or the way to the first one, in lines of ``width`` cells."""

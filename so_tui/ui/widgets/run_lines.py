@@ -11,7 +11,7 @@ from so_tui.launch.slow_text import slowdown_remedy, slowdown_text
 from so_tui.runs.records import FINAL_STATES, StepRecord
 from so_tui.trust.printable import brief_line
 from so_tui.ui.loads import GpuView
-from so_tui.ui.snapshot import PARTS, Snapshot, median_of
+from so_tui.ui.snapshot import Snapshot, mean_of_parts
 from so_tui.ui.start_timeline import stages, timeline_lines
 from so_tui.ui.text import Content, age, brief_message, duration, memory_of, shorten
 from so_tui.ui.widgets.bars import Part, Piece, fill_of, fill_pieces, legend, stacked, usage_style
@@ -133,7 +133,7 @@ def news_line(snapshot: Snapshot) -> Content | None:
 
 
 def anatomy_lines(snapshot: Snapshot, now: float, width: int, *, plain: bool = False) -> Content:
-    """Return the parts of a step's time, at the cursor or medians over the newest steps, with as many names as fit.
+    """Return the parts of a step's time, at the cursor or means over the newest steps, with as many names as fit.
 
     Before the first step, return the way to it, a line for each part. ``plain`` where the terminal shows ASCII only.
     """
@@ -144,13 +144,14 @@ def anatomy_lines(snapshot: Snapshot, now: float, width: int, *, plain: bool = F
     records, inspected = snapshot.examined, snapshot.inspected
     if not records:
         return Content.styled("step anatomy: after the first step", "$faint")
-    values = [max(0.0, median_of(records, name)) for name in PARTS]
+    values = [max(0.0, value) for value in mean_of_parts(records)]
+    step_s = sum(record.step_s for record in records) / len(records)
     parts = [
         Part(name, value, duration(value), style, short_name)
         for name, value, style, short_name in zip(_PART_NAMES, values, _PART_STYLES, _SHORT_PART_NAMES, strict=True)
     ]
     number = f"{thousands(inspected.step.step)}  " if inspected is not None and inspected.step is not None else ""
-    head = Content.assemble((f"step {number}", "bold"), f"{duration(median_of(records, 'step_s'))}  ")
+    head = Content.assemble((f"step {number}", "bold"), f"{duration(step_s)}  ")
     named = legend(parts, plain=plain)
     room = width - head.cell_length - named.cell_length - 2
     texts = _worker_texts(records[-1]) or [Content("")]
