@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -75,8 +76,8 @@ class Driver:
         return str(widget.content)
 
     def heading(self, selector: str) -> str:
-        """Return the heading of a chart."""
-        return self.find(selector, Chart).render_line(0).text
+        """Return the heading of a chart without the line in which it stands."""
+        return re.sub(" *[╭─╮]+ *", "  ", self.find(selector, Chart).render_line(0).text).strip()
 
     def lines(self) -> list[str]:
         """Return the rows of the screen, and check that none is wider than the terminal."""

@@ -269,7 +269,8 @@ async def test_tables_that_are_drawn_before_they_are_measured_are_whole(runs_dir
         screen._fill()
         ui.text()
         await ui.pilot.pause()
-        assert ("Qwen3 14B" if page == "1" else "a-run-with-a-name") in ui.lines()[screen.table.region.y + (3 if page == "1" else 1)]
+        row, text = (3, "Qwen3 14B") if page == "1" else (1, "a-run-with-a-name")
+        assert text in ui.lines()[screen.table.content_region.y + row]
 
 
 async def test_the_cursor_stays_on_its_plan_when_the_terminal_gets_wider(runs_dir: Path) -> None:

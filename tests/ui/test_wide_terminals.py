@@ -48,7 +48,7 @@ async def test_details_and_log_stand_at_the_right_and_nodes_in_two_columns(runs_
         for word in ("gradient norm", "useful tokens", "slowest rank"):
             assert word in newest
         assert log.region.y > details.region.y
-        assert log.region.x == details.region.x > nodes.region.right
+        assert log.region.x == details.lines.region.x > nodes.region.right
         await ui.press("i", "left", "left")
         await ui.until(lambda: "at the cursor" in str(details.heading.render()))
         assert details.lines.content.plain != newest

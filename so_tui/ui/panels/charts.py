@@ -25,7 +25,7 @@ from so_tui.ui.text import rate, reading_text, significant
 from so_tui.ui.view import View
 from so_tui.ui.widgets import run_lines
 from so_tui.ui.widgets.chart import Chart
-from so_tui.ui.widgets.drawing import GUTTER, Mark
+from so_tui.ui.widgets.drawing import Mark
 from so_tui.units import thousands
 
 ROOMY = 52
@@ -125,7 +125,7 @@ class ChartPanel(Container, KeepsLines):
     def columns(self) -> int:
         """Columns of a plot: the distance that one press of an arrow key moves the cursor."""
         focused = self.focused
-        return max(8, focused.size.width - GUTTER) if focused is not None else 8
+        return max(8, focused.columns) if focused is not None else 8
 
     @property
     def least_rows(self) -> int:
@@ -228,7 +228,7 @@ def _lines(metric: Metric, chart: Chart, shown: Shown) -> list[tuple[Line, str]]
         return pairs
     if snapshot.training and shown.view.cursor is None:
         pairs[0] = pairs[0][0], "now"
-    return [*pairs, *((line, "evaluation" if chart.size.width >= ROOMY else "eval") for line in evaluations)]
+    return [*pairs, *((line, "evaluation" if chart.heading_room >= ROOMY else "eval") for line in evaluations)]
 
 
 def _own_notes(metric: Metric, chart: Chart, shown: Shown) -> list[str]:
@@ -239,7 +239,7 @@ def _own_notes(metric: Metric, chart: Chart, shown: Shown) -> list[str]:
         return [f"learning rate {significant(latest.learning_rate)}"]
     if metric.key != "throughput":
         return []
-    roomy = chart.size.width >= ROOMY
+    roomy = chart.heading_room >= ROOMY
     chart.title = "throughput" if roomy else "speed"
     per = "GPU" if snapshot.on_gpus else "rank"
     if latest is None or not here:
@@ -248,7 +248,7 @@ def _own_notes(metric: Metric, chart: Chart, shown: Shown) -> list[str]:
     if not roomy:
         return [f"TFLOPS  {tokens} tok/s"]
     mfu = [] if latest.mfu is None else [f"MFU {100 * latest.mfu:.1f} %"]
-    return [f"TFLOPS/{per}", f"{tokens} tokens/s", *mfu]
+    return [f"TFLOPS/{per}", f"{tokens} tok/s", *mfu]
 
 
 def _mean_name(chart: Chart, shown: Shown) -> str:
@@ -259,7 +259,7 @@ def _mean_name(chart: Chart, shown: Shown) -> str:
         until = snapshot.approximate_until(axis)
         here = axis is not None and cursor is not None and axis.position(cursor)[0] <= until
         return approximate_name(whole.ema, here=here) if until else mean_name(whole.span, whole.ema)
-    room = chart.size.width - (EVALUATION_CELLS if snapshot.evaluations is not None else 0)
+    room = chart.heading_room - (EVALUATION_CELLS if snapshot.evaluations is not None else 0)
     return mean_name(whole.span) if room >= 40 else f"mean of {whole.span}"
 
 

@@ -10,6 +10,7 @@ from textual.app import ComposeResult
 
 from so_tui.runs.records import StepRecord
 from so_tui.ui.chart_metrics import STEP_METRICS
+from so_tui.ui.framing import BOTTOM, framed
 from so_tui.ui.kept_lines import KeptVertical
 from so_tui.ui.snapshot import Snapshot
 from so_tui.ui.text import Content, shorten
@@ -27,30 +28,32 @@ class StepDetails(KeptVertical):
     """The step at the cursor, else the newest one."""
 
     heading = getters.child_by_id("details-rule", Rule)
-    lines = getters.child_by_id("details", StyledLines)
+    lines = getters.query_one("#details", StyledLines)
 
     def compose(self) -> ComposeResult:
         yield Rule("step", id="details-rule")
-        yield StyledLines(id="details")
+        with KeptVertical(classes="frame"):
+            yield StyledLines(id="details")
 
     def show(self, snapshot: Snapshot, width: int) -> None:
         """Show one step of ``snapshot`` in lines of ``width`` cells."""
         at_cursor = snapshot.inspected is not None
         record = snapshot.inspected.step if snapshot.inspected is not None else snapshot.latest
-        self.heading.update(Content.styled(_heading(record, at_cursor), "$faint"))
+        self.heading.update(*_heading(record, at_cursor))
         self.lines.update(Content("\n").join(detail_lines(record, width)) if record is not None else Content(""))
 
     @property
     def rows(self) -> int:
         """Rows that the panel takes."""
-        return 1 + self.lines.rows
+        return 1 + self.lines.rows + (BOTTOM if framed(self) else 0)
 
 
-def _heading(record: StepRecord | None, at_cursor: bool) -> str:
+def _heading(record: StepRecord | None, at_cursor: bool) -> tuple[str, str]:
+    """Return title and figure."""
     if record is None:
-        return "step   nothing was recorded here" if at_cursor else "step   none yet"
+        return "step", "nothing was recorded here" if at_cursor else "none yet"
     clock = time.strftime("%H:%M:%S", time.localtime(record.time))
-    return f"step {thousands(record.step)}   {clock}, {'at the cursor' if at_cursor else 'the newest'}"
+    return f"step {thousands(record.step)}", f"{clock}, {'at the cursor' if at_cursor else 'the newest'}"
 
 
 def detail_lines(record: StepRecord, width: int) -> list[Content]:

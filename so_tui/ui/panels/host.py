@@ -14,6 +14,7 @@ from textual.containers import Horizontal, Vertical
 from so_tui.launch.host_processes import HostProcess
 from so_tui.machine.cpulist import cpu_ranges
 from so_tui.ui.chart_metrics import BY_KEY, hardware_keys
+from so_tui.ui.framing import BOTTOM, framed
 from so_tui.ui.glyphs import GlyphName
 from so_tui.ui.hardware_charts import chart_of, marked_lines, sampled_lines
 from so_tui.ui.monitor import HostView
@@ -51,7 +52,7 @@ class HostPanel(Vertical):
     numa = getters.query_one(NumaPanel)
     row = getters.child_by_id("host-charts", Horizontal)
     processes_rule = getters.child_by_id("processes-rule", Rule)
-    processes = getters.child_by_id("processes", StyledLines)
+    processes = getters.query_one("#processes", StyledLines)
 
     def __init__(self, *, glyphs: GlyphName, id: str | None = None) -> None:
         self._glyphs = glyphs
@@ -65,7 +66,8 @@ class HostPanel(Vertical):
         yield NumaPanel(glyphs=self._glyphs)
         yield Horizontal(id="host-charts")
         yield Rule("processes", id="processes-rule")
-        yield StyledLines(id="processes")
+        with Vertical(classes="frame"):
+            yield StyledLines(id="processes")
 
     async def show(self, host: HostView) -> None:
         """Show this host as it is now."""
@@ -80,7 +82,8 @@ class HostPanel(Vertical):
         await self._show_charts([keys[(self._first + at) % len(keys)] for at in range(count)], host)
         self.numa.show(host, host.axis, width)
         nodes = max(1, self.numa.node_rows(width))
-        left = height - 3 - self.numa.gpu_rows - 2 * nodes  # two rules and the axis
+        frames = 2 * BOTTOM if framed(self) else 0
+        left = height - 3 - frames - self.numa.gpu_rows - 2 * nodes  # two title lines and the axis
         charts = min(_CHART_ROWS[1], max(_CHART_ROWS[0], left // 3))
         if left - charts < nodes + _LEAST_PROCESS_ROWS:
             charts = 0
@@ -89,8 +92,8 @@ class HostPanel(Vertical):
         self.row.display, self.row.styles.height = bool(charts), charts
         self.numa.set_rows(plot, heading=True)
         rows = max(2, left - charts - plot * nodes)
-        self.processes_rule.update(Content.styled(_processes_heading(host.processes), "$faint"))
-        self.processes.update(process_lines(host.processes, width, rows))
+        self.processes_rule.update("processes", _processes_figure(host.processes))
+        self.processes.update(process_lines(host.processes, self.numa.inner(width), rows))
 
     async def _show_charts(self, keys: list[str], host: HostView) -> None:
         charts = {chart.id: chart for chart in self.row.query(Chart)}
@@ -108,10 +111,10 @@ class HostPanel(Vertical):
         self._first += pages * max(1, len(self.row.query(Chart)))
 
 
-def _processes_heading(processes: tuple[HostProcess, ...]) -> str:
+def _processes_figure(processes: tuple[HostProcess, ...]) -> str:
     on_gpus = sum(process.gpu is not None for process in processes)
     bound = sum(bool(process.bound) for process in processes)
-    return f"processes   {on_gpus} on GPUs, {bound} bound to cores"
+    return f"{on_gpus} on GPUs, {bound} bound to cores"
 
 
 def process_lines(processes: Iterable[HostProcess], width: int, rows: int) -> Content:

@@ -11,7 +11,7 @@ from textual.binding import Binding, BindingType
 
 from so_tui.ui.kept_lines import KeptVertical
 from so_tui.ui.snapshot import Snapshot
-from so_tui.ui.text import Content, plural
+from so_tui.ui.text import plural
 from so_tui.ui.widgets.log import LogView
 from so_tui.ui.widgets.rule import Rule
 
@@ -29,7 +29,7 @@ class LogPanel(KeptVertical):
     """Keys that act on this panel from anywhere on its screen, which binds them."""
 
     heading = getters.child_by_id("log-rule", Rule)
-    lines = getters.child_by_id("log", LogView)
+    lines = getters.query_one("#log", LogView)
 
     def __init__(self) -> None:
         self._step: float | None = None
@@ -40,7 +40,8 @@ class LogPanel(KeptVertical):
 
     def compose(self) -> ComposeResult:
         yield Rule("log", id="log-rule")
-        yield LogView(id="log")
+        with KeptVertical(classes="frame"):
+            yield LogView(id="log")
 
     def clear(self) -> None:
         """Forget every line, for another run."""
@@ -94,7 +95,7 @@ class LogPanel(KeptVertical):
 
     def _show_heading(self) -> None:
         log = self.lines
-        text = "log   following" if log.following else "log   paused, f follows"
+        text = "following" if log.following else "paused, f follows"
         if log.needle:
             text += f"   {plural(log.matches, 'line')} with “{log.needle}”, n and N go through them"
-        self.heading.update(Content.styled(text, "$faint"))
+        self.heading.update("log", text)

@@ -7,14 +7,16 @@ from typing import ClassVar, Protocol
 from textual import getters
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
+from textual.widget import Widget
 
 from so_tui.runs.records import BindingRecord
+from so_tui.ui.framing import SIDE, framed
 from so_tui.ui.glyphs import GlyphName
 from so_tui.ui.inspected import Inspected
 from so_tui.ui.kept_lines import KeptVertical
 from so_tui.ui.loads import CORES, MEMORY, GpuView, NodeView
 from so_tui.ui.series import Axis
-from so_tui.ui.text import Content, plural
+from so_tui.ui.text import plural
 from so_tui.ui.widgets import run_lines
 from so_tui.ui.widgets.numa_nodes import PLOTS, NodePicture, NodePlot, NumaNodes, node_rows
 from so_tui.ui.widgets.rule import Rule
@@ -50,36 +52,40 @@ class ShowsHosts(Protocol):
 
 
 class NumaPanel(KeptVertical):
-    """A heading, the NUMA nodes under each other, and a line for each GPU."""
+    """A title line, the NUMA nodes under each other, a line for each GPU, and what else is to stand below them."""
 
     heading = getters.child_by_id("nodes-rule", Rule)
-    nodes = getters.child_by_id("nodes", NumaNodes)
-    gpus = getters.child_by_id("gpus", StyledLines)
+    nodes = getters.query_one("#nodes", NumaNodes)
+    gpus = getters.query_one("#gpus", StyledLines)
 
     KEYS: ClassVar[tuple[BindingType, ...]] = (
         Binding("h", "node_plot", "Heat of cores", show=False, id="node-plot", tooltip="Nodes over time: load, heat of cores, memory"),
     )
     """Keys that act on this panel from anywhere on its screen, which binds them."""
 
-    def __init__(self, *, glyphs: GlyphName, id: str | None = None) -> None:
+    def __init__(self, *below: Widget, glyphs: GlyphName, id: str | None = None) -> None:
+        self._below = below
+        """What else the frame surrounds."""
         self._glyphs = glyphs
         super().__init__(id=id)
 
     def compose(self) -> ComposeResult:
         yield Rule("NUMA nodes", id="nodes-rule")
-        yield NumaNodes(glyphs=self._glyphs, id="nodes")
-        yield StyledLines(id="gpus")
+        with KeptVertical(classes="frame"):
+            yield NumaNodes(glyphs=self._glyphs, id="nodes")
+            yield StyledLines(id="gpus")
+            yield from self._below
 
     def show(self, shown: ShowsHosts, axis: Axis | None, width: int, cursor: float | None = None) -> None:
-        """Show the nodes over ``axis``, and the GPUs in lines of ``width`` cells."""
+        """Show the nodes over ``axis``, and the GPUs, in a panel of ``width`` cells."""
         self.gpus.display = bool(shown.gpus)
-        self.gpus.update(run_lines.gpu_lines(shown.gpus, width))
+        self.gpus.update(run_lines.gpu_lines(shown.gpus, self.inner(width)))
         self.show_nodes(shown, axis, cursor)
 
     def show_nodes(self, shown: ShowsHosts, axis: Axis | None, cursor: float | None = None) -> None:
         """Show the nodes over another axis."""
         self.nodes.show(tuple(_picture(shown, node) for node in shown.nodes), axis, cursor)
-        self.heading.update(Content.styled(_heading(shown, self.nodes.plot), "$faint"))
+        self.heading.update("NUMA", _figure(shown, self.nodes.plot))
 
     @property
     def wanted(self) -> tuple[str, ...]:
@@ -97,18 +103,23 @@ class NumaPanel(KeptVertical):
 
     def node_rows(self, width: int) -> int:
         """Return how many nodes stand above each other in a panel of ``width`` cells."""
-        return node_rows(len(self.nodes.pictures), width)
+        return node_rows(len(self.nodes.pictures), self.inner(width))
+
+    def inner(self, width: int) -> int:
+        """Return the cells inside the frame of a panel of ``width``."""
+        return width - 2 * SIDE if framed(self) else width
 
     def set_rows(self, history: int, *, heading: bool) -> None:
-        """Give every node ``history`` rows of its load over time, and show or hide the heading."""
+        """Give every node ``history`` rows of its load over time, and show or hide the title line and with it the frame."""
         self.heading.display = heading
+        self.set_class(not heading, "-bare")
         self.nodes.set_plot_height(history)
 
 
-def _heading(shown: ShowsHosts, plot: NodePlot) -> str:
+def _figure(shown: ShowsHosts, plot: NodePlot) -> str:
     cores = sum(len(node.cpus) for node in shown.nodes)
     if not cores:
-        return "NUMA   waiting for the first sample"
+        return "waiting for the first sample"
     when = ", means while it trained" if shown.averaged else ""
     if shown.inspected is not None:
         when = ", at the cursor" if shown.inspected.samples else ", now: nothing was sampled at the cursor"
@@ -116,7 +127,7 @@ def _heading(shown: ShowsHosts, plot: NodePlot) -> str:
     counted = f"{plural(len(shown.nodes), 'node')}{hosts}, {plural(cores, 'core')}"
     over_time = {"load": "", "cores": "   rows are cores over time", "memory": "   memory in use, and the file cache in it"}[plot]
     cells = "   a cell is a core" + (": A Adam, m main, o other" if shown.binding is not None else "")
-    return f"NUMA   {counted}{when}{over_time}{cells}"
+    return f"{counted}{when}{over_time}{cells}"
 
 
 def _picture(shown: ShowsHosts, node: NodeView) -> NodePicture:

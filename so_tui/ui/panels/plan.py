@@ -22,9 +22,9 @@ class PlanPanel(Vertical):
     _verdict = getters.query_one("#verdict", Static)
     _text = getters.query_one("#plan-text", Static)
 
-    def __init__(self, *, id: str | None = None) -> None:
+    def __init__(self, *, id: str | None = None, classes: str | None = None) -> None:
         self._planned: Planned | None = None
-        super().__init__(id=id)
+        super().__init__(id=id, classes=classes)
 
     def compose(self) -> ComposeResult:
         yield Static(id="verdict")

@@ -12,12 +12,13 @@ from textual.containers import Container, Vertical
 from textual.widgets import Static
 
 from so_tui.runs import RunDirectory
+from so_tui.ui.framing import BOTTOM, framed
 from so_tui.ui.glyphs import GlyphName
 from so_tui.ui.loss_curve import LossCurve, means_note, progress_text
 from so_tui.ui.run_details import facts
 from so_tui.ui.runlist import RunRow
 from so_tui.ui.series import Axis
-from so_tui.ui.text import Content, plural, shorten
+from so_tui.ui.text import plural, shorten
 from so_tui.ui.widgets.chart import Chart
 from so_tui.ui.widgets.rule import Rule
 
@@ -40,8 +41,8 @@ class RunPreview(Vertical):
 
     def compose(self) -> ComposeResult:
         yield Rule(id="preview-rule")
-        with Container(id="preview"):
-            yield Chart("loss", glyphs=self._glyphs, id="overlay")
+        with Container(id="preview", classes="frame"):
+            yield Chart("loss", glyphs=self._glyphs, boxed=False, id="overlay")
             yield Static(id="facts")
 
     def on_mount(self) -> None:
@@ -51,7 +52,8 @@ class RunPreview(Vertical):
         """Take ``columns`` beside the list; None stands it below, with ``rows`` for losses and facts where they are given."""
         self._columns = columns
         self.styles.width = columns or "100%"
-        self.body.styles.height = "1fr" if columns else rows
+        frame = BOTTOM if framed(self) else 0
+        self.body.styles.height = "1fr" if columns else rows and rows + frame
 
     @property
     def rows(self) -> int:
@@ -77,7 +79,7 @@ class RunPreview(Vertical):
     ) -> None:
         """Show the facts of a run, and its losses or those of the marked runs; ``progress`` is that of an export, ``exported`` the last."""
         title = f"{plural(len(marked), 'marked run')}, losses overlaid" if marked else row.run.name
-        self.heading.update(Content.styled(progress or title, "$faint"))
+        self.heading.update(title, progress)
         drawn = [(run, curves[run]) for run in marked or [row.run] if run in curves][: len(ROLES)]
         lines = [replace(curve.line, role=ROLES[index]) for index, (_, curve) in enumerate(drawn)]
         names = [shorten(run.name, 20) if marked else curve.name for run, curve in drawn]

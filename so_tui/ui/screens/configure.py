@@ -93,9 +93,11 @@ class ConfigureScreen(ResizablePage):
     def body(self) -> Iterable[Widget]:
         yield Static("reading the presets …", id="form-title")
         with Horizontal(id="columns"):
-            yield FormPanel()
+            with FormPanel(classes="panel") as form:
+                form.border_title = "settings"
             yield Divider()
-            yield PlanPanel(id="plan")
+            with PlanPanel(id="plan", classes="panel") as plan:
+                plan.border_title = "plan"
 
     def on_mount(self) -> None:
         self.watch(self.app, "machine", self._machine_known)

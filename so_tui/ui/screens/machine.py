@@ -197,13 +197,15 @@ class MachineScreen(Page):
         with Horizontal(id="halves"):
             yield HostPanel(glyphs=self.app.glyphs)
             with Vertical(id="about"):
-                with VerticalScroll(id="machine"):
+                with VerticalScroll(id="machine", classes="panel") as made_of:
+                    made_of.border_title = "hardware and software"
                     yield Static("inspecting this machine …", id="tree")
-                    yield Rule("software", id="software-rule")
+                    yield Static("software", classes="heading", id="software-title")
                     yield Static(id="software")
                 with Vertical(id="doctor"):
                     yield Rule("doctor", id="doctor-rule")
-                    yield OptionList(id="findings", compact=True)
+                    with Vertical(classes="frame"):
+                        yield OptionList(id="findings", compact=True)
 
     def on_mount(self) -> None:
         self._share_columns()
@@ -307,14 +309,9 @@ class MachineScreen(Page):
         findings = self.app.findings
         rule, options = self.query_one("#doctor-rule", Rule), self.query_one("#findings", OptionList)
         if findings is None:
-            rule.update(Content.styled("doctor is checking …", "$faint"))
+            rule.update("doctor", "checking …")
             return
-        rule.update(
-            Content.styled(
-                f"doctor   {plural(len(findings), 'finding')}, worst first; y copies a remedy" if findings else "doctor   no findings",
-                "$faint",
-            )
-        )
+        rule.update("doctor", f"{plural(len(findings), 'finding')}, worst first; y copies a remedy" if findings else "no findings")
         at = options.highlighted
         options.clear_options()
         options.add_options([Option(finding_content(finding, self._about_width - _MARGIN)) for finding in findings])

@@ -16,6 +16,7 @@ from textual.widget import Widget
 from textual.widgets import Input, Static
 
 from so_tui.ui.chart_layout import load_layout
+from so_tui.ui.framing import BOTTOM, SIDE, framed
 from so_tui.ui.inspected import Position
 from so_tui.ui.kept_lines import KeptScroll, KeptVertical
 from so_tui.ui.panels.charts import ChartPanel
@@ -74,8 +75,7 @@ class PanelledPage(ResizablePage, ChartedPage):
                 yield ChartPanel(load_layout(), glyphs=glyphs)
                 yield RunLegend()
                 yield StepPanel()
-                yield NumaPanel(glyphs=glyphs)
-                yield PlacementPanel()
+                yield NumaPanel(PlacementPanel(), glyphs=glyphs)
             yield Divider()
             with KeptVertical(id="side"):
                 yield StepDetails()
@@ -93,9 +93,9 @@ class PanelledPage(ResizablePage, ChartedPage):
         self.log_panel.show(snapshot)
         self.show_charts(snapshot)
         self.numa.show(snapshot, self.axis, width, self.view.cursor)
-        self.placement.show(snapshot, width, self.size.height)
+        self.placement.show(snapshot, self.numa.inner(width), self.size.height)
         if side:
-            self.details.show(snapshot, side - 2)
+            self.details.show(snapshot, side - 2 - 2 * SIDE)
         self._share_rows(self.numa.node_rows(width), log_below=not side)
 
     def _set_side(self) -> int:
@@ -116,15 +116,16 @@ class PanelledPage(ResizablePage, ChartedPage):
         """Divide the height of the terminal between the panels; ``nodes`` NUMA nodes stand above each other."""
         height = self.size.height - OTHER_ROWS
         crowded = height < 12 + 3 * nodes
-        headings = (0 if crowded else 1) + (1 if log_below else 0)
-        around = self.header.rows + self.step.rows + headings
+        frame = BOTTOM if framed(self) else 0
+        lines = (0 if crowded else 1 + frame) + (1 + frame if log_below else 0)
+        around = self.header.rows + self.step.rows + lines
         fixed = around + self.placement.shown_rows + (self.legend.rows if self.legend.display else 0)
         sizes = self.app.settings.panels
         rows = rows_for(height, nodes, self.numa.gpu_rows, fixed, self.charts.least_rows, log=log_below)
         self._rows = rows = rows.resized(nodes, sizes.charts, sizes.nodes)
         self.charts.set_rows(rows.charts)
         self.numa.set_rows(rows.plot, heading=not crowded)
-        log = rows.log if log_below else height - self.header.rows - self.details.rows - 1
+        log = rows.log if log_below else height - self.header.rows - self.details.rows - 1 - frame
         self.log_panel.set_rows(max(1, log - int(self.search.display)))  # the search bar takes its row from the log alone
 
     async def on_resize(self) -> None:

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, ClassVar
 from rich.text import Text
 from textual import getters, on, work
 from textual.binding import Binding, BindingType
-from textual.containers import VerticalScroll
+from textual.containers import Vertical, VerticalScroll
 from textual.message import Message
 from textual.reactive import var
 from textual.widget import Widget
 from textual.widgets import DataTable, Input, Static
 
 from so_tui.ui import launching
+from so_tui.ui.framing import framed
 from so_tui.ui.glyphs import shows_ascii
 from so_tui.ui.messages import Failed, answer
 from so_tui.ui.page import OTHER_MACHINE, Page
@@ -101,11 +102,13 @@ class PresetsScreen(Page):
         yield Static(id="about-machine")
         yield Static(id="problems")
         yield FindField("show models whose name contains …", id="filter")
-        yield PresetTable(id="table", cursor_type="cell")
+        yield PresetTable(id="table", cursor_type="cell", classes="panel")
         yield Static(id="folded")
-        yield Static(id="detail-title", classes="section")
-        with VerticalScroll(id="detail-pane"):
-            yield Static(id="detail")
+        with Vertical(id="chosen", classes="panel") as chosen:
+            chosen.border_title = "plan"
+            yield Static(id="detail-title", classes="section")
+            with VerticalScroll(id="detail-pane"):
+                yield Static(id="detail")
 
     def on_mount(self) -> None:
         self._wait("inspecting this machine and planning every preset for it …")
@@ -147,6 +150,7 @@ class PresetsScreen(Page):
         from so_tui.ui.screens.configure import has_slurm
 
         self._slurm = has_slurm()
+        self.table.border_title = Content.assemble("what fits on ", (machine.label, "bold"))
         told = self.query_one("#about-machine", Static)
         told.display = bool(self.app.machine_file) or not machine.gpus
         width = self.size.width - 4
@@ -307,7 +311,7 @@ class PresetsScreen(Page):
         row, plan = chosen
         noun = "GPU" if plan.on_gpus else "rank"
         title = Content.assemble((row.title, "bold"), (f" on {plural(plan.gpus, noun)}", "$faint"))
-        width = max(40, self.size.width - 7)
+        width = max(40, self.size.width - (9 if framed(self) else 7))
         self.query_one("#detail-title", Static).update(plan_view.headline(plan, width, title))
         lines = plan_view.memory_lines(plan, width)
         if plan.gpu_bytes or plan.one_memory:

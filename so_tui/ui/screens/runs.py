@@ -112,7 +112,8 @@ class RunsScreen(ResizablePage):
         yield Static(Content.from_markup(EMPTY), id="empty")
         yield FindField("show runs whose name, model, state, note or tags contain …", id="filter")
         with Container(id="parts"):
-            yield RunTable(id="table", cursor_type="row")
+            with RunTable(id="table", cursor_type="row", classes="panel") as table:
+                table.border_title = "runs"
             yield Divider()
             yield RunPreview(glyphs=self.app.glyphs)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, Literal, NamedTuple
 
 from rich.segment import Segment
 from rich.style import Style
 from textual.strip import Strip
 
+from so_tui.ui.framing import SIDE, framed
 from so_tui.ui.glyphs import GlyphName
 from so_tui.ui.printable import DrawsPrintable
 from so_tui.ui.series import Axis, Line
@@ -30,8 +31,34 @@ from so_tui.ui.widgets.mouse import AxisMouse
 from so_tui.ui.widgets.plot import GLYPHS, Scale, beyond, fit_scale, spans
 
 BOLD = Style(bold=True)
+LEAST_FRAMED, LEAST_FRAMED_ROWS = 24, 5
+"""Cells and rows of a chart from which on it has a frame."""
+LEAST_COLUMNS = 4
+LEAST_ROWS_FOR_MORE = 8
+"""Rows of a chart from which on a second row of values leaves a plot."""
 RUN_ROLES = tuple(f"run-{number}" for number in range(1, 9))
 """Colours of runs that are laid over another."""
+
+
+class Figure(NamedTuple):
+    """What stands behind the title of a chart."""
+
+    segments: list[Segment]
+    kind: Literal["value", "raw", "note"] = "note"
+
+    @property
+    def cells(self) -> int:
+        return Segment.get_line_length(self.segments)
+
+
+class Heading(NamedTuple):
+    """The heading of a chart."""
+
+    title: list[Segment]
+    beside: list[Segment]
+    """Values and notes."""
+    below: list[Segment]
+    """Values that find no room beside the title."""
 
 
 class Chart(AxisMouse, DrawsPrintable, can_focus=True):
@@ -54,6 +81,7 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
         *RUN_ROLES,
         "band",
         "axis",
+        "frame",
         "label",
         "mark",
         "bad",
@@ -89,6 +117,7 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
         .chart--run-8 { color: $run-8; }
         .chart--band { color: $raw-line; }
         .chart--axis { color: $rule; }
+        .chart--frame { color: $rule; }
         .chart--label { color: $faint; }
         .chart--mark { color: $success; }
         .chart--bad { color: $error; }
@@ -97,6 +126,7 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
         .chart--title { text-style: bold; }
         .chart--note { color: $faint; }
         &:focus .chart--title { color: $accent; text-style: bold underline; }
+        &:focus .chart--frame { color: $accent; }
     }
     """
 
@@ -111,12 +141,15 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
         ceiling: float | None = None,
         mark_gaps: bool = False,
         glyphs: GlyphName = "braille",
+        boxed: bool = True,
         id: str | None = None,
         classes: str | None = None,
     ) -> None:
         super().__init__(id=id, classes=classes)
         self.title, self.unit, self.format_value, self.per = title, unit, format_value, per
         self.zero, self.ceiling, self.glyphs = zero, ceiling, glyphs
+        self.boxed = boxed
+        """Whether it has a frame where panels have one; otherwise it stands in another's."""
         self.mark_gaps = mark_gaps
         """Whether gaps of the first line are marked on the axis."""
         self.alarm = ""
@@ -209,29 +242,75 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
     def _draw(self) -> list[Strip]:
         width, height = self.size
         styles = self._role_styles.get(self)
-        base = styles["base"]
-        body: list[Strip] = []
-        if width - GUTTER >= 4 and height >= 3:
-            if self.axis is None or not any(line.length for line in self.lines):
-                body = [Strip([Segment(" " * GUTTER + self.waiting, styles["note"])]).adjust_cell_length(width, base)]
-            else:
-                body = self._body(self.axis, width - GUTTER, height - 2, styles)
-        # Last, since it says how many values the plot left out.
-        return [Strip(self._heading(styles, width)).adjust_cell_length(width, base), *body]
+        heading = self._heading(styles)
+        # Values that find no room beside the title have a row of their own, where that leaves a plot.
+        rows = [self._row(heading.below, styles)] if heading.below and height >= LEAST_ROWS_FOR_MORE else []
+        if self.axis is not None and any(line.length for line in self.lines) and self._has_room:
+            rows += self._body(self.axis, self.columns, height - 2 - len(rows), styles)
+        else:
+            rows += [self._row([Segment(" " * GUTTER + self.waiting, styles["note"])], styles)] if self._has_room else []
+            if self.inset:
+                rows += [self._row([], styles)] * (height - 2 - len(rows))
+                rows.append(self._lower([Segment("─" * (width - 2 * self.inset), styles["frame"])], styles))
+        if self.robust:  # the plot knows by now how many values it leaves out
+            heading = self._heading(styles)
+        return [self._upper(heading, styles), *rows]
+
+    @property
+    def _has_room(self) -> bool:
+        return self.columns >= LEAST_COLUMNS and self.size.height >= 3
+
+    @property
+    def inset(self) -> int:
+        width, height = self.size
+        return SIDE if self.boxed and width >= LEAST_FRAMED and height >= LEAST_FRAMED_ROWS and framed(self) else 0
+
+    @property
+    def heading_room(self) -> int:
+        """Cells of the heading."""
+        return self.size.width - (6 if self.inset else 0)
+
+    # The frame: its upper line is the heading, and its lower one the axis.
+
+    def _upper(self, heading: Heading, styles: Mapping[str, Style]) -> Strip:
+        width, line = self.size.width, styles["frame"]
+        if not self.inset:
+            return Strip([*heading.title, *heading.beside]).adjust_cell_length(width, styles["base"])
+        left = [Segment("╭─ ", line), *heading.title, Segment(" ", line)]
+        right = [*heading.beside, Segment(" ─╮", line)] if heading.beside else [Segment("╮", line)]
+        if heading.beside:  # its first two cells are blank: one of them belongs to the line
+            between = "─" * (1 + width - Segment.get_line_length([*left, *right]))
+            right = list(Strip(right).crop(1))
+        else:
+            between = "─" * (width - Segment.get_line_length([*left, *right]))
+        return Strip([*left, Segment(between, line), *right]).adjust_cell_length(width, styles["base"])
+
+    def _row(self, row: Sequence[Segment], styles: Mapping[str, Style]) -> Strip:
+        side = [Segment("│", styles["frame"])] * self.inset
+        inside = Strip(row).adjust_cell_length(self.size.width - 2 * self.inset, styles["base"])
+        return Strip([*side, *inside, *side], self.size.width)
+
+    def _lower(self, row: Sequence[Segment], styles: Mapping[str, Style]) -> Strip:
+        if not self.inset:
+            return self._row(row, styles)
+        line = styles["frame"]
+        return Strip([Segment("╰", line), *row, Segment("╯", line)]).adjust_cell_length(self.size.width, styles["base"])
 
     def _body(self, axis: Axis, width: int, height: int, styles: dict[str, Style]) -> list[Strip]:
         """Return plot and axis, cached while nothing of them changes: values beyond the range are no change."""
-        drawn = width, height, self.log_scale, self.robust, self.glyphs, id(styles), *plot_key((*self.lines, *self.marked), axis)
+        size = width, height, self.inset
+        drawn = *size, self.log_scale, self.robust, self.glyphs, id(styles), *plot_key((*self.lines, *self.marked), axis)
         key = drawn, self.marks, self.cursor, self.chosen
         if key != self._body_key:
             self._body_key = key
             plot, scale = self._plot(axis, width, height, styles, drawn)
             labels = gutter_text(scale, height, self.format_value, self.per)
             plot = [self._with_range(with_cursor(row, axis, self.cursor, width, styles["cursor"]), width, styles) for row in plot]
-            rows = [[Segment(label, styles["label"]), *row] for label, row in zip(labels, plot, strict=True)]
-            corner = f"{axis.unit} "[-GUTTER:].rjust(GUTTER)
-            rows.append([Segment(corner, styles["label"]), *axis_row(axis, width, self._all_marks(axis, width), styles)])
-            self._body_strips = [Strip(row).adjust_cell_length(width + GUTTER, styles["base"]) for row in rows]
+            rows = [self._row([Segment(label, styles["label"]), *row], styles) for label, row in zip(labels, plot, strict=True)]
+            unit = f" {axis.unit} "
+            corner = [Segment(("─" if self.inset else " ") * (GUTTER - len(unit)), styles["frame"]), Segment(unit, styles["label"])]
+            lower = self._lower([*corner, *axis_row(axis, width, self._all_marks(axis, width), styles)], styles)
+            self._body_strips = [*rows, lower]
         return self._body_strips
 
     def _all_marks(self, axis: Axis, width: int) -> Sequence[Mark]:
@@ -262,50 +341,57 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
         self._outside = beyond(found, scale) if self.robust else 0
         return scale
 
-    def _heading(self, styles: Mapping[str, Style], width: int) -> list[Segment]:
-        """Return title and as many values as fit; none is cut, since a cut number is another number."""
-        shown: list[Segment] = []
-        free = width
-        for piece in self._pieces(styles):
-            cells = sum(segment.cell_length for segment in piece)
-            if cells <= free or not shown:
-                shown += piece
-                free -= cells
-        return shown
-
-    def _pieces(self, styles: Mapping[str, Style]) -> Iterator[list[Segment]]:
-        yield [Segment(self.title, styles["title"])]
+    def _heading(self, styles: Mapping[str, Style]) -> Heading:
+        """Return the title, and as many values and notes as fit beside it; none is cut, since a cut number is another number."""
+        title = [Segment(self.title, styles["title"])]
         if self.progress:
-            yield [Segment(f"  {self.progress}", styles["cursor"])]
+            title.append(Segment(f"  {self.progress}", styles["cursor"]))
         if self.alarm:
-            yield [Segment(f"  {self.alarm}", styles["bad"])]
+            title.append(Segment(f"  {self.alarm}", styles["bad"]))
+        free = self.heading_room - Segment.get_line_length(title)
+        figures = list(self._figures(styles))
+        if self.size.height < LEAST_ROWS_FOR_MORE and sum(figure.cells for figure in figures if figure.kind != "note") > free:
+            figures = [figure for figure in figures if figure.kind != "raw"]  # the least of what a chart says
+        beside: list[Segment] = []
+        below: list[Segment] = []
+        for figure in figures:
+            if figure.cells <= free and (figure.kind == "note" or not below):
+                beside += figure.segments
+                free -= figure.cells
+            elif figure.kind != "note":
+                below += figure.segments
+        return Heading(title, beside, below)
+
+    def _figures(self, styles: Mapping[str, Style]) -> Iterator[Figure]:
+        """Yield values and notes, each with the space before it."""
         axis = self.axis
         for line, name in zip(self.lines, self.names, strict=True):
             if not name or axis is None or not line.length:
                 continue
             value = line.series.value(line.length - 1) if self.cursor is None else value_at(line, axis, self.cursor)
             shown = "-" if value is None else self.format_value(value / self.per)
-            yield [
-                Segment(f"  {name} ".replace("  . ", "  "), styles["note"]),
-                Segment(shown, styles["label"] if line.role == "raw" else styles[line.role] + BOLD),
-            ]
+            called = Segment(f"  {name} ".replace("  . ", "  "), styles["note"])
+            if line.role == "raw":
+                yield Figure([called, Segment(shown, styles["label"])], "raw")
+            else:
+                yield Figure([called, Segment(shown, styles[line.role] + BOLD)], "value")
         if self.unit:
-            yield [Segment(f" {self.unit}", styles["note"])]
+            yield Figure([Segment(f" {self.unit}", styles["note"])])
         if self.cursor is not None and axis is not None:
-            yield [Segment(f"  at {axis.unit} {x_text(axis, self.cursor)}", styles["cursor"])]
+            yield Figure([Segment(f"  at {axis.unit} {x_text(axis, self.cursor)}", styles["cursor"])])
         if self.log_scale:
-            yield [Segment("  log y", styles["note"])]
+            yield Figure([Segment("  log y", styles["note"])])
         if self.robust:
-            yield [Segment("  robust y", styles["note"])]
+            yield Figure([Segment("  robust y", styles["note"])])
             if self._outside:
-                yield [Segment(f", {plural(self._outside, 'column')} beyond", styles["note"])]
+                yield Figure([Segment(f", {plural(self._outside, 'column')} beyond", styles["note"])])
         for note in self.notes:
-            yield [Segment(f"  {note}", styles["note"])]
+            yield Figure([Segment(f"  {note}", styles["note"])])
 
     def _with_range(self, row: list[Segment], width: int, styles: Mapping[str, Style]) -> list[Segment]:
         """Return the row with the range reversed that is being dragged over."""
         if self.chosen is None:
             return row
-        first, last = (min(width, max(0, cell - GUTTER)) for cell in self.chosen)
+        first, last = (min(width, max(0, cell - GUTTER - self.inset)) for cell in self.chosen)
         left, middle, right = Strip(row).divide([first, last, width])
         return [*left, *middle.apply_style(Style(reverse=True)), *right]

@@ -46,7 +46,7 @@ class Divider(Grip):
     """A line from top to bottom."""
 
     DEFAULT_CSS = """
-    Divider { width: 1; height: 100%; color: $rule; }
+    Divider { width: 1; height: 100%; color: $background; &:hover { color: $accent; } }
     """
 
     def _at(self, event: events.MouseEvent) -> int:

@@ -70,6 +70,11 @@ class AxisMouse(Widget):
             self.share = share
             super().__init__()
 
+    @property
+    def inset(self) -> int:
+        """Cells of a frame at the left and at the right."""
+        return 0
+
     def draw_again(self) -> None:
         """Draw anew after a change of the chosen range."""
         raise NotImplementedError
@@ -84,10 +89,15 @@ class AxisMouse(Widget):
         return (first, last) if first < last else None
 
     def _x_at(self, offset: int) -> float | None:
-        width = self.size.width - GUTTER
-        if self.axis is None or width < 1 or offset < GUTTER:
+        cell, width = offset - self.inset - GUTTER, self.columns
+        if self.axis is None or width < 1 or not 0 <= cell < width:
             return None
-        return self.axis.low + (offset - GUTTER + 0.5) / width * (self.axis.high - self.axis.low)
+        return self.axis.low + (cell + 0.5) / width * (self.axis.high - self.axis.low)
+
+    @property
+    def columns(self) -> int:
+        """Cells of the axis."""
+        return self.size.width - 2 * self.inset - GUTTER
 
     def on_click(self, event: events.Click) -> None:
         x = self._x_at(event.x)
@@ -101,16 +111,16 @@ class AxisMouse(Widget):
             self.capture_mouse()
 
     def on_mouse_move(self, event: events.MouseMove) -> None:
-        drag, width = self._drag, self.size.width - GUTTER
+        drag, first = self._drag, self.inset + GUTTER
         if drag is None or event.x == drag.at:
             return
-        moved = replace(drag, at=min(self.size.width, max(GUTTER, event.x)))
+        moved = replace(drag, at=min(first + self.columns, max(first, event.x)))
         if not moved.pans:
             self._drag = moved
             self.draw_again()
         elif moved.far:
             self._dragged = True
-            self.post_message(self.Panned((drag.start - moved.at) / max(1, width)))
+            self.post_message(self.Panned((drag.start - moved.at) / max(1, self.columns)))
             self._drag = replace(moved, start=moved.at, moved=True)
 
     def on_mouse_up(self, event: events.MouseUp) -> None:
@@ -120,7 +130,7 @@ class AxisMouse(Widget):
         self.release_mouse()
         if drag.far and not drag.pans:
             self._dragged = True
-            low, high = (self._x_at(min(cell, self.size.width - 1)) for cell in sorted((drag.start, drag.at)))
+            low, high = (self._x_at(min(cell, self.inset + GUTTER + self.columns - 1)) for cell in sorted((drag.start, drag.at)))
             if low is not None and high is not None:
                 self.post_message(self.Ranged(low, high))
             self.draw_again()

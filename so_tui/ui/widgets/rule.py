@@ -1,35 +1,47 @@
-"""A thin line with a heading in it, which separates the parts of a screen instead of boxes."""
+"""The title line of a panel: the upper line of its frame, or a thin line where panels have none."""
 
 from __future__ import annotations
 
+from so_tui.ui.framing import framed
 from so_tui.ui.text import Content
 from so_tui.ui.widgets.grip import Grip
 
 
 class Rule(Grip):
-    """``── log (following) ──────``."""
+    """``╭─ log ────── following ─╮``, or ``── log   following ──────``. Its colour is that of the lines."""
 
     DEFAULT_CSS = """
-    Rule { height: 1; }
+    Rule { height: 1; color: $rule; }
     """
 
-    def __init__(self, text: str | Content = "", *, id: str | None = None) -> None:
+    def __init__(self, title: str | Content = "", figure: str | Content = "", *, id: str | None = None) -> None:
         super().__init__(id=id)
-        self._text = _heading(text)
+        self._shown = _faint(title), _faint(figure)
 
-    def update(self, text: str | Content) -> None:
-        """Show another heading."""
-        heading = _heading(text)
-        if heading != self._text:
-            self._text = heading
+    def update(self, title: str | Content, figure: str | Content = "") -> None:
+        """Show another title, and another figure at the right."""
+        shown = _faint(title), _faint(figure)
+        if shown != self._shown:
+            self._shown = shown
             self.refresh()
 
+    def notify_style_update(self) -> None:
+        self.refresh()  # whether panels have frames depends on the screen's classes
+        super().notify_style_update()
+
     def render(self) -> Content:
-        room = self.size.width - self._text.cell_length - 4
-        if not self._text.plain:
-            return Content.styled("─" * self.size.width, "$rule")
-        return Content.assemble(("── ", "$rule"), self._text, (" " + "─" * max(0, room), "$rule"))
+        title, figure = self._shown
+        left, right = ("╭", "╮") if framed(self) else ("─", "─")
+        if not title.plain:
+            return Content(left + "─" * (self.size.width - 2) + right)
+        # A figure that does not fit is left out: cut, it would be another one.
+        room = self.size.width - title.cell_length - 6
+        if not figure.plain or figure.cell_length + 3 > room:
+            return Content.assemble(f"{left}─ ", title, f" {'─' * max(0, room + 1)}{right}")
+        if not framed(self):
+            return Content.assemble(f"{left}─ ", title, "   ", figure, f" {'─' * max(0, room - figure.cell_length - 2)}{right}")
+        return Content.assemble(f"{left}─ ", title, f" {'─' * (room - figure.cell_length - 2)} ", figure, f" ─{right}")
 
 
-def _heading(text: str | Content) -> Content:
-    return Content(text) if isinstance(text, str) else text
+def _faint(text: str | Content) -> Content:
+    return Content.styled(text, "$faint") if isinstance(text, str) else text
