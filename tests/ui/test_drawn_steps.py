@@ -216,6 +216,29 @@ def test_every_record_of_a_million_is_drawn_and_opening_them_takes_less_than_a_s
     assert opened_s < 1.0
     check_drawn(steps.series, {step: loss_at(step) for step in range(FIRST, last + 1)}, columns=(317,))
     assert not (tmp_path / "cache").exists()  # all but the newest have an index
+    draw = random.Random(0)
+    for _ in range(4):
+        assert same(steps.series, read_anyhow(run, tmp_path / "other", draw))
+
+
+def read_anyhow(run: RunDirectory, cache: Path, draw: random.Random) -> StepSeries:
+    """Read a long run in chunks of any size, by a clock of any speed, drawing now and then, with the index of a real segment gone."""
+    reader, looks, look_s = MetricsReader(run, IndexCache(cache)), count(), draw.choice([0.002, 0.004, 0.01, 0.03])
+    steps = FollowedSteps(reader)
+    index_path(segments(run.metrics_dir)[draw.choice([198, 199])]).unlink(missing_ok=True)
+    polls, more = 0, True
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("so_tui.runs.metrics.time", SimpleNamespace(monotonic=lambda: next(looks) * look_s))
+        patched.setattr("so_tui.runs.metrics._CHUNK_BYTES", draw.randrange(700, 1 << 18))
+        while more or reader.unread_share:
+            progress = reader.poll(limit_records=draw.randrange(1, 5000), limit_s=0.1)
+            steps.take([record for record in progress.records if isinstance(record, StepRecord)], redraw=progress.redraw)
+            polls, more = polls + 1, progress.more
+            if draw.random() < 0.1:
+                steps.update(50)
+    steps.update(50)
+    assert polls > 3
+    return steps.series
 
 
 @pytest.fixture
