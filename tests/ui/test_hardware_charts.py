@@ -35,11 +35,26 @@ def test_every_number_is_kept_with_its_limit_and_the_marks_of_throttling() -> No
     store = LoadStore()
     store.want(EVERY_NAME)
     for second, reasons in enumerate([(), ("heat",), ("heat", "power"), ()]):
-        gpu = GpuSample(index=3, clock_mhz=1000 + second, power_w=650.0, power_limit_w=700.0, throttling=reasons)
+        gpu = GpuSample(
+            index=3,
+            busy_percent=90 + second,
+            memory_used_bytes=5 << 30,
+            memory_total_bytes=95 << 30,
+            clock_mhz=1000 + second,
+            power_w=650.0,
+            power_limit_w=700.0,
+            throttling=reasons,
+        )
         store.append("here", one_sample(second, gpu, run_cpu_s=0.5))
     sampled = store.sampled()
     lines = sampled_lines(BY_KEY["gpu-power"], sampled)
     assert [(line.role, name, line.series.value(3)) for line, name in lines] == [("limit", "limit", 700.0), ("gpu", ".", 650.0)]
+    ((busy, _),) = sampled_lines(BY_KEY["gpu-busy"], sampled)
+    assert [busy.series.value(at) for at in range(4)] == [90, 91, 92, 93]
+    memory = sampled_lines(BY_KEY["gpu-used"], sampled)
+    assert [(line.role, line.series.value(3)) for line, _ in memory] == [("limit", 95 << 30), ("memory", 5 << 30)]
+    ((clock, _),) = sampled_lines(BY_KEY["gpu-clock"], sampled)
+    assert clock.series.value(3) == 1003
     (throttled,) = marked_lines(BY_KEY["gpu-clock"], sampled)
     assert [throttled.series.extremes(at, at + 1) for at in range(4)] == [None, (1001, 1001), (1002, 1002), None]
     assert sampled["node.file_cache_bytes"][0].series.value(0) == 2

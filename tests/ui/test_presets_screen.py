@@ -20,6 +20,7 @@ from so_tui.ui.screens.dialogs import Question
 from so_tui.ui.screens.other_machine import MachineSuggester
 from so_tui.ui.screens.presets import PresetsScreen
 from so_tui.ui.screens.runs import RunsScreen
+from so_tui.ui.text import duration, rate
 from so_tui.ui.widgets.field import FieldRow
 from tests.support.machines import x86
 from tests.support.make_run import quad_machine, write_run
@@ -42,6 +43,25 @@ async def test_presets_say_what_fits_and_what_to_do_first(runs_dir: Path, size: 
             assert word in text, word
         await ui.until(lambda: re.search(r" on \d GPU", ui.shown("#detail-title")))
         assert "each GPU" in ui.shown("#detail")
+
+
+async def test_the_plan_under_the_cursor_says_how_fast_the_run_will_be(runs_dir: Path) -> None:
+    async with opened(runs_dir, (140, 40)) as ui:
+        table = await ui.presets()
+        assert isinstance(ui.screen, PresetsScreen)
+        rows = {row.preset: row for row in ui.screen.rows}
+        shown = [key.value for key in table.rows]
+        for preset in ("qwen3-14b", "llama-3.1-8b"):
+            plan = rows[preset].cells[4]
+            assert plan.step is not None
+            assert plan.step_s
+            assert plan.useful_tokens_per_s_total
+            table.move_cursor(row=shown.index(preset), column=len(table.columns) - 1)
+            await ui.until(lambda: rows[preset].title in ui.shown("#detail-title"))  # noqa: B023 - called at once
+            title, detail = ui.shown("#detail-title"), ui.shown("#detail")
+            assert f"{rate(plan.useful_tokens_per_s_total)} tokens/s" in title
+            assert re.search(rf"step +\S+ +{duration(plan.step_s)}\n", detail)
+            assert f"backward {duration(plan.step.backward_s)}" in detail
 
 
 async def test_the_filter_keeps_the_chosen_model_and_says_when_there_is_none(runs_dir: Path) -> None:

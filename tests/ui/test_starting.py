@@ -7,14 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from textual.widgets import Button, DataTable
 
 from so_tui.launch import Launch, prepare
 from so_tui.launch.checks import Check
-from so_tui.runs import RunDirectory
+from so_tui.runs import RunDirectory, read_state, write_state
+from so_tui.runs.control import pending
 from so_tui.spec import Refusal, Refused, RunSpec, find_preset
 from so_tui.ui.app import SoTuiApp
-from so_tui.ui.screens.dialogs import Notice
+from so_tui.ui.screens.dialogs import Notice, Question
 from so_tui.ui.widgets.chart import Chart
 from tests.support.make_run import write_run
 from tests.support.planning import CPU_ONLY
@@ -56,6 +58,36 @@ async def test_from_preset_to_configure_to_launch(runs_dir: Path, size: tuple[in
         assert start.asked[0].name == "llama-3.1-8b"
         await ui.until(lambda: ui.app.current_mode == "dashboard")
         await ui.until(lambda: ui.find("#loss", Chart).lines)
+
+
+async def test_a_run_is_launched_stopped_and_resumed_from_the_screen(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    resumed: list[tuple[RunDirectory, str]] = []
+
+    def resume(run: RunDirectory, prepared: str) -> None:
+        resumed.append((run, prepared))
+        write_state(run, replace(read_state(run), state="training", attempt=2))
+
+    monkeypatch.setattr("so_tui.launch.prepare_resume", lambda run, *_, **__: f"attempt 2 of {run.name}")
+    monkeypatch.setattr("so_tui.launch.resume", resume)
+    start = Starter(runs_dir)
+    async with opened(runs_dir, start=start) as ui:
+        await ui.presets()
+        await ui.press("l")
+        await ui.until(lambda: isinstance(ui.screen, Question))
+        await ui.press("y")
+        await ui.until(lambda: ui.app.current_mode == "dashboard")
+        await ui.state_shown("training")
+        (run,) = (RunDirectory(path) for path in runs_dir.iterdir())
+        await ui.press("s", "y")
+        await ui.until(lambda: "stop" in pending(run))
+        write_state(run, replace(read_state(run), state="stopped"))
+        await ui.state_shown("stopped")
+        await ui.until(lambda: "r Resume" in ui.key_line)
+        await ui.press("r")
+        await ui.until(lambda: isinstance(ui.screen, Question))
+        await ui.press("y")
+        await ui.until(lambda: resumed == [(run, f"attempt 2 of {run.name}")])
+        await ui.state_shown("training")
 
 
 @pytest.mark.parametrize("typing", [False, True])
