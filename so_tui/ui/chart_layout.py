@@ -56,6 +56,8 @@ class ChartLayout(msgspec.Struct, frozen=True, kw_only=True):
         """Return the layout with the next smoothing: the mean, then weights from 0 upwards."""
         choices = (None, *EMAS)
         at = 0 if self.ema is None else 1 + sum(weight < self.ema for weight in EMAS)
+        if self.ema not in choices and direction > 0:  # a typed weight stands before the next larger one
+            at -= 1
         return msgspec.structs.replace(self, ema=choices[(at + direction) % len(choices)])
 
     def next_grid(self, width: int) -> ChartLayout:

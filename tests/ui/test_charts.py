@@ -164,7 +164,7 @@ async def test_an_ema_that_is_approximate_early_on_says_so_in_its_name(runs_dir:
         await ui.until(lambda: "EMA 0.93 of blocks " in ui.heading("#loss"))
         await ui.press("escape")
         await ui.press("w")
-        await ui.until(lambda: "EMA 0.98 " in ui.heading("#loss"))
+        await ui.until(lambda: "EMA 0.95 " in ui.heading("#loss"))
         assert "blocks" not in ui.heading("#loss")
 
 
@@ -305,6 +305,7 @@ def test_pages_and_smoothing_go_round() -> None:
         seen.append(layout.ema)
     assert seen == [*EMAS, None]
     assert msgspec.structs.replace(layout, ema=0.93).smoother(-1).ema == 0.9
+    assert msgspec.structs.replace(layout, ema=0.93).smoother(1).ema == 0.95
 
 
 def test_a_filter_is_a_regular_expression_and_a_weight_a_number() -> None:
