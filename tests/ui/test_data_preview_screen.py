@@ -14,6 +14,7 @@ from so_tui.launch.data_preview import DataPreview, Progress
 from so_tui.launch.helpers import Cancel
 from so_tui.spec import RunSpec, find_preset
 from so_tui.ui.screens.data_preview import FIRST_ROWS, MORE, DataPreviewScreen
+from so_tui.ui.screens.dialogs import CloseButton
 from so_tui.ui.widgets.data_view import legend
 from tests.support.screen import Driver, opened
 
@@ -76,8 +77,8 @@ async def test_the_data_is_shown_as_the_model_will_see_it_and_more_on_demand(run
         await ui.pilot.click("#more")
         await ui.until(lambda: len(asked) == 2 and done(screen))
         assert asked == [FIRST_ROWS, FIRST_ROWS * MORE]
-        await ui.press("escape")
-        assert ui.screen is not screen
+        await ui.pilot.click(CloseButton)
+        await ui.until(lambda: ui.screen is not screen)
 
 
 async def test_what_is_wrong_with_the_data_is_shown_with_the_remedy(runs_dir: Path, tmp_path: Path) -> None:

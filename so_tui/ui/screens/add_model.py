@@ -13,6 +13,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Button, Input, Static
 from textual.worker import get_current_worker
 
+from so_tui.ui.screens.dialogs import CloseButton
 from so_tui.ui.text import Content
 from so_tui.ui.widgets.entry import Entry
 
@@ -40,7 +41,7 @@ class AddModel(ModalScreen[str | None]):
             yield Static(id="said", classes="dialog-answer")
             with Horizontal(classes="dialog-buttons"):
                 yield Button("Add  enter", id="yes", compact=True)
-                yield Button("Cancel  esc", id="no", compact=True)
+                yield CloseButton("Cancel  esc", id="no")
 
     def on_mount(self) -> None:
         self.set_focus(self.query_one("#model", Input))
@@ -55,10 +56,6 @@ class AddModel(ModalScreen[str | None]):
         elif not any(worker.is_running for worker in self.workers if worker.node is self):
             self._show_answer(Content.styled(f"reading the shape of {model} …", "$faint"))
             self.add_model(model, name)
-
-    @on(Button.Pressed, "#no")
-    def _left(self) -> None:
-        self.dismiss(None)
 
     @work(thread=True, exclusive=True, group="add", name="add a model", exit_on_error=False)
     def add_model(self, model: str, name: str) -> None:

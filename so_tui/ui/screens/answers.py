@@ -8,12 +8,13 @@ from typing import ClassVar
 from textual import work
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Vertical, VerticalScroll
+from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.screen import ModalScreen
-from textual.widgets import Static
+from textual.widgets import Button, Static
 
 from so_tui.runs import RunDirectory
 from so_tui.runs.answers import Answers, Asked, read_answers
+from so_tui.ui.screens.dialogs import CloseButton
 from so_tui.ui.text import Content, duration
 from so_tui.units import thousands
 
@@ -49,7 +50,11 @@ class AnswersScreen(ModalScreen[None]):
             yield Static(id="answers-title", classes="dialog-title")
             with VerticalScroll(classes="dialog-body"):
                 yield Static(id="answers")
-            yield Static("left and right: other steps   home: before training   esc closes", classes="faint")
+            with Horizontal(classes="dialog-buttons"):
+                yield CloseButton()
+                yield Button("Step before  ←", compact=True, action="screen.go(-1)")
+                yield Button("Next step  →", compact=True, action="screen.go(1)")
+                yield Button("Before training  home", compact=True, action="screen.go(-1000)")
 
     def on_mount(self) -> None:
         self._read()

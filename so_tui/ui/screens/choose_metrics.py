@@ -53,9 +53,8 @@ class ChooseMetrics(TickDialog[ChartLayout, str]):
             weight = "" if self._before.ema is None else f"{self._before.ema:g}"
             yield Entry(weight, placeholder="mean", compact=True, id="smoothing")
             yield Static(id="said", classes="dialog-answer")
-            yield Static(
-                "space ticks, a all that are listed, n none; tab moves on; enter shows the charts; esc: no change", classes="faint"
-            )
+            yield Static("space or a click ticks, a all that are listed, n none; tab moves on", classes="faint")
+            yield from self.buttons("Show the charts")
 
     def list_matching(self, text: str) -> None:
         """List the metrics that match."""

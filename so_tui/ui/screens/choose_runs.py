@@ -34,7 +34,8 @@ class ChooseRuns(TickDialog[tuple[RunDirectory, ...], RunDirectory]):
             yield Entry(placeholder="filter by name", compact=True, id="filter")
             yield TickList[RunDirectory](self._chosen, id="runs")
             yield Static(id="said", classes="dialog-answer")
-            yield Static("space ticks, a all that are listed, n none; enter shows them; esc: no change", classes="faint")
+            yield Static("space or a click ticks, a all that are listed, n none", classes="faint")
+            yield from self.buttons("Show them")
 
     def on_mount(self) -> None:
         if self._rows:

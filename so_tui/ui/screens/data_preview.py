@@ -17,6 +17,7 @@ from textual.worker import Worker, WorkerState
 
 from so_tui.spec import InputError, RunSpec
 from so_tui.ui.form import label
+from so_tui.ui.screens.dialogs import CloseButton
 from so_tui.ui.text import Content
 from so_tui.ui.widgets import data_view
 from so_tui.ui.widgets.bars import fill
@@ -81,7 +82,7 @@ class DataPreviewScreen(ModalScreen[None]):
             yield Static(id="preview-status")
             yield VerticalScroll(id="preview-body")
             with Horizontal(id="preview-buttons"):
-                yield Button("Back  esc", id="leave", compact=True)
+                yield CloseButton("Back  esc", id="leave", action=None)
                 yield Button("More rows  m", id="more", compact=True, disabled=True)
                 yield Button("Read again  r", id="again", compact=True, disabled=True)
 

@@ -21,6 +21,14 @@ from so_tui.ui.widgets.entry import Entry
 Answer = TypeVar("Answer")
 
 
+class CloseButton(Button):
+    """The way out of a dialog that a mouse takes. Every dialog has one; the keyboard has esc."""
+
+    def __init__(self, label: str = "Close  esc", *, id: str = "close", action: str | None = "screen.dismiss(None)") -> None:
+        """``action`` is run on the dialog; None where the dialog itself answers the press."""
+        super().__init__(Content(label), id=id, compact=True, action=action)
+
+
 class Question(ModalScreen[bool]):
     """A yes or no question. Where yes destroys or ends something, ``default_yes`` is False and enter answers no."""
 
@@ -47,7 +55,7 @@ class Question(ModalScreen[bool]):
     def buttons(self) -> ComposeResult:
         """Compose the buttons."""
         yield Button(Content(f"{self._yes}  y"), id="yes", compact=True)
-        yield Button(Content(f"{self._no}  n"), id="no", compact=True)
+        yield CloseButton(f"{self._no}  n", id="no", action=None)
 
     def on_mount(self) -> None:
         self.set_focus(self.query_one("#yes" if self._default_yes else "#no"))
@@ -100,7 +108,7 @@ class AskText(ModalScreen[Answer | None]):
             yield Static(id="said", classes="dialog-answer")
             with Horizontal(classes="dialog-buttons"):
                 yield Button(Content(f"{self._yes}  enter"), id="yes", compact=True)
-                yield Button("Cancel  esc", id="no", compact=True)
+                yield CloseButton("Cancel  esc", id="no")
 
     def _list(self) -> ComposeResult:
         """Compose the choices; the keyboard stays in the field."""
@@ -136,10 +144,6 @@ class AskText(ModalScreen[Answer | None]):
             self.set_focus(self.query_one(Input))
         else:
             self.dismiss(answer)
-
-    @on(Button.Pressed, "#no")
-    def _left(self) -> None:
-        self.dismiss(None)
 
 
 Laid = Callable[[int], str]
@@ -181,7 +185,7 @@ class Notice(ModalScreen[bool]):
                 for line in self._lines:
                     yield Static(Content(line), classes="dialog-line") if isinstance(line, str) else LaidOut(line)
             with Horizontal(classes="dialog-buttons"):
-                yield Button("Close  esc", id="close", compact=True)
+                yield CloseButton(action=None)
                 yield Button("Copy  y", id="copy", compact=True)
                 if self._offer:
                     yield Button(Content(self._offer), id="offer", compact=True)
@@ -246,4 +250,5 @@ class KeysHelp(ModalScreen[None]):
                 for heading, rows in self._groups:
                     yield Static(Content(heading), classes="heading")
                     yield KeyRows(rows)
-            yield Static("esc closes", classes="faint")
+            with Horizontal(classes="dialog-buttons"):
+                yield CloseButton()

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Vertical
+from textual.containers import Horizontal, Vertical
 from textual.screen import ModalScreen
 from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
@@ -17,6 +17,7 @@ from textual.widgets.option_list import Option
 from so_tui.folders import settings_file
 from so_tui.settings.file import all_settings, choices, value_of
 from so_tui.settings.types import Settings
+from so_tui.ui.screens.dialogs import CloseButton
 from so_tui.ui.text import Content, shorten_path
 from so_tui.ui.themes import THEMES
 
@@ -78,6 +79,8 @@ class SettingsDialog(ModalScreen[dict[str, Any] | None]):
             yield Static(id="about", classes="dialog-answer")
             for line in (f"left, right or enter change; esc keeps them in {shorten_path(str(settings_file()), 60)}", MORE):
                 yield Static(Content.styled(line, "$faint"), classes="dialog-line")
+            with Horizontal(classes="dialog-buttons"):
+                yield CloseButton("Keep and close  esc", action="screen.close")
 
     @on(OptionList.OptionHighlighted)
     def _moved(self, event: OptionList.OptionHighlighted) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import ClassVar, Generic, TypeVar
 
 from textual import on
+from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
+from textual.containers import Horizontal
 from textual.screen import ModalScreen
-from textual.widgets import Input, Static
+from textual.widgets import Button, Input, Static
 
+from so_tui.ui.screens.dialogs import CloseButton
 from so_tui.ui.text import Content
 from so_tui.ui.widgets.tick_list import TickList
 
@@ -30,6 +33,12 @@ class TickDialog(ModalScreen[Result | None], Generic[Result, Item]):
     @property
     def ticks(self) -> TickList[Item]:
         return self.query_one(TickList)
+
+    def buttons(self, yes: str) -> ComposeResult:
+        """Compose the buttons below the list; ``yes`` says what is done with what is ticked."""
+        with Horizontal(classes="dialog-buttons"):
+            yield Button(Content(f"{yes}  enter"), id="yes", compact=True, action="screen.apply")
+            yield CloseButton("No change  esc", id="no")
 
     def list_matching(self, text: str) -> None:
         """List what matches the text of the filter."""

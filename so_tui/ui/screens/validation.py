@@ -12,11 +12,12 @@ from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
 from textual.message import Message
 from textual.screen import ModalScreen
-from textual.widgets import Button, Static
+from textual.widgets import Static
 from textual.worker import Worker, WorkerState
 
 from so_tui.spec.errors import InputError
 from so_tui.ui.messages import answer
+from so_tui.ui.screens.dialogs import CloseButton
 from so_tui.ui.text import Content, shorten
 from so_tui.ui.widgets.bars import fill
 from so_tui.units import duration, significant, thousands
@@ -110,7 +111,7 @@ class ValidationScreen(ModalScreen[None]):
     """The report in the user's folder, also while it is being written."""
 
     CSS_PATH = "validation.tcss"
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q", "leave", "Back")]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q", "dismiss(None)", "Back")]
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -123,7 +124,7 @@ class ValidationScreen(ModalScreen[None]):
             yield Static(id="report-status")
             with VerticalScroll(id="report-body"):
                 yield Static(id="report")
-            yield Button("Back  esc", id="leave", compact=True)
+            yield CloseButton("Back  esc", id="leave")
 
     def on_mount(self) -> None:
         self.set_focus(self.query_one("#report-body"))
@@ -168,9 +169,3 @@ class ValidationScreen(ModalScreen[None]):
         width = max(40, self.size.width - 6)
         lines = report_lines(self._report, width) if self._report else []
         self.query_one("#report", Static).update(Content("\n").join(lines))
-
-    def on_button_pressed(self, _event: Button.Pressed) -> None:
-        self.action_leave()
-
-    def action_leave(self) -> None:
-        self.dismiss()
