@@ -6,11 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from textual import on
+from textual import events, on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.screen import ModalScreen
+from textual.style import Style
 from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
@@ -26,6 +27,8 @@ LATER = ("screen.glyphs", "screen.layout")
 """Settings that take effect when so-tui is opened the next time."""
 MORE = "That file has more: other keys, when to alert, a command to run. `so-tui settings` lists it."
 _LABEL = 16
+_BACK = "back"
+"""Marks the cells whose click goes to the value before."""
 
 
 @dataclass
@@ -43,10 +46,22 @@ class _Line:
 
     def content(self) -> Content:
         shown = ("yes" if self.value else "no") if isinstance(self.value, bool) else str(self.value)
-        return Content.assemble(f"{self.key:<{_LABEL}} ", (f"◂ {shown} ▸", "bold"))
+        back = Content.styled("◂ ", Style(bold=True) + Style.from_meta({_BACK: True}))
+        return Content.assemble(f"{self.key:<{_LABEL}} ", back, (f"{shown} ▸", "bold"))
 
     def about(self) -> Content:
         return Content.styled(self.description + (", from the next start on" if self.key in LATER else ""), "$faint")
+
+
+class _SettingList(OptionList):
+    """Settings, a line each. A click on the arrow to the left goes back; anywhere else it goes forward, as enter does."""
+
+    async def _on_click(self, event: events.Click) -> None:
+        meta = event.style.meta
+        if meta.get(_BACK) and "option" in meta:
+            event.prevent_default()
+            self.highlighted = meta["option"]
+            await self.run_action("screen.step(-1)")
 
 
 class SettingsDialog(ModalScreen[dict[str, Any] | None]):
@@ -75,9 +90,9 @@ class SettingsDialog(ModalScreen[dict[str, Any] | None]):
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog -wide"):
             yield Static("Settings", classes="dialog-title")
-            yield OptionList(*(Option(line.content()) for line in self._lines), classes="settings")
+            yield _SettingList(*(Option(line.content()) for line in self._lines), classes="settings")
             yield Static(id="about", classes="dialog-answer")
-            for line in (f"left, right or enter change; esc keeps them in {shorten_path(str(settings_file()), 60)}", MORE):
+            for line in (f"left, right, enter or a click change; esc keeps them in {shorten_path(str(settings_file()), 60)}", MORE):
                 yield Static(Content.styled(line, "$faint"), classes="dialog-line")
             with Horizontal(classes="dialog-buttons"):
                 yield CloseButton("Keep and close  esc", action="screen.close")
