@@ -16,7 +16,6 @@ from so_tui.folders import default_runs_dir
 from so_tui.launch import locks
 from so_tui.launch.executors import executor_of
 from so_tui.launch.helpers import call_tool, problem_of
-from so_tui.launch.local_paths import missing_paths
 from so_tui.launch.places import left_out_profiles
 from so_tui.launch.preparation import Launch
 from so_tui.machine.doctor import findings
@@ -26,6 +25,7 @@ from so_tui.machine.system_files import SystemFiles
 from so_tui.machine.types import Gpu, Machine
 from so_tui.plan.types import Plan
 from so_tui.spec import InputError, Problem, Refusal, Refused, RunSpec, resolve_source, spec_tree
+from so_tui.spec.local_paths import missing_paths
 from so_tui.units import disk_size, memory_size
 
 _CHECK_TIMEOUT_S = 180.0

@@ -9,8 +9,8 @@ import msgspec
 from msgspec import Struct, field
 
 from so_tui.launch.helpers import Cancel, stream_tool
-from so_tui.launch.local_paths import with_absolute_paths
 from so_tui.spec import RunSpec, spec_tree
+from so_tui.spec.local_paths import with_absolute_paths
 from so_tui.structs import prepare
 from so_tui.units import plural, thousands
 

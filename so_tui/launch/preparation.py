@@ -14,7 +14,6 @@ from msgspec import Struct
 from so_tui.launch import command, environment
 from so_tui.launch.ds_config import ds_config
 from so_tui.launch.environment import Variable
-from so_tui.launch.local_paths import with_absolute_paths
 from so_tui.launch.placeholders import Placeholder
 from so_tui.machine.gpus import hiding_variable, visible_gpus
 from so_tui.machine.types import Machine
@@ -27,6 +26,7 @@ from so_tui.runs.own import refuse_unless_own
 from so_tui.runs.records import RunState
 from so_tui.runs.state import read_spec
 from so_tui.spec import InputError, Problem, Refusal, Refused, RunSpec, field_index, parse_value, with_values
+from so_tui.spec.local_paths import with_absolute_paths
 from so_tui.trust.printable import so_tui_command
 from so_tui.units import thousands
 

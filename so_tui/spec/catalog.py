@@ -29,6 +29,7 @@ from so_tui.spec.as_published import AS_PUBLISHED, as_published
 from so_tui.spec.check import check_tree
 from so_tui.spec.errors import InputError, Problem
 from so_tui.spec.files import path_fault
+from so_tui.spec.local_paths import with_absolute_paths
 from so_tui.spec.preset_file import Origin, Source, no_preset, read_source
 from so_tui.spec.table import table_text
 from so_tui.spec.tree import Tree, complete_tree, differences, merged, spec_tree
@@ -139,6 +140,8 @@ def find_preset(name_or_path: str, catalog: Catalog | None = None, *, table: boo
 def save_preset(spec: RunSpec, name: str, *, base: str | None, user_dir: Path | None = None) -> Path:
     """Write a user preset with the differences from ``base`` and return its path. An existing user preset of this name is replaced.
 
+    Local paths are written as absolute ones, as the preset is used from any folder.
+
     Args:
         spec: What to save.
         name: Name of the preset.
@@ -155,7 +158,8 @@ def save_preset(spec: RunSpec, name: str, *, base: str | None, user_dir: Path | 
     path = Path(older.path) if older else folder / f"{name}.toml"
     if older and base == name:
         base = read_source(path, "user").tree.get("extends")
-    return _write(path, _toml(_preset_tree(msgspec.structs.replace(spec, name=name), base, presets)))
+    saved = msgspec.structs.replace(with_absolute_paths(spec), name=name)
+    return _write(path, _toml(_preset_tree(saved, base, presets)))
 
 
 def check_user_name(name: str, presets: Mapping[str, Preset], folder: Path | None = None) -> None:

@@ -11,12 +11,12 @@ import pytest
 
 from so_tui.launch import helpers, prepare, start
 from so_tui.launch.checks import preflight, quick_checks
-from so_tui.launch.local_paths import with_absolute_paths
 from so_tui.launch.preparation import Launch
 from so_tui.machine.described import named_machine
 from so_tui.machine.types import Software
 from so_tui.plan.types import Plan
 from so_tui.spec import CheckpointSpec, DataSource, DataSpec, InputError, ModelSpec, Refused, RunSpec, find_preset
+from so_tui.spec.local_paths import with_absolute_paths
 from so_tui.spec.sections.tracking import TrackingSpec
 from tests.support.plans import SOFTWARE, TINY, cpu_machine, launch_with, plan_of, quad_gh200, spec_of
 from tests.support.problems import refusal

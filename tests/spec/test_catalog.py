@@ -270,3 +270,16 @@ def test_the_published_config_is_one_of_deepspeeds_engine() -> None:
     with pytest.raises(InputError) as error:
         with_values(find_preset("qwen3-14b").spec, {"offload.config": "published"})
     assert error.value.problems[0].code == "published-config"
+
+
+def test_a_saved_preset_finds_its_data_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    work, elsewhere = tmp_path / "work", tmp_path / "elsewhere"
+    for folder in (work, elsewhere):
+        folder.mkdir()
+    (work / "rows.json").write_text("[]")
+    monkeypatch.chdir(work)
+    changed = with_values(find_preset("tiny").spec, {"data.source": "rows.json", "data.evaluation": "owner/name"})
+    save_preset(changed, "mine", base="tiny", user_dir=tmp_path)
+    monkeypatch.chdir(elsewhere)
+    data = load_catalog(tmp_path).presets["mine"].spec.data
+    assert (data.source, data.evaluation) == (str(work / "rows.json"), "owner/name")

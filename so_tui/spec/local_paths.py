@@ -7,14 +7,16 @@ from pathlib import Path
 
 import msgspec
 
-from so_tui.spec import DataSource, Problem, RunSpec
+from so_tui.spec.errors import Problem
+from so_tui.spec.sections.data import DataSource
+from so_tui.spec.types import RunSpec
 
 _DATA_SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".csv", ".tsv", ".txt", ".gz", ".zst", ".arrow")
 _BUILTIN = "builtin:"
 
 
 def with_absolute_paths(spec: RunSpec) -> RunSpec:
-    """Return the spec with relative paths made absolute: the run's processes, and a later resume, start in another folder."""
+    """Return the spec with relative paths made absolute: runs, resumes and saved presets begin in other folders."""
     model = msgspec.structs.replace(spec.model, id=_absolute(spec.model.id), tokenizer=_absolute(spec.model.tokenizer))
     source: str | tuple[DataSource, ...]
     if isinstance(spec.data.source, str):
