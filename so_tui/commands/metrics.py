@@ -29,7 +29,7 @@ def export(arguments: argparse.Namespace) -> int:
     line = ProgressLine(shown=not arguments.quiet)
     line.show("reading the run")
     path = Path(target).expanduser()
-    count = export_metrics(read_all(run), path, lambda rows: line.show(f"{thousands(rows)} steps"))
+    count = export_metrics(read_all(run), path, lambda rows: line.show(f"{thousands(rows)} rows"))
     line.clear()
-    print(printable_line(f"wrote {path}: {plural(count, 'step')}"))
+    print(printable_line(f"wrote {path}: {plural(count, 'row')}"))
     return 0

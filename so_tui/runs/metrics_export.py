@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -21,24 +22,29 @@ from typing import Any
 import msgspec
 
 from so_tui.runs.metrics import MetricsReader
-from so_tui.runs.records import StepRecord
+from so_tui.runs.records import EvaluationRecord, StepRecord
 from so_tui.spec.errors import InputError, Problem
 from so_tui.spec.wording import shown
 
-COLUMNS = tuple(field for field in StepRecord.__struct_fields__ if field != "v")
+EVALUATION_LOSS = "evaluation_loss"
+COLUMNS = (*(field for field in StepRecord.__struct_fields__ if field != "v"), EVALUATION_LOSS)
+_OF_EVALUATIONS = ("attempt", "time", "step")
 _ROWS = 10_000
 FORMATS = (".csv", ".parquet")
 Progress = Callable[[int], None]
 
 
 def export_metrics(reader: MetricsReader, path: Path, progress: Progress = lambda _: None, *, columns: Sequence[str] = COLUMNS) -> int:
-    """Write every step that is not superseded, one row a step, and return their number. The file appears when it is complete.
+    """Write every step that is not superseded, one row a step, and return the number of rows. The file appears when it is complete.
+
+    The loss of an evaluation is in the row of the step after which it was made. Where that has no record, such as before the first step,
+    the evaluation has a row of its own.
 
     Args:
         reader: A reader that knows the run.
         path: A new file, whose name ends in ``.csv`` or ``.parquet``.
         progress: Called with the number of rows so far.
-        columns: Fields of the step records.
+        columns: Fields of the step records, and EVALUATION_LOSS.
 
     Raises:
         InputError: With the codes of this module.
@@ -76,9 +82,26 @@ def _written(path: Path, write: Callable[[Path], int]) -> int:
 
 
 def _batches(reader: MetricsReader, columns: Sequence[str]) -> Iterator[list[tuple[Any, ...]]]:
-    steps = reader.steps(0, float("inf"))
-    while batch := list(islice(steps, _ROWS)):
-        yield [tuple(getattr(step, column) for column in columns) for step in batch]
+    rows = _rows(reader, columns)
+    while batch := list(islice(rows, _ROWS)):
+        yield batch
+
+
+def _rows(reader: MetricsReader, columns: Sequence[str]) -> Iterator[tuple[Any, ...]]:
+    """Yield the rows in the order of steps; of several evaluations after a step, the last counts."""
+    left = deque({record.step: record for record in reader.evaluations}.values() if EVALUATION_LOSS in columns else ())
+    for step in reader.steps(0, float("inf")):
+        while left and left[0].step < step.step:
+            yield _alone(left.popleft(), columns)
+        evaluated = left.popleft().loss if left and left[0].step == step.step else None
+        yield tuple(evaluated if column == EVALUATION_LOSS else getattr(step, column) for column in columns)
+    for evaluation in left:
+        yield _alone(evaluation, columns)
+
+
+def _alone(evaluation: EvaluationRecord, columns: Sequence[str]) -> tuple[Any, ...]:
+    known = {name: getattr(evaluation, name) for name in _OF_EVALUATIONS} | {EVALUATION_LOSS: evaluation.loss}
+    return tuple(known.get(column) for column in columns)
 
 
 def _write_csv(path: Path, columns: Sequence[str], batches: Iterator[Sequence[tuple[Any, ...]]], progress: Progress) -> int:
@@ -104,7 +127,7 @@ def _parquet_writer(path: Path) -> Callable[[Path, Sequence[str], Iterator[Seque
 
     def write(temporary: Path, names: Sequence[str], batches: Iterator[Sequence[tuple[Any, ...]]], progress: Progress) -> int:
         count = 0
-        schema = pyarrow.schema([(name, pyarrow.int64() if types[name] in integers else pyarrow.float64()) for name in names])
+        schema = pyarrow.schema([(name, pyarrow.int64() if types.get(name) in integers else pyarrow.float64()) for name in names])
         with pyarrow.parquet.ParquetWriter(temporary, schema) as writer:
             for batch in batches:
                 columns = dict(zip(names, zip(*batch, strict=True), strict=True))

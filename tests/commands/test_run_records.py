@@ -19,7 +19,7 @@ from so_tui.runs import MetricsWriter, RunDirectory, read_spec, read_state
 from so_tui.runs.comparison import result_of_order, result_text
 from so_tui.runs.metrics_export import COLUMNS
 from so_tui.runs.notes import LONGEST_NOTE, read_notes
-from so_tui.runs.records import ResumedRecord
+from so_tui.runs.records import EvaluationRecord, ResumedRecord
 from so_tui.runs.results import recent_results
 from so_tui.settings.types import RunListSettings
 from so_tui.spec import find_preset, load_catalog, save_preset
@@ -147,6 +147,33 @@ def test_every_step_is_in_the_table_once_and_superseded_ones_are_not(runs_dir: P
     assert main(["export-metrics", "resumed", "--to", str(tmp_path / "out.xlsx")]) == 2
     assert main(["export-metrics", "resumed", "--to", str(tmp_path / "no" / "out.csv")]) == 2
     assert sorted(path.name for path in tmp_path.glob("*out*")) == ["out.csv"]
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_evaluations_are_in_the_row_of_their_step(runs_dir: Path, tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(runs_dir, steps=0, seconds_of_samples=1, state="finished", name="evaluated")
+    for path in run.metrics_dir.iterdir():
+        path.unlink()
+    writer = MetricsWriter(run, 1)
+    for step in range(5):
+        if step:
+            writer.append(step_record(step))
+        if step in (0, 2, 4):
+            writer.append(EvaluationRecord(attempt=1, time=1.0, step=step, loss=3.0 - step / 8, tokens=7))
+    writer.close()
+    target = tmp_path / f"out{suffix}"
+    if suffix == ".parquet":
+        pytest.importorskip("pyarrow.parquet")
+    assert main(["export-metrics", "evaluated", "--to", str(target)]) == 0
+    assert "5 rows" in capsys.readouterr().out
+    if suffix == ".csv":
+        with target.open(newline="") as file:
+            found = [(int(row["step"]), row["loss"], row["evaluation_loss"]) for row in csv.DictReader(file)]
+        assert found == [(0, "", "3.0"), (1, "2.0", ""), (2, "2.0", "2.75"), (3, "2.0", ""), (4, "2.0", "2.5")]
+    else:
+        table = pytest.importorskip("pyarrow.parquet").read_table(target)
+        assert table["evaluation_loss"].to_pylist() == [3.0, None, 2.75, None, 2.5]
+        assert table["loss"].to_pylist() == [None, 2.0, 2.0, 2.0, 2.0]
 
 
 def test_parquet_has_the_same_values_or_says_what_is_missing(

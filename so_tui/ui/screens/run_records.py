@@ -171,10 +171,10 @@ def _export_metrics(screen: RunsScreen, run: RunDirectory, path: Path) -> str:
     from so_tui.runs.results import read_all
 
     def show(rows: int) -> None:
-        screen.post_message(Exporting(f"{path.name}: {thousands(rows)} steps"))
+        screen.post_message(Exporting(f"{path.name}: {thousands(rows)} rows"))
 
     count = export_metrics(read_all(run), path, show)
-    return plural(count, "step")
+    return plural(count, "row")
 
 
 def _export_model(screen: RunsScreen, run: RunDirectory, path: Path) -> str:
