@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from so_tui.commands.common import (
     chosen_changes,
@@ -18,6 +19,7 @@ from so_tui.commands.common import (
 from so_tui.machine.types import Machine
 from so_tui.plan.types import Plan
 from so_tui.spec import InputError, Problem, field_index, find_preset, load_catalog, parse_value, problems_in
+from so_tui.trust.printable import brief_message
 from so_tui.units import thousands
 
 
@@ -70,7 +72,8 @@ def plan(arguments: argparse.Namespace) -> int:
         print_rich(render_table(rows, machine))
         for text in left_out:
             note(arguments, text)
-        print_rich(*map(str, catalog.problems))
+        for problem in catalog.problems:
+            print(f"problem: {brief_message(str(problem))}", file=sys.stderr)
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from msgspec import Struct
 
@@ -11,7 +12,7 @@ from so_tui.spec import InputError, Problem, check_user_name, delete_preset, loa
 from so_tui.spec.files import path_fault
 from so_tui.spec.preset_file import Origin
 from so_tui.spec.wording import shown
-from so_tui.trust.printable import printable_line, printable_source, so_tui_command
+from so_tui.trust.printable import brief_message, printable_line, printable_source, so_tui_command
 from so_tui.units import count, thousands
 
 
@@ -46,7 +47,7 @@ class AddedPreset(Struct, frozen=True, kw_only=True):
 
 
 def presets(arguments: argparse.Namespace) -> int:
-    """Print the catalog or one preset as TOML, or add one. Report invalid user presets, with exit code 2."""
+    """Print the catalog or one preset as TOML, or add one. Invalid ones of the user are left out, and named on stderr."""
     import tomli_w
 
     if arguments.preset == "add":
@@ -77,8 +78,10 @@ def presets(arguments: argparse.Namespace) -> int:
         for name, preset in catalog.presets.items():
             spec = preset.spec
             table.add_row(printable_line(name), spec.label, str(spec.ranks), thousands(spec.data.sequence_length), preset.origin)
-        print_rich(table, *(f"problem: {problem}" for problem in catalog.problems))
-    return 2 if catalog.problems else 0
+        print_rich(table)
+        for problem in catalog.problems:
+            print(f"problem: {brief_message(str(problem))}", file=sys.stderr)
+    return 0
 
 
 def _delete(arguments: argparse.Namespace) -> int:

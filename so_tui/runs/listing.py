@@ -109,8 +109,10 @@ def find_run(run: str, runs_dir: Path | None = None) -> RunDirectory:
         raise _not_found("no-runs", run, "there are no runs yet", remedy)
     import difflib  # only for the message
 
-    near = difflib.get_close_matches(run, [known.name for known in runs], n=3, cutoff=0.4) or [known.name for known in runs[:3]]
-    raise _not_found("unknown-run", run, "there is no such run", f"Did you mean {' or '.join(near)}? `so-tui runs` lists them all.")
+    near = difflib.get_close_matches(run, [known.name for known in runs], n=3, cutoff=0.6)
+    near += [known.name for known in runs if run and run in known.name and known.name not in near]
+    remedy = f"Did you mean {' or '.join(near[:3])}? `so-tui runs` lists them all." if near else "`so-tui runs` lists them all."
+    raise _not_found("unknown-run", run, "there is no such run", remedy)
 
 
 def _record_folder(folder: Path) -> None:

@@ -144,6 +144,16 @@ def test_an_unknown_run_is_reported_with_the_nearest(spec: RunSpec, asked: str, 
     assert caught.value.exit_code == 2
 
 
+def test_a_name_that_is_near_to_none_gets_no_guess(spec: RunSpec) -> None:
+    create_run(spec, name="alpaca-wsd-1125-a3f09c")
+    with pytest.raises(InputError) as caught:
+        find_run("nosuch")
+    assert "alpaca" not in caught.value.problems[0].remedy
+    with pytest.raises(InputError) as caught:
+        find_run("alpaca")
+    assert "alpaca-wsd-1125-a3f09c" in caught.value.problems[0].remedy
+
+
 def test_latest_is_the_newest_run(spec: RunSpec) -> None:
     create_run(spec, name="tiny-one")
     assert find_run("latest").name == "tiny-one"
