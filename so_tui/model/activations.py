@@ -33,7 +33,19 @@ def policy_of(model: ModelSpec) -> Policy:
 
 def offloads_inputs(model: ModelSpec) -> bool:
     """Return whether layer inputs are in host memory between forward and backward; ``auto`` counts as not."""
-    return model.activation_offload == "on" and policy_of(model) != "none"
+    return model.activation_offload in ("on", "inputs") and policy_of(model) != "none"
+
+
+def offloads_results(model: ModelSpec) -> bool:
+    """Return whether attention's results are in host memory between forward and backward; ``auto`` counts as not."""
+    return model.activation_offload in ("on", "attention") and policy_of(model) == "attention"
+
+
+def offloaded_bytes(shape: Architecture, model: ModelSpec) -> int:
+    """Return what all layers keep in host memory between forward and backward, per token."""
+    inputs = block_input_bytes(shape) * shape.layers if offloads_inputs(model) else 0
+    results = attention_bytes(shape) * (shape.layers - shape.other_layers) if offloads_results(model) else 0
+    return inputs + results
 
 
 def tiles_mlp(model: ModelSpec) -> bool:
@@ -101,7 +113,12 @@ def _plain_gate(shape: Architecture) -> int:
 
 def attention_bytes(shape: Architecture) -> int:
     """Return the bytes of attention's result per token and layer, with its log-sum-exp: 2 q + 4 heads."""
-    return 2 * shape.query_width + 4 * shape.heads
+    return sum(result_bytes(shape))
+
+
+def result_bytes(shape: Architecture) -> tuple[int, int]:
+    """Return the bytes of the two per token and layer, apart."""
+    return 2 * shape.query_width, 4 * shape.heads
 
 
 def product_bytes(shape: Architecture, *, fused: bool) -> int:

@@ -23,6 +23,8 @@ from so_tui.spec.sections.offload import StatesFormat
 from so_tui.spec.types import RunSpec
 
 _FORMATS: tuple[StatesFormat, ...] = ("fp32", "bf16-moments", "int8-moments")
+_ON_HOST: tuple[Literal["attention", "on"], ...] = ("attention", "on")
+"""Where attention's results are kept, what may be in host memory: they alone, which takes the least of it, or layer inputs too."""
 SHORTEST = 512
 """Fewest tokens of a sequence that are proposed."""
 ADVICE_RATIO_STEP = 0.2
@@ -86,21 +88,24 @@ def with_micro_batch(spec: RunSpec, micro_batch: int) -> RunSpec:
 
 def with_policy(spec: RunSpec, policy: Policy) -> RunSpec:
     """Return the spec with another activation checkpointing."""
-    if spec.model.activation_checkpointing == policy:
+    model = spec.model
+    if model.activation_checkpointing == policy:
         return spec
-    return replace(spec, model=replace(spec.model, activation_checkpointing=policy))
+    nothing_left = model.activation_offload == "attention" and policy != "attention"
+    offload = "auto" if nothing_left else model.activation_offload
+    return replace(spec, model=replace(model, activation_checkpointing=policy, activation_offload=offload))
 
 
 def more_recomputation(spec: RunSpec) -> Iterator[Alternative]:
     """Yield the recomputation that needs the least memory, where the spec has another."""
     if spec.model.activation_checkpointing != "full":
-        yield _changed(spec, "model", activation_checkpointing="full")
+        yield alternative_to(spec, with_policy(spec, "full"))
 
 
 def memory_savings(spec: RunSpec) -> Iterator[RunSpec]:
-    """Yield a spec with feed-forward blocks in tiles, with layer inputs on the host, and with both, as far as it leaves them open.
+    """Yield a spec with feed-forward blocks in tiles, with what layers keep on the host, and with both, as far as it leaves them open.
 
-    The same follow with weights on the host.
+    Where attention's results are kept, they are moved alone first. The same follow with weights on the host.
     """
     activations = tuple(smaller_activations(spec))
     yield from activations
@@ -112,10 +117,31 @@ def smaller_activations(spec: RunSpec) -> Iterator[RunSpec]:
     """Yield what ``memory_savings`` yields without moving weights."""
     model, policy = spec.model, spec.model.activation_checkpointing
     tiles = {"tiled_mlp": "on"} if spec.micro_batch_tokens > MLP_TILE_TOKENS and _can_tile(model) else {}
-    host = {"activation_offload": "on"} if model.activation_offload == "auto" and policy != "none" else {}
-    for values in (tiles, host, {**tiles, **host} if tiles and host else {}):
+    ways: tuple[Literal["attention", "on"], ...] = ()
+    if model.activation_offload == "auto" and policy != "none":
+        ways = _ON_HOST if policy == "attention" else ("on",)
+    hosts: list[dict[str, str]] = [{"activation_offload": way} for way in ways]
+    for values in (tiles, *hosts, *({**tiles, **host} for host in hosts if tiles)):
         if values:
             yield replace(spec, model=replace(model, **values))
+
+
+def results_on_host(spec: RunSpec, found: RunSpec) -> Iterator[RunSpec]:
+    """Yield a spec that keeps attention's results in host memory, where it leaves that open, then layer inputs too; both also with tiles.
+
+    Args:
+        spec: As given.
+        found: The same with what was decided, whose tiles and weights on the host stay.
+    """
+    model, offload = spec.model, replace(spec.offload, parameters=found.offload.parameters)
+    if model.activation_checkpointing not in ("auto", "attention") or model.activation_offload not in ("auto", "on", "attention"):
+        return
+    ways = _ON_HOST if model.activation_offload == "auto" else (model.activation_offload,)
+    keeping = replace(model, activation_checkpointing="attention", tiled_mlp=found.model.tiled_mlp)
+    tiles = ("on",) if spec.micro_batch_tokens > MLP_TILE_TOKENS and _can_tile(keeping) else ()
+    for tiled in (keeping.tiled_mlp, *tiles):
+        for way in ways:
+            yield replace(spec, model=replace(keeping, activation_offload=way, tiled_mlp=tiled), offload=offload)
 
 
 def weights_on_host(spec: RunSpec) -> Iterator[RunSpec]:

@@ -7,7 +7,7 @@ from typing import cast
 
 from msgspec.structs import replace
 
-from so_tui.model.activations import policy_of
+from so_tui.model.activations import offloads_inputs, offloads_results, policy_of
 from so_tui.plan.alternatives import with_micro_batch, with_policy
 from so_tui.plan.facts.choices import (
     AdamCoresChosen,
@@ -63,6 +63,7 @@ def choices(given: RunSpec, chosen: Assessment, tried: Sequence[Assessment]) -> 
             ratio=offload.ratio,
             micro_batch=other.spec.train.micro_batch,
             policy=policy_of(other.spec.model),
+            on_host=_on_host(other),
             slower=_slower(chosen, other),
         )
     elif not resources.gpu_memory_unknown:
@@ -131,8 +132,13 @@ def _runner_up(chosen: Assessment, tried: Sequence[Assessment]) -> Assessment | 
     return next((found for found in tried if found.verdict == "fits" and _settings(found) != _settings(chosen)), None)
 
 
-def _settings(found: Assessment) -> tuple[str, str, int]:
-    return found.spec.offload.mode, found.spec.model.activation_checkpointing, found.spec.train.micro_batch
+def _settings(found: Assessment) -> tuple[str, str, bool, int]:
+    return found.spec.offload.mode, found.spec.model.activation_checkpointing, _on_host(found), found.spec.train.micro_batch
+
+
+def _on_host(found: Assessment) -> bool:
+    """Return whether what layers keep is in host memory, or a part of it."""
+    return offloads_inputs(found.spec.model) or offloads_results(found.spec.model)
 
 
 def _slower(chosen: Assessment, other: Assessment) -> float:

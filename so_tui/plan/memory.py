@@ -17,6 +17,7 @@ from so_tui.model.activations import (
     block_input_bytes,
     mlp_bytes,
     offloads_inputs,
+    offloads_results,
     policy_of,
     tiled_block_bytes,
 )
@@ -34,8 +35,9 @@ Measured in mixtures of experts on an H200."""
 LOST_BETWEEN_RESULTS = 0.3
 """GPU memory lost between attention's results where a layer keeps nothing else, as a share of them. Measured once on an H200 (4 billion
 parameters, one sequence of 65,536 tokens): 5.3 GiB beside 18.3."""
-INPUTS_HELD: dict[Phase, int] = {"loss": 1, "backward": 2}
-"""Layer inputs that the GPU holds where the others are on the host: the last layer's, and in backward the one being fetched."""
+HELD: dict[Phase, int] = {"loss": 1, "backward": 2}
+"""Layers whose input, or attention's results, the GPU holds where the others' are on the host: the last one, and in backward also the one
+whose are being fetched."""
 GRADIENT_SUM_BYTES = 6
 """Per parameter of a feed-forward block in tiles: the fp32 sum of its gradient, and one tile's."""
 _MOMENTS: dict[StatesFormat, str] = {
@@ -134,15 +136,19 @@ def _activations(placement: Placement) -> Iterator[MemoryTerm]:
     spec, profile, gpu, tokens = placement.spec, placement.profile, placement.gpu, placement.tokens
     shape, policy = profile.architecture, policy_of(spec.model)
     sizes = profile.activations[policy]
-    offloaded = block_input_bytes(shape) if offloads_inputs(spec.model) else 0
-    kept = sizes.stored - offloaded
+    inputs = block_input_bytes(shape) if offloads_inputs(spec.model) else 0
+    results = attention_bytes(shape) if offloads_results(spec.model) else 0
+    kept = sizes.stored - inputs - results
     scores = profile.score_bytes(spec.data.sequence_length, spec.train.micro_batch)
     formula = Formula("{} tokens x {} B x {} layers (activation checkpointing: {})", (tokens, kept, shape.layers, policy))
     whole = tokens * kept * shape.layers + (scores * shape.layers if policy == "none" else 0)
-    if offloaded:
-        yield from _offloaded_inputs(placement, offloaded)
+    if inputs:
+        yield from _on_host(placement, inputs, shape.layers, TermKind.OFFLOADED_INPUTS, TermKind.LAYER_INPUTS)
+    if results:
+        attending = shape.layers - shape.other_layers
+        yield from _on_host(placement, results, attending, TermKind.OFFLOADED_RESULTS, TermKind.ATTENTION_RESULTS)
     for phase in _STORED_PHASES if whole else ():
-        if policy == "full" and not offloaded:
+        if policy == "full" and not inputs:
             yield MemoryTerm(TermKind.LAYER_INPUTS, gpu, whole, "exact", formula, phase=phase)
         else:
             yield MemoryTerm(TermKind.ACTIVATIONS, gpu, whole, "estimate", formula, phase=phase)
@@ -181,15 +187,15 @@ def _working_set(placement: Placement, stored: int) -> MemoryTerm:
     return MemoryTerm(TermKind.BLOCK_WORKING_SET, placement.gpu, size, "estimate", formula, phase="backward")
 
 
-def _offloaded_inputs(placement: Placement, input_bytes: int) -> Iterator[MemoryTerm]:
-    """Yield the layer inputs in host memory, and the few that the GPU holds meanwhile."""
-    layers, tokens = placement.profile.architecture.layers, placement.tokens
-    formula = Formula("{} tokens x {} B x {} layers, pinned", (tokens, input_bytes, layers))
-    yield MemoryTerm(TermKind.OFFLOADED_INPUTS, "node", tokens * input_bytes * layers, "exact", formula)
+def _on_host(placement: Placement, each: int, layers: int, on_host: TermKind, on_gpu: TermKind) -> Iterator[MemoryTerm]:
+    """Yield what layers keep in host memory, ``each`` bytes a token, and the few that the GPU holds meanwhile."""
+    tokens = placement.tokens
+    formula = Formula("{} tokens x {} B x {} layers, pinned", (tokens, each, layers))
+    yield MemoryTerm(on_host, "node", tokens * each * layers, "exact", formula)
     for phase in _STORED_PHASES:
-        held = min(layers, INPUTS_HELD[phase])
-        formula = Formula("{} tokens x {} B x {} of {} layers, the others on the host", (tokens, input_bytes, held, layers))
-        yield MemoryTerm(TermKind.LAYER_INPUTS, placement.gpu, tokens * input_bytes * held, "exact", formula, phase=phase)
+        held = min(layers, HELD[phase])
+        formula = Formula("{} tokens x {} B x {} of {} layers, the others on the host", (tokens, each, held, layers))
+        yield MemoryTerm(on_gpu, placement.gpu, tokens * each * held, "exact", formula, phase=phase)
 
 
 def _expert_terms(placement: Placement) -> Iterator[MemoryTerm]:
@@ -241,7 +247,8 @@ def _gpu_overhead(placement: Placement, moving: Sequence[MemoryTerm]) -> Iterato
     yield MemoryTerm(TermKind.ALLOCATOR_SLACK, gpu, int(memory.slack_share * changing), "calibrated", formula)
     if policy_of(placement.spec.model) == "attention":
         shape = placement.profile.architecture
-        kept = placement.tokens * attention_bytes(shape) * shape.layers
+        layers = min(shape.layers, HELD["backward"]) if offloads_results(placement.spec.model) else shape.layers
+        kept = placement.tokens * attention_bytes(shape) * layers
         formula = Formula("{:.0%} of attention's results, kept between what is freed", (LOST_BETWEEN_RESULTS,))
         yield MemoryTerm(TermKind.RESULT_FRAGMENTATION, gpu, int(LOST_BETWEEN_RESULTS * kept), "calibrated", formula)
 

@@ -12,7 +12,7 @@ from typing import Literal, cast
 from msgspec.structs import replace
 
 from so_tui.machine.types import Machine
-from so_tui.model.activations import MLP_TILE_TOKENS, policy_of, tiles_mlp
+from so_tui.model.activations import MLP_TILE_TOKENS, offloaded_bytes, policy_of, tiles_mlp
 from so_tui.model.flops import model_flops
 from so_tui.model.profile import profile_of
 from so_tui.plan.alternatives import with_policy
@@ -44,7 +44,7 @@ from so_tui.plan.hosts import across_hosts
 from so_tui.plan.interval import checkpoint_interval
 from so_tui.plan.remedies import gpus_with_margin, remedies
 from so_tui.plan.resources import Resources, rank_counts
-from so_tui.plan.search import ALIKE, fastest, fastest_policy, larger_steps, or_with_less_memory, with_fitting_cores
+from so_tui.plan.search import ALIKE, fastest, fastest_policy, larger_steps, or_faster_on_host, or_with_less_memory, with_fitting_cores
 from so_tui.plan.speculation import can_speculate, second_states_bytes
 from so_tui.plan.terms import OUTSIDE_ALLOCATOR, TERM_NAMES, MemoryTerm, TermKind
 from so_tui.plan.types import OptionalMemory, Plan, PlanRow
@@ -71,6 +71,7 @@ def make_plan(spec: RunSpec, machine: Machine, *, workload: Workload | None = No
     spec = as_read(spec, machine)
     target = _target(spec, machine, workload, probed=probed)
     found, decided = or_with_less_memory(spec, _decided(spec, target), lambda other: _decided(other, target))
+    found, decided = or_faster_on_host(spec, (found, decided), lambda other: _decided(other, target))
     return _plan(spec, found, (*decided, *_checkpointing(spec, found)))
 
 
@@ -254,8 +255,7 @@ def _settled(spec: RunSpec, found: Assessment) -> Iterator[Choice]:
         yield SavesBehind(share=found.copies.share, bytes=found.copies.bytes)
     if tiles_mlp(found.spec.model):
         yield MlpTiled(tile_tokens=MLP_TILE_TOKENS)
-    if inputs := sum(term.bytes for term in found.terms if term.kind is TermKind.OFFLOADED_INPUTS):
-        yield InputsOnHost(bytes=inputs)
+    yield from _inputs_on_host(found)
     yield from _weights_on_host(found)
     yield from across_hosts(found)
     yield from checkpoint_interval(found)
@@ -266,6 +266,24 @@ def _settled(spec: RunSpec, found: Assessment) -> Iterator[Choice]:
         once = spec.replicas * spec.train.micro_batch * spec.data.sequence_length
         steps = spec.gradient_accumulation_steps
         yield TokensReached(accumulation=steps, target=target, tokens=steps * once, tokens_per_pass=once)
+
+
+def _inputs_on_host(found: Assessment) -> Iterator[InputsOnHost]:
+    if not offloaded_bytes(found.target.profile.architecture, found.spec.model):
+        return
+    kinds = (TermKind.OFFLOADED_INPUTS, TermKind.OFFLOADED_RESULTS)
+    inputs, results = (sum(term.bytes for term in found.terms if term.kind is kind) for kind in kinds)
+    fact = InputsOnHost(bytes=inputs, results_bytes=results)
+    if (model := step_model(found.placement, found.target)) is None:
+        yield fact
+        return
+    speed = model.speed
+    yield replace(
+        fact,
+        out_s=model.kept_copies_s(speed.d2h_bytes_per_s),
+        back_s=model.kept_copies_s(speed.h2d_bytes_per_s),
+        exposed_s=found.spec.gradient_accumulation_steps * model.one_pass.exposed_copies_s,
+    )
 
 
 def _weights_on_host(found: Assessment) -> Iterator[WeightsOnHost]:

@@ -2,7 +2,8 @@
 
 Tried are: where the states live (without offload, else SuperOffload at the smallest ratio that leaves the margin; what is chosen also at
 larger ones), what is recomputed, how an optimizer step is split into micro-batches, and, where nothing fits, feed-forward blocks in tiles,
-layer inputs and weights on the host, and ranks that share sequences. The tokens of an optimizer step and the sequence length stay as given.
+layer inputs and weights on the host, and ranks that share sequences; attention's results on the host also where that is faster. The tokens
+of an optimizer step and the sequence length stay as given.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from so_tui.model.activations import POLICIES, TILED_POLICIES, Policy
-from so_tui.plan.alternatives import batch_splits, memory_savings, with_micro_batch, with_policy
+from so_tui.model.activations import POLICIES, TILED_POLICIES, Policy, offloads_results, policy_of
+from so_tui.plan.alternatives import batch_splits, memory_savings, results_on_host, with_micro_batch, with_policy
 from so_tui.plan.facts.cautions import LargerSteps
 from so_tui.plan.fastest_ratio import at_fastest_ratio, rate
 from so_tui.plan.fit import Assessment, Candidates, Target, assess, best, step_with
@@ -49,7 +50,9 @@ def fastest(spec: RunSpec, target: Target) -> tuple[Assessment, tuple[Assessment
 
 
 def _fastest_here(spec: RunSpec, target: Target) -> tuple[Assessment, tuple[Assessment, ...]]:
-    return or_with_less_memory(spec, _fastest(spec, target), lambda other: _fastest(other, target))
+    found = or_with_less_memory(spec, _fastest(spec, target), lambda other: _fastest(other, target))
+    other = or_faster_on_host(spec, found, lambda other: _fastest(other, target))
+    return (other[0], _best_first((*other[1], *found[1]))) if other is not found else found
 
 
 def or_with_less_memory(
@@ -76,6 +79,31 @@ def or_with_less_memory(
     return found
 
 
+def or_faster_on_host(
+    spec: RunSpec, found: tuple[Assessment, _T], find: Callable[[RunSpec], tuple[Assessment, _T]]
+) -> tuple[Assessment, _T]:
+    """Return what was found for a spec, or what is found with attention's results on the host, where that is faster.
+
+    It is where they have no room on the GPU, so that attention would be computed again, or where they would drive states to the host whose
+    steps nothing hides. Arguments as for ``or_with_less_memory``.
+    """
+    resources = found[0].target.resources
+    if found[0].verdict != "fits" or not resources.has_gpu or resources.supply.one_memory or not rate(found[0]):
+        return found
+    policy = policy_of(found[0].spec.model)
+    if policy not in TILED_POLICIES or (policy == "attention" and found[0].spec.offload.mode == "gpu"):
+        return found
+    for keeping in results_on_host(spec, found[0].spec):
+        other = find(keeping)
+        if other[0].verdict == "fits" and offloads_results(other[0].spec.model) and rate(other[0]) > (1 + ALIKE) * rate(found[0]):
+            found = other
+    return found
+
+
+def _best_first(tried: Sequence[Assessment]) -> tuple[Assessment, ...]:
+    return tuple(sorted(tried, key=lambda found: (_ORDER[found.verdict], -rate(found))))
+
+
 def _fastest(spec: RunSpec, target: Target) -> tuple[Assessment, tuple[Assessment, ...]]:
     variants = _Variants(spec, target)
     least_memory = _least_memory(variants)
@@ -86,8 +114,8 @@ def _fastest(spec: RunSpec, target: Target) -> tuple[Assessment, tuple[Assessmen
     tried = [*_tried(variants)]
     if "full" in policies(spec, target) or all(found.verdict == "does not fit" for found in tried):
         tried += least_memory
-    tried = sorted(tried, key=lambda found: (_ORDER[found.verdict], -rate(found)))
-    return at_fastest_ratio(spec, _simplest(spec, tried)), tuple(tried)
+    ordered = _best_first(tried)
+    return at_fastest_ratio(spec, _simplest(spec, ordered)), ordered
 
 
 class _Variants:
@@ -117,9 +145,11 @@ def policies(spec: RunSpec, target: Target) -> tuple[Policy, ...]:
         return (given,)
     if target.resources.speed is None:
         return ("full",)
-    if spec.model.tiled_mlp == "on":
+    if spec.model.tiled_mlp == "on" and spec.model.activation_offload != "attention":
         return TILED_POLICIES
-    return tuple(policy for policy in POLICIES if policy != "none") if spec.model.activation_offload == "on" else POLICIES
+    if spec.model.activation_offload == "attention":
+        return ("attention",)
+    return tuple(policy for policy in POLICIES if policy != "none") if spec.model.activation_offload in ("on", "inputs") else POLICIES
 
 
 def with_fitting_cores(chosen: Assessment, target: Target) -> RunSpec:

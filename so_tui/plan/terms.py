@@ -36,6 +36,8 @@ class TermKind(StrEnum):
     PINNED_ROUNDING = "pinned-rounding"
     LAYER_INPUTS = "layer-inputs"
     OFFLOADED_INPUTS = "offloaded-inputs"
+    ATTENTION_RESULTS = "attention-results"
+    OFFLOADED_RESULTS = "offloaded-results"
     HOST_WEIGHTS = "host-weights"
     FETCHED_WEIGHTS = "fetched-weights"
     ACTIVATIONS = "activations"
@@ -92,6 +94,8 @@ TERM_NAMES: dict[TermKind, str] = {
     TermKind.PINNED_ROUNDING: "rounding of pinned blocks",
     TermKind.LAYER_INPUTS: "checkpointed layer inputs",
     TermKind.OFFLOADED_INPUTS: "layer inputs on the host",
+    TermKind.ATTENTION_RESULTS: "attention's results",
+    TermKind.OFFLOADED_RESULTS: "attention's results on the host",
     TermKind.HOST_WEIGHTS: "weights on the host",
     TermKind.FETCHED_WEIGHTS: "weights fetched from the host",
     TermKind.ACTIVATIONS: "stored activations",
@@ -136,7 +140,7 @@ TERM_NAMES: dict[TermKind, str] = {
 
 OUTSIDE_ALLOCATOR = frozenset({TermKind.CUDA_CONTEXT, TermKind.NCCL_BUFFERS, TermKind.WORKER_CONTEXT})
 """GPU terms that torch's allocator does not see: it reserves the others."""
-ACTIVATION_STACK = frozenset({TermKind.LAYER_INPUTS, TermKind.ACTIVATIONS})
+ACTIVATION_STACK = frozenset({TermKind.LAYER_INPUTS, TermKind.ATTENTION_RESULTS, TermKind.ACTIVATIONS})
 """GPU terms that grow during forward and shrink during backward, so that no memory is lost between them."""
 NOT_STEADY = frozenset({TermKind.LOADING, TermKind.SAVING})
 """Host terms outside of training steps."""

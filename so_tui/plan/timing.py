@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from so_tui.model.activations import block_input_bytes, offloads_inputs, policy_of
+from so_tui.model.activations import offloaded_bytes, policy_of
 from so_tui.model.flops import attention_pairs
 from so_tui.model.padding import bucket_tokens
 from so_tui.plan import deepspeed_step
@@ -54,6 +54,8 @@ class Pass(Struct, frozen=True, kw_only=True):
     backward_s: float
     backward_python_s: float
     """Of backward, the time Python needs to launch it. It is hidden while the GPU computes for longer."""
+    exposed_copies_s: float = 0.0
+    """Of both, the time by which copies of what layers keep in host memory make them longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,20 +128,18 @@ class StepModel:
         again = 0.0 if policy_of(self.placement.spec.model) == "none" else use.forward_launches_per_layer
         forward_python_s = (use.forward_launches_per_layer + gathering) * overhead_s
         fetched_s = self.fetched_weights_s
-        forward = max(
-            layers_s.forward + use.all_gather_share * gather_s,
-            gather_s + fetched_s,
-            forward_python_s,
-            self._inputs_s(self.speed.d2h_bytes_per_s),
-        )
+        forward = max(layers_s.forward + use.all_gather_share * gather_s, gather_s + fetched_s, forward_python_s)
         python = (use.backward_launches_per_layer + again + gathering) * overhead_s
-        backward = max(
-            layers_s.backward + layers_s.repeated + 2 * use.all_gather_share * gather_s,
-            2 * gather_s + fetched_s,
-            python,
-            self._inputs_s(self.speed.h2d_bytes_per_s) + fetched_s,
+        backward = max(layers_s.backward + layers_s.repeated + 2 * use.all_gather_share * gather_s, 2 * gather_s + fetched_s, python)
+        # What layers keep on the host is copied beside all that, in backward behind weights from there.
+        waits = max(0.0, self.kept_copies_s(self.speed.d2h_bytes_per_s) - forward)
+        waits_back = max(0.0, self.kept_copies_s(self.speed.h2d_bytes_per_s) + fetched_s - backward)
+        return Pass(
+            forward_s=forward + waits + self._loss_s(),
+            backward_s=backward + waits_back,
+            backward_python_s=python,
+            exposed_copies_s=waits + waits_back,
         )
-        return Pass(forward_s=forward + self._loss_s(), backward_s=backward, backward_python_s=python)
 
     def _layers_s(self) -> _Layers:
         """Return the seconds of all layers' forward, their backward, and what it recomputes."""
@@ -177,12 +177,10 @@ class StepModel:
             return 0.0
         return self._computed_tokens * shape.layers * exchanged_bytes(shape, ranks) / self.speed.peer_bytes_per_s
 
-    def _inputs_s(self, bytes_per_s: float) -> float:
-        """Return the seconds of copying the inputs of all layers in one direction, where they are on the host between the passes."""
-        shape = self.placement.profile.architecture
-        if not offloads_inputs(self.placement.spec.model):
-            return 0.0
-        return self._computed_tokens * block_input_bytes(shape) * shape.layers / bytes_per_s
+    def kept_copies_s(self, bytes_per_s: float) -> float:
+        """Return the seconds of copying in one direction what layers keep in host memory between the passes of one micro-batch."""
+        placement = self.placement
+        return self._computed_tokens * offloaded_bytes(placement.profile.architecture, placement.spec.model) / bytes_per_s
 
     @property
     def fetched_weights_s(self) -> float:

@@ -9,7 +9,7 @@ Problem codes:
     sequence-parallel-gpus, sequence-parallel-length: ``train.sequence_parallel`` does not divide the GPUs, or the sequence length.
     sequence-parallel-layers: A layer of the model is not attention that can be divided among ranks.
     sequence-parallel-router: Ranks that share sequences cannot compute a router loss.
-    nothing-to-offload: ``model.activation_offload = "on"`` where no layer is checkpointed.
+    nothing-to-offload: ``model.activation_offload`` where no layer keeps what it moves.
     nothing-to-tile: ``model.tiled_mlp = "on"`` where no dense feed-forward block is recomputed.
     published-config: ``offload.config`` of DeepSpeed's own SuperOffload with another engine.
     parameter-offload: ``offload.parameters = "cpu"`` with an optimizer that keeps the weights on the GPU.
@@ -81,6 +81,25 @@ def _length_problems(train: dict[str, Any], benchmark: dict[str, Any]) -> Iterat
         )
 
 
+def _nothing_to_offload(offload: Any, policy: Any) -> Iterator[Problem]:
+    if offload in ("on", "inputs") and policy == "none":
+        yield Problem(
+            code="nothing-to-offload",
+            field="model.activation_offload",
+            value=shown(offload),
+            message='moves the inputs of checkpointed layers, and with activation_checkpointing = "none" there are none',
+            remedy='Set model.activation_checkpointing to "full", "attention" or "selective", or leave model.activation_offload at "auto".',
+        )
+    if offload == "attention" and policy not in ("auto", "attention"):
+        yield Problem(
+            code="nothing-to-offload",
+            field="model.activation_offload",
+            value=shown(offload),
+            message='moves what activation_checkpointing = "attention" keeps of attention, and that is not set',
+            remedy='Set model.activation_checkpointing to "attention", or model.activation_offload to "inputs" or "auto".',
+        )
+
+
 def _model_problems(model: dict[str, Any], train: dict[str, Any]) -> Iterator[Problem]:
     config = _section(model, "config")
     if model.get("weights") == "random" and not config.get("model_type"):
@@ -91,14 +110,7 @@ def _model_problems(model: dict[str, Any], train: dict[str, Any]) -> Iterator[Pr
             message='weights = "random" needs the architecture of the model',
             remedy='Write [model.config] with `model_type` and the keys of the model\'s config.json, or use weights = "pretrained".',
         )
-    if model.get("activation_offload") == "on" and model.get("activation_checkpointing") == "none":
-        yield Problem(
-            code="nothing-to-offload",
-            field="model.activation_offload",
-            value='"on"',
-            message='moves the inputs of checkpointed layers, and with activation_checkpointing = "none" there are none',
-            remedy='Set model.activation_checkpointing to "full", "attention" or "selective", or leave model.activation_offload at "auto".',
-        )
+    yield from _nothing_to_offload(model.get("activation_offload"), model.get("activation_checkpointing", "auto"))
     if model.get("tiled_mlp") == "on" and (model.get("activation_checkpointing") in ("selective", "none") or _EXPERTS & config.keys()):
         yield Problem(
             code="nothing-to-tile",

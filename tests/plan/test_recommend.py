@@ -47,15 +47,14 @@ def test_the_recommended_ratio_is_the_smallest_that_keeps_the_margin() -> None:
     faster = only(plan.reasons, FasterRatio)
     assert (faster.ratio, faster.step_s) == (plan.ratio, plan.step_s)
     assert faster.step_s < faster.smallest_step_s
+    stays = {"offload.parameters": "none", "model.activation_offload": "off"}
     smallest, less = (
-        make_plan(
-            with_values(plan.spec, {"offload.ratio": f"{ratio:.2f}", "offload.speculation": "auto", "offload.parameters": "none"}), BIG
-        )
+        make_plan(with_values(plan.spec, {"offload.ratio": f"{ratio:.2f}", "offload.speculation": "auto"} | stays), BIG)
         for ratio in (faster.smallest_ratio, faster.smallest_ratio - 0.05)
     )
     assert smallest.verdict == "fits"
     assert less.verdict != "fits"
-    held_back = recommend(spec_of("qwen3-14b", offload__speculation="off"), BIG, 1)
+    held_back = recommend(spec_of("qwen3-14b", offload__speculation="off", model__activation_offload="off"), BIG, 1)
     assert only(held_back.reasons, SmallestRatio).ratio == held_back.ratio == faster.smallest_ratio
     given = make_plan(spec_of("qwen3-14b", gpus="1", offload__mode="superoffload"), BIG)
     assert (plan.step_s or 0) <= (given.step_s or 0)

@@ -20,6 +20,7 @@ import superoffload
 from so_tui.launch.ds_config import ds_config
 from so_tui.machine import inspect_machine
 from so_tui.plan import make_plan
+from so_tui.plan.terms import TermKind
 from so_tui.spec.sections.model import ModelSpec
 from so_tui.spec.types import RunSpec
 from so_tui_trainer.data.batches import Batch, Batches
@@ -28,7 +29,7 @@ from so_tui_trainer.model import attention, recompute
 from so_tui_trainer.model import build as building
 from so_tui_trainer.model.build import build
 from so_tui_trainer.model.config import disable_dropout
-from so_tui_trainer.model.host_inputs import HostInputs
+from so_tui_trainer.model.host_activations import HostActivations, Room
 from so_tui_trainer.model.trained import TrainedModel, parameter_groups
 from tests.support.attention import PLAIN
 from tests.support.documents import documents, spec
@@ -81,7 +82,9 @@ def compare(model_type: str, changes: dict[str, Any], policy: recompute.Policy, 
     name = attention.register(PLAIN, attention.sequence_group(ranks))
     exact = model_type != "gpt_oss"
     causal = causal_model(config, dtype=torch.float64 if exact else torch.float32, attention=name)
-    recompute.install(causal, policy, HostInputs(2, 1 << 20, torch.device("cpu")) if policy == "full" else None)
+    room = Room(2, 1 << 20)
+    on_host = HostActivations(room, [room, room] if policy == "attention" else [], torch.device("cpu"))
+    recompute.install(causal, policy, on_host if policy in ("full", "attention") else None)
     causal.train()
     model = TrainedModel(causal, name)
     shared = shared_spec(ranks, settings)
@@ -103,6 +106,17 @@ def compare(model_type: str, changes: dict[str, Any], policy: recompute.Policy, 
     assert all(tensor.isfinite().all() for tensor in results(model, empty, scale).values())
 
 
+kept_bytes: list[int] = []
+"""Of each ``HostActivations`` that a run makes."""
+ON_HOST = (TermKind.OFFLOADED_INPUTS, TermKind.OFFLOADED_RESULTS)
+
+
+class Measured(HostActivations):
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        kept_bytes.append(self.nbytes)
+
+
 def plain_attention(model: ModelSpec, needs: Any, device: torch.device, ranks_per_sequence: int) -> str:
     """Stand in for ``attention.choose``: no kernels that take boundaries run on a CPU."""
     return attention.register(PLAIN, attention.sequence_group(ranks_per_sequence))
@@ -114,7 +128,9 @@ def steps(**changes: str) -> list[tuple[float, float]]:
     plan = make_plan(spec(gpus=str(size), offload__mode="superoffload", train__gradient_clipping="1", **changes), inspect_machine())
     run = plan.spec
     torch.manual_seed(run.train.seed)
+    kept_bytes.clear()
     model = build(run, torch.device("cpu"), ds_config(plan))
+    assert sum(kept_bytes) == sum(term.bytes for term in plan.breakdown if term.kind in ON_HOST)
     made, *_ = superoffload.initialize(model, parameter_groups(model, run), engine_settings(run, binding()), ds_config(plan))
     batches = Batches(documents(), run, dist.get_rank())
     batches.end_to_end = True
@@ -137,13 +153,18 @@ def steps(**changes: str) -> list[tuple[float, float]]:
 def train() -> None:
     """Under ZeRO-3 with our engine, whose weights are in bf16: the same sequences, each rank its own, or both a part of each.
 
-    Inputs and weights in host memory must not change a bit, tiles and parts round differently.
+    Inputs, attention's results and weights in host memory must not change a bit, tiles and parts round differently.
     """
     attention.choose = plain_attention  # type: ignore[assignment]
+    building.HostActivations = Measured  # type: ignore[assignment, attr-defined]
     apart = steps(train__gradient_accumulation="1", model__activation_checkpointing="full", model__activation_offload="off")
     on_host = steps(train__gradient_accumulation="1", model__activation_checkpointing="full", model__activation_offload="on")
     fetched = steps(train__gradient_accumulation="1", model__activation_checkpointing="full", offload__parameters="cpu")
     keeping = steps(train__gradient_accumulation="1", model__activation_checkpointing="attention", offload__parameters="cpu")
+    results_too = [
+        steps(train__gradient_accumulation="1", model__activation_checkpointing="attention", model__activation_offload=offload)
+        for offload in ("on", "attention")
+    ]
     building.MLP_TILE_TOKENS = 50  # type: ignore[attr-defined]
     tiled = steps(train__gradient_accumulation="1", model__activation_checkpointing="full", model__tiled_mlp="on")
     shared = steps(train__gradient_accumulation="2", model__activation_checkpointing="full", train__sequence_parallel="2")
@@ -153,8 +174,15 @@ def train() -> None:
         train__sequence_parallel="2",
         offload__parameters="cpu",
     )
+    results_shared = steps(
+        train__gradient_accumulation="2",
+        model__activation_checkpointing="attention",
+        train__sequence_parallel="2",
+        model__activation_offload="on",
+    )
     assert on_host == fetched == keeping == apart
-    assert both == shared
+    assert results_too == [apart, apart]
+    assert both == results_shared == shared
     for name, found in {"shared": shared, "tiled": tiled}.items():
         assert found == [pytest.approx(expected, rel=0.003) for expected in apart], (name, found, apart)
 

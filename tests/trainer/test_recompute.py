@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -19,10 +21,11 @@ from so_tui.model.activations import stored_bytes
 from so_tui.model.architecture import architecture
 from so_tui_trainer.data.batches import Batches
 from so_tui_trainer.failures import TrainingError
-from so_tui_trainer.model import kernels, recompute, tiles
+from so_tui_trainer.model import attention, kernels, recompute, tiles
 from so_tui_trainer.model.config import disable_dropout
-from so_tui_trainer.model.host_inputs import HostInputs
+from so_tui_trainer.model.host_activations import HostActivations, Room
 from so_tui_trainer.model.trained import TrainedModel
+from tests.support.attention import PLAIN
 from tests.support.documents import documents, spec
 from tests.support.models import causal_model, grad_of
 
@@ -42,17 +45,38 @@ Trained = tuple[float, dict[str, Tensor]]
 """Loss and gradients."""
 
 
-def model_of(policy: recompute.Policy, model_type: str, *, offloaded: bool = False, tile: int = 0, device: str = "cpu") -> PreTrainedModel:
+TOKENS = 2 * 128
+"""Of a micro-batch."""
+QUERIES = SHAPE["num_attention_heads"] * SHAPE["head_dim"]
+
+
+def on_host(device: str, results: bool, shape: dict[str, Any] = SHAPE) -> HostActivations:
+    """Return host memory for the inputs of all layers, and for attention's results too, with their log-sum-exp."""
+    layers, each = shape["num_hidden_layers"], TOKENS * 4
+    rooms = [Room(layers, each * QUERIES), Room(layers, each * shape["num_attention_heads"])] if results else []
+    return HostActivations(Room(layers, each * shape["hidden_size"]), rooms, torch.device(device))
+
+
+def model_of(
+    policy: recompute.Policy,
+    model_type: str,
+    *,
+    offloaded: bool = False,
+    tile: int = 0,
+    device: str = "cpu",
+    with_kernels: attention.Kernels | None = None,
+) -> PreTrainedModel:
+    """Return a small model. Only kernels that take boundaries give results that can be kept."""
     torch.manual_seed(0)
     mixture = model_type in MIXTURES
-    attention = "eager" if model_type == "gpt_oss" else "sdpa"
+    masked = "eager" if model_type == "gpt_oss" else "sdpa"
+    implementation = attention.register(with_kernels) if with_kernels else masked
     config = AutoConfig.for_model(model_type, **SHAPE | (EXPERTS if mixture else {}))
     disable_dropout(config)
-    causal = causal_model(config, dtype=torch.float32, attention=attention)
+    causal = causal_model(config, dtype=torch.float32, attention=implementation)
     causal.to(torch.device(device))  # type: ignore[arg-type]
     kernels.install(causal, [kernels.EXPERTS])
-    inputs = HostInputs(SHAPE["num_hidden_layers"], 2 * 128 * SHAPE["hidden_size"] * 4, torch.device(device)) if offloaded else None
-    recompute.install(causal, policy, inputs)
+    recompute.install(causal, policy, on_host(device, with_kernels is not None) if offloaded else None)
     if tile:
         assert tiles.install(causal, tile) == SHAPE["num_hidden_layers"]
     causal.train()
@@ -97,6 +121,16 @@ def test_inputs_in_host_memory_change_no_bit(policy: recompute.Policy, model_typ
         assert torch.equal(ours[name], gradient), name
 
 
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text", *MIXTURES])
+def test_attentions_results_in_host_memory_change_no_bit(model_type: str) -> None:
+    """gpt-oss has sinks, Gemma 3 windows."""
+    expected, gradients = trained("attention", model_type, passes=2, with_kernels=PLAIN)
+    found, ours = trained("attention", model_type, passes=2, with_kernels=PLAIN, offloaded=True)
+    assert found == expected
+    for name, gradient in gradients.items():
+        assert torch.equal(ours[name], gradient), name
+
+
 def test_a_layer_that_runs_twice_in_a_pass_is_refused_where_its_inputs_would_be_in_host_memory() -> None:
     """There is memory for one input of each layer."""
     causal = model_of("full", "qwen3", offloaded=True)
@@ -120,6 +154,37 @@ def test_inputs_in_pinned_memory_change_nothing_on_a_gpu(policy: recompute.Polic
     assert found == pytest.approx(expected, rel=1e-6)
     for name, gradient in gradients.items():
         torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_attentions_results_go_to_pinned_memory_and_come_back_in_order_on_a_gpu(tmp_path: Path) -> None:
+    """On a stream of their own, so that they run beside the kernels; numbers are those of keeping them on the GPU."""
+    expected, gradients = trained("attention", passes=4, device="cuda", with_kernels=PLAIN)
+    found, ours = trained("attention", passes=4, device="cuda", with_kernels=PLAIN, offloaded=True)
+    assert found == pytest.approx(expected, rel=1e-6)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+    causal = model_of("attention", "qwen3", device="cuda", offloaded=True, with_kernels=PLAIN)
+    batch_bytes: list[int] = []
+    for layer in recompute.checkpointed_layers(causal):
+        layer.register_forward_pre_hook(lambda module, arguments: batch_bytes.append(arguments[0].nbytes))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        torch.autograd.backward(forward(causal))
+        torch.cuda.synchronize()
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = sorted(json.loads((tmp_path / "trace.json").read_text())["traceEvents"], key=lambda event: event.get("ts", 0))
+    copies = [event for event in events if event.get("cat") == "gpu_memcpy"]
+    computing = {event["args"]["stream"] for event in events if event.get("cat") == "kernel"}
+    apart = [event for event in copies if event["args"]["stream"] not in computing]
+    inputs = batch_bytes[0]
+    sizes = [inputs, inputs * QUERIES // SHAPE["hidden_size"], inputs * SHAPE["num_attention_heads"] // SHAPE["hidden_size"]]
+    layers = SHAPE["num_hidden_layers"]
+    for direction, pinned, times in (("DtoH", "-> Pinned", layers), ("HtoD", "Pinned ->", layers - 1)):
+        found_copies = [event for event in apart if direction in event["name"]]
+        assert all(pinned in event["name"] for event in found_copies)
+        assert [event["args"]["bytes"] for event in found_copies] == sizes * times
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "phi3", "gemma3_text", "gpt2"])
@@ -171,8 +236,53 @@ def test_between_forward_and_backward_only_the_last_layers_input_is_on_the_gpu()
     assert not any(storage() for storage in seen)
 
 
+def test_between_forward_and_backward_only_the_last_layers_results_are_on_the_gpu() -> None:
+    """Backward reads the others from the host, and computes none again."""
+    seen: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def noted(*arguments: Any) -> tuple[Tensor, Tensor]:
+        results = PLAIN.forward(*arguments)
+        seen.extend(weakref.ref(tensor.untyped_storage()) for tensor in results)
+        return results
+
+    causal = model_of("attention", "qwen3", offloaded=True, with_kernels=PLAIN._replace(forward=noted))
+    loss = forward(causal)
+    layers = SHAPE["num_hidden_layers"]
+    assert [storage() is None for storage in seen] == [True] * 2 * (layers - 1) + [False] * 2
+    torch.autograd.backward(loss)
+    assert len(seen) == 2 * layers
+    assert not any(storage() for storage in seen)
+
+
+def test_backward_fetches_what_a_layer_kept_while_the_one_after_it_is_computed() -> None:
+    """Its input before that layer's attention, and its results when that layer has taken its own."""
+    causal: Any = model_of("attention", "qwen3", offloaded=True, with_kernels=PLAIN)
+    layers = SHAPE["num_hidden_layers"]
+    with Copies() as copies:
+        for layer in causal.model.layers:
+            layer.self_attn.register_forward_pre_hook(lambda module, arguments: copies.seen.append("attention"))
+            layer.mlp.register_forward_pre_hook(lambda module, arguments: copies.seen.append("mlp"))
+        loss = forward(causal)
+        assert copies.seen[: 5 * layers] == ["input", "attention", "result", "log-sum-exp", "mlp"] * layers
+        copies.seen.clear()
+        torch.autograd.backward(loss)
+    assert copies.seen == ["input", "attention", "result", "log-sum-exp", "mlp"] * (layers - 1) + ["attention", "mlp"]
+
+
+def test_more_attention_in_a_layer_than_is_planned_is_refused() -> None:
+    rooms = [Room(SHAPE["num_hidden_layers"], 1 << 20), Room(1, 1 << 20), Room(1, 1 << 20)]
+    host = HostActivations(rooms[0], rooms[1:], torch.device("cpu"))
+    torch.manual_seed(0)
+    causal = causal_model(AutoConfig.for_model("qwen3", **SHAPE), dtype=torch.float32, attention=attention.register(PLAIN))
+    recompute.install(causal, "attention", host)
+    causal.train()
+    with pytest.raises(TrainingError) as refused:
+        forward(causal)
+    assert refused.value.code == "layer-inputs-unforeseen"
+
+
 def test_evaluation_leaves_nothing_in_host_memory() -> None:
-    causal = model_of("full", "qwen3", offloaded=True)
+    causal = model_of("attention", "qwen3", offloaded=True, with_kernels=PLAIN)
     causal.train(False)
     with torch.no_grad():
         forward(causal)
@@ -204,6 +314,21 @@ def test_plans_count_queries_and_keys_before_rotation_where_backward_keeps_them(
     least = stored_bytes(normed, "none", fused=True) - 2 * (shape.query_width + shape.key_value_width)
     assert stored_bytes(shape, "none", fused=True) == (stored_bytes(normed, "none", fused=True) if found == {True} else least)
     assert len(found) == 1
+
+
+class Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Names what is copied, by the shape of its last dimension."""
+
+    NAMES: ClassVar[dict[int, str]] = {SHAPE["hidden_size"]: "input", SHAPE["head_dim"]: "result"}
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        if function is torch.ops.aten.copy_.default:
+            self.seen.append(self.NAMES.get(arguments[0].shape[-1], "log-sum-exp"))
+        return function(*arguments, **(keywords or {}))
 
 
 class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]

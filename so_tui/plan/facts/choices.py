@@ -152,10 +152,18 @@ class MlpTiled(CodedFact, frozen=True):
 
 
 class InputsOnHost(CodedFact, frozen=True):
-    """Inputs of checkpointed layers are in host memory between forward and backward."""
+    """Inputs of checkpointed layers are in host memory between forward and backward, and attention's results where they are kept."""
 
     bytes: int
-    """Host memory per rank for them."""
+    """Host memory per rank for the inputs."""
+    results_bytes: int = 0
+    """Host memory per rank for attention's results."""
+    out_s: float | None = None
+    """Seconds of copying both to the host in the forward pass of a micro-batch, where the speed is known."""
+    back_s: float | None = None
+    """Seconds of copying both back in its backward pass."""
+    exposed_s: float = 0.0
+    """By how much that makes a step longer."""
 
 
 class WeightsOnHost(CodedFact, frozen=True):
@@ -216,6 +224,8 @@ class NextBest(CodedFact, frozen=True):
     policy: Policy
     slower: float
     """How much longer its step takes, as a share."""
+    on_host: bool = False
+    """Whether what layers keep is in host memory."""
 
 
 class NoNextBest(CodedFact, frozen=True):

@@ -55,7 +55,7 @@ def _settled(fact: choices.Settled) -> str:
         case choices.MlpTiled():
             return f"feed-forward blocks compute {thousands(fact.tile_tokens)} tokens at a time"
         case choices.InputsOnHost():
-            return f"layer inputs are in host memory between forward and backward: {memory_size(fact.bytes)} a rank"
+            return _inputs_on_host(fact)
         case choices.WeightsOnHost():
             times = ""
             if fact.fetched_s is not None and fact.pass_s is not None:
@@ -115,6 +115,15 @@ def _recommended(fact: choices.Recommended) -> str:
     assert_never(fact)
 
 
+def _inputs_on_host(fact: choices.InputsOnHost) -> str:
+    kept = " and ".join(name for name, size in (("layer inputs", fact.bytes), ("attention's results", fact.results_bytes)) if size)
+    text = f"{kept} are in host memory between forward and backward: {memory_size(fact.bytes + fact.results_bytes)} a rank"
+    if fact.out_s is None or fact.back_s is None:
+        return text
+    hidden = f"which makes a step {duration(fact.exposed_s)} longer" if fact.exposed_s else "beside the computation"
+    return f"{text}. Copying them takes {duration(fact.out_s)} in forward and {duration(fact.back_s)} in backward, {hidden}"
+
+
 def _auto_mode(fact: choices.AutoMode) -> str:
     match fact.why:
         case "no-gpu":
@@ -160,7 +169,8 @@ def _micro_batch(fact: choices.MicroBatchChosen) -> str:
 def _settings(fact: choices.NextBest) -> str:
     """Return ``superoffload at ratio 0.35, micro-batch 4, activation checkpointing selective``."""
     where = "no offload" if fact.mode == "gpu" else f"{fact.mode} at ratio {fact.ratio:.2f}"
-    return f"{where}, micro-batch {fact.micro_batch}, activation checkpointing {fact.policy}"
+    on_host = " in host memory" if fact.on_host else ""
+    return f"{where}, micro-batch {fact.micro_batch}, activation checkpointing {fact.policy}{on_host}"
 
 
 def _slower(share: float) -> str:

@@ -51,10 +51,11 @@ class ModelSpec(Section, frozen=True):
         ),
     ] = "auto"
     activation_offload: Annotated[
-        Literal["auto", "on", "off"],
+        Literal["auto", "on", "inputs", "attention", "off"],
         Meta(
-            description="Keep the inputs of checkpointed layers in host memory between forward and backward. Results are the same. `auto` "
-            "does so where the run would not fit on the GPU otherwise."
+            description="What checkpointed layers keep in host memory between forward and backward: their `inputs`, or what the policy "
+            "`attention` keeps of attention (`attention`), or both (`on`). Results are the same. `auto` does so where the run would not "
+            "fit on the GPU otherwise, or would take longer."
         ),
     ] = "auto"
     tiled_mlp: Annotated[

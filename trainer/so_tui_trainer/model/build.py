@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from so_tui.model.activations import MLP_TILE_TOKENS, offloads_inputs, policy_of, tiles_mlp
+from so_tui.model.activations import MLP_TILE_TOKENS, offloads_inputs, offloads_results, policy_of, result_bytes, tiles_mlp
+from so_tui.model.architecture import architecture
 from so_tui.spec import InputError, ModelSpec, Problem, RunSpec
 from so_tui.spec.layers import packing_problem
 from so_tui.spec.sharing import sharing_problem
 from so_tui_trainer.model import attention, kernels, loading, matching, recompute, tiles
 from so_tui_trainer.model.config import disable_dropout, load_config, model_problem
-from so_tui_trainer.model.host_inputs import HostInputs
+from so_tui_trainer.model.host_activations import HostActivations, Room
 from so_tui_trainer.model.layer_types import kinds_of
 from so_tui_trainer.model.matching import meta_model
 from so_tui_trainer.model.pretrained import weights_folder
@@ -53,7 +54,7 @@ def build(
     causal.config.use_cache = False
     if spec.model.kernels == "auto":
         kernels.install(causal)
-    recompute.install(causal, policy_of(spec.model), _host_inputs(causal, spec, device))
+    recompute.install(causal, policy_of(spec.model), _host_activations(causal, spec, implementation, device))
     if tiles_mlp(spec.model) and not tiles.install(causal, MLP_TILE_TOKENS):
         message = "no layer has a feed-forward block of its own whose tokens are computed one by one"
         problem = Problem(code="nothing-to-tile", field="model.tiled_mlp", value="on", message=message, remedy="Set it to off.")
@@ -64,11 +65,16 @@ def build(
     return TrainedModel(causal, implementation, RouterLoss(causal, coefficient) if coefficient else None)
 
 
-def _host_inputs(causal: PreTrainedModel, spec: RunSpec, device: torch.device) -> HostInputs | None:
-    if not offloads_inputs(spec.model):
+def _host_activations(causal: PreTrainedModel, spec: RunSpec, implementation: str, device: torch.device) -> HostActivations | None:
+    if not offloads_inputs(spec.model) and not offloads_results(spec.model):
         return None
-    width = causal.config.get_text_config().hidden_size * causal.dtype.itemsize
-    return HostInputs(len(recompute.checkpointed_layers(causal)), spec.micro_batch_tokens * width, device)
+    layers, tokens, inputs, results = len(recompute.checkpointed_layers(causal)), spec.micro_batch_tokens, None, list[Room]()
+    if offloads_inputs(spec.model):
+        inputs = Room(layers, tokens * causal.config.get_text_config().hidden_size * causal.dtype.itemsize)
+    if offloads_results(spec.model) and attention.takes_boundaries(implementation):  # others compute attention again
+        shape = architecture(spec.model.config)
+        results = [Room(layers - shape.other_layers, tokens * size) for size in result_bytes(shape)]
+    return HostActivations(inputs, results, device)
 
 
 def _causal(

@@ -16,14 +16,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch._C._nn import linear  # nn.functional.linear is DeepSpeed's under ZeRO-3
 from torch.utils.checkpoint import checkpoint
 
-from so_tui_trainer.model.host_inputs import HostInputs
+from so_tui_trainer.model.host_activations import HostActivations
 from so_tui_trainer.model.matching import decoder_of
 
 if TYPE_CHECKING:
@@ -44,6 +44,28 @@ _SAVED: dict[Policy, frozenset[Operation]] = {
 }
 
 
+class SavedResults(Protocol):
+    """Keeps what one layer saves from its first pass until its recomputation."""
+
+    def save(self, results: Results) -> None: ...
+
+    def reuse(self) -> Results:
+        """Return, and forget, the results that were saved first."""
+
+
+class _OnGpu:
+    """Keeps them where they were computed."""
+
+    def __init__(self) -> None:
+        self._results: deque[Results] = deque()
+
+    def save(self, results: Results) -> None:
+        self._results.append(results)
+
+    def reuse(self) -> Results:
+        return self._results.popleft()
+
+
 class _Local(threading.local):
     store: ResultStore | None = None
     """The store of the pass that this thread runs. Forward runs in the caller's thread, the recomputation in autograd's."""
@@ -57,14 +79,14 @@ def checkpointed_layers(causal: PreTrainedModel) -> list[nn.Module]:
     return [module for module in causal.modules() if hasattr(module, "gradient_checkpointing") and module is not decoder_of(causal)]
 
 
-def install(causal: PreTrainedModel, policy: Policy, inputs: HostInputs | None = None) -> None:
-    """Make every layer of ``causal`` save what ``policy`` says, and its input in ``inputs``, if given."""
+def install(causal: PreTrainedModel, policy: Policy, host: HostActivations | None = None) -> None:
+    """Make every layer of ``causal`` save what ``policy`` says, and in ``host``, if given, its input and what else that has room for."""
     if policy == "none":
         return
     # Not reentrant, which would run ZeRO-3's end-of-backward work several times per backward pass. There is no dropout to repeat, and the
     # tests check that both passes save equal shapes.
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
-    options["context_fn"] = partial(_contexts, _SAVED[policy])
+    options["context_fn"] = partial(_contexts, _SAVED[policy], host.results if host and host.keeps_results else _OnGpu)
     for layer in checkpointed_layers(causal):
         inner, ending = _linear_layers(layer)
         for module in ending:
@@ -72,7 +94,7 @@ def install(causal: PreTrainedModel, policy: Policy, inputs: HostInputs | None =
         for module in inner if policy == "selective" else ():
             module.forward = partial(_saved_linear, module)  # type: ignore[method-assign]
     run = partial(checkpoint, **options)
-    causal._set_gradient_checkpointing(True, partial(inputs.checkpoint, run) if inputs else run)
+    causal._set_gradient_checkpointing(True, partial(host.checkpoint, run) if host else run)
 
 
 def save_or_reuse(operation: Operation, compute: Callable[[], Results]) -> Results:
@@ -120,19 +142,21 @@ class SavedLinear(torch.autograd.Function):
         return of_inputs, of_weight, of_bias
 
 
-def _contexts(saved: frozenset[Operation]) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def _contexts(
+    saved: frozenset[Operation], made: Callable[[], SavedResults]
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return the contexts around a layer's first pass and around its recomputation, which also mark the layer as checkpointed."""
-    results: deque[Results] = deque()
+    results = made()
 
     def first(operation: Operation, compute: Callable[[], Results]) -> Results:
         computed = compute()
         if operation in saved:
             # Detached, since the returned tensors join the graph, which holds these contexts: a reference cycle.
-            results.append(tuple(tensor.detach() for tensor in computed))
+            results.save(tuple(tensor.detach() for tensor in computed))
         return computed
 
     def again(operation: Operation, compute: Callable[[], Results]) -> Results:
-        return results.popleft() if operation in saved else compute()
+        return results.reuse() if operation in saved else compute()
 
     return _with_store(first), _with_store(again)
 
