@@ -238,12 +238,31 @@ def _predicted_for(found: Measured, plan: Plan, machine: Machine) -> Figures:
 
 
 def settings_text(plan: Plan) -> str:
-    """Return a plan's settings in words: ``superoffload 0.90, micro-batch 4 x 4,096, full``."""
+    """Return a plan's settings in words: ``superoffload 0.90, micro-batch 4 x 4,096, full, gradient_clipping 1``.
+
+    Probes whose steps take other time or memory have other settings: a probe replaces one of the same settings.
+    """
     spec = plan.spec
     mode = plan.mode if plan.mode == "gpu" else f"{plan.mode} {plan.ratio:.2f}"
     steps = "" if spec.gradient_accumulation_steps == 1 else f" x {spec.gradient_accumulation_steps}"
-    policy = spec.model.activation_checkpointing
-    return f"{mode}, micro-batch {spec.train.micro_batch} x {thousands(spec.data.sequence_length)}{steps}, {policy}"
+    named = (f"{key} {value}" for key, value in _beside_the_first(spec) if value)
+    micro_batch = f"micro-batch {spec.train.micro_batch} x {thousands(spec.data.sequence_length)}{steps}"
+    return ", ".join((mode, micro_batch, spec.model.activation_checkpointing, *named))
+
+
+def _beside_the_first(spec: RunSpec) -> Iterator[tuple[str, str]]:
+    """Yield the other settings that decide what a step does, by their keys; empty where they are what most runs have."""
+    model, train, offload = spec.model, spec.train, spec.offload
+    yield "gradient_clipping", f"{train.gradient_clipping:g}" if train.gradient_clipping else ""
+    yield "speculation", offload.speculation if train.gradient_clipping and offload.speculation != "auto" else ""
+    yield "sequence_parallel", str(train.sequence_parallel) if train.sequence_parallel > 1 else ""
+    yield "activation_offload", model.activation_offload if model.activation_offload not in ("auto", "off") else ""
+    yield "tiled_mlp", model.tiled_mlp if model.tiled_mlp == "on" else ""
+    yield "attention", model.attention if model.attention != "auto" else ""
+    yield "kernels", model.kernels if model.kernels != "auto" else ""
+    yield "parameters", offload.parameters if offload.parameters == "cpu" else ""
+    yield "states", offload.states if offload.states != "fp32" else ""
+    yield "engine", offload.engine if offload.engine != "so-tui" else ""
 
 
 def compared(probe: Probe) -> Iterator[tuple[str, float, float, float | None]]:

@@ -97,7 +97,7 @@ class Probe(Struct, frozen=True, kw_only=True):
     mode: Mode
     ranks: int
     settings: str
-    """For people: ``superoffload 0.90, micro-batch 4 x 4,096, full``."""
+    """What decides its steps, for people: ``superoffload 0.90, micro-batch 4 x 4,096, full``."""
     workload: Workload
     predicted: Figures
     actual: Figures

@@ -12,7 +12,7 @@ from so_tui.launch.probe import compared, measured_of, predicted_of, probe_of, p
 from so_tui.machine.types import Gpu, Machine
 from so_tui.model.flops import flops_of, model_flops
 from so_tui.plan import make_plan
-from so_tui.plan.calibration import Figures, Probe
+from so_tui.plan.calibration import Figures, Probe, calibration_of, store
 from so_tui.plan.workload import Workload
 from so_tui.runs import MetricsWriter, RunDirectory, SampleWriter
 from so_tui.runs.records import PhaseRecord, Sample
@@ -89,10 +89,40 @@ def test_a_prediction_for_known_data_is_compared_figure_by_figure() -> None:
         measured="", model="", mode="gpu", ranks=1, settings=settings_text(plan), workload=workload, predicted=predicted, actual=actual
     )
     errors = {name: error for name, _, _, error in compared(probe)}
-    assert probe.settings == "gpu, micro-batch 4 x 4,096, full"
+    assert probe.settings == "gpu, micro-batch 4 x 4,096, full, gradient_clipping 1"
     assert errors["step_s"] == pytest.approx(-0.5)
     assert errors["gpu_reserved_gib"] == pytest.approx(1.0, abs=1e-6)
     assert "gpu_device_gib" not in errors
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"train.gradient_clipping": "1"},
+        {"model.activation_offload": "on"},
+        {"model.tiled_mlp": "on"},
+        {"offload.mode": "superoffload", "offload.states": "bf16-moments"},
+        {"offload.mode": "superoffload", "offload.parameters": "cpu"},
+        {"model.kernels": "plain"},
+    ],
+    ids=str,
+)
+def test_probes_whose_steps_differ_are_kept_side_by_side(changes: dict[str, str]) -> None:
+    """A second probe of the same settings replaces the first."""
+    machine, workload, plain = h200(), Workload(), with_values(SPEC, {"train.gradient_clipping": "0"})
+    same = {key: value for key, value in changes.items() if key == "offload.mode"}
+    made = []
+    for other in (same, changes, changes):
+        plan, predicted = predicted_of(with_values(plain, other), machine, workload)
+        text = settings_text(plan)
+        made.append(
+            Probe(measured="", model="m", mode=plan.mode, ranks=1, settings=text, workload=workload, predicted=predicted, actual=predicted)
+        )
+        store(machine, probe=made[-1])
+    known = calibration_of(machine)
+    assert known is not None
+    assert [probe.settings for probe in known.probes] == [made[0].settings, made[1].settings]
+    assert made[0].settings != made[1].settings == made[2].settings
 
 
 def test_a_probe_is_refused_for_another_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
