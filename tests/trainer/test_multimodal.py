@@ -88,6 +88,50 @@ def test_its_weights_are_those_of_the_whole(kind: str, as_before: bool, tmp_path
         torch.testing.assert_close(language.eval()(input_ids=tokens).logits, expected, rtol=1e-4, atol=1e-5)
 
 
+QWEN3_5 = known(
+    {
+        "qwen3_5": {
+            "text_config": {
+                **TEXT,
+                "layer_types": ["linear_attention", "full_attention"],
+                "linear_num_key_heads": 2,
+                "linear_num_value_heads": 4,
+                "linear_key_head_dim": 16,
+                "linear_value_head_dim": 16,
+            },
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "depth": 1,
+                "num_heads": 2,
+                "out_hidden_size": TEXT["hidden_size"],
+            },
+        }
+    }
+)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", QWEN3_5)
+def test_a_head_that_only_the_whole_says_is_tied_is_the_embedding(kind: str, tied: bool, tmp_path: Path) -> None:
+    """Its text_config says nothing of it, and transformers' default there is that the head is stored."""
+    torch.manual_seed(0)
+    factory: Any = AutoModelForImageTextToText
+    whole = factory.from_config(AutoConfig.for_model(kind, **QWEN3_5[kind], tie_word_embeddings=tied), dtype=torch.float32)
+    whole.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    written["text_config"].pop("tie_word_embeddings", None)
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) != tied
+    model = ModelSpec(id=str(tmp_path), weights="pretrained")
+    config = load_config(model)
+    assert config.tie_word_embeddings == tied
+    refuse(match(meta_model(config), read_index(tmp_path)), model)
+    answer: dict[str, Any] = list(describe({"model": str(tmp_path)}))[-1]
+    tensors = [tensor for block in msgspec.convert(answer["model"], ModelSpec).parameters for tensor in block.tensors]
+    assert [bool(tensor.tied) for tensor in tensors if tensor.name == "lm_head.weight"] == [tied]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_described_as_its_language_part(kind: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **KINDS[kind]}))

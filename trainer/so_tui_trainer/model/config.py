@@ -76,8 +76,10 @@ def language_part(config: PretrainedConfig) -> PretrainedConfig:
     text = config.get_text_config()
     if text is config or config.is_encoder_decoder or type(text) not in AutoModelForCausalLM._model_mapping:
         return config
-    # Mistral 3 says of the whole, by default, that its head is its embedding; a head that is stored must not be lost.
-    text.tie_word_embeddings = bool(text.tie_word_embeddings and config.tie_word_embeddings)
+    # Mistral 3 says of the whole, by default, that its head is its embedding; a head that is stored must not be lost. Where that is not the
+    # default, as in Qwen3.5, the folder says so, and it may say it of the whole only.
+    said = not getattr(type(config), "tie_word_embeddings", True)
+    text.tie_word_embeddings = bool(config.tie_word_embeddings and (said or text.tie_word_embeddings))
     if getattr(config, "quantization_config", None) is not None:
         text.quantization_config = config.quantization_config
     return text
