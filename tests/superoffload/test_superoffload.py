@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import superoffload
 from so_tui.model.layout import Parameter, layout_of
 from so_tui_trainer.data.batches import Batch
+from so_tui_trainer.engine_settings import engine_settings
 from so_tui_trainer.model.build import set_leaf_modules
 from so_tui_trainer.model.trained import TrainedModel
 from superoffload.deepspeed_adapter.engine import sub_group_states
@@ -290,6 +291,21 @@ def test_a_parameter_without_gradient_is_named() -> None:
     ):
         support.train(made, support.batches(1))
     assert caught.value.code == "missing-gradient"
+
+
+def test_weights_on_an_nvme_disk_are_refused(tmp_path: Path) -> None:
+    """DeepSpeed's config may ask for it; weights in host memory are what our optimizer can have."""
+    support.ensure_process_group()
+    run = support.spec("superoffload", 1.0)
+    config = support.ds_config(run)
+    config["zero_optimization"]["offload_param"] = {"device": "nvme", "nvme_path": str(tmp_path), "pin_memory": False}
+    model = support.Model().to(support.DEVICE, torch.bfloat16)
+    settings = engine_settings(run, support.binding())
+    with pytest.raises(superoffload.OffloadError, match=r"nvme.*device \"cpu\"") as caught:
+        superoffload.initialize(model, support.parameter_groups(model), settings, config)
+    assert caught.value.code == "offload-param"
+    with support.engine(support.spec("superoffload", 1.0, parameters="cpu")) as made:  # nothing is left of it
+        assert support.train(made, support.batches(1))
 
 
 def test_a_learning_rate_set_too_late_is_refused() -> None:

@@ -12,6 +12,7 @@ from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.superoffload import superoffload_stage3
 from deepspeed.runtime.torch_autocast import sort_dtypes
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from so_tui.model.sharding import gpu_sub_groups, sub_group_slices
@@ -47,6 +48,15 @@ def own_super_offload(settings: Settings) -> Iterator[None]:
         superoffload_stage3.SuperOffloadOptimizer_Stage3 = original
 
 
+def _refuse_nvme(offload_param: Any) -> None:
+    """Refuse weights on a disk, before DeepSpeed compiles what reads and writes them there."""
+    if offload_param is not None and offload_param.device == OffloadDeviceEnum.nvme:
+        raise OffloadError(
+            'Weights on an NVMe disk (offload_param with device "nvme") are not supported with SuperOffload. Use the device "cpu".',
+            code="offload-param",
+        )
+
+
 class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     """ZeRO-3 up to the reduced gradients, ``SuperOffload`` from there on.
 
@@ -57,15 +67,8 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 
     def __init__(self, settings: Settings, *arguments: Any, **keywords: Any) -> None:
         self._settings = settings
+        _refuse_nvme(keywords.get("offload_param_config"))
         super().__init__(*arguments, **keywords)
-
-    def _configure_offloading(self, offload_optimizer_config: Any, offload_param_config: Any) -> None:
-        super()._configure_offloading(offload_optimizer_config, offload_param_config)
-        if self.params_in_nvme_and_cpu:
-            raise OffloadError(
-                'Weights on an NVMe disk (offload_param with device "nvme") are not supported with SuperOffload. Use the device "cpu".',
-                code="offload-param",
-            )
 
     def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
         """Have the base class cut host memory that does not exist into sub-groups: ``_setup_for_real_optimizer`` places the weights."""
