@@ -198,7 +198,7 @@ def test_memory_bars_have_the_colours_of_the_verdict() -> None:
         filled = msgspec.structs.replace(plan, gpu_bytes=int(share * plan.gpu_capacity_bytes))
         bar = plan_view.memory_lines(filled, 80)[0]
         found.append((str(bar.spans[1].style), "too much" in bar.plain))
-    assert found == [("$accent", False), ("$warning", False), ("$error", True), ("$error", True)]
+    assert found == [("$memory", False), ("$warning", False), ("$error", True), ("$error", True)]
 
 
 def test_glyphs_follow_setting_locale_and_terminal() -> None:
