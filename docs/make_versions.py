@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from so_tui.machine.versions import PACKAGES, bounds, version_sets
+from so_tui.machine.versions import PACKAGES, bounds, later_versions, version_sets
 
 PAGE = Path(__file__).with_name("versions.md")
 
@@ -36,6 +36,12 @@ _INSTALL = """\
 
 `make install STACK=oldest` installs a set. In a container or on a cluster that has its own torch, `make install SYSTEM_TORCH=1` keeps it.
 """
+_LATER = """
+## After the newest set
+
+A version that was tested is allowed, and installed where no lock file asks for another one. The others are refused until they are tested.
+
+"""
 _BOUNDS = """\
 
 ## Oldest and newest
@@ -46,10 +52,12 @@ _BOUNDS = """\
 def page() -> str:
     """Return the page."""
     sets = ((each.name, *each.versions.values(), f"[{each.name}.txt](../locks/{each.name}.txt)") for each in reversed(version_sets()))
+    later = ((each.package, each.version, each.tested or "nothing") for each in later_versions())
     limits = ((each.package, each.oldest, each.newest, each.limits, each.older, each.newer) for each in bounds())
     return "".join(
         [
             *(_INTRODUCTION, _SETS, _table(("set", *PACKAGES, "everything else"), sets), _INSTALL),
+            *(_LATER, _table(("package", "version", "tested, with the rest as in the newest set"), later)),
             *(_BOUNDS, _table(("package", "oldest", "newest", "what the older ones lack", "why not older", "why not newer"), limits)),
         ]
     )

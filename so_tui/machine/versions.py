@@ -50,8 +50,18 @@ class Bound(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return version_numbers(self.oldest) <= found and found[: len(newest)] <= newest
 
 
+class Later(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A version of a package after that of the newest set."""
+
+    package: str
+    version: str
+    tested: str = ""
+    """What was tested with it, and everything else as in the newest set; empty if nothing was."""
+
+
 class _File(Struct, frozen=True, forbid_unknown_fields=True):
     sets: tuple[VersionSet, ...]
+    later: tuple[Later, ...]
     bounds: tuple[Bound, ...]
 
 
@@ -63,6 +73,11 @@ def _file() -> _File:
 def version_sets() -> tuple[VersionSet, ...]:
     """Return the tested sets, the oldest first."""
     return _file().sets
+
+
+def later_versions() -> tuple[Later, ...]:
+    """Return the versions after those of the newest set."""
+    return _file().later
 
 
 def bounds() -> tuple[Bound, ...]:

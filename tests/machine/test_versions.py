@@ -11,7 +11,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from so_tui.machine.types import Software
-from so_tui.machine.versions import PACKAGES, Bound, bounds, installed_set, outside_bounds, version_sets
+from so_tui.machine.versions import PACKAGES, Bound, bounds, installed_set, later_versions, outside_bounds, version_sets
 from tests.support.python_path import ROOT
 
 SETS = {each.name: each for each in version_sets()}
@@ -40,8 +40,15 @@ def test_the_sets_reach_both_bounds_of_every_package() -> None:
         versions = {name: getattr(each, package) for name, each in SETS.items()}
         assert Version(versions["oldest"]) == Version(BOUNDS[package].oldest)
         newest = BOUNDS[package].newest.split(".")
-        assert versions["newest"].split(".")[: len(newest)] == newest
+        tested = [each.version for each in later_versions() if each.package == package and each.tested]
+        assert max([versions["newest"], *tested], key=Version).split(".")[: len(newest)] == newest
         assert Version(versions["oldest"]) < Version(versions["middle"]) < Version(versions["newest"])
+
+
+def test_a_later_version_is_allowed_if_it_was_tested() -> None:
+    for each in later_versions():
+        assert Version(each.version) > Version(getattr(SETS["newest"], each.package))
+        assert BOUNDS[each.package].admits(each.version) == bool(each.tested), each.package
 
 
 def test_a_set_is_recognised_whatever_torch_was_built_for() -> None:
