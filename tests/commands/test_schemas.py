@@ -61,9 +61,9 @@ def test_runs_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_other_output_does_not_agree() -> None:
-    run = {"name": "a", "path": "/a", "state": "lost", "step": 0, "total_steps": 1, "loss": None, "started": 1, "attempts": 1, "reason": ""}
+    run = {"name": "a", "path": "/a", "state": "lost", "step": 0, "total_steps": 1, "started": 1, "attempts": 1, "reason": ""}
     valid("runs", json.dumps({"runs": [run]}))
-    for wrong in ({**run, "state": "gone"}, {**run, "steps": 1}, {**run, "loss": "none"}, {"name": "a"}):
+    for wrong in ({**run, "state": "gone"}, {**run, "steps": 1}, {**run, "results": {"loss": "none"}}, {"name": "a"}):
         with pytest.raises(ValidationError):
             valid("runs", json.dumps({"runs": [wrong]}))
 
