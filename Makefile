@@ -51,7 +51,7 @@ help:
 	@echo "make check        ruff, mypy --strict, import rules, codespell, proselint, workflows and hooks, documentation"
 	@echo "make docs         the documentation as a site in build/site, with every internal link checked"
 	@echo "make test-gpu     the tests that need a CUDA device"
-	@echo "make screenshots  redraw screenshots/ from a real run"
+	@echo "make screenshots  redraw screenshots/, simulated and from a real run"
 	@echo "make tour         record the tour in screenshots/ (ten minutes; needs tmux and npm)"
 	@echo "make lock         renew the exact versions in locks/"
 

@@ -1,6 +1,10 @@
-"""Draw the pictures of the README from a real run: train the tiny model, open the screen on it, and visit the five pages.
+"""Draw the pictures of the README.
+
+Dashboard, Presets and Configure are those of four GH200, with the simulated run of the tests: what a user of such a host will see. Runs and
+Machine are of a real run of the tiny model on this host.
 
     make screenshots
+    python screenshots/make.py --simulated                              # only the first three: seconds
     python screenshots/make.py --run RUN --name dashboard-two-nodes     # only the dashboard, of a run that there is
 
 Everything but the pictures goes to a temporary folder.
@@ -15,6 +19,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from textual.app import App
+
+    from tests.support.screen import Driver
 
 FOLDER = Path(__file__).parent
 SIZES = {"": (120, 36), "-80x24": (80, 24)}
@@ -22,6 +32,15 @@ STEPS = "400"
 """More than are done before the last picture, so that all show a live run."""
 STEPS_BEFORE_THE_PICTURE = 60
 GIVE_UP_S = 300.0
+SIMULATED_RUN = "qwen3-14b-a"
+CONFIGURED, TITLE = "qwen3-14b", "Qwen3 14B"
+"""The preset on Presets and Configure, and what it is called."""
+
+
+def save(app: App[None], name: str) -> None:
+    """Save what the application shows."""
+    app.save_screenshot(f"{name}.svg", path=str(FOLDER))
+    print(f"screenshots/{name}.svg", flush=True)
 
 
 async def draw(runs_dir: Path) -> None:
@@ -44,13 +63,64 @@ async def draw(runs_dir: Path) -> None:
     for suffix, size in SIZES.items():
         app = SoTuiApp(runs_dir=runs_dir, open_run=run)
         async with app.run_test(size=size) as pilot:
-            for page in ("dashboard", "presets", "configure", "runs", "machine"):
+            for page in ("runs", "machine"):
                 app.action_show(page)
                 # Workers answer, the dashboard sees a few samples, and Machine takes enough for lines.
                 await pilot.pause(15.0 if page == "machine" else 4.0)
-                app.save_screenshot(f"{page}{suffix}.svg", path=str(FOLDER))
-                print(f"screenshots/{page}{suffix}.svg", flush=True)
+                save(app, f"{page}{suffix}")
     stop(run, grace_s=60)
+
+
+async def draw_simulated(runs_dir: Path) -> None:
+    """Save pictures of dashboard, Presets and Configure on a host of four GH200, with a run made from records: nothing is measured."""
+    import pytest
+    from msgspec.structs import replace
+
+    from so_tui.runs import RunDirectory
+    from so_tui.ui.app import SoTuiApp
+
+    sys.path.insert(0, str(FOLDER.parent))
+    from tests.support import pictured
+    from tests.support.make_run import quad_machine
+    from tests.support.screen import Driver
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TZ", "UTC")
+        time.tzset()
+        pictured.write_runs(runs_dir, patch)
+        patch.setattr("time.time", lambda: pictured.NOW)
+        # Nobody supervises the run: it would be taken for lost.
+        patch.setattr("so_tui.runs.liveness._age_s", lambda _: 0.0)
+        patch.setattr("so_tui.runs.HeartbeatWatch.unchanged_s", lambda *_: 0.0)
+        patch.setattr("so_tui.machine.doctor.findings", lambda *_, **__: ())
+        for suffix, size in SIZES.items():
+            machine = replace(quad_machine(), live=True)
+            app = SoTuiApp(machine=machine, runs_dir=runs_dir, open_run=RunDirectory(runs_dir / SIMULATED_RUN))
+            async with app.run_test(size=size) as pilot:
+                await _save_pages(Driver(app, pilot), suffix)
+    time.tzset()
+
+
+async def _save_pages(ui: Driver, suffix: str) -> None:
+    from textual.widgets import DataTable
+
+    from so_tui.ui.screens.presets import PresetsScreen
+    from so_tui.ui.widgets.chart import Chart
+
+    await ui.until(lambda: ui.find("#loss", Chart).lines, GIVE_UP_S)
+    await ui.pilot.pause(3.0)
+    save(ui.app, f"dashboard{suffix}")
+    await ui.press("1")
+    await ui.until(lambda: isinstance(ui.screen, PresetsScreen) and ui.screen.rows, GIVE_UP_S)
+    table = ui.find("#table", DataTable)
+    table.move_cursor(row=table.get_row_index(CONFIGURED), column=0)
+    await ui.until(lambda: TITLE in ui.shown("#detail-title"), GIVE_UP_S)
+    await ui.pilot.pause(1.0)
+    save(ui.app, f"presets{suffix}")
+    await ui.press("enter")
+    await ui.until(lambda: ui.screen.query("#verdict") and "fits" in ui.shown("#verdict"), GIVE_UP_S)
+    await ui.pilot.pause(3.0)
+    save(ui.app, f"configure{suffix}")
 
 
 async def draw_dashboard(folder: Path, name: str) -> None:
@@ -65,8 +135,9 @@ async def draw_dashboard(folder: Path, name: str) -> None:
 
 
 def main() -> None:
-    """Draw all pictures, or the one that is asked for."""
+    """Draw all pictures, or those that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--simulated", action="store_true", help="draw only what needs no real run")
     parser.add_argument("--run", type=Path, metavar="RUN", help="folder of a run whose dashboard is drawn")
     parser.add_argument("--name", default="dashboard", help="name of the picture of --run, without .svg")
     given = parser.parse_args()
@@ -74,7 +145,12 @@ def main() -> None:
         # The pictures must not show the settings and runs of the user who draws them, and have colours.
         os.environ.update(XDG_CONFIG_HOME=f"{scratch}/config", XDG_STATE_HOME=f"{scratch}/state", COLORTERM="truecolor")
         os.environ.pop("NO_COLOR", None)
-        asyncio.run(draw_dashboard(given.run.absolute(), given.name) if given.run else draw(Path(scratch) / "runs"))
+        if given.run:
+            asyncio.run(draw_dashboard(given.run.absolute(), given.name))
+            return
+        asyncio.run(draw_simulated(Path(scratch) / "simulated"))
+        if not given.simulated:
+            asyncio.run(draw(Path(scratch) / "runs"))
 
 
 if __name__ == "__main__":
