@@ -154,7 +154,8 @@ class SegmentSummary:
         self.step_is_newer = False
         self._warnings = 0
         self._last_step: int | None = None
-        self._complete = no_blocks(METRICS, EMA_WEIGHTS)
+        self._complete: Columns = {}
+        """Of the blocks before the newest; empty until there is one: a long run has hundreds of summaries that stay empty."""
         self._block: list[StepRecord] = []
         self._block_offset = 0
 
@@ -173,6 +174,7 @@ class SegmentSummary:
             return False
         self._last_step, self.step_is_newer = record.step, True
         if self._block and block_end(record.step) != block_end(self._block[0].step):
+            self._complete = self._complete or no_blocks(METRICS, EMA_WEIGHTS)
             append_block(self._complete, METRICS, self._block, self._block_offset, EMA_WEIGHTS)
             self._block = []
         if not self._block:
@@ -187,7 +189,8 @@ class SegmentSummary:
     def columns(self, metrics: Iterable[str], weights: Sequence[float] = ()) -> Columns:
         """Return the blocks with the columns of some metrics, that of the newest steps included."""
         metrics = tuple(metrics)
-        columns = {name: self._complete[name][:] for name in (*POSITIONS, *part_names(metrics, weights))}
+        known = self._complete
+        columns = {name: known[name][:] for name in (*POSITIONS, *part_names(metrics, weights))} if known else no_blocks(metrics, weights)
         if self._block:
             append_block(columns, metrics, self._block, self._block_offset, weights)
         return columns

@@ -24,6 +24,7 @@ from so_tui.runs.records import (
 )
 from so_tui.spec import InputError, RunSpec
 from so_tui.ui.chart_layout import Wanted
+from so_tui.ui.freed_memory import give_back
 from so_tui.ui.inspected import Inspected, Inspector, Position
 from so_tui.ui.loads import Loads
 from so_tui.ui.series import Line
@@ -126,6 +127,7 @@ class RunFollower:
             self._recent.extend(self._reader.recent(RECENT_STEPS))
         if self._reads_earlier and not unread_share:
             self._loads.restart(self._whole.begin[1])
+            give_back()
         self._reads_earlier = unread_share > 0
 
     def _take_steps(self, update: Update) -> None:

@@ -1,9 +1,9 @@
 """What the dashboard of a live run costs, beside a bare Textual application that draws as much (``bare_app``), and an empty one.
 
 ``python -m tests.ui.dashboard_cost [SECONDS]``, in the root of the repository, measures all in ptys of 160x45 and prints a table, with what
-it takes to open a run of a million records; ``... bytes [SECONDS]`` prints how much a terminal is sent with each tick, in several sizes,
-which is what matters over ssh. The run has six charts, four nodes with 288 cores and four GPUs, and moves with each tick, once a second: a
-step, a sample of every core, a line in the log.
+it takes to open a run of a million records and to show it; ``... bytes [SECONDS]`` prints how much a terminal is sent with each tick, in
+several sizes, which is what matters over ssh. The run has six charts, four nodes with 288 cores and four GPUs, and moves with each tick,
+once a second: a step, a sample of every core, a line in the log.
 
 The dashboard draws as many cells as the bare application, but compares before it paints: a terminal is sent half as much.
 """
@@ -183,6 +183,23 @@ def dashboard(seconds: float, size: Size = SIZE, tick_s: float = TICK_S, keys: t
         return measure("ours", seconds, str(run.path), size=size, tick_s=tick_s, feed=feed, keys=keys)
 
 
+def million(seconds: float) -> Cost:
+    """The dashboard of a run of a million records, with nothing new."""
+    from msgspec.structs import replace
+
+    from so_tui.runs import read_state, write_state
+    from tests.support import make_run
+    from tests.support.long_run import write_long_run
+
+    with tempfile.TemporaryDirectory() as folder:
+        run = make_run.write_run(Path(folder), machine=make_run.quad_machine())
+        for path in run.metrics_dir.iterdir():
+            path.unlink()
+        last = write_long_run(run, 1_000_000)
+        write_state(run, replace(read_state(run), step=last, total_steps=2 * last))
+        return measure("ours", seconds, str(run.path))
+
+
 def bare(seconds: float, size: Size = SIZE, tick_s: float = TICK_S) -> Cost:
     """The bare application."""
     return measure("bare", seconds, size=size, tick_s=tick_s)
@@ -270,7 +287,7 @@ def opening_s() -> float:
         return least_s
 
 
-def table(nothing: Cost, reference: Cost, real: Cost, million_s: float) -> str:
+def table(nothing: Cost, reference: Cost, real: Cost, million_s: float, long: Cost) -> str:
     """Return what was measured as lines of text."""
     mib = 1 << 20
     rows = [
@@ -292,6 +309,13 @@ def table(nothing: Cost, reference: Cost, real: Cost, million_s: float) -> str:
         ),
         ("key to frame, ms", "", "", f"{1000 * real.key_p95_s:.1f}", "p95"),
         ("a million records", "", "", f"{million_s:.2f}", "s until complete"),
+        (
+            "  MiB then",
+            f"{nothing.memory_bytes / mib:.1f}",
+            "",
+            f"{long.memory_bytes / mib:.1f}",
+            f"{(long.memory_bytes - nothing.memory_bytes) / mib:+.1f} MiB",
+        ),
     ]
     return "\n".join(f"{name:<18}{first:>9}{second:>9}{third:>11}   {note}" for name, first, second, third, note in rows)
 
@@ -318,4 +342,4 @@ if __name__ == "__main__":
             print(bytes_table(float(span[0]) if span else 10.0))
         case _:
             length_s = float(arguments[0]) if arguments else 20.0
-            print(table(empty(), bare(length_s), dashboard(length_s), opening_s()))
+            print(table(empty(), bare(length_s), dashboard(length_s), opening_s(), million(length_s)))
