@@ -19,13 +19,13 @@ from so_tui.commands.common import (
 from so_tui.machine.types import Machine
 from so_tui.plan.types import Plan
 from so_tui.spec import InputError, Problem, field_index, find_preset, load_catalog, parse_value, problems_in
-from so_tui.trust.printable import brief_message
-from so_tui.units import thousands
+from so_tui.trust.printable import brief_message, so_tui_command
+from so_tui.units import plural, rate, thousands
 
 
 def plan(arguments: argparse.Namespace) -> int:
     """Print the table of models and GPU counts of a machine, or one plan with all its figures."""
-    from so_tui.plan import command_of, make_plan, plan_table, plans_json, recommend, settings_of, unplannable
+    from so_tui.plan import best_number_of_gpus, command_of, make_plan, plan_table, plans_json, recommend, settings_of, unplannable
     from so_tui.plan.render import render_plan, render_table
 
     if arguments.probe and (arguments.machine or not arguments.preset):
@@ -52,6 +52,8 @@ def plan(arguments: argparse.Namespace) -> int:
                 given = find_preset(arguments.preset).spec
                 note(arguments, "")
                 note(arguments, f"to run it: {command_of(chosen, given, arguments.preset, spec.gpus, others)}")
+                if "gpus" not in changes and spec.nodes == 1:
+                    _note_other_number(arguments, chosen, best_number_of_gpus(spec, machine))
             elif fixed:
                 note(arguments, "")
                 note(
@@ -75,6 +77,19 @@ def plan(arguments: argparse.Namespace) -> int:
         for problem in catalog.problems:
             print(f"problem: {brief_message(str(problem))}", file=sys.stderr)
     return 0
+
+
+def _note_other_number(arguments: argparse.Namespace, chosen: Plan, best: Plan | None) -> None:
+    """Say which number of GPUs the table recommends, where that is not the preset's."""
+    if best is None or best.gpus == chosen.gpus or not best.step_s or not chosen.step_s:
+        return
+    unit = "GPU" if best.on_gpus else "rank"
+    note(
+        arguments,
+        f"{plural(chosen.gpus, unit)}, as the preset says, would train {rate(chosen.useful_tokens_per_s_total or 0.0)} tokens/s. "
+        f"{plural(best.gpus, unit)} would train {rate(best.useful_tokens_per_s_total or 0.0)}, more or as many per {unit} (★ in the table "
+        f"of all presets): {so_tui_command('plan', arguments.preset, '--gpus', str(best.gpus))}",
+    )
 
 
 def _machine_of_table(arguments: argparse.Namespace) -> Machine:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from so_tui.plan.output import command_of, plan_tree, plans_json, settings_of
-    from so_tui.plan.planner import make_plan, plan_table, recommend, unplannable
+    from so_tui.plan.planner import best_number_of_gpus, make_plan, plan_table, recommend, unplannable
     from so_tui.plan.resources import rank_counts
 
 __all__ = [
+    "best_number_of_gpus",
     "command_of",
     "make_plan",
     "plan_table",
@@ -28,7 +29,7 @@ __all__ = [
 
 _MODULES = {
     "output": ("command_of", "plan_tree", "plans_json", "settings_of"),
-    "planner": ("make_plan", "plan_table", "recommend", "unplannable"),
+    "planner": ("best_number_of_gpus", "make_plan", "plan_table", "recommend", "unplannable"),
     "resources": ("rank_counts",),
 }
 

@@ -151,6 +151,11 @@ def plan_table(presets: Sequence[Preset], machine: Machine, gpu_counts: Sequence
     return tuple(_row(replace(preset.spec, nodes=nodes), machine, counts) for preset in presets if not unplannable(preset.spec))
 
 
+def best_number_of_gpus(spec: RunSpec, machine: Machine) -> Plan | None:
+    """Return the plan that the table marks in the row of this spec; None where none fits with a margin."""
+    return next((plan for plan in _row(spec, machine, rank_counts(machine)).cells.values() if plan.recommended), None)
+
+
 def unplannable(spec: RunSpec) -> str:
     """Return why a model cannot be planned: its shape or its parameters are not known. Empty where they are."""
     try:

@@ -123,7 +123,7 @@ def _headline(plan: Plan) -> Text:
     ranks = f"{plan.gpus} {'GPU' if plan.on_gpus else 'rank'}" + ("s" if plan.gpus > 1 else "")
     ranks += f" of {plan.spec.nodes} nodes" if plan.spec.nodes > 1 else ""
     text = Text.assemble((plan.spec.label, "bold"), f" on {ranks}: ", (f"{sign} {plan.verdict}", style), f"   {how}")
-    text.append("   recommended" if plan.recommended else "", "bold")
+    text.append(f"   recommended for {ranks}" if plan.recommended else "", "bold")
     return text.append("   planned, never run" if plan.never_run else "", "yellow")
 
 
@@ -162,6 +162,8 @@ def _terms(terms: Sequence[MemoryTerm]) -> RenderableType:
 
 def _step(plan: Plan) -> RenderableType:
     text = Text.assemble(("step".ljust(22), "bold"))
+    if plan.possible and not plan.fits:
+        return text.append("none: it does not fit")
     if plan.step is None or plan.step_s is None:
         return text.append("no prediction: " + ("it cannot run here" if not plan.possible else "this machine's speed is not known"))
     step = plan.step

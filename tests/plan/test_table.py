@@ -7,8 +7,9 @@ import time
 import pytest
 from msgspec.structs import replace
 
+from so_tui.machine.described import named_machine
 from so_tui.machine.types import Machine
-from so_tui.plan import make_plan, plan_table, plans_json, rank_counts, recommend, unplannable
+from so_tui.plan import best_number_of_gpus, make_plan, plan_table, plans_json, rank_counts, recommend, unplannable
 from so_tui.plan.constants import SpeedSource
 from so_tui.plan.render import cell, render_plan, render_table
 from so_tui.plan.speed_text import rates_text, workload_text
@@ -50,6 +51,25 @@ def test_the_table_has_every_preset_and_marks_at_most_one_count() -> None:
     dense = next(row for row in rows if row.preset == "phi-4")
     assert moe.active_parameters < 0.2 * moe.parameters
     assert dense.active_parameters == dense.parameters
+
+
+def test_the_number_of_gpus_that_a_plan_names_is_the_one_that_the_table_marks() -> None:
+    machine = named_machine("h200-8")
+    (row,) = plan_table([CATALOG.presets["llama-3.3-70b"]], machine)
+    (marked,) = (count for count, plan in row.cells.items() if plan.recommended)
+    best = best_number_of_gpus(CATALOG.presets["llama-3.3-70b"].spec, machine)
+    assert best is not None
+    assert best.gpus == marked == 8
+    assert CATALOG.presets["llama-3.3-70b"].spec.ranks == 4
+
+
+def test_a_plan_that_does_not_fit_has_no_speeds() -> None:
+    plan = recommend(spec_of("llama-3.3-70b"), QUAD, 4)
+    assert not plan.fits
+    assert plan.step_s
+    text = shown(render_plan(plan, QUAD), 200)
+    assert "tokens/s" not in text
+    assert "TFLOPS" not in text
 
 
 def test_the_json_is_the_contracts() -> None:

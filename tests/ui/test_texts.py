@@ -190,6 +190,19 @@ def test_the_question_before_a_launch_says_how_long_and_on_what() -> None:
     assert any("partition gh" in line.plain for line in plan_view.launch_facts(elsewhere))
 
 
+def test_a_plan_that_does_not_fit_shows_no_speed() -> None:
+    plan = plan_for(quad_machine(), "qwen3-14b", 4, 100)
+    assert plan.fits
+    assert "tokens/s" in plan_view.headline(plan, 120).plain
+    too_large = msgspec.structs.replace(plan, fits=False, verdict="does not fit")
+    text = "\n".join(
+        line.plain
+        for line in (plan_view.headline(too_large, 120), *plan_view.launch_facts(too_large), *plan_view.step_lines(too_large, 120))
+    )
+    for figure in ("tokens/s", "TFLOPS", "in about", "forward"):
+        assert figure not in text, figure
+
+
 def test_memory_bars_have_the_colours_of_the_verdict() -> None:
     plan = plan_for(quad_machine(), "qwen3-14b", 4, 100)
     assert plan.gpu_capacity_bytes
@@ -237,14 +250,14 @@ def test_hints_say_what_a_number_means_and_fit_beside_the_field() -> None:
 
 
 def test_columns_of_the_list_of_runs_are_whole_or_absent() -> None:
-    widths = {"state": 10, "name": 21, "model": 15, "step": 13, "loss": 5, " ": 12, "tokens/s": 8, "MFU": 6, "age": 4, "host": 10}
-    widths["GPU memory"] = 10
+    widths = {"state": 10, "name": 21, "model": 15, "step": 13, "mean loss": 9, " ": 12, "tokens/s": 8, "MFU": 6, "age": 4, "host": 10}
+    widths |= {"GPU memory": 10, "evaluation loss": 15}
     rows = [{name: Text("x" * widths.get(name, 1)) for name in COLUMNS}]
     whole = sum(widths.values()) + 1 + 2 * len(COLUMNS)
     assert with_room(rows, whole, 1) == list(COLUMNS)
     assert with_room(rows, whole - 1, 1) == [name for name in COLUMNS if name != "host"]
-    assert with_room(rows, 76, 1) == ["", "state", "name", "step", "loss", "age"]
-    assert with_room(rows, 84, 1, kept="MFU") == ["", "state", "name", "step", "loss", "MFU", "age"], "what it is sorted by"
+    assert with_room(rows, 80, 1) == ["", "state", "name", "step", "mean loss", "age"]
+    assert with_room(rows, 88, 1, kept="MFU") == ["", "state", "name", "step", "mean loss", "MFU", "age"], "what it is sorted by"
     for row in rows:
         row["MFU"] = Text("")
     assert "MFU" not in with_room(rows, whole, 1)

@@ -103,7 +103,10 @@ def strip_lines(strip: Strip, width: int, *, marked: bool) -> list[Content]:
 
 def figures(choice: Choice, width: int) -> Content:
     """Return ``0.70  ✓ step 1.72 s   GPU 86.0 of 95.0 GiB   host 106 GiB``, as much of it as fits; no figure is cut."""
-    step = f" step {duration(choice.step_s)}" if choice.step_s else " step not predicted"
+    if choice.verdict == "does not fit":
+        step = f" {choice.verdict}"
+    else:
+        step = f" step {duration(choice.step_s)}" if choice.step_s else " step not predicted"
     line = Content(f"    {choice.value:.2f}  ") + Content.assemble((SIGNS[choice.verdict], STYLES[choice.verdict]), step)
     pieces = []
     if choice.gpu_bytes:

@@ -37,7 +37,7 @@ def verdict(plan: Plan) -> Content:
 
 
 def headline(plan: Plan, width: int, before: Content | None = None) -> Content:
-    """Return the verdict, how it offloads and how fast it will be, in lines of ``width`` cells that part no figure from its unit.
+    """Return the verdict, how it offloads and, where it fits, how fast it will be; lines of ``width`` cells part no figure from its unit.
 
     Args:
         plan: The plan.
@@ -46,13 +46,13 @@ def headline(plan: Plan, width: int, before: Content | None = None) -> Content:
     """
     marked = [Content.styled("planned, never run", "$warning")] if plan.never_run else []
     facts = [*([before] if before else []), verdict(plan), *marked, Content(mode_text(plan))]
-    if plan.step_s:
+    if plan.fits and plan.step_s:
         facts.append(Content(f"step {duration(plan.step_s)}"))
-    if plan.useful_tokens_per_s_total:
+    if plan.fits and plan.useful_tokens_per_s_total:
         facts.append(Content(f"{rate(plan.useful_tokens_per_s_total)} tokens/s"))
-    if plan.model_tflops_per_gpu:
+    if plan.fits and plan.model_tflops_per_gpu:
         facts.append(Content(f"{significant(plan.model_tflops_per_gpu)} TFLOPS/GPU"))
-    if plan.step_s and not plan.never_run:
+    if plan.fits and plan.step_s and not plan.never_run:
         facts.append(Content.styled("predicted", "$faint"))
     lines = facts[:1]
     for fact in facts[1:]:
@@ -226,6 +226,8 @@ def step_parts(plan: Plan) -> list[Part]:
 
 def step_lines(plan: Plan, width: int, *, plain: bool = False) -> list[Content]:
     """Return the step's length and anatomy, predicted; ``plain`` where the terminal shows ASCII only."""
+    if not plan.fits:
+        return [Content.assemble((f"{'step':<{LABEL}}", "$faint"), ("none: it does not fit", "$faint"))]
     parts = step_parts(plan)
     if not parts or not plan.step_s:
         return [Content.assemble((f"{'step':<{LABEL}}", "$faint"), ("not predicted: this machine's speed is not known", "$faint"))]
@@ -287,6 +289,6 @@ def tokens_per_step(plan: Plan) -> str:
 
 
 def run_duration(plan: Plan) -> str:
-    """Return ``1,000 steps in about 52 min``; empty where the number of steps or the speed is not known."""
+    """Return ``1,000 steps in about 52 min``; empty where the number of steps or the speed is not known, or it does not fit."""
     steps = plan.spec.train.steps
-    return f"{thousands(steps)} steps in about {duration(steps * plan.step_s)}" if steps and plan.step_s else ""
+    return f"{thousands(steps)} steps in about {duration(steps * plan.step_s)}" if steps and plan.step_s and plan.fits else ""
