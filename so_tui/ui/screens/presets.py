@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar
 
+from rich.cells import cell_len
 from rich.text import Text
 from textual import getters, on, work
 from textual.binding import Binding, BindingType
@@ -234,6 +235,8 @@ class PresetsScreen(Page):
         fixed_titles = ("model", "size", *(["tokens"] if spacious else []))
         self._fixed = len(fixed_titles)
         counts = ["    " + plural(ranks, noun) for ranks in self.counts]
+        plans = [plan for row in self._shown_rows() for plan in row.cells.values() if plan.fits]
+        room = max([7 if wide else 5, *(cell_len(_speed(plan, wide)) for plan in plans)])
         rows = []
         for row in self._shown_rows():
             size = count(row.parameters, 1)
@@ -242,7 +245,7 @@ class PresetsScreen(Page):
             fixed = [Text(shorten(row.title, 36 if spacious else 24 if wide else 16)), Text(size, style=self._colour("$faint"))]
             if spacious:
                 fixed.append(Text(thousands(row.sequence_length), justify="right"))
-            rows.append((row.preset, [*fixed, *(self._cell(row.cells.get(ranks), wide) for ranks in self.counts)]))
+            rows.append((row.preset, [*fixed, *(self._cell(row.cells.get(ranks), wide, room) for ranks in self.counts)]))
         table.fill([*fixed_titles, *counts], rows, dict.fromkeys(counts, 22 if wide else 14))
         self._show_folded()
         column = self._fixed + gpus_column if gpus_column >= 0 else at.column
@@ -270,8 +273,11 @@ class PresetsScreen(Page):
     def _colour(self, variable: str) -> str:
         return self.app.theme_variables[variable.removeprefix("$")]
 
-    def _cell(self, plan: Plan | None, wide: bool) -> Text:
-        """Return ``★ ✓ ratio 0.35  13.9k/s`` (narrow: ``★ ✓ 0.35 13.9k``; ``none``: no offload), or ``✗ too big``."""
+    def _cell(self, plan: Plan | None, wide: bool, room: int) -> Text:
+        """Return ``★ ✓ ratio 0.35  13.9k/s`` (narrow: ``★ ✓ 0.35 13.9k``; ``none``: no offload), or ``✗ too big``.
+
+        Speeds take ``room`` cells.
+        """
         if plan is None:
             return Text("-")
         text = Text("★ " if plan.recommended else "  ", style=self._colour("$accent"))
@@ -279,13 +285,13 @@ class PresetsScreen(Page):
         if plan.verdict == "does not fit":
             return text.append("too big", self._colour("$faint"))
         offloads = plan.mode != "gpu"
-        speed = rate(plan.useful_tokens_per_s_total) if plan.useful_tokens_per_s_total else ""
+        speed = f"{_speed(plan, wide):>{room}}"
         if wide:
             state = "tight" if plan.verdict == "tight" else "ratio"
             text.append(f"{f'{state} {plan.ratio:.2f}' if offloads else 'no offload':<10}", self._colour("$foreground"))
-            return text.append(f" {speed + '/s' if speed else '':>7}", self._colour("$faint"))
+            return text.append(f" {speed}", self._colour("$faint"))
         text.append(f"{plan.ratio:.2f}" if offloads else "none", self._colour("$foreground"))
-        return text.append(f" {speed:>5}", self._colour("$faint"))
+        return text.append(f" {speed}", self._colour("$faint"))
 
     def _chosen(self) -> tuple[PlanRow, Plan] | None:
         """Return the row under the cursor and its plan: the column's, or the recommended one where the cursor is on the model."""
@@ -416,3 +422,9 @@ class PresetsScreen(Page):
         else:
             self.filter.close()
             self.set_focus(self.table)
+
+
+def _speed(plan: Plan, wide: bool) -> str:
+    """Return ``13.9k/s``, or ``13.9k`` where there is little room; empty where no speed is predicted."""
+    speed = plan.useful_tokens_per_s_total
+    return f"{rate(speed)}{'/s' if wide else ''}" if speed else ""

@@ -18,12 +18,12 @@ class FittedTable(DataTable[Text]):
         Args:
             titles: Title of each column.
             rows: Key and cells of each row.
-            widths: Cells of columns that are not as wide as what is in them, by title.
+            widths: Least cells of columns, by title; what is in them is never cut.
         """
         kept = list(rows)
         self.clear(columns=True)
         for index, title in enumerate(titles):
             fitting = max([cell_len(title), *(cells[index].cell_len for _, cells in kept)])
-            self.add_column(title, width=(widths or {}).get(title, fitting))
+            self.add_column(title, width=max(fitting, (widths or {}).get(title, 0)))
         for key, cells in kept:
             self.add_row(*cells, key=key)
