@@ -30,15 +30,15 @@ SORTED_COLUMNS = {"model": "model", "tokens/s": "tokens/s", "mfu": "MFU", "memor
 """Columns by the order that goes by them, if they are dispensable."""
 
 
-def cells_of(row: RunRow, curve: LossCurve | None, colours: Mapping[str, str], *, marked: bool) -> Cells:
-    """Return the cells of a run; ``colours`` are the theme's, by name."""
+def cells_of(row: RunRow, curve: LossCurve | None, colours: Mapping[str, str], *, mark: str = "") -> Cells:
+    """Return the cells of a run; ``colours`` are the theme's, by name. A marked run has the colour ``mark``, that of its line."""
     state = row.state
     sign, style = SIGNS.get(row.shown_state, ("?", "$faint"))
     faint = colours["faint"]
     step = f"{thousands(state.step)} / {thousands(state.total_steps)}" if state.total_steps else thousands(state.step)
     results = curve.results if curve is not None else RunResults()
     return {
-        MARK: Text("▸" if marked else " ", style=colours["accent"]),
+        MARK: Text("▸" if mark else " ", style=colours[mark or "accent"]),
         "state": Text(f"{sign} {row.shown_state}", style=colours[style.removeprefix("$")]),
         "name": Text(shorten(row.run.name, 28)),
         "model": Text(shorten(model_of(row), 24), style=faint),

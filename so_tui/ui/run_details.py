@@ -14,7 +14,7 @@ from so_tui.runs.comparison import RESULTS, differing, result_text
 from so_tui.runs.results import RunResults
 from so_tui.ui.form import values_of
 from so_tui.ui.runlist import RunRow
-from so_tui.ui.text import Content, brief_message, plural, shorten, shorten_path
+from so_tui.ui.text import Content, brief_message, distinct, plural, shorten, shorten_path
 from so_tui.ui.widgets.run_lines import state_content
 from so_tui.units import thousands
 
@@ -78,9 +78,10 @@ class Comparison:
         beside = max(1, min(len(self.names), (width - label) // (NARROWEST + 2)))
         column = max(NARROWEST, (width - label) // beside - 2)
         lines: list[str] = []
+        names = distinct(self.names, column)
         for start in range(0, len(self.names), beside):
             part = range(start, min(len(self.names), start + beside))
-            lines += [*_rows("", [self.names[at] for at in part], label, column, 1)]
+            lines += [*_rows("", [names[at] for at in part], label, column, 1)]
             for key, name in shown.items():
                 texts = [result_text(self.results[at], key) for at in part]
                 lines += _rows(name, texts, label, column, 1) if any(texts) else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich.cells import cell_len, set_cell_size
 from textual import content
@@ -21,6 +21,7 @@ __all__ = [
     "brief_message",
     "count",
     "disk",
+    "distinct",
     "duration",
     "mark_duration",
     "memory",
@@ -96,6 +97,33 @@ def shorten_path(path: str, width: int) -> str:
         return line
     start = next((at for at in range(len(line)) if cell_len(line[at:]) < width), len(line))
     return f"…{line[start:]}"
+
+
+def distinct(names: Sequence[str], width: int) -> list[str]:
+    """Return names as lines of at most ``width`` cells in which different names stay different.
+
+    Those that are too long lose their middle. Where that makes some the same, all begin where they differ, and where even that does not
+    suffice they are numbered.
+    """
+    different = len(set(names))
+    shown = [_without_middle(name, width) for name in names]
+    if len(set(shown)) < different:
+        common = next((at for at, found in enumerate(zip(*names, strict=False)) if len(set(found)) > 1), min(map(len, names)))
+        shown = [_without_middle(f"…{name[common:]}", width) for name in names]
+    if len(set(shown)) < different:
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(names), start=1)}
+        shown = [shorten(f"{numbers[name]} {name}", width) for name in names]
+    return shown
+
+
+def _without_middle(text: str, width: int) -> str:
+    """Return ``text`` as one line in at most ``width`` cells, with an ellipsis in place of its middle."""
+    line = printable_line(text)
+    if cell_len(line) <= width:
+        return line
+    head = max(0, width - 1) // 2
+    start = next((at for at in range(len(line)) if cell_len(line[at:]) < width - head), len(line))
+    return f"{set_cell_size(line, head)}…{line[start:]}"
 
 
 def reading_text(unread_share: float) -> str:

@@ -7,9 +7,12 @@ import random
 import re
 import subprocess
 import sys
+from pathlib import Path
+from typing import cast
 
 import msgspec
 import pytest
+from rich.cells import cell_len
 from rich.text import Text
 from textual.content import Span
 from textual.scrollbar import ScrollBarRender
@@ -17,15 +20,18 @@ from textual.scrollbar import ScrollBarRender
 from so_tui.machine.described import named_machine
 from so_tui.machine.doctor import Finding
 from so_tui.plan import make_plan
+from so_tui.runs import RunDirectory
 from so_tui.spec import field_index, find_preset, with_values
 from so_tui.ui.form import GROUPS, HINTS, LENGTH, advanced_paths, edits_between, hint, length_of, values_of, with_edit
 from so_tui.ui.glyphs import chosen_glyphs
+from so_tui.ui.loss_curve import LossCurve
+from so_tui.ui.panels.run_preview import drawn_roles
 from so_tui.ui.run_columns import COLUMNS, with_room
 from so_tui.ui.run_details import Comparison
 from so_tui.ui.screens.dialogs import key_lines
 from so_tui.ui.screens.findings import finding_content
 from so_tui.ui.summary import machine_facts
-from so_tui.ui.text import Content, count, disk, duration, mark_duration, memory, memory_of, rate, significant
+from so_tui.ui.text import Content, count, disk, distinct, duration, mark_duration, memory, memory_of, rate, significant
 from so_tui.ui.widgets import plan_view
 from so_tui.ui.widgets.bars import Part, cells_of, fill, stacked
 from so_tui.ui.widgets.heat import group_cores, heat_cells
@@ -247,6 +253,25 @@ def test_hints_say_what_a_number_means_and_fit_beside_the_field() -> None:
     assert "share" in hint(fields["data.held_out"])
     assert set(HINTS) <= set(fields)
     assert max(map(len, HINTS.values())) <= 20
+
+
+@pytest.mark.parametrize("width", [8, 12, 20, 34])
+def test_names_that_are_shortened_together_stay_different(width: int) -> None:
+    alike = ["alpaca-wsd-lr3e5-1125-a3f09c", "alpaca-wsd-lr3e5-1125-a3f0ff", "alpaca-wsd-lr1e5-1125-a3f09c", "b"]
+    for names in (alike, alike[:2], [f"{'x' * 30}{number}{'y' * 30}" for number in range(12)], ["模型" * 20 + "一", "模型" * 20 + "二"]):
+        shown = distinct(names, width)
+        assert len(set(shown)) == len(names)
+        assert max(map(cell_len, shown)) <= width
+    assert distinct(["one", "two"], width) == ["one", "two"]
+    assert len(set(distinct(["same", "same"], width))) == 1
+
+
+def test_marked_runs_have_the_colours_of_their_lines() -> None:
+    runs = [RunDirectory(Path(name)) for name in "abcdef"]
+    curves = dict.fromkeys(runs[1:], cast("LossCurve", None))
+    roles = drawn_roles(runs, curves)
+    assert list(roles) == runs[1:5], "as many as are drawn, of those that are read"
+    assert len(set(roles.values())) == 4
 
 
 def test_columns_of_the_list_of_runs_are_whole_or_absent() -> None:

@@ -6,7 +6,7 @@ from so_tui.ui.chart_metrics import Metric
 from so_tui.ui.overlay import Overlaid, colour_of
 from so_tui.ui.series import Axis
 from so_tui.ui.snapshot import Snapshot
-from so_tui.ui.text import Content, shorten
+from so_tui.ui.text import Content, distinct
 from so_tui.ui.widgets.drawing import value_at
 from so_tui.ui.widgets.styled_lines import StyledLines
 
@@ -21,10 +21,11 @@ class RunLegend(StyledLines):
         self.display = bool(overlays)
         if not overlays:
             return
-        entries = [Content.assemble(("● ", "$accent"), (shorten(snapshot.run.name, LONGEST_NAME), "bold"))]
-        for index, overlaid in enumerate(overlays):
+        followed, *others = distinct([snapshot.run.name, *(overlaid.run.name for overlaid in overlays)], LONGEST_NAME)
+        entries = [Content.assemble(("● ", "$accent"), (followed, "bold"))]
+        for index, (overlaid, name) in enumerate(zip(overlays, others, strict=True)):
             sign, role = colour_of(index)
-            entry = Content.assemble((f"{sign} ", f"${role}"), shorten(overlaid.run.name, LONGEST_NAME))
+            entry = Content.assemble((f"{sign} ", f"${role}"), name)
             entries.append(entry + Content.styled(f" {_value_text(overlaid, metric, axis, cursor)}", "$faint"))
         self.update(Content("\n").join(wrapped(entries, max(20, self.size.width))))
 

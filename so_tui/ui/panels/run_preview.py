@@ -18,12 +18,21 @@ from so_tui.ui.loss_curve import LossCurve, means_note, progress_text
 from so_tui.ui.run_details import facts
 from so_tui.ui.runlist import RunRow
 from so_tui.ui.series import Axis
-from so_tui.ui.text import plural, shorten
-from so_tui.ui.widgets.chart import Chart
+from so_tui.ui.text import distinct, plural
+from so_tui.ui.widgets.chart import RUN_ROLES, Chart
 from so_tui.ui.widgets.rule import Rule
 
-ROLES = ("main", "second", "third", "fourth")
-"""Chart roles of overlaid runs: nobody can tell more than four lines apart."""
+MOST_LINES = 4
+"""Runs that are laid over each other: nobody can tell more lines apart."""
+LEAST_NAME, LONGEST_NAME = 8, 34
+"""Cells of a run's name in the legend."""
+VALUE = 12
+"""Cells of a value there, with the space between."""
+
+
+def drawn_roles(marked: Sequence[RunDirectory], curves: Mapping[RunDirectory, LossCurve]) -> dict[RunDirectory, str]:
+    """Return the chart roles of those marked runs whose losses are drawn: those of their lines, and of their marks in the list."""
+    return dict(zip([run for run in marked if run in curves], RUN_ROLES[:MOST_LINES], strict=False))
 
 
 class RunPreview(Vertical):
@@ -80,9 +89,15 @@ class RunPreview(Vertical):
         """Show the facts of a run, and its losses or those of the marked runs; ``progress`` is that of an export, ``exported`` the last."""
         title = f"{plural(len(marked), 'marked run')}, losses overlaid" if marked else row.run.name
         self.heading.update(title, progress)
-        drawn = [(run, curves[run]) for run in marked or [row.run] if run in curves][: len(ROLES)]
-        lines = [replace(curve.line, role=ROLES[index]) for index, (_, curve) in enumerate(drawn)]
-        names = [shorten(run.name, 20) if marked else curve.name for run, curve in drawn]
+        roles = drawn_roles(marked, curves) if marked else {run: "main" for run in (row.run,) if run in curves}
+        drawn = [(run, curves[run]) for run in roles]
+        lines = [replace(curve.line, role=roles[run]) for run, curve in drawn]
+        room = self.overlay.heading_room // max(1, len(roles)) - VALUE
+        names = (
+            distinct([run.name for run in roles], min(LONGEST_NAME, max(LEAST_NAME, room)))
+            if marked
+            else [curve.name for _, curve in drawn]
+        )
         axis = None
         if drawn:
             low = min(curve.steps[0] for _, curve in drawn)

@@ -21,7 +21,7 @@ from so_tui.runs import RunDirectory, delete_run
 from so_tui.spec import SoTuiError
 from so_tui.ui.loss_curve import CurveReader, LossCurve
 from so_tui.ui.messages import Failed
-from so_tui.ui.panels.run_preview import RunPreview
+from so_tui.ui.panels.run_preview import RunPreview, drawn_roles
 from so_tui.ui.resizing import ResizablePage, Size
 from so_tui.ui.run_columns import SORTED_COLUMNS, cells_of, with_room
 from so_tui.ui.run_details import comparison
@@ -200,7 +200,8 @@ class RunsScreen(ResizablePage):
         self.query_one("#parts").display = bool(self.app.runs)
         table = self.table
         colours = self.app.theme_variables
-        cells = [cells_of(row, self._curves.get(row.run), colours, marked=row.run in self._marked) for row in self._rows]
+        marks = dict.fromkeys(self._marked, "faint") | drawn_roles(self._marked, self._curves)
+        cells = [cells_of(row, self._curves.get(row.run), colours, mark=marks.get(row.run, "")) for row in self._rows]
         before = ""
         for row, own in zip(self._rows, cells, strict=True):
             if order.group != "none" and (name := text_of(row, order.group)) != before:
