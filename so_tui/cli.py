@@ -20,6 +20,8 @@ from so_tui.trust.streams import guard_output
 if TYPE_CHECKING:
     from so_tui.spec.errors import Problem
 
+_FOR_PROGRAMS = ("supervise", "completion")
+"""Functions of commands whose output is no text for the user of this terminal."""
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
@@ -86,7 +88,16 @@ def call(arguments: argparse.Namespace) -> int:
     if arguments.machine and not arguments.takes_machine:
         message, remedy = "has no effect on this command", "Leave it out. `inspect --json` shows the machine that runs start on."
         raise InputError([Problem(code="unused-option", field="--machine", value=arguments.machine, message=message, remedy=remedy)])
+    if not getattr(arguments, "json", False) and function not in _FOR_PROGRAMS:
+        _use_units_of_the_user()
     return int(getattr(importlib.import_module(f"so_tui.commands.{module}"), function)(arguments))
+
+
+def _use_units_of_the_user() -> None:
+    from so_tui.settings.file import load_settings
+    from so_tui.units import show_memory_in
+
+    show_memory_in(load_settings().settings.screen.units)
 
 
 def _report(*messages: str) -> None:

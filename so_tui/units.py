@@ -60,9 +60,14 @@ def count(value: float, decimals: int = 2) -> str:
 
 
 def show_memory_in(system: Literal["binary", "decimal"]) -> None:
-    """Choose the units of memory for this process: the screen does, by its user's settings."""
+    """Choose the units of memory for this process, by its user's settings: the screen does, and commands that print for people."""
     global _memory_units
     _memory_units = _BINARY if system == "binary" else _DECIMAL
+
+
+def memory_unit() -> tuple[int, str]:
+    """Return the bytes and the name of the unit in which large memory is shown: GiB, or GB."""
+    return _memory_units[0]
 
 
 def memory_size(size_bytes: int, decimals: int = 1) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -23,7 +23,7 @@ from so_tui.plan.terms import Confidence, Location, MemoryTerm
 from so_tui.plan.types import Plan, PlanRow, Verdict
 from so_tui.plan.workload import Workload
 from so_tui.trust.printable import printable_line
-from so_tui.units import memory_size, thousands
+from so_tui.units import disk_size, memory_size, memory_unit, thousands
 
 _SIGNS: dict[Verdict, tuple[str, str]] = {"fits": ("✓", "green"), "tight": ("~", "yellow"), "does not fit": ("✗", "red")}
 _MARKS: dict[Confidence, str] = {"exact": "=", "calibrated": "≈ measured", "estimate": "≈"}
@@ -97,7 +97,8 @@ def render_plan(plan: Plan, machine: Machine) -> RenderableType:
     for location, title, capacity in _locations(plan, machine):
         terms = sorted((term for term in plan.breakdown if term.location == location and term.bytes), key=lambda term: -term.bytes)
         if terms:
-            parts += [Text(), _heading(title, sum(term.bytes for term in terms), capacity), _terms(terms)]
+            size = disk_size if location == "disk" else memory_size
+            parts += [Text(), _heading(title, sum(term.bytes for term in terms), capacity, size), _terms(terms, size)]
     parts += [Text(), Text("= exact   ≈ measured: calibrated by measurements   ≈ derived, not measured", style="dim")]
     parts += [Text(), _step(plan)]
     if plan.binding:
@@ -139,16 +140,16 @@ def _locations(plan: Plan, machine: Machine) -> tuple[tuple[Location, str, int |
     )
 
 
-def _heading(title: str, total: int, capacity: int | None) -> Text:
+def _heading(title: str, total: int, capacity: int | None, size: Callable[[int], str]) -> Text:
     text = Text.assemble((f"{title:<22}", "bold"))
     if capacity:
         filled = min(_BAR_WIDTH, round(_BAR_WIDTH * total / capacity))
         text.append("▇" * filled, "red" if total > capacity else "cyan").append("░" * (_BAR_WIDTH - filled), "dim").append("  ")
-        return text.append(f"{memory_size(total)} of {memory_size(capacity)}")
-    return text.append(memory_size(total))
+        return text.append(f"{size(total)} of {size(capacity)}")
+    return text.append(size(total))
 
 
-def _terms(terms: Sequence[MemoryTerm]) -> RenderableType:
+def _terms(terms: Sequence[MemoryTerm], size: Callable[[int], str]) -> RenderableType:
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(justify="right", no_wrap=True)
     table.add_column(no_wrap=True)
@@ -156,7 +157,7 @@ def _terms(terms: Sequence[MemoryTerm]) -> RenderableType:
     table.add_column(style="dim", ratio=2)
     for term in terms:
         name = term.name if term.rank is None else f"{term.name} (rank {term.rank})"
-        table.add_row(memory_size(term.bytes), _MARKS[term.confidence], name, str(term.formula))
+        table.add_row(size(term.bytes), _MARKS[term.confidence], name, str(term.formula))
     return Padding(table, (0, 0, 0, 2))
 
 
@@ -210,7 +211,8 @@ def _machine_line(machine: Machine) -> Text:
 def _legend(rows: Sequence[PlanRow], machine: Machine) -> Text:
     text = Text.assemble(("✓", "green"), " fits   ", ("~", "yellow"), " tight   ", ("✗", "red"), " does not fit   ★ recommended")
     text.append("\ngpu: no offload   0.40: offload ratio   16.0k/s: thousand tokens a second")
-    text.append("\n243 > 106: GiB needed > GiB there (GPU, host node, memory limit or /dev/shm)")
+    _, unit = memory_unit()
+    text.append(f"\n243 > 106: {unit} needed > {unit} there (GPU, host node, memory limit or /dev/shm)")
     for nodes in {row.nodes for row in rows if row.nodes > 1}:
         text.append(f"\n{nodes} x 4 GPUs: four GPUs of each of {nodes} hosts like this one; {network_text(machine)}")
     return text.append("".join(f"\nspeeds are predictions: {source}" for source in _sources(rows)), "dim")
@@ -245,7 +247,8 @@ def _shortfall(plan: Plan, narrow: bool) -> str:
         return "not here" if narrow else "cannot run here"
     if (short := plan.shortage) is None:
         return ""
-    needs, has = round(short.needs / 2**30), round(short.has / 2**30)
+    giga, _ = memory_unit()
+    needs, has = round(short.needs / giga), round(short.has / giga)
     figures = f"{needs} {'>' if needs > has else 'of'} {has}"
     return figures if narrow else f"{_POOLS[short.pool]} {figures}"
 

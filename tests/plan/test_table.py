@@ -7,6 +7,8 @@ import time
 import pytest
 from msgspec.structs import replace
 
+from so_tui import units
+from so_tui.cli import main
 from so_tui.machine.described import named_machine
 from so_tui.machine.types import Machine
 from so_tui.plan import best_number_of_gpus, make_plan, plan_table, plans_json, rank_counts, recommend, unplannable
@@ -70,6 +72,24 @@ def test_a_plan_that_does_not_fit_has_no_speeds() -> None:
     text = shown(render_plan(plan, QUAD), 200)
     assert "tokens/s" not in text
     assert "TFLOPS" not in text
+
+
+def test_a_checkpoint_has_one_size_in_commands_and_on_the_screen_and_memory_the_units_of_the_user(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("so_tui.units._memory_units", units._memory_units)  # restored after the test
+    plan = ["plan", "qwen3-14b", "--machine", "gh200-480", "--as-given"]
+    main(plan)
+    binary = capsys.readouterr().out
+    whole = recommend(spec_of("qwen3-14b"), named_machine("gh200-480"), 1)
+    assert units.disk_size(whole.disk_bytes) in binary
+    assert "GiB" in binary
+    assert main(["settings", "screen.units=decimal"]) == 0
+    for command in (plan, ["plan", "--machine", "gh200-480"], ["inspect", "--machine", "gh200-480"]):
+        capsys.readouterr()
+        main(command)
+        assert "GiB" not in capsys.readouterr().out, command
 
 
 def test_the_json_is_the_contracts() -> None:
