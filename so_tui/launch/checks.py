@@ -29,6 +29,8 @@ from so_tui.spec.local_paths import missing_paths
 from so_tui.units import disk_size, memory_size
 
 _CHECK_TIMEOUT_S = 180.0
+_RECORDS_BYTES = 32 * 10**6
+"""A disk with less is full: a run could not even write its records and logs for long."""
 Check = Literal["files", "machine", "inputs"]
 """A part of ``preflight``: files, software, free space and GPUs; what doctor finds; model, tokenizer and data in a helper process."""
 CHECKS: dict[Check, str] = {
@@ -90,8 +92,13 @@ def missing_inputs(spec: RunSpec) -> tuple[Problem, ...]:
     return tuple(problems)
 
 
-def quick_checks(launch: Launch, *, resuming: bool = False, runs_dir: Path | str | None = None) -> tuple[str, ...]:
+def quick_checks(launch: Launch, *, saved: int = 0, runs_dir: Path | str | None = None) -> tuple[str, ...]:
     """Run the checks that take no time and need no training software, and return warnings.
+
+    Args:
+        launch: What is to start.
+        saved: Checkpoints of the run that are on the disk already.
+        runs_dir: Folder of runs; of a run that is resumed, its own.
 
     Raises:
         InputError: A file is missing (``path-not-found``) or a folder cannot be written (``not-writable``).
@@ -107,11 +114,11 @@ def quick_checks(launch: Launch, *, resuming: bool = False, runs_dir: Path | str
     _refuse_gpus_in_use(plan, machine)
     if not launch.forced:
         _refuse_missing_compiler(plan, machine)
-        _refuse_too_little_space(plan, resuming=resuming, runs_dir=Path(runs_dir) if runs_dir else default_runs_dir())
+        _refuse_too_little_space(plan, saved=saved, runs_dir=Path(runs_dir) if runs_dir else default_runs_dir())
     return _other_users(plan, machine)
 
 
-def checks_elsewhere(launch: Launch, *, resuming: bool = False, runs_dir: Path | str | None = None) -> None:
+def checks_elsewhere(launch: Launch, *, saved: int = 0, runs_dir: Path | str | None = None) -> None:
     """Run the checks that this host can make of a run that starts on another: files and disk, which both share.
 
     Raises:
@@ -123,7 +130,7 @@ def checks_elsewhere(launch: Launch, *, resuming: bool = False, runs_dir: Path |
         raise InputError(problems)
     if not launch.forced:
         folder = Path(runs_dir) if runs_dir else default_runs_dir()
-        _refuse_too_little_space(launch.plan, resuming=resuming, runs_dir=folder, shared_memory=False)
+        _refuse_too_little_space(launch.plan, saved=saved, runs_dir=folder, shared_memory=False)
 
 
 def writable(wanted: Path, field: str) -> Path:
@@ -208,13 +215,20 @@ def _refuse_gpus_in_use(plan: Plan, machine: Machine) -> None:
         raise Refused(taken)
 
 
-def _refuse_too_little_space(plan: Plan, *, resuming: bool, runs_dir: Path, shared_memory: bool = True) -> None:
+def _refuse_too_little_space(plan: Plan, *, saved: int, runs_dir: Path, shared_memory: bool = True) -> None:
     """Refuse, forceable, when the plan's checkpoints or shared memory do not fit now."""
     refusals = []
+    free_bytes = shutil.disk_usage(writable(runs_dir, "--runs-dir")).free
+    if free_bytes < _RECORDS_BYTES:
+        message = (
+            f"Records and logs of a run need {disk_size(_RECORDS_BYTES)}, and {runs_dir} has {disk_size(free_bytes)} free. "
+            "Free space there, or choose another folder with --runs-dir"
+        )
+        refusals.append(Refusal("disk-too-small", message))
     field = "checkpoint.folder" if plan.spec.checkpoint.folder else "--runs-dir"
     folder = writable(Path(plan.spec.checkpoint.folder or runs_dir), field)
-    # A resumed run already has its old checkpoints.
-    copies = min(1, plan.spec.checkpoint.most_at_once) if resuming else plan.spec.checkpoint.most_at_once
+    most = plan.spec.checkpoint.most_at_once
+    copies = max(min(1, most), most - saved)  # those of a resumed run have their place, and a new one is written before one is removed
     needed_bytes, free_bytes = copies * plan.disk_bytes, shutil.disk_usage(folder).free
     if needed_bytes > free_bytes:
         noun = f"1 checkpoint of {disk_size(plan.disk_bytes)} needs" if copies == 1 else f"{copies} checkpoints need"

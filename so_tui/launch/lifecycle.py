@@ -23,6 +23,7 @@ from so_tui.launch.starter import new_token, record_token
 from so_tui.launch.time_limits import DEFAULT_GRACE_S
 from so_tui.machine.types import Machine
 from so_tui.runs import control
+from so_tui.runs.checkpoints import checkpoint_folders, checkpoints_folder
 from so_tui.runs.directory import RunDirectory, new_attempt
 from so_tui.runs.ended import ended_state, record_end
 from so_tui.runs.listing import create_run
@@ -81,7 +82,8 @@ def resume(run: RunDirectory, launch: Launch, *, executor: Executor | None = Non
     refuse_unless_own(run)
     ended_state(run, assume_dead=launch.assume_dead)
     executor = executor or executor_of(launch.spec)
-    _check(launch, executor, resuming=True, runs_dir=run.path)
+    saved = 0 if launch.start_over else len(checkpoint_folders(checkpoints_folder(run, launch.spec)))
+    _check(launch, executor, saved=saved, runs_dir=run.path)
     for action in control.ACTIONS:
         control.clear(run, action)
     close_to_others(run.path)  # a run of an older version may be open to them
@@ -204,13 +206,13 @@ def _never_supervised(run: RunDirectory) -> bool:
     return True
 
 
-def _check(launch: Launch, executor: Executor, *, resuming: bool = False, runs_dir: Path | str | None = None) -> None:
+def _check(launch: Launch, executor: Executor, *, saved: int = 0, runs_dir: Path | str | None = None) -> None:
     """Refuse what cannot start. What this host lacks says nothing about another one."""
     if executor.here:
         _refuse_other_host(launch.machine)
-        quick_checks(launch, resuming=resuming, runs_dir=runs_dir)
+        quick_checks(launch, saved=saved, runs_dir=runs_dir)
     else:
-        checks_elsewhere(launch, resuming=resuming, runs_dir=runs_dir)
+        checks_elsewhere(launch, saved=saved, runs_dir=runs_dir)
 
 
 def _refuse_other_host(machine: Machine) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -119,6 +120,29 @@ def test_disk_for_the_checkpoints(tmp_path: Path) -> None:
     quick_checks(launch_with(plan, forced=True))
     quick_checks(launch_with(plan_with(plan, disk_bytes=1)))
     quick_checks(launch_with(plan_with(plan, spec=embedded(checkpoint=CheckpointSpec(at_end=False)))))
+
+
+def test_a_resume_needs_room_for_the_checkpoints_that_are_still_to_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("so_tui.launch.checks.shutil.disk_usage", lambda _: SimpleNamespace(total=2**40, free=2**30))
+    spec = embedded(checkpoint=CheckpointSpec(folder=str(tmp_path), every_steps=10, keep=3))
+    launch = launch_with(plan_with(plan_of(spec), disk_bytes=2**29))
+    for saved in (2, 3, 8):
+        quick_checks(launch, saved=saved)
+    for saved in (0, 1):
+        with pytest.raises(Refused):
+            quick_checks(launch, saved=saved)
+
+
+def test_nothing_starts_or_resumes_where_the_disk_of_its_records_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = tmp_path / "full"
+    full.mkdir()
+    found = lambda folder: SimpleNamespace(total=2**40, free=4096 if Path(folder) == full else 2**39)  # noqa: E731
+    monkeypatch.setattr("so_tui.launch.checks.shutil.disk_usage", found)
+    launch = launch_with(plan_of(embedded(checkpoint=CheckpointSpec(folder=str(tmp_path)))))
+    assert checks_of(launch, str(full)) == (("disk-too-small",), True)
+    with pytest.raises(Refused):
+        quick_checks(launch, saved=1, runs_dir=full)
+    quick_checks(launch, runs_dir=tmp_path)
 
 
 @pytest.mark.parametrize("folder", ["/proc/no/such", "/etc/hostname/runs"])

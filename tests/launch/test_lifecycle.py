@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -78,6 +79,21 @@ def test_a_resume_needs_what_the_run_saved_or_the_wish_to_start_over(tmp_path: P
     assert read_launch(run, 2, socket.gethostname()) == again
     (run.checkpoints_dir / "step-000009").mkdir(parents=True)
     assert not prepare_resume(run, machine, force=True).start_over
+
+
+def test_a_resume_onto_a_full_disk_is_refused_and_leaves_no_attempt(
+    tmp_path: Path, two_ranks: RunSpec, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start(prepare(two_ranks, machine, force=True), runs_dir=tmp_path, executor=Recording())
+    write_state(run, msgspec.structs.replace(read_state(run), state="stopped"))
+    again = msgspec.structs.replace(prepare_resume(run, machine, force=True), forced=False)
+    with monkeypatch.context() as patch:
+        patch.setattr("so_tui.launch.checks._refuse_missing_compiler", lambda *_: None)
+        patch.setattr("so_tui.launch.checks.shutil.disk_usage", lambda _: SimpleNamespace(total=2**40, free=4096))
+        with pytest.raises(Refused) as caught:
+            resume(run, again, executor=Recording())
+    assert "disk-too-small" in caught.value.codes
+    assert run.attempts() == (1,)
 
 
 @pytest.mark.parametrize(("before", "after"), [(0o755, 0o700), (0o711, 0o700), (0o750, 0o750)])
