@@ -6,7 +6,6 @@ Nothing is computed before the first paint. Named workers compute presets, machi
 from __future__ import annotations
 
 import asyncio
-import gc
 import importlib
 import sys
 import time
@@ -25,6 +24,7 @@ from textual.worker import Worker, WorkerState
 from so_tui.ui import messages
 from so_tui.ui.announcing import AnnouncingApp
 from so_tui.ui.glyphs import GlyphName, PlainCharacters
+from so_tui.ui.kept_memory import settle
 from so_tui.ui.launching import Checking, go_back, start_launch
 from so_tui.ui.screens import MODES, PAGES
 from so_tui.ui.terminal import terminal_lost
@@ -55,15 +55,6 @@ def import_packages() -> None:
     """Import what the threads of the workers use."""
     for package in PACKAGES:
         importlib.import_module(package)
-
-
-def settle() -> None:
-    """Keep the garbage collector from what exists by now, which lives as long as the application.
-
-    Looking through all of it every eight seconds took 14 % of the time of a dashboard.
-    """
-    gc.collect()
-    gc.freeze()
 
 
 class SoTuiApp(AnnouncingApp[None]):

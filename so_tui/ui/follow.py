@@ -24,8 +24,8 @@ from so_tui.runs.records import (
 )
 from so_tui.spec import InputError, RunSpec
 from so_tui.ui.chart_layout import Wanted
-from so_tui.ui.freed_memory import give_back
 from so_tui.ui.inspected import Inspected, Inspector, Position
+from so_tui.ui.kept_memory import give_back
 from so_tui.ui.loads import Loads
 from so_tui.ui.series import Line
 from so_tui.ui.snapshot import Snapshot, before_first_step
