@@ -239,62 +239,57 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
         self._drawn = ()
         super().notify_style_update()
 
-    def _draw(self) -> list[Strip]:
-        width, height = self.size
-        styles = self._role_styles.get(self)
-        heading = self._heading(styles)
-        # Values that find no room beside the title have a row of their own, where that leaves a plot.
-        rows = [self._row(heading.below, styles)] if heading.below and height >= LEAST_ROWS_FOR_MORE else []
-        if self.axis is not None and any(line.length for line in self.lines) and self._has_room:
-            rows += self._body(self.axis, self.columns, height - 2 - len(rows), styles)
-        else:
-            rows += [self._row([Segment(" " * GUTTER + self.waiting, styles["note"])], styles)] if self._has_room else []
-            if self.inset:
-                rows += [self._row([], styles)] * (height - 2 - len(rows))
-                rows.append(self._lower([Segment("─" * (width - 2 * self.inset), styles["frame"])], styles))
-        if self.robust:  # the plot knows by now how many values it leaves out
-            heading = self._heading(styles)
-        return [self._upper(heading, styles), *rows]
-
-    @property
-    def _has_room(self) -> bool:
-        return self.columns >= LEAST_COLUMNS and self.size.height >= 3
-
-    @property
-    def inset(self) -> int:
-        width, height = self.size
-        return SIDE if self.boxed and width >= LEAST_FRAMED and height >= LEAST_FRAMED_ROWS and framed(self) else 0
-
     @property
     def heading_room(self) -> int:
-        """Cells of the heading."""
-        return self.size.width - (6 if self.inset else 0)
+        """Cells of title and figures."""
+        width, height = self.size
+        self.inset = SIDE if self.boxed and width >= LEAST_FRAMED and height >= LEAST_FRAMED_ROWS and framed(self) else 0
+        return width - (6 if self.inset else 0)
+
+    def _draw(self) -> list[Strip]:
+        width, height = self.size
+        room = self.heading_room
+        columns = width - 2 * self.inset - GUTTER
+        styles = self._role_styles.get(self)
+        heading = self._heading(styles, room, height)
+        # Values that find no room beside the title have a row of their own, where that leaves a plot.
+        rows = [self._row(heading.below, styles, width)] if heading.below and height >= LEAST_ROWS_FOR_MORE else []
+        roomy = columns >= LEAST_COLUMNS and height >= 3
+        if roomy and self.axis is not None and any(line.length for line in self.lines):
+            rows += self._body(self.axis, columns, height - 2 - len(rows), styles)
+        else:
+            rows += [self._row([Segment(" " * GUTTER + self.waiting, styles["note"])], styles, width)] if roomy else []
+            if self.inset:
+                rows += [self._row([], styles, width)] * (height - 2 - len(rows))
+                rows.append(self._lower([Segment("─" * (width - 2), styles["frame"])], styles, width))
+        if self.robust:  # the plot knows by now how many values it leaves out
+            heading = self._heading(styles, room, height)
+        return [self._upper(heading, styles, width), *rows]
 
     # The frame: its upper line is the heading, and its lower one the axis.
 
-    def _upper(self, heading: Heading, styles: Mapping[str, Style]) -> Strip:
-        width, line = self.size.width, styles["frame"]
+    def _upper(self, heading: Heading, styles: Mapping[str, Style], width: int) -> Strip:
+        line = styles["frame"]
         if not self.inset:
             return Strip([*heading.title, *heading.beside]).adjust_cell_length(width, styles["base"])
         left = [Segment("╭─ ", line), *heading.title, Segment(" ", line)]
         right = [*heading.beside, Segment(" ─╮", line)] if heading.beside else [Segment("╮", line)]
+        between = width - Segment.get_line_length([*left, *right])
         if heading.beside:  # its first two cells are blank: one of them belongs to the line
-            between = "─" * (1 + width - Segment.get_line_length([*left, *right]))
+            between += 1
             right = list(Strip(right).crop(1))
-        else:
-            between = "─" * (width - Segment.get_line_length([*left, *right]))
-        return Strip([*left, Segment(between, line), *right]).adjust_cell_length(width, styles["base"])
+        return Strip([*left, Segment("─" * between, line), *right]).adjust_cell_length(width, styles["base"])
 
-    def _row(self, row: Sequence[Segment], styles: Mapping[str, Style]) -> Strip:
-        side = [Segment("│", styles["frame"])] * self.inset
-        inside = Strip(row).adjust_cell_length(self.size.width - 2 * self.inset, styles["base"])
-        return Strip([*side, *inside, *side], self.size.width)
+    def _row(self, row: Sequence[Segment], styles: Mapping[str, Style], width: int) -> Strip:
+        inside = Strip(row).adjust_cell_length(width - 2 * self.inset, styles["base"])
+        side = Segment("│", styles["frame"])
+        return Strip([side, *inside, side], width) if self.inset else inside
 
-    def _lower(self, row: Sequence[Segment], styles: Mapping[str, Style]) -> Strip:
+    def _lower(self, row: Sequence[Segment], styles: Mapping[str, Style], width: int) -> Strip:
         if not self.inset:
-            return self._row(row, styles)
+            return self._row(row, styles, width)
         line = styles["frame"]
-        return Strip([Segment("╰", line), *row, Segment("╯", line)]).adjust_cell_length(self.size.width, styles["base"])
+        return Strip([Segment("╰", line), *row, Segment("╯", line)]).adjust_cell_length(width, styles["base"])
 
     def _body(self, axis: Axis, width: int, height: int, styles: dict[str, Style]) -> list[Strip]:
         """Return plot and axis, cached while nothing of them changes: values beyond the range are no change."""
@@ -303,13 +298,14 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
         key = drawn, self.marks, self.cursor, self.chosen
         if key != self._body_key:
             self._body_key = key
+            outer = width + GUTTER + 2 * self.inset
             plot, scale = self._plot(axis, width, height, styles, drawn)
             labels = gutter_text(scale, height, self.format_value, self.per)
             plot = [self._with_range(with_cursor(row, axis, self.cursor, width, styles["cursor"]), width, styles) for row in plot]
-            rows = [self._row([Segment(label, styles["label"]), *row], styles) for label, row in zip(labels, plot, strict=True)]
+            rows = [self._row([Segment(label, styles["label"]), *row], styles, outer) for label, row in zip(labels, plot, strict=True)]
             unit = f" {axis.unit} "
             corner = [Segment(("─" if self.inset else " ") * (GUTTER - len(unit)), styles["frame"]), Segment(unit, styles["label"])]
-            lower = self._lower([*corner, *axis_row(axis, width, self._all_marks(axis, width), styles)], styles)
+            lower = self._lower([*corner, *axis_row(axis, width, self._all_marks(axis, width), styles)], styles, outer)
             self._body_strips = [*rows, lower]
         return self._body_strips
 
@@ -341,16 +337,16 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
         self._outside = beyond(found, scale) if self.robust else 0
         return scale
 
-    def _heading(self, styles: Mapping[str, Style]) -> Heading:
+    def _heading(self, styles: Mapping[str, Style], room: int, height: int) -> Heading:
         """Return the title, and as many values and notes as fit beside it; none is cut, since a cut number is another number."""
         title = [Segment(self.title, styles["title"])]
         if self.progress:
             title.append(Segment(f"  {self.progress}", styles["cursor"]))
         if self.alarm:
             title.append(Segment(f"  {self.alarm}", styles["bad"]))
-        free = self.heading_room - Segment.get_line_length(title)
+        free = room - Segment.get_line_length(title)
         figures = list(self._figures(styles))
-        if self.size.height < LEAST_ROWS_FOR_MORE and sum(figure.cells for figure in figures if figure.kind != "note") > free:
+        if height < LEAST_ROWS_FOR_MORE and sum(figure.cells for figure in figures if figure.kind != "note") > free:
             figures = [figure for figure in figures if figure.kind != "raw"]  # the least of what a chart says
         beside: list[Segment] = []
         below: list[Segment] = []

@@ -38,6 +38,8 @@ class AxisMouse(Widget):
     ALLOW_SELECT = False  # dragging zooms
 
     axis: Axis | None = None
+    inset = 0
+    """Cells of a frame at the left and at the right."""
     _drag: Drag | None = None
     _dragged = False
     """Whether the click that follows was a drag."""
@@ -69,11 +71,6 @@ class AxisMouse(Widget):
         def __init__(self, share: float) -> None:
             self.share = share
             super().__init__()
-
-    @property
-    def inset(self) -> int:
-        """Cells of a frame at the left and at the right."""
-        return 0
 
     def draw_again(self) -> None:
         """Draw anew after a change of the chosen range."""
