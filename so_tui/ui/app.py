@@ -318,7 +318,12 @@ class SoTuiApp(AnnouncingApp[None]):
         ask_for_machine(self)
 
     def action_show(self, name: str) -> None:
+        from so_tui.ui.page import Page
+
+        page = self.screen_stack[0]
         self.switch_mode(name)
+        if isinstance(page, Page):
+            page.left()
 
     async def action_quit(self) -> None:
         """Quit. Ask first where unsaved edits in Configure would be lost."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from so_tui.launch.checks import Check
     from so_tui.launch.executors import Executor
     from so_tui.launch.executors.slurm.editing import Draft
+    from so_tui.spec import RunSpec
     from so_tui.ui.app import SoTuiApp
 
 
@@ -57,14 +58,8 @@ def ask_to_launch(app: SoTuiApp, launch: Launch, draft: Draft | None = None) -> 
     from so_tui.ui.screens.launch_question import JobQuestion
     from so_tui.ui.widgets.plan_view import launch_facts
 
-    if not app.may_start():
+    if not app.may_start() or refused_elsewhere(app, launch.spec):
         return
-    if app.machine_file and app.machine is not None and executor_of(launch.spec).here:
-        there = f"This plan is for {app.machine.label} ({app.machine_file}), but runs start on the machine that so-tui runs on."
-        back = "Start it on that machine, or press o and leave the field empty to plan for this one."
-        app.post_message(messages.Failed(f"{launch.spec.label} was not started", (there, back)))
-        return
-
     title, facts = f"Launch {launch.spec.label}?", launch_facts(launch.plan)
     if executor_of(launch.spec).here:
         question = Question(title, facts, yes="Launch", default_yes=True)
@@ -79,6 +74,18 @@ def ask_to_launch(app: SoTuiApp, launch: Launch, draft: Draft | None = None) -> 
             app.notify(_where_kept(changed), title="Your script is kept", markup=False)
 
     app.push_screen(question, answered)
+
+
+def refused_elsewhere(app: SoTuiApp, spec: RunSpec) -> bool:
+    """Return whether ``spec`` cannot start from here, since its plan is for another machine, and tell the user."""
+    from so_tui.launch.executors import executor_of
+
+    if not app.machine_file or app.machine is None or not executor_of(spec).here:
+        return False
+    there = f"This plan is for {app.machine.label} ({app.machine_file}). Runs start on this machine only."
+    back = "`o` with an empty name comes back to it; or start so-tui on that machine."
+    app.post_message(messages.Failed(f"{spec.label} was not started", (there, back)))
+    return True
 
 
 def launch_anyway(app: SoTuiApp, launch: Launch | None, draft: Draft | None = None) -> messages.Offer | None:

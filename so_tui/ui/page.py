@@ -146,6 +146,9 @@ class Page(Screen[None], KeepsLines):
         """Return the screen's own widgets."""
         raise NotImplementedError
 
+    def left(self) -> None:
+        """Hand what is chosen here to the screen that the user has gone to."""
+
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
         self.app.worker_changed(event)
 

@@ -105,8 +105,8 @@ class Driver:
         return table
 
     async def configure(self) -> None:
-        """Go to Configure, and wait for the plan of the preset in its form."""
-        await self.press("2")
+        """Go to Configure with the preset that it opens by itself, and wait for its plan."""
+        self.app.switch_mode("configure")
         await self.until(lambda: self.screen.query(FieldRow) and "fits" in self.shown("#verdict"))
 
     async def edit(self, path: str, text: str) -> FieldRow:
@@ -132,12 +132,14 @@ async def opened(
     open_run: RunDirectory | None = None,
     start: StartRun | None = None,
     settings: Loaded | Settings | None = None,
+    tooltips: bool = False,
+    machine_file: str = "",
 ) -> AsyncIterator[Driver]:
     """Open the application on ``machine`` (four GH200 unless given, the present host with ``this_machine``)."""
     chosen = None if this_machine else machine or quad_machine()
     loaded = Loaded(settings) if isinstance(settings, Settings) else settings
-    app = SoTuiApp(machine=chosen, runs_dir=runs_dir, open_run=open_run, start=start, settings=loaded)
-    async with app.run_test(size=size) as pilot:
+    app = SoTuiApp(machine=chosen, runs_dir=runs_dir, open_run=open_run, start=start, settings=loaded, machine_file=machine_file)
+    async with app.run_test(size=size, tooltips=tooltips) as pilot:
         driver = Driver(app, pilot)
         await driver.until(lambda: app.machine is not None and app.catalog is not None)
         yield driver

@@ -293,6 +293,8 @@ class ConfigureScreen(ResizablePage):
         self._once_planned(self._launch)
 
     def _launch(self, planned: Planned) -> None:
+        if planned.plan is not None and launching.refused_elsewhere(self.app, planned.plan.spec):
+            return
         if planned.plan is None or not planned.plan.possible:
             self._go_to_first_problem(planned)
         elif not planned.plan.fits:

@@ -334,15 +334,20 @@ class PresetsScreen(Page):
 
     def action_configure(self, field: str = "") -> None:
         """Configure the chosen plan, and go to a field of the form."""
-        chosen = self._chosen()
-        if chosen is None:
-            return
+        if self._chosen() is not None:
+            self.app.switch_mode("configure")
+            self._hand_over(field)
+
+    def _hand_over(self, field: str = "", *, keep_edits: bool = False) -> None:
+        """Give Configure, which has been gone to, the chosen plan; with ``keep_edits`` only if it has no unsaved ones."""
         from so_tui.ui.screens.configure import ConfigureScreen
 
-        self.app.switch_mode("configure")
-        screen = self.app.screen_stack[0]
-        if isinstance(screen, ConfigureScreen):
+        chosen, screen = self._chosen(), self.app.screen_stack[0]
+        if chosen is not None and isinstance(screen, ConfigureScreen) and not (keep_edits and screen.unsaved()):
             screen.edit(chosen[0].preset, chosen[1].spec, field=field)
+
+    def left(self) -> None:
+        self._hand_over(keep_edits=True)
 
     def action_partition(self) -> None:
         self.action_configure("slurm.partition")
@@ -354,6 +359,8 @@ class PresetsScreen(Page):
         self._ask_launch(*chosen)
 
     def _ask_launch(self, row: PlanRow, plan: Plan) -> None:
+        if launching.refused_elsewhere(self.app, plan.spec):
+            return
         if not plan.fits:
             self.app.post_message(Failed(f"{row.title} does not fit here", plan.reason_texts))
             return
