@@ -23,6 +23,8 @@ GRIDS = ((1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (3, 3))
 EMAS = (0.0, *EMA_WEIGHTS)
 """Weights that a key goes through; others are typed."""
 MOST_EMA = 0.99
+ROOMY = 52
+"""Cells of a chart's heading from which on it has room for whole words."""
 WIDE = 160
 """Columns of a terminal from which on three charts stand beside each other, unless another grid was chosen."""
 Flag = Literal["log", "robust"]
@@ -70,6 +72,13 @@ class ChartLayout(msgspec.Struct, frozen=True, kw_only=True):
         return self.grid or (1, 3 if width >= WIDE else 2)
 
 
+def without_gpus(layout: ChartLayout) -> ChartLayout:
+    """Return the layout for a run without GPUs: unless the user chose the metrics, memory of the host stands for theirs."""
+    if layout.shown != ChartLayout().shown:
+        return layout
+    return msgspec.structs.replace(layout, shown=tuple("host-memory" if key == "gpu-memory" else key for key in layout.shown))
+
+
 @dataclass(frozen=True, slots=True)
 class ChartPage:
     """The charts that are on the screen at once."""
@@ -80,10 +89,11 @@ class ChartPage:
     number: int
     pages: int
 
-    @property
-    def note(self) -> str:
-        """``page 1 of 3``; empty where there is one."""
-        return f"page {self.number + 1} of {self.pages}" if self.pages > 1 else ""
+    def note_in(self, room: int) -> str:
+        """Return ``page 1 of 3 ▸``, or ``1/3 ▸`` in a narrow heading; empty where there is one page."""
+        if self.pages == 1:
+            return ""
+        return f"page {self.number + 1} of {self.pages} ▸" if room >= ROOMY else f"{self.number + 1}/{self.pages} ▸"
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,18 @@ DISPENSABLE = ("host", "GPU memory", "MFU", "evaluation loss", "tokens/s", "mode
 """Columns that are dropped first where there is no room; dashboard and preview show their content too."""
 MEASURED = ("evaluation loss", "tokens/s", "MFU", "GPU memory")
 """Columns that are left out where no run has a value: without GPUs there is no MFU, and not every run evaluates."""
-SORTED_COLUMNS = {"model": "model", "tokens/s": "tokens/s", "mfu": "MFU", "memory": "GPU memory"}
-"""Columns by the order that goes by them, if they are dispensable."""
+SORTED_COLUMNS = {
+    "started": "age",
+    "name": "name",
+    "model": "model",
+    "state": "state",
+    "loss": "mean loss",
+    "tokens/s": "tokens/s",
+    "mfu": "MFU",
+    "memory": "GPU memory",
+}
+"""Columns by the order that goes by them."""
+HIGHEST_FIRST = ("tokens/s", "MFU")
 
 
 def cells_of(row: RunRow, curve: LossCurve | None, colours: Mapping[str, str], *, mark: str = "") -> Cells:
@@ -59,12 +69,17 @@ def model_of(row: RunRow) -> str:
     return row.spec.label if row.spec is not None else "?"
 
 
+def heading(column: str, sorted_column: str = "") -> str:
+    """Return the heading of a column: ``name ▴`` where runs are sorted by it, ``▾`` where the highest comes first."""
+    return f"{column} {'▾' if column in HIGHEST_FIRST else '▴'}" if column and column == sorted_column else column
+
+
 def with_room(rows: Sequence[Cells], room: int, padding: int, kept: str = "") -> list[str]:
     """Return the columns that fit into ``room`` cells, padded on both sides. None is cut, since a cut number is another number.
 
-    ``kept`` is dropped last.
+    ``kept``, which they are sorted by, is dropped last.
     """
-    widths = {name: max(map(cell_len, (name, *(row[name].plain for row in rows)))) + 2 * padding for name in COLUMNS}
+    widths = {name: max(map(cell_len, (heading(name, kept), *(row[name].plain for row in rows)))) + 2 * padding for name in COLUMNS}
     columns = [name for name in COLUMNS if name not in MEASURED or any(row[name].plain for row in rows)]
     for name in sorted(set(DISPENSABLE).intersection(columns), key=lambda name: (name == kept, DISPENSABLE.index(name))):
         if sum(widths[column] for column in columns) > room:

@@ -9,22 +9,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
+from textual import events
 from textual.screen import ModalScreen
+from textual.widgets import Input, OptionList, Static, Tooltip
 
+from so_tui.machine.described import machine_of
 from so_tui.runs import RunDirectory
 from so_tui.settings.types import Settings
 from so_tui.ui import screens
 from so_tui.ui.chart_layout import ChartLayout
+from so_tui.ui.panels.charts import ChartPanel
+from so_tui.ui.panels.log import LogPanel
+from so_tui.ui.panels.what_if import WhatIf
 from so_tui.ui.screens.add_model import AddModel
 from so_tui.ui.screens.answers import AnswersScreen
 from so_tui.ui.screens.choose_metrics import ChooseMetrics
 from so_tui.ui.screens.choose_runs import ChooseRuns
 from so_tui.ui.screens.data_preview import DataPreviewScreen
 from so_tui.ui.screens.dialogs import AskText, CloseButton, KeysHelp, Notice, Question
+from so_tui.ui.screens.runs import RunTable
 from so_tui.ui.screens.settings import SettingsDialog
 from so_tui.ui.screens.validation import ValidationScreen
-from tests.support.make_run import write_run
-from tests.support.screen import opened
+from so_tui.ui.widgets.field import Choice
+from tests.support.make_run import quad_machine, write_run
+from tests.support.screen import Driver, opened
 
 pytestmark = pytest.mark.usefixtures("_short_form")
 
@@ -97,3 +106,129 @@ async def test_arrows_of_a_setting_go_both_ways(runs_dir: Path) -> None:
         assert ui.app.theme == before
         await click("◂")
         assert ui.app.theme not in (before, forward)
+
+
+async def test_a_strip_is_moved_by_mouse(runs_dir: Path) -> None:
+    async with opened(runs_dir, (120, 50)) as ui:
+        await ui.presets()
+        await ui.press("enter")
+        await ui.until(lambda: ui.screen.query(WhatIf) and ui.find("#what-if", WhatIf).strips)
+        panel = ui.find("#what-if", WhatIf)
+        row = panel.render_line(1).text
+        cell = row.index("1.00") - 3  # the last but one: 0.9
+        await ui.pilot.click(panel, offset=(cell, 1))
+        assert panel.strips[0].present == 0.9
+        await ui.until(lambda: ui.find("#field-offload-ratio Input", Input).value == "0.9")
+        await ui.pilot._post_mouse_events([events.MouseScrollDown], panel, offset=(cell, 1))
+        assert 0.8 <= panel.strips[0].present < 0.9
+        await ui.pilot.mouse_down(panel, offset=(cell, 1))
+        await ui.pilot.hover(panel, offset=(row.index("0.00") + 5, 1))
+        await ui.pilot.mouse_up(panel, offset=(row.index("0.00") + 5, 1))
+        assert panel.strips[0].present == 0.0
+
+
+async def test_a_click_on_a_heading_sorts_and_the_sorted_column_is_marked(runs_dir: Path) -> None:
+    for n, name in enumerate("cab", 1):
+        write_run(runs_dir, steps=20 * n, total=99, seconds_of_samples=1, state="failed", name=name)
+    async with opened(runs_dir) as ui:
+        await ui.press("4")
+        table = ui.find("#table", RunTable)
+        await ui.until(lambda: [Path(str(key.value)).name for key in table.rows] == ["b", "a", "c"])
+        assert "age ▴" in ui.text()
+        await ui.pilot.click(table, offset=(table.render_line(0).text.index("name") + table.gutter.left, table.gutter.top))
+        await ui.until(lambda: [Path(str(key.value)).name for key in table.rows] == ["a", "b", "c"])
+        assert "name ▴" in ui.text()
+        assert "age ▴" not in ui.text()
+        await ui.press("S")
+        await ui.until(lambda: "model ▴" in ui.text())
+
+
+def refused(ui: Driver) -> bool:
+    return any("Runs start on this machine only" in str(line.content) for line in ui.screen.query(Static))
+
+
+async def test_nothing_starts_while_another_machine_is_planned_for(runs_dir: Path) -> None:
+    async with opened(runs_dir, machine=machine_of("gh200-480"), machine_file="gh200-480") as ui:
+        await ui.presets()
+        await ui.press("end", "f5")
+        await ui.until(lambda: refused(ui))
+        await ui.press("escape", "enter")
+        await ui.until(lambda: ui.app.current_mode == "configure" and ui.shown("#verdict"))
+        await ui.press("f5")
+        await ui.until(lambda: refused(ui))
+        assert not ui.screen.query("#offer")
+        await ui.press("escape", "5")
+        await ui.until(lambda: "software: not known of a described machine" in ui.text())
+        assert "absent" not in ui.text()
+
+
+async def test_the_tab_of_configure_takes_over_what_is_selected(runs_dir: Path) -> None:
+    async with opened(runs_dir) as ui:
+        table = await ui.presets()
+        await ui.press("down")
+        preset = table.ordered_rows[table.cursor_row].key.value
+        assert preset != "tiny"
+        await ui.press("2")
+        await ui.until(lambda: f"preset {preset}," in ui.shown("#form-title"))
+        await ui.edit("train.learning_rate", "2e-4")
+        await ui.press("escape", "1", "down", "2")
+        assert f"preset {preset}," in ui.shown("#form-title"), "an edit is not put aside"
+
+
+async def test_no_tooltip_covers_an_open_list(runs_dir: Path) -> None:
+    async with opened(runs_dir, tooltips=True) as ui:
+        await ui.configure()
+        choice = ui.screen.query(Choice).first(Choice)
+        tooltip = ui.screen.get_child_by_type(Tooltip)
+        choice.scroll_visible(animate=False)
+        await ui.pilot.hover(choice)
+        await ui.until(lambda: tooltip.display)
+        choice.focus()
+        await ui.press("enter")
+        await ui.until(lambda: choice.expanded and not tooltip.display)
+        await ui.pilot.hover(choice.query_one(OptionList))
+        await ui.pilot.pause(ui.app.TOOLTIP_DELAY + 0.1)
+        assert not tooltip.display
+        await ui.press("escape")
+        await ui.pilot.hover(choice)
+        await ui.until(lambda: tooltip.display)
+
+
+async def test_pages_turn_the_log_follows_and_another_run_begins_with_the_first_page(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=30, seconds_of_samples=1, name="one")
+    other = write_run(runs_dir, steps=30, seconds_of_samples=1, name="two")
+    async with opened(runs_dir, open_run=run) as ui:
+        await ui.state_shown("one")
+        panel = ui.find("ChartPanel", ChartPanel)
+        await ui.until(lambda: "page 1 of 3 ▸" in panel.charts[-1].render_line(0).text)
+        last = panel.charts[-1]
+        await ui.pilot.click(last, offset=(last.render_line(0).text.index("page 1") + 2, 0))
+        await ui.until(lambda: panel.page.number == 1)
+        ui.app.open_run(other)
+        await ui.until(lambda: panel.page.number == 0)
+        log = ui.find("LogPanel", LogPanel)
+        ui.app.open_run(run)
+        await ui.until(lambda: log.lines.max_scroll_y > 0)
+        log.lines.scroll_home(animate=False)
+        await ui.until(lambda: not log.lines.following)
+        await ui.pilot.click(log.heading, offset=(10, 0))
+        await ui.until(lambda: log.lines.following)
+
+
+async def test_a_run_without_gpus_has_no_chart_of_their_memory(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=30, seconds_of_samples=1, machine=replace(quad_machine(), gpus=()), preset="tiny", gpus=1)
+    async with opened(runs_dir, open_run=run) as ui:
+        panel = ui.find("ChartPanel", ChartPanel)
+        await ui.press("less_than_sign")
+        await ui.until(lambda: [metric.key for metric in panel.page.metrics] == ["parts", "host-memory"])
+
+
+async def test_esc_in_a_filter_is_said_to_clear_it(runs_dir: Path) -> None:
+    async with opened(runs_dir) as ui:
+        table = await ui.presets()
+        rows = table.row_count
+        await ui.press("slash", "q", "w")
+        await ui.until(lambda: 0 < table.row_count < rows)
+        assert "esc Clear" in ui.key_line
+        await ui.press("escape")
+        await ui.until(lambda: table.row_count == rows)

@@ -12,7 +12,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import Container
 
 from so_tui.runs.means import mean_name
-from so_tui.ui.chart_layout import ChartLayout, Flag, Wanted, page_of, wanted_by
+from so_tui.ui.chart_layout import ROOMY, ChartLayout, Flag, Wanted, page_of, wanted_by, without_gpus
 from so_tui.ui.chart_metrics import BY_KEY, EVALUATIONS, Metric
 from so_tui.ui.glyphs import GlyphName
 from so_tui.ui.hardware_charts import chart_of, marked_lines, sampled_lines
@@ -28,8 +28,6 @@ from so_tui.ui.widgets.chart import Chart
 from so_tui.ui.widgets.drawing import Mark
 from so_tui.units import thousands
 
-ROOMY = 52
-"""Cells of a chart from which on its heading has room for whole words."""
 EVALUATION_CELLS = 17
 """What the newest evaluation takes in a heading."""
 LEAST_ROWS = 7
@@ -76,6 +74,7 @@ class ChartPanel(Container, KeepsLines):
         self._glyphs = glyphs
         self.chart_layout = layout
         self._number = 0
+        self._on_gpus = True
         self.instead: tuple[str, ...] = ()
         """Keys of metrics that are shown instead of those that the user chose."""
         self.room = self.app.size.width
@@ -145,7 +144,9 @@ class ChartPanel(Container, KeepsLines):
         """Show what ``layout`` says, some pages further. Return whether other charts are shown than before."""
         self._number = max(0, self.page.number + turned) if turned >= 0 else (self.page.number + turned) % self.page.pages
         self.chart_layout = layout
-        shown = msgspec.structs.replace(layout, shown=self.instead) if self.instead else layout
+        shown = layout if self._on_gpus else without_gpus(layout)
+        if self.instead:
+            shown = msgspec.structs.replace(layout, shown=self.instead)
         page = page_of(shown, self._number, self.room)
         before, self.page = self.page, page
         for chart in self.charts:
@@ -162,6 +163,15 @@ class ChartPanel(Container, KeepsLines):
             self.screen.set_focus(again[0])
         return True
 
+    def learn_of_gpus(self, on_gpus: bool) -> bool:
+        """Take over whether the run has GPUs; return whether that is news, after which the charts are to be changed."""
+        known, self._on_gpus = self._on_gpus, on_gpus
+        return known != on_gpus
+
+    async def turn_to_first(self) -> None:
+        """Show the first page."""
+        await self.change(self.chart_layout, turned=-self.page.number)
+
     def toggled(self, flag: Flag) -> ChartLayout:
         """Return the layout with the scale of the chart with the focus switched."""
         return self.chart_layout.toggled(flag, self.metric.key)
@@ -174,10 +184,10 @@ class ChartPanel(Container, KeepsLines):
         drawn = {chart.id: chart for chart in self.charts}
         for metric in self.page.metrics:
             if (chart := drawn.get(metric.key)) is not None:
-                notes = [self.page.note] if metric is self.page.metrics[-1] and self.page.note else []
-                self._show_metric(metric, chart, shown, marks, notes)
+                chart.turns = self.page.note_in(chart.heading_room) if metric is self.page.metrics[-1] else ""
+                self._show_metric(metric, chart, shown, marks)
 
-    def _show_metric(self, metric: Metric, chart: Chart, shown: Shown, marks: list[Mark], notes: list[str]) -> None:
+    def _show_metric(self, metric: Metric, chart: Chart, shown: Shown, marks: list[Mark]) -> None:
         snapshot = shown.snapshot
         pairs = _lines(metric, chart, shown)
         measured = [line for line, _ in pairs if line.series.extremes(0, line.length) is not None]
@@ -199,7 +209,7 @@ class ChartPanel(Container, KeepsLines):
             marks=marks,
             marked=marked_lines(metric, snapshot.sampled),
             cursor=shown.view.cursor,
-            notes=[*(shown.view.range_notes if loss else ()), *own, *notes],
+            notes=[*(shown.view.range_notes if loss else ()), *own],
             alarm=_nan_text(snapshot) if loss else "",
             progress=reading_text(snapshot.unread_share) if loss else "",
         )

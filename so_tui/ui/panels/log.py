@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-from textual import getters, on
+from textual import events, getters, on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 
@@ -93,9 +93,13 @@ class LogPanel(KeptVertical):
         message.stop()
         self._show_heading()
 
+    @on(events.Click, "#log-rule")
+    def _heading_clicked(self) -> None:
+        self.follow_end()
+
     def _show_heading(self) -> None:
         log = self.lines
-        text = "following" if log.following else "paused, f follows"
+        text = "following" if log.following else "paused, f or a click here follows"
         if log.needle:
             text += f"   {plural(log.matches, 'line')} with “{log.needle}”, n and N go through them"
         self.heading.update("log", text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import ClassVar
 
+from textual import events
 from textual.binding import Binding, BindingType
 from textual.message import Message
 
@@ -18,6 +19,8 @@ NAMES = {RATIO: "ratio"}
 OTHER_NAME = "Adam cores"
 UNKNOWN = "·"
 """A value whose step time is not predicted."""
+BEFORE_BARS, LINES_OF_STRIP = 13, 2
+"""Cells of a strip's mark and name, and its lines."""
 WIDEST = 100
 """Cells before the first layout."""
 
@@ -34,6 +37,10 @@ class WhatIf(StyledLines, can_focus=True):
     DEFAULT_CSS = """
     WhatIf.-empty { display: none; }
     """
+
+    ALLOW_SELECT = False  # dragging chooses values
+    _dragged: int | None = None
+    """The strip on which the mouse button is held."""
 
     class Stepped(Message):
         """Another value was chosen."""
@@ -60,7 +67,12 @@ class WhatIf(StyledLines, can_focus=True):
 
     def _draw_strips(self) -> None:
         self._marked = min(self._marked, max(0, len(self.strips) - 1))
-        rows = [Content.styled("what if   left and right step the value" if self.has_focus else "what if   k", "bold $faint")]
+        rows = [
+            Content.styled(
+                "what if   left and right step the value" if self.has_focus else "what if   k, or click a bar; the wheel steps",
+                "bold $faint",
+            )
+        ]
         for index, strip in enumerate(self.strips):
             rows += strip_lines(strip, self.size.width or WIDEST, marked=self.has_focus and index == self._marked)
         self.update(Content("\n").join(rows))
@@ -81,10 +93,65 @@ class WhatIf(StyledLines, can_focus=True):
     def action_step(self, direction: int) -> None:
         if self.strips:
             strip = self.strips[self._marked]
-            value = strip.stepped(direction)
-            if value is not None:
-                self.stepped(strip.path, value)
-                self.post_message(self.Stepped(strip.path, value))
+            self._choose(strip, strip.stepped(direction))
+
+    def _choose(self, strip: Strip, value: float | None) -> None:
+        if value is not None and value != strip.present:
+            self.stepped(strip.path, value)
+            self.post_message(self.Stepped(strip.path, value))
+
+    # The mouse: a click chooses the value of a bar, as does moving on with the button held; the wheel steps.
+
+    def _strip_at(self, event: events.MouseEvent) -> int | None:
+        """Return the strip under the mouse, with its line of figures."""
+        at = event.get_content_offset(self)
+        index = -1 if at is None else (at.y - 1) // LINES_OF_STRIP
+        return index if 0 <= index < len(self.strips) else None
+
+    def on_mouse_down(self, event: events.MouseDown) -> None:
+        self._dragged = self._strip_at(event)
+        if self._dragged is not None:
+            self._marked = self._dragged
+            self.capture_mouse()
+            self._choose_at(event)
+
+    def on_mouse_move(self, event: events.MouseMove) -> None:
+        if self._dragged is not None:
+            self._choose_at(event)
+
+    def on_mouse_up(self) -> None:
+        if self._dragged is not None:
+            self._dragged = None
+            self.release_mouse()
+
+    def _choose_at(self, event: events.MouseEvent) -> None:
+        """Choose the value of the bar that the mouse is above, below or on."""
+        if self._dragged is not None and self._dragged < len(self.strips):
+            strip = self.strips[self._dragged]
+            found = bar_at(strip, event.x - self.gutter.left)
+            self._choose(strip, None if found is None else strip.choices[found].value)
+
+    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
+        self._turn(event, 1)
+
+    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
+        self._turn(event, -1)
+
+    def _turn(self, event: events.MouseEvent, direction: int) -> None:
+        index = self._strip_at(event)
+        if index is not None:
+            event.stop()
+            event.prevent_default()
+            self._marked = index
+            self.action_step(direction)
+
+
+def bar_at(strip: Strip, x: int) -> int | None:
+    """Return the choice whose bar is in cell ``x``; the present one has a mark on each side."""
+    x -= BEFORE_BARS + len(f"{strip.choices[0].value:.2f} ")
+    if x > strip.at:
+        x = max(strip.at, x - 2)
+    return x if 0 <= x < len(strip.choices) else None
 
 
 def strip_lines(strip: Strip, width: int, *, marked: bool) -> list[Content]:

@@ -63,6 +63,8 @@ class ChartedPage(Page):
 
     def show_charts(self, snapshot: Snapshot) -> None:
         """Draw the charts, and the legend where runs lie over each other."""
+        if self.charts.learn_of_gpus(snapshot.on_gpus):
+            self.call_later(self._arrange, self.charts.chart_layout)
         self.charts.show(snapshot, self.view, self.axis, self.overlays)
         if self.overlays or self.legend.display:
             self.legend.show(snapshot, self.overlays, self.charts.metric, self.axis, self.view.cursor)
@@ -150,6 +152,10 @@ class ChartedPage(Page):
 
     async def action_page(self, turned: int) -> None:
         await self._arrange(self.charts.chart_layout, turned)
+
+    @on(Chart.PageTurned)
+    async def _page_turned(self) -> None:
+        await self.action_page(1)
 
     async def action_hardware(self) -> None:
         """Show what GPUs and nodes did instead of the metrics that the user chose, or these again."""

@@ -16,6 +16,7 @@ from textual.widgets.option_list import Option
 from textual.worker import Worker
 
 from so_tui.machine.cpulist import cpu_ranges
+from so_tui.machine.types import Software
 from so_tui.ui.monitor import HostView, Monitor
 from so_tui.ui.page import OTHER_MACHINE, Page
 from so_tui.ui.panels.host import HostPanel
@@ -114,7 +115,10 @@ def _gpu_text(gpu: Gpu) -> Content:
 
 
 def software_lines(machine: Machine, width: int) -> list[Content]:
-    """Return the software's versions, as many on a line as fit; missing packages are marked as absent."""
+    """Return the software's versions, as many on a line as fit; missing packages are marked as absent.
+
+    Of a machine that is only described, nothing is known of its software.
+    """
     software = machine.software
     torch = software.torch and f"{software.torch} ({software.torch_built_for or 'CPU'})"
     numactl = software.numactl and software.numactl + ("" if software.numactl_works in (True, None) else " (cannot bind here)")
@@ -133,8 +137,9 @@ def software_lines(machine: Machine, width: int) -> list[Content]:
         ("ninja", software.ninja),
     )
     lines: list[Content] = []
-    line = Content("")
-    for name, version in named:
+    known = machine.live or machine.software != Software()
+    line = Content("") if known else Content.styled("software: not known of a described machine", "$faint")
+    for name, version in named if known else ():
         piece = Content.assemble((f"{name} ", "$faint"), version or ("absent", "$warning"))
         if line.cell_length and line.cell_length + piece.cell_length + 3 > width:
             lines.append(line)

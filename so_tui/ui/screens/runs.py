@@ -23,7 +23,7 @@ from so_tui.ui.loss_curve import CurveReader, LossCurve
 from so_tui.ui.messages import Failed
 from so_tui.ui.panels.run_preview import RunPreview, drawn_roles
 from so_tui.ui.resizing import ResizablePage, Size
-from so_tui.ui.run_columns import SORTED_COLUMNS, cells_of, with_room
+from so_tui.ui.run_columns import SORTED_COLUMNS, cells_of, heading, with_room
 from so_tui.ui.run_details import comparison
 from so_tui.ui.run_order import GROUPS, SORTS, following, ordered, searched_text, text_of
 from so_tui.ui.runlist import RunRow
@@ -104,6 +104,8 @@ class RunsScreen(ResizablePage):
         self._progress = ""
         self._exported: dict[RunDirectory, Path] = {}
         """Where something of a run was written last."""
+        self._columns: list[str] = []
+        """Columns of the table."""
         self._beside = 0
         """Columns of the chosen run beside the list; 0 where it is below."""
         super().__init__()
@@ -207,9 +209,10 @@ class RunsScreen(ResizablePage):
             if order.group != "none" and (name := text_of(row, order.group)) != before:
                 before = name
                 own["name"] = Text.assemble((f"{shorten(name, 20)} ", colours["accent"]), own["name"])
-        columns = with_room(cells, self.size.width - BESIDE - self._beside, table.cell_padding, kept=SORTED_COLUMNS.get(order.sort, ""))
+        by = SORTED_COLUMNS[order.sort]
+        self._columns = columns = with_room(cells, self.size.width - BESIDE - self._beside, table.cell_padding, kept=by)
         rows = [(str(row.run.path), [own[name] for name in columns]) for row, own in zip(self._rows, cells, strict=True)]
-        table.fill([name.strip() for name in columns], rows)
+        table.fill([heading(name, by).strip() for name in columns], rows)
         positions = [index for index, row in enumerate(self._rows) if row.run == chosen]
         table.move_cursor(row=positions[0] if positions else 0)
         self._preview()
@@ -297,6 +300,14 @@ class RunsScreen(ResizablePage):
 
     def action_sort(self) -> None:
         self._keep_order("sort", following(SORTS, self.app.settings.runs.sort), "Sorted by")
+
+    @on(DataTable.HeaderSelected)
+    def _sort_by_column(self, event: DataTable.HeaderSelected) -> None:
+        """Sort by the column whose heading was clicked, if that is an order of runs."""
+        column = self._columns[event.column_index]
+        for sort, by in SORTED_COLUMNS.items():
+            if by == column:
+                self._keep_order("sort", sort, "Sorted by")
 
     def action_group(self) -> None:
         self._keep_order("group", following(GROUPS, self.app.settings.runs.group), "Grouped by")

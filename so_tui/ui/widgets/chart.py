@@ -7,6 +7,8 @@ from typing import ClassVar, Literal, NamedTuple
 
 from rich.segment import Segment
 from rich.style import Style
+from textual import events
+from textual.message import Message
 from textual.strip import Strip
 
 from so_tui.ui.framing import SIDE, framed
@@ -152,6 +154,8 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
         """Whether it has a frame where panels have one; otherwise it stands in another's."""
         self.mark_gaps = mark_gaps
         """Whether gaps of the first line are marked on the axis."""
+        self.turns = ""
+        """The number of the page, beside the title; a click on it turns the page."""
         self.alarm = ""
         self.progress = ""
         self.log_scale = self.robust = False
@@ -205,6 +209,7 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
             self.notes,
             self.alarm,
             self.progress,
+            self.turns,
             self.waiting,
             self.log_scale,
             self.robust,
@@ -212,6 +217,18 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
         if shown != self._shown:
             self._shown = shown
             self.draw_again()
+
+    class PageTurned(Message):
+        """The number of the page was clicked."""
+
+    def on_click(self, event: events.Click) -> None:
+        """Turn the page; other clicks are those on the axis."""
+        at = event.get_content_offset(self)
+        start = self._strips[0].text.find(self.turns) if self.turns and self._strips else -1
+        if at is not None and at.y == 0 and 0 <= start <= at.x < start + len(self.turns):
+            event.stop()
+            event.prevent_default()
+            self.post_message(self.PageTurned())
 
     def draw_again(self) -> None:
         """Draw now, and repaint only rows that changed: painting a row costs more than drawing it."""
@@ -340,6 +357,8 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
     def _heading(self, styles: Mapping[str, Style], room: int, height: int) -> Heading:
         """Return the title, and as many values and notes as fit beside it; none is cut, since a cut number is another number."""
         title = [Segment(self.title, styles["title"])]
+        if self.turns:
+            title.append(Segment(f"  {self.turns}", styles["note"]))
         if self.progress:
             title.append(Segment(f"  {self.progress}", styles["cursor"]))
         if self.alarm:

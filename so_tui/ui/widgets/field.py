@@ -9,7 +9,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
 from textual.message import Message
-from textual.widgets import Checkbox, Input, Label, Select
+from textual.widgets import Checkbox, Input, Label, Select, Tooltip
 
 from so_tui.spec import FieldInfo
 from so_tui.ui.form import LENGTH, LENGTH_KEYS, hint, label
@@ -32,11 +32,21 @@ class Tick(Checkbox):
 class Choice(Select[str], inherit_bindings=False):
     """A choice that opens with enter or space: up and down move between the fields of a form."""
 
+    class Opened(Message):
+        """The list was opened, or closed again."""
+
+        def __init__(self, opened: bool) -> None:
+            self.opened = opened
+            super().__init__()
+
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter,space", "show_overlay", "Show menu", show=False),
         Binding("down", "screen.field(1)", "Next field", show=False),
         Binding("up", "screen.field(-1)", "Field before", show=False),
     ]
+
+    def watch_expanded(self, expanded: bool) -> None:
+        self.post_message(self.Opened(expanded))
 
 
 class FormEntry(Entry):
@@ -141,8 +151,20 @@ class FieldRow(Horizontal):
         return all(word in f"{label(self.path)} {self.path} {self.about}".lower() for word in needle.split())
 
     def on_mount(self) -> None:
-        if self.info is not None:
-            self.tooltip = Content(f"{self.path}: {self.info.description}")
+        self._set_tooltip(True)
+
+    def _set_tooltip(self, shown: bool) -> None:
+        self.tooltip = Content(f"{self.path}: {self.info.description}") if shown and self.info is not None else None
+
+    @on(Choice.Opened)
+    def _opened(self, message: Choice.Opened) -> None:
+        """Have no tooltip over an open list."""
+        message.stop()
+        self._set_tooltip(not message.opened)
+        if message.opened:
+            for shown in self.screen.children:
+                if isinstance(shown, Tooltip):
+                    shown.display = False
 
     def show_value(self, key: str, value: str) -> None:
         """Set the control without posting Edited."""
