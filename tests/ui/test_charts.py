@@ -132,7 +132,7 @@ async def test_grids_and_pages(runs_dir: Path) -> None:
         await ui.press("less_than_sign")
         assert shown(ui) == ["parts", "gpu-memory"]
         await ui.until(lambda: "page 3 of 3" in ui.heading("#gpu-memory"))
-        await ui.until(lambda: "GPU memory  78.0 GiB" in ui.heading("#gpu-memory"))
+        await ui.until(lambda: "78.0 GiB" in ui.heading("#gpu-memory"))
         assert "forward 0.840" in ui.heading("#parts")
 
 
