@@ -122,7 +122,8 @@ class DashboardScreen(PanelledPage):
         self.axis = None
         self.view = View(unit=self.view.unit)
         self.log_panel.clear()
-        self.call_later(self.charts.turn_to_first)
+        if self.charts.page.number:
+            self.call_later(self.charts.turn_to_first)
         self._show_panels(True)
         self.tick()
 

@@ -357,7 +357,7 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
     def _heading(self, styles: Mapping[str, Style], room: int, height: int) -> Heading:
         """Return the title, and as many values and notes as fit beside it; none is cut, since a cut number is another number."""
         title = [Segment(self.title, styles["title"])]
-        if self.turns:
+        if self.turns and len(self.title) + 2 + len(self.turns) <= self.heading_room:
             title.append(Segment(f"  {self.turns}", styles["note"]))
         if self.progress:
             title.append(Segment(f"  {self.progress}", styles["cursor"]))
