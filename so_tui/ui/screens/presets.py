@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar
 
-from rich.cells import cell_len
-from rich.text import Text
 from textual import getters, on, work
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
@@ -20,13 +18,11 @@ from so_tui.ui.framing import framed
 from so_tui.ui.glyphs import shows_ascii
 from so_tui.ui.messages import Failed, answer
 from so_tui.ui.page import OTHER_MACHINE, Page
+from so_tui.ui.panels.preset_table import PresetTable
 from so_tui.ui.screens.save_preset import ask_to_delete, is_own
-from so_tui.ui.text import Content, count, plural, rate, shorten
+from so_tui.ui.text import Content, plural
 from so_tui.ui.widgets import plan_view
 from so_tui.ui.widgets.find_field import FindField
-from so_tui.ui.widgets.fitted_table import FittedTable
-from so_tui.ui.widgets.plan_view import SIGNS, STYLES
-from so_tui.units import thousands
 
 if TYPE_CHECKING:
     from so_tui.machine import Machine
@@ -44,15 +40,6 @@ class TableReady(Message):
     def __init__(self, counts: tuple[int, ...], rows: tuple[PlanRow, ...]) -> None:
         self.counts, self.rows = counts, rows
         super().__init__()
-
-
-class PresetTable(FittedTable):
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("enter", "select_cursor", "Configure", id="open", tooltip="Change its settings before it runs")
-    ]
-
-    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        return action != "select_cursor" or self.row_count > 0
 
 
 class PresetsScreen(Page):
@@ -95,8 +82,6 @@ class PresetsScreen(Page):
     _train_tiny_when_planned = False
     _slurm = False
     """Whether jobs can be submitted from here."""
-    _fixed = 2
-    """Columns before those of the GPU counts."""
 
     def body(self) -> Iterable[Widget]:
         yield Static(id="first-visit")
@@ -183,29 +168,13 @@ class PresetsScreen(Page):
         self._fill()
         self.refresh_bindings()
         if any(row.preset == self._to_select for row in self._shown_rows()):
-            self._select(self._to_select)
+            self.table.select(self._to_select)
             self._to_select = ""
         else:
-            self._start_where_it_fits()
+            self.table.start_where_it_fits(on_gpus=bool(self.app.machine and self.app.machine.gpus))
         train_tiny, self._train_tiny_when_planned = self._train_tiny_when_planned, False
         if train_tiny and self.is_current:
             self.action_train_tiny()
-
-    def _select(self, preset: str) -> None:
-        row = next(row for row in self.rows if row.preset == preset)
-        best = next((column for column, ranks in enumerate(self.counts) if (plan := row.cells.get(ranks)) and plan.recommended), 0)
-        self.table.move_cursor(row=self.table.get_row_index(preset), column=self._fixed + best, scroll=True)
-
-    def _start_where_it_fits(self) -> None:
-        """Put the cursor on the first recommended cell that fits, or on the last row, that of tiny, where none does or no GPU trains it."""
-        shown = self._shown_rows() if self.app.machine and self.app.machine.gpus else []
-        for row_index, row in enumerate(shown):
-            for column, ranks in enumerate(self.counts):
-                plan = row.cells.get(ranks)
-                if plan is not None and plan.recommended and plan.fits:
-                    self.table.move_cursor(row=row_index, column=self._fixed + column)
-                    return
-        self.table.move_cursor(row=max(0, len(self._shown_rows()) - 1), column=self._fixed)
 
     def _shown_rows(self) -> list[PlanRow]:
         """Return the rows that the filter finds; without one, all but those that are folded."""
@@ -224,37 +193,9 @@ class PresetsScreen(Page):
         return [row for row in self.rows if not trains_without_gpu(row) and row.preset not in self._added]
 
     def _fill(self) -> None:
-        if not self.rows:
-            return
-        table = self.table
-        at = table.cursor_coordinate
-        gpus_column = at.column - self._fixed
-        preset = self._preset_at(at.row)
-        noun = "GPU" if self.app.machine and self.app.machine.gpus else "rank"
-        wide, spacious = self.size.width >= 112, self.size.width >= 132
-        fixed_titles = ("model", "size", *(["tokens"] if spacious else []))
-        self._fixed = len(fixed_titles)
-        counts = ["    " + plural(ranks, noun) for ranks in self.counts]
-        plans = [plan for row in self._shown_rows() for plan in row.cells.values() if plan.fits]
-        room = max([7 if wide else 5, *(cell_len(_speed(plan, wide)) for plan in plans)])
-        rows = []
-        for row in self._shown_rows():
-            size = count(row.parameters, 1)
-            if row.active_parameters < row.parameters:
-                size += f" MoE, {count(row.active_parameters, 1)} active" if spacious else " MoE"
-            fixed = [Text(shorten(row.title, 36 if spacious else 24 if wide else 16)), Text(size, style=self._colour("$faint"))]
-            if spacious:
-                fixed.append(Text(thousands(row.sequence_length), justify="right"))
-            rows.append((row.preset, [*fixed, *(self._cell(row.cells.get(ranks), wide, room) for ranks in self.counts)]))
-        table.fill([*fixed_titles, *counts], rows, dict.fromkeys(counts, 22 if wide else 14))
-        self._show_folded()
-        column = self._fixed + gpus_column if gpus_column >= 0 else at.column
-        table.move_cursor(row=table.get_row_index(preset) if preset in table.rows else at.row, column=column)
-
-    def _preset_at(self, row: int) -> str:
-        """Return the preset in a row of the table; empty where there is none."""
-        table = self.table
-        return table.ordered_rows[row].key.value or "" if 0 <= row < table.row_count else ""
+        if self.rows:
+            self.table.show(self._shown_rows(), self.counts, "GPU" if self.app.machine and self.app.machine.gpus else "rank")
+            self._show_folded()
 
     def _show_folded(self) -> None:
         from so_tui.ui.about_machine import folded
@@ -270,45 +211,9 @@ class PresetsScreen(Page):
             self._tell_of(self.planned_for)
         self._fill()
 
-    def _colour(self, variable: str) -> str:
-        return self.app.theme_variables[variable.removeprefix("$")]
-
-    def _cell(self, plan: Plan | None, wide: bool, room: int) -> Text:
-        """Return ``★ ✓ ratio 0.35  13.9k/s`` (narrow: ``★ ✓ 0.35 13.9k``; ``none``: no offload), or ``✗ too big``.
-
-        Speeds take ``room`` cells.
-        """
-        if plan is None:
-            return Text("-")
-        text = Text("★ " if plan.recommended else "  ", style=self._colour("$accent"))
-        text.append(f"{SIGNS[plan.verdict]} ", self._colour(STYLES[plan.verdict]))
-        if plan.verdict == "does not fit":
-            return text.append("too big", self._colour("$faint"))
-        offloads = plan.mode != "gpu"
-        speed = f"{_speed(plan, wide):>{room}}"
-        if wide:
-            state = "tight" if plan.verdict == "tight" else "ratio"
-            text.append(f"{f'{state} {plan.ratio:.2f}' if offloads else 'no offload':<10}", self._colour("$foreground"))
-            return text.append(f" {speed}", self._colour("$faint"))
-        text.append(f"{plan.ratio:.2f}" if offloads else "none", self._colour("$foreground"))
-        return text.append(f" {speed}", self._colour("$faint"))
-
-    def _chosen(self) -> tuple[PlanRow, Plan] | None:
-        """Return the row under the cursor and its plan: the column's, or the recommended one where the cursor is on the model."""
-        shown = self._shown_rows()
-        at = self.table.cursor_coordinate
-        if not shown or at.row >= len(shown):
-            return None
-        row = shown[at.row]
-        if at.column >= self._fixed:
-            plan = row.cells.get(self.counts[at.column - self._fixed])
-        else:
-            plan = next((plan for plan in row.cells.values() if plan.recommended), None) or next(iter(row.cells.values()), None)
-        return (row, plan) if plan is not None else None
-
     @on(DataTable.CellHighlighted)
     def _show_detail(self) -> None:
-        chosen = self._chosen()
+        chosen = self.table.chosen()
         if chosen is None:
             if self.rows:
                 self.query_one("#detail-title", Static).update("no match; esc clears the filter")
@@ -319,13 +224,7 @@ class PresetsScreen(Page):
         title = Content.assemble((row.title, "bold"), (f" on {plural(plan.gpus, noun)}", "$faint"))
         width = max(40, self.size.width - (9 if framed(self) else 7))
         self.query_one("#detail-title", Static).update(plan_view.headline(plan, width, title))
-        lines = plan_view.memory_lines(plan, width)
-        if plan.gpu_bytes or plan.one_memory:
-            terms = plan_view.breakdown_line(plan, "node" if plan.one_memory else "gpu", width - plan_view.LABEL)
-            lines.insert(1, Content(" " * plan_view.LABEL) + terms)
-        lines += plan_view.step_lines(plan, width, plain=shows_ascii(self.app)) + plan_view.reason_lines(plan, width)
-        for index, line in enumerate(plan_view.binding_lines(plan)):
-            lines.append(Content.styled(f"{'binding' if index == 0 else '':<{plan_view.LABEL}}", "$faint") + line)
+        lines = plan_view.summary(plan, width, plain=shows_ascii(self.app))
         self.query_one("#detail", Static).update(Content("\n").join(lines))
 
     @on(DataTable.CellSelected)
@@ -334,7 +233,7 @@ class PresetsScreen(Page):
 
     def action_configure(self, field: str = "") -> None:
         """Configure the chosen plan, and go to a field of the form."""
-        if self._chosen() is not None:
+        if self.table.chosen() is not None:
             self.app.switch_mode("configure")
             self._hand_over(field)
 
@@ -342,7 +241,7 @@ class PresetsScreen(Page):
         """Give Configure, which has been gone to, the chosen plan; with ``keep_edits`` only if it has no unsaved ones."""
         from so_tui.ui.screens.configure import ConfigureScreen
 
-        chosen, screen = self._chosen(), self.app.screen_stack[0]
+        chosen, screen = self.table.chosen(), self.app.screen_stack[0]
         if chosen is not None and isinstance(screen, ConfigureScreen) and not (keep_edits and screen.unsaved()):
             screen.edit(chosen[0].preset, chosen[1].spec, field=field)
 
@@ -353,7 +252,7 @@ class PresetsScreen(Page):
         self.action_configure("slurm.partition")
 
     def action_launch(self) -> None:
-        chosen = self._chosen()
+        chosen = self.table.chosen()
         if chosen is None:
             return
         self._ask_launch(*chosen)
@@ -383,7 +282,7 @@ class PresetsScreen(Page):
             self._ask_launch(row, plan)
 
     def action_preview_data(self) -> None:
-        if (chosen := self._chosen()) is not None:
+        if (chosen := self.table.chosen()) is not None:
             from so_tui.ui.screens.data_preview import DataPreviewScreen
 
             self.app.push_screen(DataPreviewScreen(chosen[1].spec))
@@ -404,10 +303,10 @@ class PresetsScreen(Page):
             return bool(self.rows)
         if action == "partition":
             return self._slurm and bool(self.rows)
-        return action != "delete" or is_own(self.app, self._preset_at(self.table.cursor_row))
+        return action != "delete" or is_own(self.app, self.table.preset_at(self.table.cursor_row))
 
     def action_delete(self) -> None:
-        ask_to_delete(self.app, self._preset_at(self.table.cursor_row))
+        ask_to_delete(self.app, self.table.preset_at(self.table.cursor_row))
 
     # The filter.
 
@@ -429,9 +328,3 @@ class PresetsScreen(Page):
         else:
             self.filter.close()
             self.set_focus(self.table)
-
-
-def _speed(plan: Plan, wide: bool) -> str:
-    """Return ``13.9k/s``, or ``13.9k`` where there is little room; empty where no speed is predicted."""
-    speed = plan.useful_tokens_per_s_total
-    return f"{rate(speed)}{'/s' if wide else ''}" if speed else ""

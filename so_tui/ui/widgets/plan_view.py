@@ -196,6 +196,17 @@ def _bar_line(name: str, used: int, total: int | None, width: int, margin: float
     return label + fill(share, width, style) + f"  {memory_of(used, total)}" + over
 
 
+def summary(plan: Plan, width: int, *, plain: bool = False) -> list[Content]:
+    """Return what a plan needs, how long a step takes, why, and which cores each rank gets; ``plain`` where only ASCII is shown."""
+    lines = memory_lines(plan, width)
+    if plan.gpu_bytes or plan.one_memory:
+        lines.insert(1, Content(" " * LABEL) + breakdown_line(plan, "node" if plan.one_memory else "gpu", width - LABEL))
+    lines += step_lines(plan, width, plain=plain) + reason_lines(plan, width)
+    for index, line in enumerate(binding_lines(plan)):
+        lines.append(Content.styled(f"{'binding' if index == 0 else '':<{LABEL}}", "$faint") + line)
+    return lines
+
+
 def breakdown_line(plan: Plan, location: Location, width: int) -> Content:
     """Return ``weights 7.4   states 44.1   ...``: the terms of one location, largest first, as many as fit."""
     terms = sorted((term for term in plan.breakdown if term.location == location and term.bytes > 0), key=lambda term: -term.bytes)
