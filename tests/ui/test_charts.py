@@ -138,7 +138,7 @@ async def test_grids_and_pages(runs_dir: Path) -> None:
 
 async def test_smoothing_and_scales_are_adjusted(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=120, seconds_of_samples=2)
-    async with opened(runs_dir, open_run=run) as ui:
+    async with opened(runs_dir, (150, 36), open_run=run) as ui:
         await ui.state_shown("training")
         await ui.until(lambda: "mean of" in ui.heading("#loss"))
         await ui.press("w")
