@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar
 
 from rich.segment import Segment
 from rich.style import Style
@@ -16,6 +16,7 @@ from so_tui.ui.glyphs import GlyphName
 from so_tui.ui.printable import DrawsPrintable
 from so_tui.ui.series import Axis, Line
 from so_tui.ui.text import plural, significant
+from so_tui.ui.widgets.chart_frame import LEAST_ROWS_FOR_MORE, ChartFrame, Figure, arranged
 from so_tui.ui.widgets.drawing import (
     GUTTER,
     Mark,
@@ -36,31 +37,8 @@ BOLD = Style(bold=True)
 LEAST_FRAMED, LEAST_FRAMED_ROWS = 24, 5
 """Cells and rows of a chart from which on it has a frame."""
 LEAST_COLUMNS = 4
-LEAST_ROWS_FOR_MORE = 8
-"""Rows of a chart from which on a second row of values leaves a plot."""
 RUN_ROLES = tuple(f"run-{number}" for number in range(1, 9))
 """Colours of runs that are laid over another."""
-
-
-class Figure(NamedTuple):
-    """What stands behind the title of a chart."""
-
-    segments: list[Segment]
-    kind: Literal["value", "raw", "note"] = "note"
-
-    @property
-    def cells(self) -> int:
-        return Segment.get_line_length(self.segments)
-
-
-class Heading(NamedTuple):
-    """The heading of a chart."""
-
-    title: list[Segment]
-    beside: list[Segment]
-    """Values and notes."""
-    below: list[Segment]
-    """Values that find no room beside the title."""
 
 
 class Chart(AxisMouse, DrawsPrintable, can_focus=True):
@@ -268,61 +246,36 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
         room = self.heading_room
         columns = width - 2 * self.inset - GUTTER
         styles = self._role_styles.get(self)
-        heading = self._heading(styles, room, height)
+        frame = ChartFrame(width, self.inset, styles)
+        heading = arranged(self._title(styles, room), list(self._figures(styles)), room, height)
         # Values that find no room beside the title have a row of their own, where that leaves a plot.
-        rows = [self._row(heading.below, styles, width)] if heading.below and height >= LEAST_ROWS_FOR_MORE else []
+        rows = [frame.row(heading.below)] if heading.below and height >= LEAST_ROWS_FOR_MORE else []
         roomy = columns >= LEAST_COLUMNS and height >= 3
         if roomy and self.axis is not None and any(line.length for line in self.lines):
-            rows += self._body(self.axis, columns, height - 2 - len(rows), styles)
+            rows += self._body(self.axis, columns, height - 2 - len(rows), frame, styles)
         else:
-            rows += [self._row([Segment(" " * GUTTER + self.waiting, styles["note"])], styles, width)] if roomy else []
+            rows += [frame.row([Segment(" " * GUTTER + self.waiting, styles["note"])])] if roomy else []
             if self.inset:
-                rows += [self._row([], styles, width)] * (height - 2 - len(rows))
-                rows.append(self._lower([Segment("─" * (width - 2), styles["frame"])], styles, width))
+                rows += [frame.row([])] * (height - 2 - len(rows))
+                rows.append(frame.lower([Segment("─" * (width - 2), styles["frame"])]))
         if self.robust:  # the plot knows by now how many values it leaves out
-            heading = self._heading(styles, room, height)
-        return [self._upper(heading, styles, width), *rows]
+            heading = arranged(self._title(styles, room), list(self._figures(styles)), room, height)
+        return [frame.upper(heading), *rows]
 
-    # The frame: its upper line is the heading, and its lower one the axis.
-
-    def _upper(self, heading: Heading, styles: Mapping[str, Style], width: int) -> Strip:
-        line = styles["frame"]
-        if not self.inset:
-            return Strip([*heading.title, *heading.beside]).adjust_cell_length(width, styles["base"])
-        left = [Segment("╭─ ", line), *heading.title, Segment(" ", line)]
-        right = [*heading.beside, Segment(" ─╮", line)] if heading.beside else [Segment("╮", line)]
-        between = width - Segment.get_line_length([*left, *right])
-        if heading.beside:  # its first two cells are blank: one of them belongs to the line
-            between += 1
-            right = list(Strip(right).crop(1))
-        return Strip([*left, Segment("─" * between, line), *right]).adjust_cell_length(width, styles["base"])
-
-    def _row(self, row: Sequence[Segment], styles: Mapping[str, Style], width: int) -> Strip:
-        inside = Strip(row).adjust_cell_length(width - 2 * self.inset, styles["base"])
-        side = Segment("│", styles["frame"])
-        return Strip([side, *inside, side], width) if self.inset else inside
-
-    def _lower(self, row: Sequence[Segment], styles: Mapping[str, Style], width: int) -> Strip:
-        if not self.inset:
-            return self._row(row, styles, width)
-        line = styles["frame"]
-        return Strip([Segment("╰", line), *row, Segment("╯", line)]).adjust_cell_length(width, styles["base"])
-
-    def _body(self, axis: Axis, width: int, height: int, styles: dict[str, Style]) -> list[Strip]:
+    def _body(self, axis: Axis, width: int, height: int, frame: ChartFrame, styles: dict[str, Style]) -> list[Strip]:
         """Return plot and axis, cached while nothing of them changes: values beyond the range are no change."""
         size = width, height, self.inset
         drawn = *size, self.log_scale, self.robust, self.glyphs, id(styles), *plot_key((*self.lines, *self.marked), axis)
         key = drawn, self.marks, self.cursor, self.chosen
         if key != self._body_key:
             self._body_key = key
-            outer = width + GUTTER + 2 * self.inset
             plot, scale = self._plot(axis, width, height, styles, drawn)
             labels = gutter_text(scale, height, self.format_value, self.per)
             plot = [self._with_range(with_cursor(row, axis, self.cursor, width, styles["cursor"]), width, styles) for row in plot]
-            rows = [self._row([Segment(label, styles["label"]), *row], styles, outer) for label, row in zip(labels, plot, strict=True)]
+            rows = [frame.row([Segment(label, styles["label"]), *row]) for label, row in zip(labels, plot, strict=True)]
             unit = f" {axis.unit} "
             corner = [Segment(("─" if self.inset else " ") * (GUTTER - len(unit)), styles["frame"]), Segment(unit, styles["label"])]
-            lower = self._lower([*corner, *axis_row(axis, width, self._all_marks(axis, width), styles)], styles, outer)
+            lower = frame.lower([*corner, *axis_row(axis, width, self._all_marks(axis, width), styles)])
             self._body_strips = [*rows, lower]
         return self._body_strips
 
@@ -354,28 +307,17 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
         self._outside = beyond(found, scale) if self.robust else 0
         return scale
 
-    def _heading(self, styles: Mapping[str, Style], room: int, height: int) -> Heading:
-        """Return the title, and as many values and notes as fit beside it; none is cut, since a cut number is another number."""
+    def _title(self, styles: Mapping[str, Style], room: int) -> list[Segment]:
+        """Return the title, with the number of the page, what is still being read, and what is wrong."""
         title = [Segment(self.title, styles["title"])]
-        if self.turns and len(self.title) + 2 + len(self.turns) <= self.heading_room:
+        scaled = self.log_scale or self.robust  # which must be read rather than the page
+        if self.turns and not scaled and len(self.title) + 2 + len(self.turns) <= room:
             title.append(Segment(f"  {self.turns}", styles["note"]))
         if self.progress:
             title.append(Segment(f"  {self.progress}", styles["cursor"]))
         if self.alarm:
             title.append(Segment(f"  {self.alarm}", styles["bad"]))
-        free = room - Segment.get_line_length(title)
-        figures = list(self._figures(styles))
-        if height < LEAST_ROWS_FOR_MORE and sum(figure.cells for figure in figures if figure.kind != "note") > free:
-            figures = [figure for figure in figures if figure.kind != "raw"]  # the least of what a chart says
-        beside: list[Segment] = []
-        below: list[Segment] = []
-        for figure in figures:
-            if figure.cells <= free and (figure.kind == "note" or not below):
-                beside += figure.segments
-                free -= figure.cells
-            elif figure.kind != "note":
-                below += figure.segments
-        return Heading(title, beside, below)
+        return title
 
     def _figures(self, styles: Mapping[str, Style]) -> Iterator[Figure]:
         """Yield values and notes, each with the space before it."""
