@@ -73,12 +73,12 @@ def watched_to_its_end(user: Terminal, steps: int) -> RunDirectory:
     (run,) = runs_of(user)
     assert run.name == shown[1]
     assert 1 <= int(shown[2]) <= len(losses_of(run))
-    user.matched(r"loss +now \d+\.\d+")
+    user.matched(r"loss[ ─]+now \d+\.\d+")
 
     user.matched(rf"✓ finished +step {steps} / {steps}\b")
     losses = losses_of(run)
     assert len(losses) == steps, log(run)
-    assert float(user.matched(r"loss +last (\d+\.\d+)")[1]) == pytest.approx(losses[-1], abs=0.006)
+    assert float(user.matched(r"loss[ ─]+last (\d+\.\d+)")[1]) == pytest.approx(losses[-1], abs=0.006)
 
     state = read_state(run)
     assert (state.state, state.step, state.saved_step, state.total_steps) == ("finished", steps, steps, steps)
