@@ -207,6 +207,9 @@ async def at_rest(ui: Driver) -> None:
                 await ui.pilot.pause()
         drawn = complete(ui)  # nothing came while the screen was drawn
     # A scroll bar that a smaller size or a longer text needed goes with the next layout, whenever that is.
+    for screen in ui.app.screen_stack[:-1]:
+        screen._refresh_layout()
+        await ui.pilot.pause()
     ui.screen.refresh(layout=True)
     await ui.pilot.pause()
     await ui.until(lambda: complete(ui))

@@ -129,6 +129,8 @@ class PanelledPage(ResizablePage, ChartedPage):
         self.log_panel.set_rows(max(1, log - int(self.search.display)))  # the search bar takes its row from the log alone
 
     async def on_resize(self) -> None:
+        # Lines that wrap beside a scroll bar can be what keeps it there: whether there is one must not depend on the size before.
+        self.panels.show_vertical_scrollbar = False
         self._set_side()
         await self.charts.change(self.charts.chart_layout)
         self.show_again()
