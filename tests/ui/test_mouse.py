@@ -200,9 +200,12 @@ async def test_pages_turn_the_log_follows_and_another_run_begins_with_the_first_
     async with opened(runs_dir, open_run=run) as ui:
         await ui.state_shown("one")
         panel = ui.find("ChartPanel", ChartPanel)
-        await ui.until(lambda: "page 1 of 3 ▸" in panel.charts[-1].render_line(0).text)
-        last = panel.charts[-1]
-        await ui.pilot.click(last, offset=(last.render_line(0).text.index("page 1") + 2, 0))
+
+        def lower() -> str:
+            return panel.charts[-1].render_line(panel.charts[-1].size.height - 1).text
+
+        await ui.until(lambda: "page 1 of 3 ▸" in lower())
+        await ui.pilot.click(panel.charts[-1], offset=(lower().index("page 1") + 2, panel.charts[-1].size.height - 1))
         await ui.until(lambda: panel.page.number == 1)
         ui.app.open_run(other)
         await ui.until(lambda: panel.page.number == 0)

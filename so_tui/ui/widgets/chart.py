@@ -133,7 +133,7 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
         self.mark_gaps = mark_gaps
         """Whether gaps of the first line are marked on the axis."""
         self.turns = ""
-        """The number of the page, beside the title; a click on it turns the page."""
+        """The number of the page, at the end of the axis, or beside the title without a frame; a click on it turns the page."""
         self.alarm = ""
         self.progress = ""
         self.log_scale = self.robust = False
@@ -202,8 +202,10 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
     def on_click(self, event: events.Click) -> None:
         """Turn the page; other clicks are those on the axis."""
         at = event.get_content_offset(self)
-        start = self._strips[0].text.find(self.turns) if self.turns and self._strips else -1
-        if at is not None and at.y == 0 and 0 <= start <= at.x < start + len(self.turns):
+        if at is None or not self.turns or at.y not in (0, len(self._strips) - 1):
+            return
+        start = self._strips[at.y].text.find(self.turns)
+        if 0 <= start <= at.x < start + len(self.turns):
             event.stop()
             event.prevent_default()
             self.post_message(self.PageTurned())
@@ -257,7 +259,7 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
             rows += [frame.row([Segment(" " * GUTTER + self.waiting, styles["note"])])] if roomy else []
             if self.inset:
                 rows += [frame.row([])] * (height - 2 - len(rows))
-                rows.append(frame.lower([Segment("─" * (width - 2), styles["frame"])]))
+                rows.append(frame.lower([Segment("─" * (width - 2), styles["frame"])], self.turns))
         if self.robust:  # the plot knows by now how many values it leaves out
             heading = arranged(self._title(styles, room), list(self._figures(styles)), room, height)
         return [frame.upper(heading), *rows]
@@ -266,7 +268,7 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
         """Return plot and axis, cached while nothing of them changes: values beyond the range are no change."""
         size = width, height, self.inset
         drawn = *size, self.log_scale, self.robust, self.glyphs, id(styles), *plot_key((*self.lines, *self.marked), axis)
-        key = drawn, self.marks, self.cursor, self.chosen
+        key = drawn, self.marks, self.cursor, self.chosen, self.turns
         if key != self._body_key:
             self._body_key = key
             plot, scale = self._plot(axis, width, height, styles, drawn)
@@ -275,7 +277,7 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
             rows = [frame.row([Segment(label, styles["label"]), *row]) for label, row in zip(labels, plot, strict=True)]
             unit = f" {axis.unit} "
             corner = [Segment(("─" if self.inset else " ") * (GUTTER - len(unit)), styles["frame"]), Segment(unit, styles["label"])]
-            lower = frame.lower([*corner, *axis_row(axis, width, self._all_marks(axis, width), styles)])
+            lower = frame.lower([*corner, *axis_row(axis, width, self._all_marks(axis, width), styles)], self.turns)
             self._body_strips = [*rows, lower]
         return self._body_strips
 
@@ -311,7 +313,7 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
         """Return the title, with the number of the page, what is still being read, and what is wrong."""
         title = [Segment(self.title, styles["title"])]
         scaled = self.log_scale or self.robust  # which must be read rather than the page
-        if self.turns and not scaled and len(self.title) + 2 + len(self.turns) <= room:
+        if self.turns and not self.inset and not scaled and len(self.title) + 2 + len(self.turns) <= room:
             title.append(Segment(f"  {self.turns}", styles["note"]))
         if self.progress:
             title.append(Segment(f"  {self.progress}", styles["cursor"]))

@@ -83,9 +83,12 @@ class ChartFrame(NamedTuple):
         side = Segment("│", self.styles["frame"])
         return Strip([side, *inside, side], self.width) if self.inset else inside
 
-    def lower(self, row: Sequence[Segment]) -> Strip:
-        """Return the last row."""
+    def lower(self, row: Sequence[Segment], note: str = "") -> Strip:
+        """Return the last row; in a frame, its end says ``note``."""
         if not self.inset:
             return self.row(row)
         line = self.styles["frame"]
-        return Strip([Segment("╰", line), *row, Segment("╯", line)]).adjust_cell_length(self.width, self.styles["base"])
+        inside = Strip(row).adjust_cell_length(self.width - 2, line)
+        if note:
+            inside = Strip([*inside.crop(0, self.width - 4 - len(note)), Segment(f" {note} ", self.styles["note"])])
+        return Strip([Segment("╰", line), *inside, Segment("╯", line)]).adjust_cell_length(self.width, self.styles["base"])
