@@ -156,7 +156,7 @@ def session(terminal: Terminal) -> None:
     t.pause(0.5)
     t.command("so-tui plan --machine gh200-480      # a machine that is not here", until="^speeds are predictions")
     t.pause(4.0)
-    t.command("clear; so-tui --machine gh200-480", until="step .* s$")
+    t.command("clear; so-tui --machine gh200-480", until=r"step  .*\d s ")
     t.pause(4.0)
 
     # A batch that does not fit, and the remedy that the plan names.
