@@ -146,7 +146,7 @@ async def main():
     app = SoTuiApp()
     async with app.run_test(size=(120, 40)) as pilot:
         deadline = time.monotonic() + 30
-        while "Qwen3" not in app.export_screenshot():
+        while "(embedded)" not in app.export_screenshot():
             assert time.monotonic() < deadline, "no preset on the screen"
             await pilot.pause(0.1)
     print("drawn")
