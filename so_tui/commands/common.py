@@ -7,12 +7,13 @@ import logging
 import os
 import re
 import sys
+from collections.abc import Iterable
 from datetime import date
 from typing import Any
 
 from so_tui.machine.types import Machine
 from so_tui.spec import InputError, Problem, RunSpec, field_index, find_preset, parse_value, problems_in, with_values
-from so_tui.trust.printable import printable_line, printable_source, so_tui_command
+from so_tui.trust.printable import brief_message, printable_line, printable_source, so_tui_command
 from so_tui.trust.streams import beneath, console
 
 _LOG = logging.getLogger(__name__)
@@ -117,6 +118,12 @@ def note(arguments: argparse.Namespace, text: str, *, stderr: bool = False) -> N
     """Print a line of progress or a note, unless ``--quiet`` is given. With ``stderr``, stdout has only results."""
     if not arguments.quiet:
         print(printable_line(text), file=sys.stderr if stderr else sys.stdout, flush=True)
+
+
+def note_problems(problems: Iterable[Problem]) -> None:
+    """Name presets of the user that were left out, on stderr: stdout has only results."""
+    for problem in problems:
+        print(f"problem: {brief_message(str(problem))}", file=sys.stderr)
 
 
 def print_json(value: object) -> None:

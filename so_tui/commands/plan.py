@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 from so_tui.commands.common import (
     chosen_changes,
@@ -13,13 +12,14 @@ from so_tui.commands.common import (
     machine_for,
     note,
     note_place,
+    note_problems,
     print_json,
     print_rich,
 )
 from so_tui.machine.types import Machine
 from so_tui.plan.types import Plan
 from so_tui.spec import InputError, Problem, field_index, find_preset, load_catalog, parse_value, problems_in
-from so_tui.trust.printable import brief_message, so_tui_command
+from so_tui.trust.printable import so_tui_command
 from so_tui.units import plural, rate, thousands
 
 
@@ -74,8 +74,7 @@ def plan(arguments: argparse.Namespace) -> int:
         print_rich(render_table(rows, machine))
         for text in left_out:
             note(arguments, text)
-        for problem in catalog.problems:
-            print(f"problem: {brief_message(str(problem))}", file=sys.stderr)
+        note_problems(catalog.problems)
     return 0
 
 

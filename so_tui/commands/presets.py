@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 from msgspec import Struct
 
-from so_tui.commands.common import chosen_changes, chosen_spec, note, print_json, print_rich
+from so_tui.commands.common import chosen_changes, chosen_spec, note, note_problems, print_json, print_rich
 from so_tui.spec import InputError, Problem, check_user_name, delete_preset, load_catalog, spec_tree
 from so_tui.spec.files import path_fault
 from so_tui.spec.preset_file import Origin
 from so_tui.spec.wording import shown
-from so_tui.trust.printable import brief_message, printable_line, printable_source, so_tui_command
+from so_tui.trust.printable import printable_line, printable_source, so_tui_command
 from so_tui.units import count, thousands
 
 
@@ -79,8 +78,7 @@ def presets(arguments: argparse.Namespace) -> int:
             spec = preset.spec
             table.add_row(printable_line(name), spec.label, str(spec.ranks), thousands(spec.data.sequence_length), preset.origin)
         print_rich(table)
-        for problem in catalog.problems:
-            print(f"problem: {brief_message(str(problem))}", file=sys.stderr)
+        note_problems(catalog.problems)
     return 0
 
 

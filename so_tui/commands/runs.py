@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from so_tui.commands.common import note, print_json, print_rich
-from so_tui.runs import RunDirectory, find_run, list_runs, read_spec
+from so_tui.runs import RunDirectory, find_run, list_runs, readable_spec
 from so_tui.runs.comparison import RESULTS, ordered, result_of_order, result_text
 from so_tui.runs.ended import ended_state, evidence
 from so_tui.runs.liveness import sighting
@@ -105,19 +105,13 @@ def _text_of(item: tuple[RunDirectory, RunState], key: str) -> str:
             return run.name
         case "state":
             return state.state
-    try:
-        return read_spec(run).label
-    except InputError:
-        return ""
+    spec = readable_spec(run)
+    return spec.label if spec is not None else ""
 
 
 def _results(run: RunDirectory, state: RunState) -> RunResults:
     try:
-        spec = read_spec(run)
-    except InputError:
-        spec = None
-    try:
-        return recent_results(run, spec, state.total_steps)
+        return recent_results(run, readable_spec(run), state.total_steps)
     except OSError:
         return RunResults()  # deleted meanwhile, or unreadable
 

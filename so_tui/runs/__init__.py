@@ -10,7 +10,7 @@ from so_tui.runs.liveness import HeartbeatWatch, alive, state_with_truth
 from so_tui.runs.log import LogReader, log_readers
 from so_tui.runs.reader import LogLine, RunReader, Update
 from so_tui.runs.samples import SampleWriter
-from so_tui.runs.state import read_spec, read_state, write_spec, write_state
+from so_tui.runs.state import read_spec, read_state, readable_spec, write_spec, write_state
 from so_tui.runs.writer import MetricsWriter
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "new_attempt",
     "read_spec",
     "read_state",
+    "readable_spec",
     "state_with_truth",
     "write_spec",
     "write_state",

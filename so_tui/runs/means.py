@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from so_tui.runs.blocks import BLOCK_STEPS, block_end
+from so_tui.spec.types import RunSpec
 
 SINGLE_STEPS = 4000
 """Between one and two times as many of the newest steps are drawn one by one, and up to twice as many of a whole run."""
@@ -14,6 +15,17 @@ def mean_steps(total_steps: int, log_interval: int = 1) -> int:
     steps = log_interval * next((span for span in (BLOCK_STEPS, 25, 10) if 25 * span <= logged), 5)
     # Where blocks are drawn, only means of whole blocks are exact.
     return steps if total_steps < 2 * SINGLE_STEPS else block_end(steps)
+
+
+def mean_steps_of(spec: RunSpec | None, total_steps: int, last_step: int) -> int:
+    """Return how many steps the means of a run cover, which follows from the run, not from when it was opened.
+
+    Args:
+        spec: Its settings; None where they cannot be read.
+        total_steps: Steps that it shall take; 0 where that is not known.
+        last_step: The last that it took.
+    """
+    return mean_steps(max(total_steps, last_step), spec.train.log_interval if spec is not None else 1)
 
 
 def mean_name(span: int, ema: float | None = None) -> str:

@@ -13,7 +13,7 @@ from so_tui.runs.blocks import total
 from so_tui.runs.codec import decode_metric
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.index import size_of
-from so_tui.runs.means import mean_steps
+from so_tui.runs.means import mean_steps_of
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import EvaluationRecord, MetricRecord, StepRecord
 from so_tui.runs.segments import read_span, segments
@@ -59,7 +59,7 @@ def results_of(reader: MetricsReader, spec: RunSpec | None, total_steps: int) ->
     found = RunResults()
     if reader.latest is not None:
         last = reader.latest.step
-        span = _span(spec, total_steps, last)
+        span = mean_steps_of(spec, total_steps, last)
         found = _figures(list(reader.steps(last - span + 1, last)), span)
     return replace(found, evaluation_loss=_evaluation_loss(reader.evaluations))
 
@@ -71,16 +71,12 @@ def recent_results(run: RunDirectory, spec: RunSpec | None, total_steps: int) ->
     evaluations = [record for record in records if isinstance(record, EvaluationRecord)]
     if steps and (evaluations or (spec is not None and not spec.data.evaluates)):
         last = steps[-1].step
-        span = _span(spec, total_steps, last)
+        span = mean_steps_of(spec, total_steps, last)
         # Only a later attempt could supersede them.
         if steps[0].step <= max(1, last - span + 1):
             counted = [step for step in steps if step.step > last - span]
             return replace(_figures(counted, span), evaluation_loss=_evaluation_loss(evaluations))
     return results_of(read_all(run), spec, total_steps)
-
-
-def _span(spec: RunSpec | None, total_steps: int, last: int) -> int:
-    return mean_steps(max(total_steps, last), spec.train.log_interval if spec is not None else 1)
 
 
 def _evaluation_loss(evaluations: Sequence[EvaluationRecord]) -> float | None:

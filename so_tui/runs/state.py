@@ -83,6 +83,14 @@ def read_spec(run: RunDirectory) -> RunSpec:
     return _read(run.spec_path, RunSpec, "unreadable-spec", remedy)
 
 
+def readable_spec(run: RunDirectory) -> RunSpec | None:
+    """Return the spec of the run; None where ``spec.json`` is missing or malformed."""
+    try:
+        return read_spec(run)
+    except InputError:
+        return None
+
+
 def _read(path: Path, kind: type[T], code: str, remedy: str) -> T:
     try:
         return read_json(path, kind)

@@ -14,7 +14,7 @@ from so_tui.machine.types import Machine
 from so_tui.plan.types import Plan
 from so_tui.runs import HeartbeatWatch, LogLine, RunDirectory, RunReader, Update, control, deleted, read_spec
 from so_tui.runs.liveness import unconfirmed
-from so_tui.runs.means import mean_steps
+from so_tui.runs.means import mean_steps_of
 from so_tui.runs.records import (
     FINAL_STATES,
     EvaluationRecord,
@@ -75,10 +75,8 @@ class RunFollower:
         return self._steps.series
 
     def _mean_steps(self) -> int:
-        """Return how many steps the means cover, which follows from the run, not from when it was opened."""
         state, latest = self._reader.state, self._reader.latest
-        total = max(state.total_steps if state is not None else 0, latest.step if latest is not None else 0)
-        return mean_steps(total, self._spec.train.log_interval if self._spec is not None else 1)
+        return mean_steps_of(self._spec, state.total_steps if state is not None else 0, latest.step if latest is not None else 0)
 
     def poll(self, window: tuple[float, float] | None = None, wanted: Wanted | None = None, cursor: Position | None = None) -> Snapshot:
         """Read what is new, the steps in ``window`` in full detail, and what was at ``cursor``; ``wanted`` are other metrics than before.

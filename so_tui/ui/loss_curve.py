@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from so_tui.runs import RunDirectory
-from so_tui.runs.means import mean_name, mean_steps
+from so_tui.runs.means import mean_name, mean_steps_of
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import StepRecord
 from so_tui.runs.results import RunResults, results_of
@@ -79,8 +79,7 @@ class CurveReader:
         latest = reader.latest
         if latest is None:
             return None
-        interval = row.spec.train.log_interval if row.spec is not None else 1
-        span = mean_steps(max(row.state.total_steps, latest.step), interval)
+        span = mean_steps_of(row.spec, row.state.total_steps, latest.step)
         steps.update(span)
         line = steps.series.line(mean_of("loss"), "main", steps.series.lengths)
         if not row.live and not reader.unread_share:

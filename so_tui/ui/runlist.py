@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from so_tui.runs import HeartbeatWatch, RunDirectory, list_runs, read_spec
+from so_tui.runs import HeartbeatWatch, RunDirectory, list_runs, readable_spec
 from so_tui.runs.liveness import unconfirmed
 from so_tui.runs.notes import RunNotes, read_notes
 from so_tui.runs.records import FINAL_STATES, RunState
@@ -64,7 +64,7 @@ class RunLister:
                 rows.append(known[1])
                 continue
             state = self._state(run)
-            row = RunRow(run, _spec(run), state, unconfirmed(run, state, self._watch), read_notes(run))
+            row = RunRow(run, readable_spec(run), state, unconfirmed(run, state, self._watch), read_notes(run))
             if row.live:
                 self._keep_supervised(run, own_processes)
             if not row.live:
@@ -100,10 +100,3 @@ def _written_ns(path: Path) -> int:
         return path.stat().st_mtime_ns
     except OSError:  # there are no notes, or the run was deleted meanwhile: state_with_truth reports what is left
         return 0
-
-
-def _spec(run: RunDirectory) -> RunSpec | None:
-    try:
-        return read_spec(run)
-    except InputError:
-        return None
