@@ -10,8 +10,8 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from so_tui.runs import RunDirectory, RunReader, read_state
-from so_tui.runs.means import mean_steps
+from so_tui.runs import RunDirectory, RunReader, read_state, readable_spec
+from so_tui.runs.means import mean_steps_of
 from so_tui.runs.records import Sample
 from so_tui.ui.chart_layout import Wanted
 from so_tui.ui.chart_metrics import EVALUATIONS, Metric
@@ -79,6 +79,7 @@ class Overlaid:
 
 class _Followed:
     def __init__(self, run: RunDirectory) -> None:
+        self.spec = readable_spec(run)
         self.reader = RunReader(run, log_lines=1, state_of=lambda of, _: read_state(of))
         self.steps = FollowedSteps(self.reader.metrics)
         self.loads = Loads(self.reader)
@@ -138,7 +139,8 @@ class Overlays:
             followed.steps.take(update.steps, redraw=update.redraw)
             start, latest = followed.reader.start, followed.reader.latest
             if latest is not None:
-                followed.steps.update(mean_steps(max(start.total_steps if start is not None else 0, latest.step)))
+                total_steps = start.total_steps if start is not None else 0
+                followed.steps.update(mean_steps_of(followed.spec, total_steps, latest.step))
             if wanted.samples and not update.more:
                 followed.add_samples(update.samples, wanted.samples)
             else:

@@ -13,11 +13,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from so_tui.runs import MetricsWriter, RunReader, SampleWriter, read_state, write_state
+from so_tui.runs import MetricsWriter, RunReader, SampleWriter, read_spec, read_state, write_spec, write_state
 from so_tui.runs.means import mean_steps
 from so_tui.runs.records import EvaluationRecord, ResumedRecord, RunState, StepRecord
 from so_tui.runs.samples import SampleReader
+from so_tui.spec import with_values
+from so_tui.ui.chart_layout import Wanted
 from so_tui.ui.follow import RunFollower
+from so_tui.ui.overlay import Overlays
 from so_tui.ui.view import View, axis_of, extent_of, rows_for
 from so_tui.ui.widgets.drawing import value_at
 from tests.support.long_run import FIRST, SEGMENT_STEPS, write_long_run
@@ -158,6 +161,15 @@ def test_a_mean_covers_a_share_of_the_run() -> None:
     assert [mean_steps(total) for total in (0, 60, 249, 250, 625, 1250, 10**6)] == [5, 5, 5, 10, 25, 50, 50]
     assert mean_steps(12_500, log_interval=10) == 500
     assert mean_steps(8500, log_interval=7) == 200  # of whole blocks, where blocks are drawn
+
+
+def test_a_run_that_is_laid_over_has_the_means_of_its_own_page(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=600, total=600, seconds_of_samples=1)
+    write_spec(run, with_values(read_spec(run), {"train.log_interval": "20"}))
+    own = RunFollower(run).poll().whole
+    assert own.span == mean_steps(600, 20) == 100
+    (laid,) = Overlays().read([run], Wanted(("loss",), ("loss",), None), 0.0)
+    assert laid.steps.span == own.span
 
 
 def test_machine_of_the_fixture_is_what_it_says() -> None:
