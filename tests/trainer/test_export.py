@@ -6,6 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,12 +19,13 @@ import torch
 from transformers import AutoConfig
 
 from so_tui.launch.exporting import ExportProgress, in_steps
-from so_tui.runs import create_run
+from so_tui.runs import create_run, read_spec
 from so_tui.runs.manifest import run_id
 from so_tui.spec import InputError, ModelSpec
-from so_tui_trainer.export import ExportMarker, export, refuse_foreign, refuse_without_room, replacing
+from so_tui_trainer.export import ExportMarker, Stage, export, refuse_foreign, refuse_without_room, replacing
 from so_tui_trainer.model import whole
 from so_tui_trainer.model.config import load_config
+from so_tui_trainer.tools.checkpoints import with_newest
 from so_tui_trainer.tools.export import export_run
 from tests.support.launching import tiny
 from tests.support.model_checkpoints import checkpoint_of, run_with_checkpoints
@@ -242,6 +245,30 @@ def test_it_says_how_far_reading_and_writing_are(tmp_path: Path, monkeypatch: py
     assert told[-1].doing == "writing"
     assert told[-1].done_bytes == told[-1].total_bytes
     assert 0.9 * written < told[-1].total_bytes <= written
+
+
+def test_a_folder_that_has_its_name_already_is_written(tmp_path: Path) -> None:
+    stage = Stage()
+    stage.write(tmp_path / "renamed", {"weight": torch.zeros(8, dtype=torch.bfloat16)})
+    assert stage.done_bytes() == stage.total_bytes == 16
+
+
+def test_what_is_said_last_is_of_the_end(tmp_path: Path) -> None:
+    run = run_with_checkpoints(tmp_path, 5)
+    may_end, done = threading.Event(), threading.Event()
+
+    def work(_: object) -> None:
+        may_end.wait(60)
+        done.set()
+
+    def progress() -> dict[str, object]:
+        known: dict[str, object] = {"done": done.is_set()}
+        may_end.set()  # the work ends while this is asked
+        assert done.wait(60)
+        time.sleep(0.05)
+        return known
+
+    assert list(with_newest(run, read_spec(run), "exporting", work, progress))[-1] == {"done": True}
 
 
 def test_a_command_is_told_of_every_tenth_and_of_both_ends() -> None:

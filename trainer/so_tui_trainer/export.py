@@ -100,7 +100,7 @@ class Stage:
         if self.folder is None:
             return self.read_bytes
         with suppress(FileNotFoundError):  # it is renamed at the end
-            return min(self.total_bytes, sum(path.stat().st_size for path in self.folder.glob("*.safetensors")))
+            return min(self.total_bytes, sum(path.stat().st_size for path in self.folder.iterdir() if path.suffix == ".safetensors"))
         return self.total_bytes
 
 

@@ -62,9 +62,10 @@ def _reported(work: Callable[[], Result], progress: Callable[[], Answer]) -> Gen
         future = pool.submit(work)
         while True:
             wait([future], timeout=_PROGRESS_S)
+            ended = future.done()  # asked first, so that what is said last is of the end
             if (now := progress()) != last:
                 yield (last := now)
-            if future.done():
+            if ended:
                 return future.result()
 
 
