@@ -13,11 +13,12 @@ import pytest
 
 from so_tui.runs import MetricsWriter, read_state, write_state
 from so_tui.runs.control import pending, request
-from so_tui.runs.records import EvaluationRecord, State
+from so_tui.runs.records import CheckpointRecord, EvaluationRecord, State
 from so_tui.ui.screens.help import key_groups
 from so_tui.ui.widgets.chart import Chart
 from so_tui.ui.widgets.log import LogView
 from so_tui.ui.widgets.numa_nodes import NumaNodes
+from so_tui.ui.widgets.styled_lines import StyledLines
 from tests.support.make_run import quad_machine, write_run
 from tests.support.screen import SIZES, Driver, opened
 
@@ -132,6 +133,22 @@ async def test_time_left_and_newest_values_are_shown_only_while_the_run_trains(r
             assert "left " not in ui.shown("#title")
             assert re.search(r"loss +last \d", headings())
             assert re.search(r"throughput .*last \d", headings())
+
+
+async def test_news_that_come_again_are_drawn(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=60, total=60, seconds_of_samples=5)
+    async with opened(runs_dir, open_run=run) as ui:
+        news = ui.find("#news", StyledLines)
+        training = read_state(run)
+        write_state(run, msgspec.structs.replace(training, state="saving", detail="checkpoint of step 60"))
+        await ui.until(lambda: "checkpoint of step 60" in ui.text())
+        write_state(run, training)
+        await ui.until(lambda: not news.display)
+        writer = MetricsWriter(run, 1)
+        writer.append(CheckpointRecord(attempt=1, time=time.time(), step=60, path="/checkpoint", bytes=1, seconds=1.0))
+        writer.close()
+        write_state(run, msgspec.structs.replace(training, state="finished", saved_step=60))
+        await ui.until(lambda: "E exports the model" in ui.text())
 
 
 async def test_the_log_follows_its_end_is_searched_and_follows_again(runs_dir: Path) -> None:

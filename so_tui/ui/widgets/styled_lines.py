@@ -98,7 +98,7 @@ class StyledLines(DrawsPrintable):
         self._drawn = ()
 
     def _render_key(self) -> tuple[object, ...]:
-        return self.outer_size, self.app.theme
+        return self.size, self.app.theme  # the outer size stays while it is hidden, and has no room to draw
 
     def get_content_height(self, container: object, viewport: object, width: int) -> int:
         return self.rows
