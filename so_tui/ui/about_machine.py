@@ -17,7 +17,7 @@ PUBLISHED = "published figures, not measured"
 WIDE = 100
 """Cells from which a line also names its source."""
 _WHAT = {
-    "t": ("[@click=screen.train_tiny]train tiny here, now[/]", "two CPU ranks, about a minute, downloads nothing"),
+    "t": ("[@click=screen.train_tiny]train tiny here, now[/]", "about a minute, downloads nothing"),
     "o": ("[@click=app.other_machine]plan for another machine[/]", ""),
     "P": ("[@click=screen.partition]choose a Slurm partition[/]", "Configure plans for its nodes and submits there"),
 }
