@@ -33,6 +33,10 @@ def reached(ui: Driver, path: str) -> bool:
     return focused_row(ui) == path
 
 
+def in_view(form: FormPanel, row: FieldRow) -> bool:
+    return form.fields.region.contains_region(row.region)
+
+
 @pytest.mark.parametrize("size", [(80, 24), (120, 36)])
 async def test_up_and_down_move_between_fields_and_keep_them_in_view(runs_dir: Path, size: tuple[int, int]) -> None:
     async with opened(runs_dir, size) as ui:
@@ -43,7 +47,7 @@ async def test_up_and_down_move_between_fields_and_keep_them_in_view(runs_dir: P
             await ui.press("down")
             await ui.until(partial(reached, ui, path))
             row = ui.find(f"#field-{path.replace('.', '-')}", FieldRow)
-            assert form.fields.region.contains_region(row.region), path
+            await ui.until(partial(in_view, form, row))  # a longer description takes rows from the fields, once it is laid out
             assert path in ui.shown("#about")
             control = ui.app.focused
             if isinstance(control, Input):
