@@ -120,9 +120,9 @@ class HostSupervisor(ABC):
                 samples.close()
 
     def _wait_s(self) -> float:
-        """Return how long to wait for a loss. Until ranks are known it is short: one that dies early must be seen to be cleaned up."""
-        seen = any(process.role == "rank" for process in (*self._tree.alive, *self._tree.gone))
-        return TICK_S if seen else _START_TICK_S
+        """Return how long to wait for a loss. Until all ranks are known it is short: one that dies early must be seen to be cleaned up."""
+        seen = sum(process.role == "rank" for process in (*self._tree.alive, *self._tree.gone))
+        return TICK_S if seen >= len(self._job.launch.plan.binding) else _START_TICK_S
 
     def _tick(self) -> None:
         before = {process.pid for process in self._tree.alive}

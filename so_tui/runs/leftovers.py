@@ -19,6 +19,9 @@ from so_tui.runs.records import Process
 
 SHARED_MEMORY = Path("/dev/shm")
 
+_File = tuple[int, int]
+"""Device and inode. The inode alone would not do, because every file system counts its own."""
+
 _NAMED_BY_PID = re.compile(r"(?:torch|so_tui|so-tui)_(\d+)_")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _CLOCK_SLACK_S = 2.0
@@ -52,12 +55,12 @@ def leftovers(processes: Iterable[Process], folder: Path = SHARED_MEMORY) -> tup
     for path in _entries(folder):
         named = _NAMED_BY_PID.match(path.name)
         process = ended.get(int(named[1])) if named else None
-        if process is not None and (inode := _own_inode(path, since=_started(process))) is not None:
-            candidates[inode] = path
+        if process is not None and (file := _own_file(path, since=_started(process))) is not None:
+            candidates[file] = path
     if not candidates:
         return ()
-    used = _inodes_in_use()
-    return tuple(sorted(path for inode, path in candidates.items() if inode not in used))
+    used = _files_in_use()
+    return tuple(sorted(path for file, path in candidates.items() if file not in used))
 
 
 def _entries(folder: Path) -> list[Path]:
@@ -67,14 +70,14 @@ def _entries(folder: Path) -> list[Path]:
         return []
 
 
-def _own_inode(path: Path, *, since: float) -> int | None:
-    """Return the inode of a regular file of this user that changed since a time; None for anything else."""
+def _own_file(path: Path, *, since: float) -> _File | None:
+    """Identify a regular file of this user that changed since a time; None for anything else."""
     try:
         found = path.lstat()
     except OSError:
         return None
     own = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_ctime >= since - _CLOCK_SLACK_S
-    return found.st_ino if own else None
+    return (found.st_dev, found.st_ino) if own else None
 
 
 def _started(process: Process) -> float:
@@ -82,17 +85,19 @@ def _started(process: Process) -> float:
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + process.start_time / _TICKS_PER_S
 
 
-def _inodes_in_use() -> set[int]:
-    """Return the inodes that processes of this user have mapped or open. Of other users' processes the kernel tells nothing."""
-    used: set[int] = set()
+def _files_in_use() -> set[_File]:
+    """Identify the files that processes of this user have mapped or open. Of other users' processes the kernel tells nothing."""
+    used: set[_File] = set()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or is another user's
             for line in (folder / "maps").read_bytes().splitlines():
                 fields = line.split(None, 5)
                 if len(fields) == 6 and fields[4] != b"0":
-                    used.add(int(fields[4]))
+                    major, minor = (int(number, 16) for number in fields[3].split(b":"))
+                    used.add((os.makedev(major, minor), int(fields[4])))
         with contextlib.suppress(OSError):
             for descriptor in (folder / "fd").iterdir():
                 with contextlib.suppress(OSError):
-                    used.add(descriptor.stat().st_ino)
+                    found = descriptor.stat()
+                    used.add((found.st_dev, found.st_ino))
     return used

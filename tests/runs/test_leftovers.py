@@ -74,6 +74,28 @@ def test_what_a_living_process_uses_stays(tmp_path: Path, ended: Process, how: s
     assert leftovers([ended], tmp_path) == (path,)
 
 
+def test_an_open_file_elsewhere_with_the_same_inode_is_another_file(tmp_path: Path, ended: Process) -> None:
+    """Two new file systems number their first files alike. (Mounts need a name space of one's own, which not every container allows.)"""
+    script = f"""
+import os, subprocess
+from pathlib import Path
+from so_tui.runs.leftovers import leftovers
+from so_tui.runs.records import Process
+folder = Path({str(tmp_path)!r})
+for name in ("shared", "elsewhere"):
+    (folder / name).mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "none", folder / name], check=True)
+left = folder / "shared" / "torch_{ended.pid}_1_0"
+left.touch()
+other = (folder / "elsewhere" / "other").open("w")
+assert os.fstat(other.fileno()).st_ino == left.stat().st_ino
+assert leftovers([Process(pid={ended.pid}, start_time={ended.start_time})], folder / "shared") == (left,)
+"""
+    if subprocess.run(["unshare", "--map-root-user", "--mount", "true"], check=False, capture_output=True).returncode:
+        pytest.skip("this container allows no name spaces")
+    subprocess.run(["unshare", "--map-root-user", "--mount", sys.executable, "-c", script], check=True)
+
+
 def test_links_pipes_folders_and_other_users_files_stay(tmp_path: Path, ended: Process) -> None:
     target = tmp_path / "precious"
     target.touch()

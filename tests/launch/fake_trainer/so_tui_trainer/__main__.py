@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from so_tui.runs import MetricsWriter, RunDirectory
+from so_tui.runs import MetricsWriter, RunDirectory, read_state
 from so_tui.runs.records import CheckpointRecord, EndRecord, PhaseRecord, StartRecord, StepRecord
 
 STEP_S = 0.1
@@ -49,7 +49,7 @@ def train(run: RunDirectory, attempt: int) -> int:
         time.sleep(STEP_S)
         if writer:
             writer.append(step_record(attempt, step))
-        if "crash" in MANNERS and RANK == 1 and step == 3:
+        if "crash" in MANNERS and RANK == 1 and step >= 3 and known(run):
             raise RuntimeError("the loss is a teapot")
         if "mourns" in MANNERS and RANK == 1 and step > 3 and not Path("/proc", (run.path / "rank0.pid").read_text(), "exe").exists():
             (run.attempt_dir(attempt) / "failure.rank1.json").write_text('{"rank": 1, "reason": "another rank was lost"}')
@@ -57,6 +57,11 @@ def train(run: RunDirectory, attempt: int) -> int:
         if (run.control_dir / "stop").exists() and "stubborn" not in MANNERS:
             return leave(writer, run, attempt, step, "stopped")
     return leave(writer, run, attempt, steps, "finished")
+
+
+def known(run: RunDirectory) -> bool:
+    """Return whether the supervisor has seen this process. A real rank imports for seconds before it can fail; this one does not."""
+    return any(process.pid == os.getpid() for process in read_state(run).processes)
 
 
 def leave(writer: MetricsWriter | None, run: RunDirectory, attempt: int, step: int, state: str) -> int:
