@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from so_tui.runs import RunDirectory
     from so_tui.settings.file import Loaded
     from so_tui.spec import Catalog, SoTuiError
+    from so_tui.ui.dialogs.basic import Question
     from so_tui.ui.runlist import RunLister, RunRow
-    from so_tui.ui.screens.dialogs import Question
 
 RUNS_POLL_S = 2.0
 DASHBOARD_POLLS = 3
@@ -207,7 +207,7 @@ class SoTuiApp(AnnouncingApp[None]):
             messages.answer(self, messages.Diagnosed(findings(self.machine, checkpoints=self.runs_dir or default_runs_dir())))
 
     def on_diagnosed(self, message: messages.Diagnosed) -> None:
-        from so_tui.ui.screens.findings import doctor_summary
+        from so_tui.ui.findings import doctor_summary
 
         self.findings = message.findings
         self.doctor_line = doctor_summary(message.findings)
@@ -292,7 +292,7 @@ class SoTuiApp(AnnouncingApp[None]):
             self.on_failed(message)
 
     def on_failed(self, message: messages.Failed) -> None:
-        from so_tui.ui.screens.dialogs import Notice
+        from so_tui.ui.dialogs.basic import Notice
 
         def answered(taken: bool | None) -> None:
             if taken and message.offer is not None:
@@ -332,8 +332,8 @@ class SoTuiApp(AnnouncingApp[None]):
         ask_to_leave(self)
 
     def action_help(self) -> None:
+        from so_tui.ui.dialogs.basic import KeysHelp
         from so_tui.ui.page import Page
-        from so_tui.ui.screens.dialogs import KeysHelp
         from so_tui.ui.screens.help import key_groups
 
         page = self.screen

@@ -54,8 +54,8 @@ class Checking:
 def ask_to_launch(app: SoTuiApp, launch: Launch, draft: Draft | None = None) -> None:
     """Ask once, then start ``launch`` where its spec says, with the batch script that the user has changed before or changes now."""
     from so_tui.launch.executors import executor_of
-    from so_tui.ui.screens.dialogs import Question
-    from so_tui.ui.screens.launch_question import JobQuestion
+    from so_tui.ui.dialogs.basic import Question
+    from so_tui.ui.dialogs.launch_question import JobQuestion
     from so_tui.ui.widgets.plan_view import launch_facts
 
     if not app.may_start() or refused_elsewhere(app, launch.spec):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from so_tui.trust.printable import printable_line, so_tui_command
+from so_tui.ui.dialogs.basic import Question
 from so_tui.ui.screens.configure import ConfigureScreen
-from so_tui.ui.screens.dialogs import Question
 from so_tui.ui.text import plural
 
 if TYPE_CHECKING:

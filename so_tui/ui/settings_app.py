@@ -133,7 +133,7 @@ class SettingsApp(KeysInOrder[Result]):
     # Commands.
 
     def action_settings(self) -> None:
-        from so_tui.ui.screens.settings import SettingsDialog
+        from so_tui.ui.dialogs.settings import SettingsDialog
 
         self.push_screen(SettingsDialog(self.settings, self.available_themes), lambda changes: self.keep(changes) if changes else None)
 

@@ -9,7 +9,7 @@ import pytest
 from textual.widgets import Input
 
 from so_tui.spec import find_preset
-from so_tui.ui.screens.add_model import AddModel
+from so_tui.ui.dialogs.add_model import AddModel
 from tests.support.screen import opened
 
 SLOW_S = 60

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from so_tui.runs.answers import AnsweredPrompt, Asked, add_answers
-from so_tui.ui.screens.answers import AnswersScreen
+from so_tui.ui.dialogs.answers import AnswersScreen
 from tests.support.hostile import HOSTILE, unsafe
 from tests.support.make_run import write_run
 from tests.support.screen import opened

@@ -18,10 +18,10 @@ from so_tui.runs import MetricsWriter
 from so_tui.runs.records import EvaluationRecord
 from so_tui.ui.chart_layout import EMAS, GRIDS, ChartLayout, layout_path, load_layout, page_of, save_layout
 from so_tui.ui.chart_metrics import METRICS
+from so_tui.ui.dialogs.choose_metrics import ChooseMetrics, matching, weight_of
 from so_tui.ui.overlay import steps_at
 from so_tui.ui.panels.charts import ChartPanel
 from so_tui.ui.panels.legend import RunLegend, wrapped
-from so_tui.ui.screens.choose_metrics import ChooseMetrics, matching, weight_of
 from so_tui.ui.series import ExponentialMean
 from so_tui.ui.step_series import StepSeries
 from so_tui.ui.text import Content

@@ -13,8 +13,8 @@ from so_tui.launch import data_preview
 from so_tui.launch.data_preview import DataPreview, Progress
 from so_tui.launch.helpers import Cancel
 from so_tui.spec import RunSpec, find_preset
-from so_tui.ui.screens.data_preview import FIRST_ROWS, MORE, DataPreviewScreen
-from so_tui.ui.screens.dialogs import CloseButton
+from so_tui.ui.dialogs.basic import CloseButton
+from so_tui.ui.dialogs.data_preview import FIRST_ROWS, MORE, DataPreviewScreen
 from so_tui.ui.widgets.data_view import legend
 from tests.support.screen import Driver, opened
 

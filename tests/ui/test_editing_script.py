@@ -15,9 +15,9 @@ from so_tui.launch.executors.slurm import commands
 from so_tui.launch.executors.slurm.commands import SlurmError
 from so_tui.machine import inspect_machine
 from so_tui.runs import RunDirectory
+from so_tui.ui.dialogs.basic import Notice
+from so_tui.ui.dialogs.launch_question import JobQuestion
 from so_tui.ui.launching import ask_to_launch
-from so_tui.ui.screens.dialogs import Notice
-from so_tui.ui.screens.launch_question import JobQuestion
 from tests.support.launching import tiny
 from tests.support.screen import Driver, opened
 

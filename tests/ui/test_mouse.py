@@ -19,18 +19,18 @@ from so_tui.runs import RunDirectory
 from so_tui.settings.types import Settings
 from so_tui.ui import screens
 from so_tui.ui.chart_layout import ChartLayout
+from so_tui.ui.dialogs.add_model import AddModel
+from so_tui.ui.dialogs.answers import AnswersScreen
+from so_tui.ui.dialogs.basic import AskText, CloseButton, KeysHelp, Notice, Question
+from so_tui.ui.dialogs.choose_metrics import ChooseMetrics
+from so_tui.ui.dialogs.choose_runs import ChooseRuns
+from so_tui.ui.dialogs.data_preview import DataPreviewScreen
+from so_tui.ui.dialogs.settings import SettingsDialog
+from so_tui.ui.dialogs.validation import ValidationScreen
 from so_tui.ui.panels.charts import ChartPanel
 from so_tui.ui.panels.log import LogPanel
 from so_tui.ui.panels.what_if import WhatIf
-from so_tui.ui.screens.add_model import AddModel
-from so_tui.ui.screens.answers import AnswersScreen
-from so_tui.ui.screens.choose_metrics import ChooseMetrics
-from so_tui.ui.screens.choose_runs import ChooseRuns
-from so_tui.ui.screens.data_preview import DataPreviewScreen
-from so_tui.ui.screens.dialogs import AskText, CloseButton, KeysHelp, Notice, Question
 from so_tui.ui.screens.runs import RunTable
-from so_tui.ui.screens.settings import SettingsDialog
-from so_tui.ui.screens.validation import ValidationScreen
 from so_tui.ui.widgets.field import Choice
 from tests.support.make_run import quad_machine, write_run
 from tests.support.screen import Driver, opened

@@ -16,7 +16,7 @@ from so_tui.plan import plan_table
 from so_tui.runs import RunDirectory, create_run
 from so_tui.spec import Catalog, RunSpec, load_catalog
 from so_tui.ui import messages
-from so_tui.ui.screens.dialogs import Question
+from so_tui.ui.dialogs.basic import Question
 from so_tui.ui.screens.other_machine import MachineSuggester
 from so_tui.ui.screens.presets import PresetsScreen
 from so_tui.ui.screens.runs import RunsScreen

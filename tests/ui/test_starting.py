@@ -16,7 +16,7 @@ from so_tui.runs import RunDirectory, read_state, write_state
 from so_tui.runs.control import pending
 from so_tui.spec import Refusal, Refused, RunSpec, find_preset
 from so_tui.ui.app import SoTuiApp
-from so_tui.ui.screens.dialogs import Notice, Question
+from so_tui.ui.dialogs.basic import Notice, Question
 from so_tui.ui.widgets.chart import Chart
 from tests.support.make_run import write_run
 from tests.support.planning import CPU_ONLY

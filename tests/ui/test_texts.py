@@ -22,14 +22,14 @@ from so_tui.machine.doctor import Finding
 from so_tui.plan import make_plan
 from so_tui.runs import RunDirectory
 from so_tui.spec import field_index, find_preset, with_values
+from so_tui.ui.dialogs.basic import key_lines
+from so_tui.ui.findings import finding_content
 from so_tui.ui.form import GROUPS, HINTS, LENGTH, advanced_paths, edits_between, hint, length_of, values_of, with_edit
 from so_tui.ui.glyphs import chosen_glyphs
 from so_tui.ui.loss_curve import LossCurve
 from so_tui.ui.panels.run_preview import drawn_roles
 from so_tui.ui.run_columns import COLUMNS, with_room
 from so_tui.ui.run_details import Comparison
-from so_tui.ui.screens.dialogs import key_lines
-from so_tui.ui.screens.findings import finding_content
 from so_tui.ui.summary import machine_facts
 from so_tui.ui.text import Content, count, disk, distinct, duration, mark_duration, memory, memory_of, rate, significant
 from so_tui.ui.widgets import plan_view

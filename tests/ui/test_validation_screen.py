@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.folders import validation_dir
-from so_tui.ui.screens.validation import report_lines
+from so_tui.ui.dialogs.validation import report_lines
 from so_tui.validation import report as reports
 from so_tui.validation.report import Outcome
 from tests.support.screen import SIZES, opened

@@ -27,7 +27,7 @@ def title(drafts: Drafts, machine: str, width: int) -> Content:
 
 def show_differences(app: SoTuiApp, drafts: Drafts) -> None:
     """Show every field that differs from the preset."""
-    from so_tui.ui.screens.dialogs import Notice
+    from so_tui.ui.dialogs.basic import Notice
 
     changed = drafts.changes
     lines = [
@@ -42,7 +42,7 @@ def ask_to_undo(app: SoTuiApp, drafts: Drafts, machine: str, then: Callable[[], 
     """Ask to undo the user's changes, or to give up what was recommended where there are none; call ``then`` once that is done."""
     if drafts.base is None or not (drafts.edits or drafts.changes):
         return
-    from so_tui.ui.screens.dialogs import Question
+    from so_tui.ui.dialogs.basic import Question
 
     preset, changed = drafts.base.name, drafts.changes
     recommended = ", ".join(map(label, drafts.recommended))

@@ -79,7 +79,7 @@ def sampled_rows(metric: Metric, sampled: Mapping[str, tuple[Sampled, ...]]) -> 
 
 def ask_to_export_chart(screen: ChartedPage, snapshot: Snapshot, metric: Metric, curves: Sequence[Curve]) -> None:
     """Ask for a name, and export: its ending says what."""
-    from so_tui.ui.screens.dialogs import AskText
+    from so_tui.ui.dialogs.basic import AskText
 
     def read(text: str) -> Path:
         path = new_path(text)

@@ -171,7 +171,7 @@ class ChartedPage(Page):
             if layout is not None:
                 await self._arrange(layout)
 
-        from so_tui.ui.screens.choose_metrics import ChooseMetrics
+        from so_tui.ui.dialogs.choose_metrics import ChooseMetrics
 
         self.app.push_screen(ChooseMetrics(self.charts.chart_layout), chosen)
 
@@ -188,7 +188,7 @@ class ChartedPage(Page):
                 self.chosen = runs
                 self.tick()
 
-        from so_tui.ui.screens.choose_runs import ChooseRuns
+        from so_tui.ui.dialogs.choose_runs import ChooseRuns
 
         rows = [row for row in self.app.runs if self.run_shown is None or row.run.path != self.run_shown.path]
         self.app.push_screen(ChooseRuns(rows, self.chosen), chosen)

@@ -245,7 +245,7 @@ class ChatScreen(Screen[None]):
             self.dismiss(None)
 
     def action_sampling(self) -> None:
-        from so_tui.ui.screens.dialogs import AskText
+        from so_tui.ui.dialogs.basic import AskText
 
         def answered(sampling: Sampling | None) -> None:
             if sampling is not None:

@@ -325,7 +325,7 @@ class ConfigureScreen(ResizablePage):
         """Preview the data with the values in the form."""
         if self._drafts.base is None:
             return
-        from so_tui.ui.screens.data_preview import DataPreviewScreen
+        from so_tui.ui.dialogs.data_preview import DataPreviewScreen
 
         try:
             self.app.push_screen(DataPreviewScreen(with_values(self._drafts.base, self._drafts.edits)))

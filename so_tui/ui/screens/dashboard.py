@@ -213,7 +213,7 @@ class DashboardScreen(PanelledPage):
             run_actions.show_settings(self.app, self.run_shown)
 
     def action_answers(self) -> None:
-        from so_tui.ui.screens.answers import AnswersScreen
+        from so_tui.ui.dialogs.answers import AnswersScreen
 
         if self.run_shown is not None:
             self.app.push_screen(AnswersScreen(self.run_shown))

@@ -17,10 +17,10 @@ from textual.worker import Worker
 
 from so_tui.machine.cpulist import cpu_ranges
 from so_tui.machine.types import Software
+from so_tui.ui.findings import finding_content
 from so_tui.ui.monitor import HostView, Monitor
 from so_tui.ui.page import OTHER_MACHINE, Page
 from so_tui.ui.panels.host import HostPanel
-from so_tui.ui.screens.findings import finding_content
 from so_tui.ui.summary import gpu_model
 from so_tui.ui.text import Content, memory, memory_of, plural
 from so_tui.ui.widgets.bars import fill, usage_style
@@ -339,7 +339,7 @@ class MachineScreen(Page):
 
     def action_validation(self) -> None:
         from so_tui.folders import validation_dir
-        from so_tui.ui.screens.validation import ValidationScreen
+        from so_tui.ui.dialogs.validation import ValidationScreen
 
         self.app.push_screen(ValidationScreen(validation_dir()))
 

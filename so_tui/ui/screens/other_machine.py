@@ -36,7 +36,7 @@ class MachineSuggester(Suggester):
 
 def ask_for_machine(app: SoTuiApp) -> None:
     """Ask for a machine, and plan for it."""
-    from so_tui.ui.screens.dialogs import AskText
+    from so_tui.ui.dialogs.basic import AskText
 
     def read(given: str) -> tuple[Machine | None, str]:
         return (machine_of(given) if given else None), given

@@ -283,12 +283,12 @@ class PresetsScreen(Page):
 
     def action_preview_data(self) -> None:
         if (chosen := self.table.chosen()) is not None:
-            from so_tui.ui.screens.data_preview import DataPreviewScreen
+            from so_tui.ui.dialogs.data_preview import DataPreviewScreen
 
             self.app.push_screen(DataPreviewScreen(chosen[1].spec))
 
     def action_add(self) -> None:
-        from so_tui.ui.screens.add_model import AddModel
+        from so_tui.ui.dialogs.add_model import AddModel
 
         def added(name: str | None) -> None:
             if name:

@@ -25,7 +25,7 @@ RESUMABLE = frozenset({"stopped", "failed", "lost"})
 
 def ask_to_stop(app: SoTuiApp, run: RunDirectory) -> None:
     """Ask whether to stop ``run``, and have it stopped."""
-    from so_tui.ui.screens.dialogs import Question
+    from so_tui.ui.dialogs.basic import Question
 
     state = _state(app, run)
     if state is None:
@@ -53,7 +53,7 @@ def ask_to_stop(app: SoTuiApp, run: RunDirectory) -> None:
 
 
 def _ask_to_leave_the_queue(app: SoTuiApp, run: RunDirectory, state: RunState) -> None:
-    from so_tui.ui.screens.dialogs import Question
+    from so_tui.ui.dialogs.basic import Question
 
     def answered(yes: bool | None) -> None:
         if yes:
@@ -89,7 +89,7 @@ def ask_whether_ended(app: SoTuiApp, run: RunDirectory, seen: str, proceed: Call
         seen: What was seen of it.
         proceed: What to do then.
     """
-    from so_tui.ui.screens.dialogs import Question
+    from so_tui.ui.dialogs.basic import Question
 
     lines = [
         seen,
@@ -155,7 +155,7 @@ def _leave_request(app: SoTuiApp, run: RunDirectory, action: control.Action, con
 def ask_to_resume(app: SoTuiApp, run: RunDirectory) -> None:
     """Ask whether to resume ``run`` from its last checkpoint, and start another attempt."""
     from so_tui.launch.executors import executor_of
-    from so_tui.ui.screens.dialogs import Question
+    from so_tui.ui.dialogs.basic import Question
 
     state = _state(app, run)
     if state is None:
@@ -187,7 +187,7 @@ def _start_resume(app: SoTuiApp, run: RunDirectory, *, start_over: bool = False,
 
 def _ask_to_start_over(app: SoTuiApp, run: RunDirectory, error: Refused, *, assume_dead: bool) -> None:
     """Ask whether to train from step 0, because what the run saved is not there."""
-    from so_tui.ui.screens.dialogs import Question
+    from so_tui.ui.dialogs.basic import Question
 
     def answered(yes: bool | None) -> None:
         if yes:
@@ -223,8 +223,8 @@ def _resume(app: SoTuiApp, run: RunDirectory, *, start_over: bool, assume_dead: 
 def show_settings(app: SoTuiApp, run: RunDirectory) -> None:
     """Show every setting of ``run`` that is not the default."""
     from so_tui.spec import spec_tree
+    from so_tui.ui.dialogs.basic import Notice
     from so_tui.ui.form import flat, text_of
-    from so_tui.ui.screens.dialogs import Notice
 
     try:
         spec = read_spec(run)

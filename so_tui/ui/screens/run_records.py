@@ -64,7 +64,7 @@ def parsed_note(text: str) -> RunNotes:
 
 def ask_for_note(app: SoTuiApp, run: RunDirectory) -> None:
     """Ask for a note and tags, and keep them with the run."""
-    from so_tui.ui.screens.dialogs import AskText
+    from so_tui.ui.dialogs.basic import AskText
 
     def read(text: str) -> RunNotes:
         notes = parsed_note(text)
@@ -99,7 +99,7 @@ def _read_earlier_logs(app: SoTuiApp, run: RunDirectory) -> None:
 
 
 def _show_lines(app: SoTuiApp, title: str, lines: list[str]) -> None:
-    from so_tui.ui.screens.dialogs import Notice
+    from so_tui.ui.dialogs.basic import Notice
 
     app.push_screen(Notice(title, lines, bad=False))
 
@@ -117,7 +117,7 @@ def new_path(text: str) -> Path:
 def ask_to_export(screen: RunsScreen, row: RunRow, lines: Sequence[Line], names: Sequence[str]) -> None:
     """Ask where to, and export: what it is follows from the name."""
     run = row.run
-    from so_tui.ui.screens.dialogs import AskText
+    from so_tui.ui.dialogs.basic import AskText
 
     def named(path: Path | None) -> None:
         if path is not None:

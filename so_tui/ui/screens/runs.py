@@ -266,7 +266,7 @@ class RunsScreen(ResizablePage):
             run_actions.show_settings(self.app, run)
 
     def _compare(self, rows: list[RunRow]) -> None:
-        from so_tui.ui.screens.dialogs import Notice
+        from so_tui.ui.dialogs.basic import Notice
 
         compared = comparison(rows, {run: curve.results for run, curve in self._curves.items()})
         if compared is None:
@@ -321,7 +321,7 @@ class RunsScreen(ResizablePage):
         run = self.chosen_run
         if run is None:
             return
-        from so_tui.ui.screens.dialogs import Question
+        from so_tui.ui.dialogs.basic import Question
 
         def answered(yes: bool | None) -> None:
             if yes:

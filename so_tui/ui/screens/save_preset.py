@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def ask_to_save(app: SoTuiApp, spec: RunSpec, base: str) -> None:
     """Ask for a name and save ``spec`` under it, as what differs from the preset ``base``."""
     from so_tui.spec import check_user_name
-    from so_tui.ui.screens.dialogs import AskText
+    from so_tui.ui.dialogs.basic import AskText
 
     def named(name: str | None) -> None:
         if name:
@@ -32,7 +32,7 @@ def _save_unless_taken(app: SoTuiApp, spec: RunSpec, name: str, base: str) -> No
     if taken is None or taken.origin == "built-in" or name == base:
         _save(app, spec, name, base)
         return
-    from so_tui.ui.screens.dialogs import Question
+    from so_tui.ui.dialogs.basic import Question
 
     def answered(yes: bool | None) -> None:
         if yes:
@@ -62,7 +62,7 @@ def is_own(app: SoTuiApp, name: str) -> bool:
 def ask_to_delete(app: SoTuiApp, name: str) -> None:
     """Ask whether to delete a preset of the user, and delete it."""
     from so_tui.spec import InputError, delete_preset
-    from so_tui.ui.screens.dialogs import Question
+    from so_tui.ui.dialogs.basic import Question
 
     def answered(yes: bool | None) -> None:
         if not yes:

@@ -11,7 +11,7 @@ from textual.containers import Horizontal
 from textual.screen import ModalScreen
 from textual.widgets import Button, Input, Static
 
-from so_tui.ui.screens.dialogs import CloseButton
+from so_tui.ui.dialogs.basic import CloseButton
 from so_tui.ui.text import Content
 from so_tui.ui.widgets.tick_list import TickList
 

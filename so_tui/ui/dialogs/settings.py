@@ -18,7 +18,7 @@ from textual.widgets.option_list import Option
 from so_tui.folders import settings_file
 from so_tui.settings.file import all_settings, choices, value_of
 from so_tui.settings.types import Settings
-from so_tui.ui.screens.dialogs import CloseButton
+from so_tui.ui.dialogs.basic import CloseButton
 from so_tui.ui.text import Content, shorten_path
 from so_tui.ui.themes import THEMES
 

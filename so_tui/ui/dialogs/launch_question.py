@@ -9,7 +9,7 @@ from textual.app import ComposeResult, SuspendNotSupported
 from textual.binding import Binding, BindingType
 from textual.widgets import Button, Static
 
-from so_tui.ui.screens.dialogs import Question
+from so_tui.ui.dialogs.basic import Question
 from so_tui.ui.text import Content
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from textual.containers import Vertical
 from textual.widgets import Static
 
 from so_tui.runs import RunDirectory
+from so_tui.ui.dialogs.tick_dialog import TickDialog
 from so_tui.ui.runlist import RunRow
-from so_tui.ui.screens.tick_dialog import TickDialog
 from so_tui.ui.text import Content, plural, shorten
 from so_tui.ui.widgets.entry import Entry
 from so_tui.ui.widgets.tick_list import TickList

@@ -13,7 +13,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Button, Input, Static
 from textual.worker import get_current_worker
 
-from so_tui.ui.screens.dialogs import CloseButton
+from so_tui.ui.dialogs.basic import CloseButton
 from so_tui.ui.text import Content
 from so_tui.ui.widgets.entry import Entry
 

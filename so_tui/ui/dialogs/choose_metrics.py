@@ -12,7 +12,7 @@ from textual.widgets import Input, Static
 
 from so_tui.ui.chart_layout import MOST_EMA, ChartLayout
 from so_tui.ui.chart_metrics import METRICS, Metric
-from so_tui.ui.screens.tick_dialog import TickDialog
+from so_tui.ui.dialogs.tick_dialog import TickDialog
 from so_tui.ui.text import Content, plural
 from so_tui.ui.widgets.entry import Entry
 from so_tui.ui.widgets.tick_list import TickList

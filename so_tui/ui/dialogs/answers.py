@@ -14,7 +14,7 @@ from textual.widgets import Button, Static
 
 from so_tui.runs import RunDirectory
 from so_tui.runs.answers import Answers, Asked, read_answers
-from so_tui.ui.screens.dialogs import CloseButton
+from so_tui.ui.dialogs.basic import CloseButton
 from so_tui.ui.text import Content, duration
 from so_tui.units import thousands
 

@@ -16,8 +16,8 @@ from textual.widgets import Button, Static
 from textual.worker import Worker, WorkerState
 
 from so_tui.spec import InputError, RunSpec
+from so_tui.ui.dialogs.basic import CloseButton
 from so_tui.ui.form import label
-from so_tui.ui.screens.dialogs import CloseButton
 from so_tui.ui.text import Content
 from so_tui.ui.widgets import data_view
 from so_tui.ui.widgets.bars import fill
