@@ -1,7 +1,8 @@
 """Format quantities for people: always with a unit, never wider than necessary.
 
 Memory is shown in binary units (``memory_size``), because GPU and host memory are sold and reported in GiB, unless the screen's user wants
-decimal ones. Files, downloads and free disk space are shown in decimal units (``disk_size``), as disk vendors and file managers do.
+decimal ones; a page keeps its KiB. Files, downloads and free disk space are shown in decimal units (``disk_size``), as disk vendors and
+file managers do.
 """
 
 from __future__ import annotations
@@ -80,6 +81,11 @@ def memory_size(size_bytes: int, decimals: int = 1) -> str:
     if size_bytes >= 0.5 * mega:
         return f"{thousands(round(size_bytes / mega))} {megas}"
     return f"{thousands(round(size_bytes / kilo))} {kilos}" if size_bytes >= kilo else f"{thousands(size_bytes)} B"
+
+
+def page_size(size_bytes: int) -> str:
+    """Return the size of a page of memory, a power of two, whatever units memory is shown in: ``64 KiB``."""
+    return f"{size_bytes // KIB} KiB"
 
 
 def memory_of(used_bytes: int, total_bytes: int | None, decimals: int = 1) -> str:

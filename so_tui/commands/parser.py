@@ -27,7 +27,7 @@ first steps: so-tui inspect        what this machine has
              so-tui plan           what it can train
              so-tui run tiny       one minute of real training, anywhere
 """
-SORTS = ("started", "name", "model", "state", "loss", "tokens/s", "mfu", "memory")
+SORTS = ("started", "name", "model", "state", "host", "step", "loss", "evaluation", "tokens/s", "mfu", "memory")
 INTERNAL = ("supervise",)
 """Commands that other commands call, and users do not."""
 _COMPLETION_EPILOG = """\

@@ -69,7 +69,7 @@ def runs(arguments: argparse.Namespace) -> int:
             listed.append((run, _state(run)))
     sort = arguments.sort or load_settings().settings.runs.sort
     measured = {run.path: _results(run, state) for run, state in listed}
-    listed = ordered(listed, sort, _text_of, lambda item: measured[item[0].path])
+    listed = ordered(listed, sort, _value_of, lambda item: measured[item[0].path])
     if arguments.json:
         print_json(Runs(tuple(_listed(run, state, measured[run.path]) for run, state in listed)))
         return 0
@@ -90,17 +90,24 @@ def _sorted_column(
     listed: list[tuple[RunDirectory, RunState]], sort: str, measured: dict[Path, RunResults]
 ) -> tuple[str, list[str]] | None:
     """Return heading and cells of what the runs are sorted by; None where the table has it anyway."""
-    if sort == "model":
+    if sort in ("model", "host"):
         return sort, [printable_line(_text_of(item, sort)) for item in listed]
     key = result_of_order(sort)
-    if key is None or key == "loss":
+    if key is None or key in ("loss", "evaluation_loss"):
         return None
     return RESULTS[key], [result_text(measured[run.path], key) for run, _ in listed]
+
+
+def _value_of(item: tuple[RunDirectory, RunState], key: str) -> str | int:
+    """Return what a run is sorted by, the lowest first; the one that has come furthest is the first by ``step``."""
+    return -item[1].step if key == "step" else _text_of(item, key)
 
 
 def _text_of(item: tuple[RunDirectory, RunState], key: str) -> str:
     run, state = item
     match key:
+        case "host":
+            return state.host
         case "name":
             return run.name
         case "state":
@@ -148,7 +155,7 @@ def _table(
         if heading in ("name", "reason"):
             table.add_column(heading, overflow="fold")
         else:
-            left = heading in ("state", "model", "started")
+            left = heading in ("state", "model", "host", "started")
             table.add_column(heading, justify="left" if left else "right", no_wrap=True, overflow="ellipsis")
     for cells in zip(*columns.values(), strict=True):
         table.add_row(*cells)

@@ -16,7 +16,7 @@ from so_tui.machine.doctor.types import Finding, Severity
 from so_tui.machine.types import Gpu, Machine, NumaNode, Software
 from so_tui.machine.versions import PACKAGES, installed_set
 from so_tui.trust.printable import printable_line
-from so_tui.units import GIB, memory_size, plural
+from so_tui.units import GIB, memory_size, page_size, plural
 
 _SIGNS: dict[Severity, tuple[str, str, str]] = {
     "blocks": ("✗", "blocks a launch", "bold red"),
@@ -91,7 +91,7 @@ def _title(machine: Machine) -> Text:
     if machine.shm_total_bytes is not None:
         second.append(f"/dev/shm {memory_size(machine.shm_total_bytes)}")
     if machine.page_size_bytes:
-        second.append(f"{memory_size(machine.page_size_bytes)} pages")
+        second.append(f"{page_size(machine.page_size_bytes)} pages")
     if machine.network is not None:
         second.append(f"network {machine.network.gbit_per_s:g} Gb/s")
     second.append(f"MPAM {machine.mpam.state}")

@@ -22,7 +22,13 @@ RESULTS = {
     "mean_steps": "means of",
 }
 """Names of results by field."""
-_BY_RESULT = {"loss": ("loss", False), "tokens/s": ("tokens_per_s", True), "mfu": ("mfu", True), "memory": ("gpu_memory_bytes", False)}
+_BY_RESULT = {
+    "loss": ("loss", False),
+    "evaluation": ("evaluation_loss", False),
+    "tokens/s": ("tokens_per_s", True),
+    "mfu": ("mfu", True),
+    "memory": ("gpu_memory_bytes", False),
+}
 """Result and whether the highest comes first, by the name of an order."""
 
 
@@ -56,19 +62,21 @@ def result_text(results: RunResults, key: str) -> str:
     return memory_size(value)
 
 
-def ordered(runs: Iterable[Run], sort: str, text_of: Callable[[Run, str], str], results: Callable[[Run], RunResults | None]) -> list[Run]:
+def ordered(
+    runs: Iterable[Run], sort: str, value_of: Callable[[Run, str], str | int], results: Callable[[Run], RunResults | None]
+) -> list[Run]:
     """Return runs, which come newest first, in another order.
 
     Args:
         runs: The runs, in any form.
-        sort: ``started``, a result (``loss``, ``tokens/s``, ``mfu``, ``memory``), or what ``text_of`` knows.
-        text_of: Returns a run's name, model or state by that word.
+        sort: ``started``, a result (``loss``, ``evaluation``, ``tokens/s``, ``mfu``, ``memory``), or what ``value_of`` knows.
+        value_of: Returns what a run is sorted by, the lowest first: its name, model, state or host by that word, or how far it is.
         results: Returns a run's results, and is called only where ``sort`` is a result: the best comes first, runs without it last.
     """
     if sort == "started":
         return list(runs)
     if sort not in _BY_RESULT:
-        return sorted(runs, key=lambda run: text_of(run, sort))
+        return sorted(runs, key=lambda run: value_of(run, sort))
     key, highest_first = _BY_RESULT[sort]
 
     def place(run: Run) -> float:

@@ -57,7 +57,8 @@ class RunListSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The list of runs."""
 
     sort: Annotated[
-        Literal["started", "name", "model", "state", "loss", "tokens/s", "mfu", "memory"], Meta(description="what runs are sorted by")
+        Literal["started", "name", "model", "state", "host", "step", "loss", "evaluation", "tokens/s", "mfu", "memory"],
+        Meta(description="what runs are sorted by"),
     ] = "started"
     group: Annotated[Literal["none", "model", "state", "tag", "host"], Meta(description="what runs are grouped by")] = "none"
 

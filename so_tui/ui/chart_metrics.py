@@ -8,8 +8,8 @@ from typing import Literal
 
 from so_tui.runs.records import GpuSample
 from so_tui.ui.loads import sampled_value
-from so_tui.ui.text import GIB, percent, rate, significant
-from so_tui.units import thousands
+from so_tui.ui.text import percent, rate, significant
+from so_tui.units import memory_unit, thousands
 
 EVALUATIONS = "evaluation"
 """Key of the metric that has no field of the step records: evaluations are records of their own."""
@@ -34,6 +34,8 @@ class Metric:
     format_value: Callable[[float], str] = significant
     per: float = 1.0
     """What values are divided by before they are written."""
+    in_bytes: bool = False
+    """Whether values are bytes of memory, which are written in the unit of the user's choice instead."""
     zero: bool = False
     ceiling: float | None = None
     smoothing: Literal["mean", "wanted", "never"] = "wanted"
@@ -50,6 +52,11 @@ class Metric:
     """Number of the samples that those above stay below."""
     marked: str = ""
     """Number of the samples whose presence is marked on the axis."""
+
+    @property
+    def shown_in(self) -> tuple[float, str]:
+        """What values are divided by before they are written, and the unit that they have then."""
+        return memory_unit() if self.in_bytes else (self.per, self.unit)
 
 
 STEP_METRICS: tuple[Metric, ...] = (
@@ -75,8 +82,7 @@ STEP_METRICS: tuple[Metric, ...] = (
         "GPU memory",
         "largest reserved memory of any GPU so far",
         ("gpu_memory_peak_bytes",),
-        "GiB",
-        per=GIB,
+        in_bytes=True,
         zero=True,
         role="memory",
     ),
@@ -85,8 +91,7 @@ STEP_METRICS: tuple[Metric, ...] = (
         "host memory",
         "of the ranks and Adam workers of all hosts",
         ("host_memory_bytes",),
-        "GiB",
-        per=GIB,
+        in_bytes=True,
         zero=True,
         role="memory",
     ),
@@ -156,8 +161,7 @@ HARDWARE: tuple[Metric, ...] = (
         "by any process, as the driver counts",
         samples=("gpu.memory_used_bytes",),
         limit="gpu.memory_total_bytes",
-        unit="GiB",
-        per=GIB,
+        in_bytes=True,
         zero=True,
         role="memory",
     ),
@@ -197,8 +201,7 @@ HARDWARE: tuple[Metric, ...] = (
         "in use, with the file cache, which gives way",
         samples=("node.memory_used_bytes",),
         limit="node.memory_total_bytes",
-        unit="GiB",
-        per=GIB,
+        in_bytes=True,
         zero=True,
         role="memory",
     ),
@@ -207,8 +210,7 @@ HARDWARE: tuple[Metric, ...] = (
         "file cache",
         "memory of nodes that holds files",
         samples=("node.file_cache_bytes",),
-        unit="GiB",
-        per=GIB,
+        in_bytes=True,
         zero=True,
         role="memory",
     ),

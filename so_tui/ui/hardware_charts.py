@@ -13,11 +13,12 @@ from so_tui.ui.widgets.chart import RUN_ROLES, Chart
 
 def chart_of(metric: Metric, glyphs: GlyphName) -> Chart:
     """Return an empty chart of a metric."""
+    per, unit = metric.shown_in
     return Chart(
         metric.title,
-        unit=metric.unit,
+        unit=unit,
         format_value=metric.format_value,
-        per=metric.per,
+        per=per,
         zero=metric.zero,
         ceiling=metric.ceiling,
         mark_gaps=metric.key == "loss",

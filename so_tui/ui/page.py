@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-from textual import getters
+from textual import events, getters
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.screen import Screen
@@ -20,6 +20,7 @@ from so_tui.ui.text import Content, plural, shorten
 from so_tui.ui.widgets.keyline import KeyLine
 
 if TYPE_CHECKING:
+    from so_tui.settings.types import Settings
     from so_tui.ui.runlist import RunRow
 
 SHORT = {"configure": "Config", "dashboard": "Dash", "machine": "Mach"}
@@ -49,7 +50,7 @@ class TopLine(KeepsLines):
         super().__init__()
 
     def on_mount(self) -> None:
-        for name in ("machine", "inspecting", "machine_file", "doctor_line", "starting"):
+        for name in ("machine", "inspecting", "machine_file", "doctor_line", "starting", "settings"):
             self.watch(self.app, name, self._changed, init=False)
         self.watch(self.app, "runs", self._count)
 
@@ -145,6 +146,14 @@ class Page(Screen[None], KeepsLines):
     def body(self) -> Iterable[Widget]:
         """Return the screen's own widgets."""
         raise NotImplementedError
+
+    def on_mount(self) -> None:
+        self.watch(self.app, "settings", self._settings_changed, init=False)
+
+    def _settings_changed(self, before: Settings, settings: Settings) -> None:
+        """Draw figures in other units, as in another size: all screens do that at once."""
+        if before.screen.units != settings.screen.units:
+            self.post_message(events.Resize(self.size, self.size))
 
     def left(self) -> None:
         """Hand what is chosen here to the screen that the user has gone to."""

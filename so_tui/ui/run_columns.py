@@ -31,13 +31,16 @@ SORTED_COLUMNS = {
     "name": "name",
     "model": "model",
     "state": "state",
+    "host": "host",
+    "step": "step",
     "loss": "mean loss",
+    "evaluation": "evaluation loss",
     "tokens/s": "tokens/s",
     "mfu": "MFU",
     "memory": "GPU memory",
 }
 """Columns by the order that goes by them."""
-HIGHEST_FIRST = ("tokens/s", "MFU")
+HIGHEST_FIRST = ("step", "tokens/s", "MFU")
 
 
 def cells_of(row: RunRow, curve: LossCurve | None, colours: Mapping[str, str], *, mark: str = "") -> Cells:
@@ -72,6 +75,15 @@ def model_of(row: RunRow) -> str:
 def heading(column: str, sorted_column: str = "") -> str:
     """Return the heading of a column: ``name ▴`` where runs are sorted by it, ``▾`` where the highest comes first."""
     return f"{column} {'▾' if column in HIGHEST_FIRST else '▴'}" if column and column == sorted_column else column
+
+
+def fitted(rows: Sequence[Cells], room: int, padding: int, kept: str = "") -> tuple[list[str], Sequence[Cells]]:
+    """Return the columns that ``with_room`` finds, and the rows: a curve that has no room whole has every other of its bars."""
+    columns = with_room(rows, room, padding, kept)
+    if CURVE not in columns:
+        rows = [{**row, CURVE: Text(row[CURVE].plain[::2], style=row[CURVE].style)} for row in rows]
+        columns = with_room(rows, room, padding, kept)
+    return columns, rows
 
 
 def with_room(rows: Sequence[Cells], room: int, padding: int, kept: str = "") -> list[str]:

@@ -10,12 +10,11 @@ from textual import content
 from textual.style import Style
 
 from so_tui.trust.printable import brief_line, brief_message, printable, printable_line
-from so_tui.units import GIB, age, count, duration, mark_duration, memory_of, percent, plural, rate, significant
+from so_tui.units import age, count, duration, mark_duration, memory_of, percent, plural, rate, significant
 from so_tui.units import disk_size as disk
 from so_tui.units import memory_size as memory
 
 __all__ = [
-    "GIB",
     "Content",
     "age",
     "brief_message",

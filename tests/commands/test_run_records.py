@@ -93,6 +93,7 @@ def test_runs_are_sorted_as_asked_or_as_set(two: tuple[RunDirectory, RunDirector
     assert names() == ["other", "one"]
     assert names("--sort", "name") == ["one", "other"]
     assert names("--sort", "state") == ["other", "one"]
+    assert names("--sort", "step") == ["other", "one"]
     assert main(["settings", "runs.sort=name"]) == 0
     capsys.readouterr()
     assert names() == ["one", "other"]

@@ -28,7 +28,8 @@ from so_tui.ui.text import Content
 from so_tui.ui.view import View
 from so_tui.ui.widgets.chart import Chart
 from so_tui.ui.widgets.plot import beyond, fit_scale
-from tests.support.make_run import write_run
+from so_tui.ui.widgets.tick_list import TickList
+from tests.support.make_run import quad_machine, write_run
 from tests.support.records import step_record
 from tests.support.screen import Driver, opened
 
@@ -80,6 +81,30 @@ async def test_escape_leaves_the_choice_of_metrics_without_a_change(runs_dir: Pa
         await ui.press("enter", "n", "enter")
         await ui.until(lambda: "tick at least one" in ui.shown("#said"))
         assert not layout_path().exists()
+
+
+async def test_the_choice_of_metrics_of_a_run_without_gpus_ticks_what_is_shown(runs_dir: Path) -> None:
+    machine = msgspec.structs.replace(quad_machine(), gpus=())
+    run = write_run(runs_dir, machine=machine, preset="tiny", gpus=2, steps=20, seconds_of_samples=2)
+    async with opened(runs_dir, open_run=run) as ui:
+        await ui.state_shown("training")
+        await ui.press("M")
+        await ui.until(lambda: isinstance(ui.screen, ChooseMetrics))
+        ticked = ui.find("#metrics", TickList).ticked
+        assert "host-memory" in ticked
+        assert "gpu-memory" not in ticked
+        ui.screen.set_focus(ui.find("#smoothing", Input))
+        await ui.type_text("0.5", replace=True)
+        await ui.press("enter")
+        await ui.until(layout_path().is_file)
+        assert load_layout() == ChartLayout(ema=0.5), "for runs with GPUs, their memory is shown as before"
+
+
+async def test_mfu_has_room_where_three_charts_stand_beside_each_other(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=60, seconds_of_samples=2)
+    async with opened(runs_dir, (160, 45), open_run=run) as ui:
+        await ui.until(lambda: len(shown(ui)) == 3)
+        await ui.until(lambda: re.search(r"^speed +\d.* tok/s +MFU \d+\.\d %$", ui.heading("#throughput")))
 
 
 async def test_every_metric_is_drawn_or_says_why_not(runs_dir: Path) -> None:

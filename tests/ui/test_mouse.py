@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,9 @@ from textual.screen import ModalScreen
 from textual.widgets import Input, OptionList, Static, Tooltip
 
 from so_tui.machine.described import machine_of
-from so_tui.runs import RunDirectory
-from so_tui.settings.types import Settings
+from so_tui.runs import MetricsWriter, RunDirectory
+from so_tui.runs.records import EvaluationRecord
+from so_tui.settings.types import ScreenSettings, Settings
 from so_tui.ui import screens
 from so_tui.ui.chart_layout import ChartLayout
 from so_tui.ui.dialogs.add_model import AddModel
@@ -141,6 +144,24 @@ async def test_a_click_on_a_heading_sorts_and_the_sorted_column_is_marked(runs_d
         assert "age ▴" not in ui.text()
         await ui.press("S")
         await ui.until(lambda: "model ▴" in ui.text())
+        await ui.pilot.click(table, offset=(table.render_line(0).text.index("step") + table.gutter.left, table.gutter.top))
+        await ui.until(lambda: "step ▾" in ui.text())
+        assert [Path(str(key.value)).name for key in table.rows] == ["b", "a", "c"], "the furthest first"
+
+
+async def test_every_heading_of_the_list_of_runs_is_an_order(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=60, seconds_of_samples=1, state="failed", name="one")
+    writer = MetricsWriter(run, 1)
+    writer.append(EvaluationRecord(attempt=1, time=time.time(), step=60, loss=1.118, perplexity=3.06, tokens=1000, seconds=1.0))
+    writer.close()
+    async with opened(runs_dir, (200, 50), settings=Settings(screen=ScreenSettings(layout="compact"))) as ui:
+        await ui.press("4")
+        table = ui.find("#table", RunTable)
+        await ui.until(lambda: "evaluation loss" in table.render_line(0).text and "host" in table.render_line(0).text)
+        for heading in ("state", "name", "model", "step", "mean loss", "evaluation loss", "tokens/s", "MFU", "GPU memory", "age", "host"):
+            at = table.render_line(0).text.index(f"{heading} ") + table.gutter.left
+            await ui.pilot.click(table, offset=(at, table.gutter.top))
+            await ui.until(lambda: re.search(rf"\b{heading} [▴▾]", table.render_line(0).text))  # noqa: B023 - called before the next one
 
 
 def refused(ui: Driver) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import combinations
 from pathlib import Path
 
@@ -13,10 +14,13 @@ from so_tui.folders import settings_file
 from so_tui.settings.file import load_settings
 from so_tui.settings.types import KeySettings, ScreenSettings, Settings
 from so_tui.ui.accessible_themes import COLOUR_BLIND, CONTRAST
+from so_tui.ui.chart_layout import ChartLayout, save_layout
 from so_tui.ui.standard_themes import DARK
 from so_tui.ui.themes import THEMES
+from so_tui.ui.widgets.chart import Chart
 from so_tui.ui.widgets.find_field import FindField
-from so_tui.units import memory_size, show_memory_in
+from so_tui.ui.widgets.styled_lines import StyledLines
+from so_tui.units import GIB, memory_size, show_memory_in
 from tests.support.make_run import write_run
 from tests.support.screen import opened
 
@@ -38,6 +42,36 @@ async def test_settings_are_changed_in_the_application_and_kept(runs_dir: Path) 
         assert (kept.settings.screen.theme, kept.settings.screen.units) == (CONTRAST.name, "decimal")
         assert memory_size(96 * 10**9) == "96.0 GB"
         show_memory_in("binary")
+
+
+async def test_memory_has_the_chosen_units_everywhere_at_once(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=60, total=60, seconds_of_samples=20, state="finished", name="one")
+    layout = ChartLayout(shown=("gpu-memory", "node-memory"))
+    save_layout(layout)
+    async with opened(runs_dir, (160, 45), open_run=run) as ui:
+        chart, details = ui.find("#gpu-memory", Chart), ui.find("#details", StyledLines)
+        await ui.until(lambda: chart.lines and "GiB" in ui.heading("#node-memory"))
+        await ui.press("m")
+        (largest,) = [line.series.value(line.length - 1) for line in chart.lines]
+        assert figure(ui.heading("#gpu-memory"), "GiB") == pytest.approx(largest / GIB, rel=0.01)
+        axis = "".join(chart.render_line(row).text for row in range(chart.size.height))
+        await ui.press("1")
+        await ui.presets()
+        assert "GiB" in ui.shown("#detail")
+        ui.app.keep({"screen.units": "decimal"})
+        await ui.until(lambda: " GB" in ui.shown("#detail") and "GiB" not in ui.text())
+        await ui.press("3")
+        await ui.until(lambda: "GiB" not in ui.heading("#gpu-memory") + ui.heading("#node-memory") + details.content.plain)
+        assert figure(ui.heading("#gpu-memory"), "GB") == pytest.approx(largest / 1e9, rel=0.01)
+        assert axis != "".join(chart.render_line(row).text for row in range(chart.size.height))
+        show_memory_in("binary")
+
+
+def figure(heading: str, unit: str) -> float:
+    """Return the number before a unit."""
+    found = re.search(rf"([\d.]+) {unit}\b", heading)
+    assert found, heading
+    return float(found[1])
 
 
 async def test_a_broken_file_is_reported_and_the_defaults_hold(runs_dir: Path) -> None:

@@ -28,7 +28,7 @@ from so_tui.ui.form import GROUPS, HINTS, LENGTH, advanced_paths, edits_between,
 from so_tui.ui.glyphs import chosen_glyphs
 from so_tui.ui.loss_curve import LossCurve
 from so_tui.ui.panels.run_preview import drawn_roles
-from so_tui.ui.run_columns import COLUMNS, with_room
+from so_tui.ui.run_columns import COLUMNS, fitted, with_room
 from so_tui.ui.run_details import Comparison
 from so_tui.ui.summary import machine_facts
 from so_tui.ui.text import Content, count, disk, distinct, duration, mark_duration, memory, memory_of, rate, significant
@@ -156,6 +156,9 @@ def test_a_plan_says_its_verdict_in_a_word_and_fits_its_width() -> None:
     for width in (40, 78, 120):
         lines = [*plan_view.memory_lines(plan, width), *plan_view.step_lines(plan, width), *plan_view.reason_lines(plan, width)]
         assert max(line.cell_length for line in lines) <= width
+    reasons = [plan_view.reason_lines(plan, width) for width in range(40, 120)]
+    assert len({" ".join(" ".join(line.plain for line in lines).split()) for lines in reasons}) == 1
+    assert not any(re.match(r" +(GiB|s)\b", line.plain) for lines in reasons for line in lines), "a unit stands beside its figure"
 
 
 def test_what_a_key_does_stands_beside_it_on_every_line() -> None:
@@ -167,11 +170,13 @@ def test_what_a_key_does_stands_beside_it_on_every_line() -> None:
     assert all(line[:13].isspace() and line[13].isalpha() for line in lines[2:])
 
 
-@pytest.mark.parametrize("width", range(40, 100, 7))
+@pytest.mark.parametrize("width", range(40, 125, 3))
 def test_no_line_ends_between_a_figure_and_its_unit(width: int) -> None:
     lines = plan_view.headline(plan_for(quad_machine(), "qwen3-14b", 4, 100), width, Content("Qwen3 14B on 4 GPUs")).plain.splitlines()
     assert max(map(len, lines)) <= width
-    assert not any(re.search(r"[0-9.]k?$", line) for line in lines if "ratio" not in line.rpartition("   ")[2])
+    assert not any(re.search(r"[0-9.]k?$", line) for line in lines if "ratio" not in re.split(" {2,}", line)[-1])
+    assert lines[-1].endswith("predicted")
+    assert len(lines[-1].split()) > 1
 
 
 @pytest.mark.parametrize("width", [44, 60, 73, 120])
@@ -286,6 +291,17 @@ def test_columns_of_the_list_of_runs_are_whole_or_absent() -> None:
     for row in rows:
         row["MFU"] = Text("")
     assert "MFU" not in with_room(rows, whole, 1)
+
+
+def test_a_curve_without_room_for_all_of_it_is_half_as_wide() -> None:
+    row = {name: Text("x") for name in COLUMNS} | {" ": Text("▁▂▃▄▅▆▇█▇▆▅▄")}
+    columns, (whole,) = fitted([row], 200, 1)
+    assert (columns, whole[" "].plain) == (list(COLUMNS), "▁▂▃▄▅▆▇█▇▆▅▄")
+    least = sum(max(1, len(name)) + 2 for name in with_room([row], 0, 1))
+    columns, (half,) = fitted([row], least + 8, 1)
+    assert " " in columns
+    assert half[" "].plain == "▁▃▅▇▇▅"
+    assert " " not in fitted([row], least + 7, 1)[0]
 
 
 @pytest.mark.parametrize("width", [50, 71, 140])

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 
 from so_tui.machine.doctor.types import CheckContext, Finding, Severity
-from so_tui.units import GIB, memory_size
+from so_tui.units import GIB, memory_size, page_size
 
 _SMALL_SHM_BYTES = GIB
 _TIGHT_SHARE = 0.9
@@ -92,7 +92,7 @@ def check_huge_pages(context: CheckContext) -> Iterator[Finding]:
     if not setting or not context.nvidia_gpus:
         return
     page_bytes = context.machine.page_size_bytes
-    evidence = f"/sys/kernel/mm/transparent_hugepage/enabled: {setting.group(1)}; page size {memory_size(page_bytes or 0)}"
+    evidence = f"/sys/kernel/mm/transparent_hugepage/enabled: {setting.group(1)}; page size {page_size(page_bytes or 0)}"
     large = page_bytes is not None and page_bytes >= _PAGE_64K_BYTES
     if setting.group(1) == "never" and not large:
         yield Finding(

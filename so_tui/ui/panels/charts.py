@@ -104,6 +104,11 @@ class ChartPanel(Container, KeepsLines):
         return [child for child in self.children if isinstance(child, Chart)]
 
     @property
+    def wanted_layout(self) -> ChartLayout:
+        """What the user wants, for a run such as this one."""
+        return self.chart_layout if self._on_gpus else without_gpus(self.chart_layout)
+
+    @property
     def focused(self) -> Chart | None:
         """The chart with the focus, else the first one; None while other charts are being laid out."""
         charts = self.charts
@@ -144,7 +149,7 @@ class ChartPanel(Container, KeepsLines):
         """Show what ``layout`` says, some pages further. Return whether other charts are shown than before."""
         self._number = max(0, self.page.number + turned) if turned >= 0 else (self.page.number + turned) % self.page.pages
         self.chart_layout = layout
-        shown = layout if self._on_gpus else without_gpus(layout)
+        shown = self.wanted_layout
         if self.instead:
             shown = msgspec.structs.replace(layout, shown=self.instead)
         page = page_of(shown, self._number, self.room)
@@ -201,6 +206,7 @@ class ChartPanel(Container, KeepsLines):
             pairs = [(line, "") for line, _ in pairs]  # the cursor is where only another run has values
         others = [(line, "") for at, other in enumerate(shown.overlays) for line in other.lines(metric, colour_of(at)[1])]
         own = _own_notes(metric, chart, shown)
+        chart.per, chart.unit = metric.shown_in
         loss = metric.key == "loss"
         chart.show(
             [line for line, _ in (*pairs, *others)],
@@ -255,10 +261,8 @@ def _own_notes(metric: Metric, chart: Chart, shown: Shown) -> list[str]:
     if latest is None or not here:
         return [f"TFLOPS/{per}"]
     tokens = rate(latest.useful_tokens_per_s_total)
-    if not roomy:
-        return [f"TFLOPS  {tokens} tok/s"]
     mfu = [] if latest.mfu is None else [f"MFU {100 * latest.mfu:.1f} %"]
-    return [f"TFLOPS/{per}", f"{tokens} tok/s", *mfu]
+    return [f"TFLOPS/{per}" if roomy else "TFLOPS", f"{tokens} tok/s", *mfu]
 
 
 def _mean_name(chart: Chart, shown: Shown) -> str:

@@ -62,8 +62,9 @@ def detail_lines(record: StepRecord, width: int) -> list[Content]:
     for metric in STEP_METRICS:
         value = getattr(record, metric.fields[0]) if len(metric.fields) == 1 else None
         if value is not None:
-            written = thousands(value) if isinstance(value, int) and metric.per == 1 else metric.format_value(value / metric.per)
-            text = f"{written} {metric.unit}"
+            per, unit = metric.shown_in
+            written = thousands(value) if isinstance(value, int) and per == 1 else metric.format_value(value / per)
+            text = f"{written} {unit}"
             name = shorten(metric.title, ENTRY - VALUE - 1)
             entries.append(Content.assemble((f"{name:<{ENTRY - VALUE}}", "$faint"), f"{text:<{VALUE}}"))
     columns = max(1, width // ENTRY)

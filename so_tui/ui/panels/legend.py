@@ -41,7 +41,8 @@ def _value_text(overlaid: Overlaid, metric: Metric, axis: Axis | None, cursor: f
         return "-"
     measured = lines[:1] if metric.fields else lines  # of the parts of a step, the first one
     values = [value for line in measured if (value := value_at(line, axis, axis.high if cursor is None else cursor)) is not None]
-    texts = [metric.format_value(value / metric.per) for value in (min(values), max(values))] if values else ["-"]
+    per, _ = metric.shown_in
+    texts = [metric.format_value(value / per) for value in (min(values), max(values))] if values else ["-"]
     return " to ".join(dict.fromkeys(texts))
 
 

@@ -54,6 +54,7 @@ class PlanPanel(Vertical):
     def lay_out(self) -> None:
         """Draw the plan for the present width of its pane."""
         planned = self._planned
+        self.what_if.draw_again()
         if planned is not None and planned.plan is not None:
             self._verdict.update(plan_view.headline(planned.plan, max(30, self._verdict.content_size.width)))
             width = max(30, self.query_one("#plan-pane").content_size.width - 1)

@@ -58,14 +58,15 @@ class WhatIf(StyledLines, can_focus=True):
         """Show these strips; none hides the panel."""
         self.strips = strips
         self.set_class(not strips, "-empty")
-        self._draw_strips()
+        self.draw_again()
 
     def stepped(self, path: str, value: float) -> None:
         """Move a mark at once; the plan follows."""
         self.strips = tuple(Strip(strip.path, strip.choices, value) if strip.path == path else strip for strip in self.strips)
-        self._draw_strips()
+        self.draw_again()
 
-    def _draw_strips(self) -> None:
+    def draw_again(self) -> None:
+        """Draw the strips for the present width and units."""
         self._marked = min(self._marked, max(0, len(self.strips) - 1))
         rows = [
             Content.styled(
@@ -78,17 +79,17 @@ class WhatIf(StyledLines, can_focus=True):
         self.update(Content("\n").join(rows))
 
     def on_resize(self) -> None:
-        self._draw_strips()
+        self.draw_again()
 
     def on_focus(self) -> None:
-        self._draw_strips()
+        self.draw_again()
 
     def on_blur(self) -> None:
-        self._draw_strips()
+        self.draw_again()
 
     def action_other(self) -> None:
         self._marked = (self._marked + 1) % max(1, len(self.strips))
-        self._draw_strips()
+        self.draw_again()
 
     def action_step(self, direction: int) -> None:
         if self.strips:

@@ -113,8 +113,9 @@ def _export(screen: ChartedPage, snapshot: Snapshot, metric: Metric, curves: tup
 
 
 def _write_picture(metric: Metric, curves: Sequence[Curve], path: Path) -> str:
-    unit = f", {metric.unit}" if metric.unit else ""
-    picture = chart_svg(f"{metric.title}{unit}", [curve.line for curve in curves], [curve.name for curve in curves], metric.per)
+    per, unit = metric.shown_in
+    title = f"{metric.title}, {unit}" if unit else metric.title
+    picture = chart_svg(title, [curve.line for curve in curves], [curve.name for curve in curves], per)
     with path.open("x", encoding="utf-8") as file:
         file.write(picture)
     return plural(len(curves), "line")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
+from msgspec import structs
 from textual import getters, on, work
 from textual.binding import Binding, BindingType
 from textual.reactive import var
@@ -167,13 +168,18 @@ class ChartedPage(Page):
         await self._arrange(self.charts.chart_layout.smoother(direction))
 
     def action_metrics(self) -> None:
+        listed = self.charts.wanted_layout
+
         async def chosen(layout: ChartLayout | None) -> None:
-            if layout is not None:
-                await self._arrange(layout)
+            if layout is None:
+                return
+            if layout.shown == listed.shown:  # what stands for metrics of GPUs is not chosen for runs that have them
+                layout = structs.replace(layout, shown=self.charts.chart_layout.shown)
+            await self._arrange(layout)
 
         from so_tui.ui.dialogs.choose_metrics import ChooseMetrics
 
-        self.app.push_screen(ChooseMetrics(self.charts.chart_layout), chosen)
+        self.app.push_screen(ChooseMetrics(listed), chosen)
 
     def action_export(self) -> None:
         if self.snapshot is not None and (chart := self.charts.focused) is not None:

@@ -25,6 +25,7 @@ from so_tui.ui.summary import gpu_model
 from so_tui.ui.text import Content, memory, memory_of, plural
 from so_tui.ui.widgets.bars import fill, usage_style
 from so_tui.ui.widgets.rule import Rule
+from so_tui.units import page_size
 
 if TYPE_CHECKING:
     from so_tui.machine.types import Gpu, Machine, NumaNode
@@ -36,7 +37,7 @@ def tree_lines(machine: Machine, *, distances: bool = False) -> list[Content]:
         Content.assemble(
             (machine.label, "bold"),
             (
-                f"   {machine.cpu_name}, {machine.architecture}, pages of {memory(machine.page_size_bytes)}"
+                f"   {machine.cpu_name}, {machine.architecture}, pages of {page_size(machine.page_size_bytes)}"
                 if machine.page_size_bytes
                 else f"   {machine.cpu_name}, {machine.architecture}",
                 "$faint",

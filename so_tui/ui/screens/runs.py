@@ -23,7 +23,7 @@ from so_tui.ui.loss_curve import CurveReader, LossCurve
 from so_tui.ui.messages import Failed
 from so_tui.ui.panels.run_preview import RunPreview, drawn_roles
 from so_tui.ui.resizing import ResizablePage, Size
-from so_tui.ui.run_columns import SORTED_COLUMNS, cells_of, heading, with_room
+from so_tui.ui.run_columns import SORTED_COLUMNS, cells_of, fitted, heading
 from so_tui.ui.run_details import comparison
 from so_tui.ui.run_order import GROUPS, SORTS, following, ordered, searched_text, text_of
 from so_tui.ui.runlist import RunRow
@@ -71,7 +71,7 @@ class RunsScreen(ResizablePage):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("space", "mark", "Mark", id="mark", tooltip="Overlay the losses of marked runs; = compares them"),
         Binding("E", "export", "Export", id="export", tooltip="The model, every step (CSV, Parquet), or the chart (SVG)"),
-        Binding("S", "sort", "Sort", show=False, id="sort", tooltip="By start, name, model, state, loss, tokens/s, MFU, memory; kept"),
+        Binding("S", "sort", "Sort", show=False, id="sort", tooltip="By start, name, model, state, host, step, losses or speed; kept"),
         Binding("V", "group", "Group", show=False, id="group", tooltip="By model, state, tag or host; kept"),
         Binding("s", "stop", "Stop", id="stop", tooltip="Save and stop the run (asks; No is the default)"),
         Binding("r", "resume", "Resume", id="resume", tooltip="Continue from its last checkpoint"),
@@ -210,8 +210,9 @@ class RunsScreen(ResizablePage):
                 before = name
                 own["name"] = Text.assemble((f"{shorten(name, 20)} ", colours["accent"]), own["name"])
         by = SORTED_COLUMNS[order.sort]
-        self._columns = columns = with_room(cells, self.size.width - BESIDE - self._beside, table.cell_padding, kept=by)
-        rows = [(str(row.run.path), [own[name] for name in columns]) for row, own in zip(self._rows, cells, strict=True)]
+        columns, shown = fitted(cells, self.size.width - BESIDE - self._beside, table.cell_padding, kept=by)
+        self._columns = columns
+        rows = [(str(row.run.path), [own[name] for name in columns]) for row, own in zip(self._rows, shown, strict=True)]
         table.fill([heading(name, by).strip() for name in columns], rows)
         positions = [index for index, row in enumerate(self._rows) if row.run == chosen]
         table.move_cursor(row=positions[0] if positions else 0)

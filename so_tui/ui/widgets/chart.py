@@ -191,6 +191,8 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
             self.waiting,
             self.log_scale,
             self.robust,
+            self.per,
+            self.unit,
         )
         if shown != self._shown:
             self._shown = shown
@@ -268,7 +270,7 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
         """Return plot and axis, cached while nothing of them changes: values beyond the range are no change."""
         size = width, height, self.inset
         drawn = *size, self.log_scale, self.robust, self.glyphs, id(styles), *plot_key((*self.lines, *self.marked), axis)
-        key = drawn, self.marks, self.cursor, self.chosen, self.turns
+        key = drawn, self.per, self.marks, self.cursor, self.chosen, self.turns
         if key != self._body_key:
             self._body_key = key
             plot, scale = self._plot(axis, width, height, styles, drawn)

@@ -16,11 +16,12 @@ from so_tui.ui.glyphs import GlyphName
 from so_tui.ui.loads import GpuView, NodeView
 from so_tui.ui.printable import DrawsPrintable
 from so_tui.ui.series import Axis, Line
-from so_tui.ui.text import GIB, memory, memory_of, plural, shorten
+from so_tui.ui.text import memory, memory_of, plural, shorten
 from so_tui.ui.widgets.core_heat import HeatRow, heat_rows, heat_texts
 from so_tui.ui.widgets.drawing import GUTTER, RoleStyles, axis_row, gutter_text, joined, plot_key, plot_rows, repaint, with_cursor
 from so_tui.ui.widgets.heat import CoreGroup, group_cores, heat_cells
 from so_tui.ui.widgets.plot import GLYPHS, Scale
+from so_tui.units import memory_unit
 
 PERCENT = Scale(0, 100)
 NodePlot = Literal["load", "cores", "memory"]
@@ -40,7 +41,7 @@ def percent(value: float) -> str:
     return f"{value:.0f} %"
 
 
-def gib(value: float) -> str:
+def giga(value: float) -> str:
     """Return ``100 G``."""
     return f"{value:.0f} G"
 
@@ -204,7 +205,7 @@ class NumaNodes(DrawsPrintable, can_focus=True):
         view = picture.view
         heat = heat_rows(picture.groups(), size[1]) if self.plot == "cores" and view.cores else []
         lines = (*view.lines(), *(gpu.line() for gpu in picture.gpus)) if self.plot != "memory" else view.memory_lines()
-        key = (size, self.glyphs, id(styles), self.plot, heat, *plot_key(lines, self.axis))
+        key = (size, self.glyphs, id(styles), self.plot, memory_unit(), heat, *plot_key(lines, self.axis))
         name = (view.host, view.id)
         if self._plots.get(name, ((), []))[0] != key:
             drawn = self._heat(view, heat, size, styles) if self.plot == "cores" else self._curves(view, lines, size, styles)
@@ -218,7 +219,8 @@ class NumaNodes(DrawsPrintable, can_focus=True):
         in_bytes = self.plot == "memory"
         scale = Scale(0, max(1, view.sample.memory_total_bytes)) if in_bytes else PERCENT
         body = plot_rows(lines, self.axis, scale, size, GLYPHS[self.glyphs], styles)[0]
-        labels = gutter_text(scale, height, gib if in_bytes else percent, GIB if in_bytes else 1) if height > 2 else [" " * GUTTER] * height
+        per = memory_unit()[0] if in_bytes else 1
+        labels = gutter_text(scale, height, giga if in_bytes else percent, per) if height > 2 else [" " * GUTTER] * height
         return [[Segment(label, styles["label"]), *row] for label, row in zip(labels, body, strict=True)]
 
     def _heat(self, view: NodeView, heat: Sequence[HeatRow], size: tuple[int, int], styles: dict[str, Style]) -> list[list[Segment]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
@@ -27,6 +28,8 @@ LABEL = 13
 FIGURES = 20
 """Cells of the figures right of the bars: ``  157.0 of 113.5 GiB``."""
 LEAST_BAR, MOST_BAR = 8, 28
+_BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[GMK]iB|[TGM]B|kB|ms|s|m|h)\b)")
+"""Where no line of a reason ends: ``1.74 s`` and ``95.0 GiB`` are read as one."""
 TOO_MUCH = ("  ✗ too much", "  ✗")
 """What marks a bar that is too full, the longest first."""
 
@@ -52,15 +55,22 @@ def headline(plan: Plan, width: int, before: Content | None = None) -> Content:
         facts.append(Content(f"{rate(plan.useful_tokens_per_s_total)} tokens/s"))
     if plan.fits and plan.model_tflops_per_gpu:
         facts.append(Content(f"{significant(plan.model_tflops_per_gpu)} TFLOPS/GPU"))
-    if plan.fits and plan.step_s and not plan.never_run:
-        facts.append(Content.styled("predicted", "$faint"))
-    lines = facts[:1]
+    predicted = Content.styled("predicted", "$faint") if plan.fits and plan.step_s and not plan.never_run else None
+    wide, close = (_in_lines(facts, predicted, gap, width) for gap in (GAP, GAP - 1))
+    return Content("\n").join(close if len(close) < len(wide) else wide)
+
+
+def _in_lines(facts: Sequence[Content], last: Content | None, gap: int, width: int) -> list[Content]:
+    """Return facts with ``gap`` cells between them in lines of ``width`` cells; ``last`` never begins a line."""
+    between = Content(" " * gap)
+    facts = [*facts[:-1], facts[-1] + between + last] if last is not None else facts
+    lines = list(facts[:1])
     for fact in facts[1:]:
-        if lines[-1].cell_length + GAP + fact.cell_length <= width:
-            lines[-1] += Content(" " * GAP) + fact
+        if lines[-1].cell_length + gap + fact.cell_length <= width:
+            lines[-1] += between + fact
         else:
             lines.append(fact)
-    return Content("\n").join(lines)
+    return lines
 
 
 def whole(plan: Plan, command: str, width: int, *, plain: bool = False) -> Content:
@@ -255,8 +265,8 @@ def reason_lines(plan: Plan, width: int) -> list[Content]:
     lines: list[Content] = []
     for name, style, texts in (("why", "$faint", plan.reason_texts), ("note", "$warning", plan.warning_texts)):
         for index, text in enumerate(texts):
-            for row, part in enumerate(textwrap.wrap(text, max(20, width - LABEL))):
-                lines.append(Content.assemble((f"{name if index == row == 0 else '':<{LABEL}}", style), part))
+            for row, part in enumerate(textwrap.wrap(_BEFORE_UNIT.sub("\xa0", text), max(20, width - LABEL))):
+                lines.append(Content.assemble((f"{name if index == row == 0 else '':<{LABEL}}", style), part.replace("\xa0", " ")))
     return lines
 
 
