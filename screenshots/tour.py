@@ -122,15 +122,14 @@ class Terminal:
         self.tmux("send-keys", *keys)
         self.pause(then)
 
-    def focus(self, label: str) -> None:
-        """Go to the field with this label, by tab."""
-        with self.faster(4.0):
-            for _ in range(80):
-                self.press("Tab", then=0.08)
-                rows, cursor = self.screen()
-                if STYLE.sub("", rows[int(cursor.split()[2])]).lstrip(" •").startswith(label):
-                    return
-        sys.exit(f"no field {label!r}")
+    def focus(self, label: str, key: str) -> None:
+        """Go to the field with this label, which sets ``key``, by looking for it."""
+        self.press("/", then=0.5)
+        self.wait("a field's name")
+        self.tmux("send-keys", "-l", label)
+        self.wait(rf"^ *{label} *│")
+        self.press("Enter", then=0.5)
+        self.wait(rf"^ *{re.escape(key)}  ")
 
     def replace(self, text: str) -> None:
         """Type ``text`` in place of what stands in the field with the focus."""
@@ -161,7 +160,7 @@ def session(terminal: Terminal) -> None:
 
     # A batch that does not fit, and the remedy that the plan names.
     t.press("Enter", then=2.5)
-    t.focus("micro batch")
+    t.focus("micro batch", "train.micro_batch")
     t.replace("16")
     t.wait("does not fit")
     t.pause(3.0)
@@ -177,7 +176,7 @@ def session(terminal: Terminal) -> None:
     t.press("1", then=0.5)
     t.press("End", then=1.5)
     t.press("Enter", then=1.5)
-    t.focus("train for")
+    t.focus("train for", "train.length")
     t.replace("30")
     t.press("Escape", then=0.5)
     t.press("l", then=2.0)
