@@ -148,8 +148,9 @@ def test_deepspeed_receives_exactly_what_the_file_says(
     monkeypatch.setattr(deepspeed, "initialize", receive)
     monkeypatch.setattr(api, "_deepspeed_optimizer", lambda *_: None)  # some need CUDA or a compiler
     settings = Settings(mode=mode, engine=engine, learning_rate=1e-3, adam_cpus=(0,), run_ahead_parameters=1)
+    model = torch.nn.Linear(2, 2)
     with pytest.raises(ReceivedError):
-        api.initialize(torch.nn.Linear(2, 2), [{"params": [torch.nn.Parameter(torch.zeros(2))]}], settings, file)
+        api.initialize(model, model.parameters(), settings, file)
     assert received == [file]
     assert received[0]["zero_allow_untested_optimizer"] is True
 

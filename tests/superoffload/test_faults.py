@@ -11,13 +11,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 
 import superoffload
 from so_tui.folders import kernel_folder
-from superoffload import kernel
+from superoffload import kernel, worker
 from superoffload.optimizer import SuperOffload
 from superoffload.shared_states import MEMORY_NAME
 from superoffload.sub_groups import Gradient, SubGroup
@@ -118,9 +117,9 @@ def test_without_a_compiler_a_kernel_cached_for_this_cpu_is_used(tmp_path: Path,
     assert caught.value.code == "no-compiler"
 
 
-def test_a_worker_that_cannot_start_is_reported_and_nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    nowhere = msgspec.structs.replace(support.binding(), adam_cpus=(100_000,))
-    monkeypatch.setattr(support, "binding", lambda: nowhere)
+def test_a_worker_that_cannot_start_is_reported_and_nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "worker.py").write_text("raise SystemExit(1)")
+    monkeypatch.setattr(worker, "__file__", str(tmp_path / "worker.py"))
     with (
         pytest.raises(superoffload.WorkerLostError, match=r"ended with code 1 during initialize of sub-group 0.*in the log") as caught,
         support.engine(support.spec("superoffload")),

@@ -318,6 +318,17 @@ def test_a_learning_rate_set_too_late_is_refused() -> None:
         assert caught.value.code == "learning-rate-changed"
 
 
+def test_a_learning_rate_in_a_tensor_that_changes_too_late_is_refused() -> None:
+    with support.engine(support.spec("superoffload", 1.0)) as made:
+        rate = torch.tensor(1e-3)
+        superoffload.set_learning_rate(made, rate)  # type: ignore[arg-type]
+        made.backward(made(support.batches(1)[0]))
+        rate.fill_(1e-2)
+        with pytest.raises(superoffload.OffloadError) as caught:
+            made.step()
+        assert caught.value.code == "learning-rate-changed"
+
+
 @pytest.mark.parametrize("ratio", [0.0, 0.37, 1.0])
 def test_sub_groups_are_those_of_the_plan(ratio: float) -> None:
     """Compare names, sizes and devices: if they differed, the planner would predict another optimizer's memory and speed."""

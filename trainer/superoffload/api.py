@@ -5,6 +5,7 @@ DeepSpeed itself has no way to do the latter. All functions must be called by ev
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,9 +18,10 @@ from superoffload import checkpoint, resharding
 from superoffload.deepspeed_adapter import engine as adapter
 from superoffload.deepspeed_adapter.cpu_adam import load_cpu_adam
 from superoffload.deepspeed_adapter.stage3 import own_super_offload
-from superoffload.ds_config import accepting_config, engine_config
+from superoffload.ds_config import accepting_config, check_clipping, engine_config
 from superoffload.errors import NonFiniteGradientError, OffloadError
 from superoffload.meter import OffloadStats
+from superoffload.parameter_groups import ParameterGroups, check_options, trainable
 from superoffload.resharding import Rounded
 from superoffload.save import Save
 from superoffload.settings import Settings
@@ -27,9 +29,6 @@ from superoffload.sub_groups import SubGroupState
 
 shard = adapter.shard
 local_shard = adapter.local_shard
-
-ParameterGroups = Sequence[dict[str, Any]]
-"""As torch's optimizers take them: ``{"params": [...], "weight_decay": ...}``. Frozen parameters are ignored."""
 
 
 def initialize(
@@ -52,11 +51,12 @@ def initialize(
         What ``deepspeed.initialize`` returns: engine, optimizer, data loader, scheduler. Call ``close`` with the engine at the end.
 
     Raises:
-        OffloadError: For another DeepSpeed version (``deepspeed-version``), or a mode that cannot run here.
+        OffloadError: For another DeepSpeed version (``deepspeed-version``), a mode that cannot run here, parameters that are none of the
+            model's (``other-parameters``), options that our AdamW lacks (``optimizer-option``), and codes of ``engine_config``.
     """
     adapter.check_version()
     adapter.import_muon()
-    groups = _trainable(parameter_groups)
+    groups = trainable(parameter_groups, model)
     if settings.replaces_deepspeeds_optimizer:
         with replacing_optimizers(settings):
             return deepspeed.initialize(  # type: ignore[no-any-return]
@@ -83,7 +83,7 @@ def replacing_optimizers(settings: Settings) -> Iterator[None]:
 
     Raises:
         OffloadError: For another DeepSpeed version (``deepspeed-version``), other settings (``mode``); from ``deepspeed.initialize``, for
-            another optimizer or config (``optimizer-class``, ``no-config``).
+            another optimizer or config (``optimizer-class``, ``optimizer-option``, ``no-config``, and codes of ``engine_config``).
     """
     adapter.check_version()
     adapter.import_muon()
@@ -103,8 +103,11 @@ def replacing_optimizers(settings: Settings) -> Iterator[None]:
                 "torch.optim.AdamW; leave the section `optimizer` out of DeepSpeed's config.",
                 code="optimizer-class",
             )
+        check_options(optimizer.param_groups)
+        config = engine_config(given)
+        check_clipping(config)
         with own_super_offload(settings):  # which releases what was made if anything fails
-            made = original(*arguments, config=engine_config(given), **keywords)
+            made = original(*arguments, config=config, **keywords)
             if adapter.super_offload(made[0]) is None:
                 raise OffloadError(
                     f"DeepSpeed did not use our optimizer but made a {type(made[0].optimizer).__name__}.", code="optimizer-not-used"
@@ -136,7 +139,9 @@ def worker_pid(engine: Any) -> int | None:
 
 
 def set_learning_rate(engine: Any, learning_rate: float) -> None:
-    """Set the learning rate of the step whose last backward begins next."""
+    """Set the learning rate of the step whose last backward begins next. Raises OffloadError (``learning-rate``) if it is impossible."""
+    if not (math.isfinite(learning_rate) and learning_rate >= 0):
+        raise OffloadError(f"The learning rate is {learning_rate}. Use a finite number, at least 0.", code="learning-rate")
     adapter.set_learning_rate(engine, learning_rate)
 
 
@@ -222,7 +227,7 @@ def verify_state(folder: Path) -> None:
     Raises:
         OffloadError: If they do not.
     """
-    checkpoint.verify(folder)
+    checkpoint.verify(Path(folder))
 
 
 def gradient_norm(engine: Any) -> float | None:
@@ -260,14 +265,6 @@ def close(engine: Any) -> None:
     """End the processes that the engine started and release its memory. Safe to call twice."""
     adapter.end_deepspeed_worker(engine)
     engine.destroy()
-
-
-def _trainable(parameter_groups: ParameterGroups) -> list[dict[str, Any]]:
-    groups = [{**group, "params": [parameter for parameter in group["params"] if parameter.requires_grad]} for group in parameter_groups]
-    groups = [group for group in groups if group["params"]]
-    if not groups:
-        raise OffloadError("The model has no trainable parameter.", code="nothing-trainable")
-    return groups
 
 
 def _hyperparameters(settings: Settings) -> dict[str, Any]:

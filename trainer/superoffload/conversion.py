@@ -80,7 +80,7 @@ def deepspeed_states(folder: Path) -> DeepSpeedStates:
         OffloadError: It is no such folder (``not-deepspeeds``), its files are more than tensors and plain values (``unsafe-pickle``), they
             contradict each other (``unreadable``), or the model was cut across ranks (``tensor-parallel``).
     """
-    folder = _step_folder(folder)
+    folder = _step_folder(Path(folder))
     model = _load(folder / _MODEL_FILE)
     with _understood(folder):
         optimizer, numels, moments, read = (
@@ -161,6 +161,7 @@ def write_universal(states: Path, folder: Path, progress: Progress, rename: Call
         OffloadError: A file is missing or cut short, or the name of a parameter cannot be that of a folder (``impossible-name``).
         OSError: It cannot be written.
     """
+    states, folder = Path(states), Path(folder)
     saved = manifests(states)
     moments = all(group.moments for manifest in saved for group in manifest.sub_groups)
     step = saved[0].sub_groups[0].step if moments and saved[0].sub_groups else 0
@@ -213,7 +214,7 @@ def write_states(source: DeepSpeedStates, folder: Path, rename: Callable[[str], 
         for name, numel in source.numels.items()
     )
     described = Manifest(deepspeed=deepspeed.__version__, mode="gpu", engine="deepspeed", ratio=0.0, rank=0, ranks=1, sub_groups=records)
-    with closing(StatesFile(folder, described)) as file:
+    with closing(StatesFile(Path(folder), described)) as file:
         for index, states in enumerate(source.read()):
             file.write(index, (states.master_weights, *(states.moments or ())))
         file.finish()

@@ -88,7 +88,7 @@ class CpuSteps:
     def check_learning_rates(self) -> None:
         """Raise OffloadError (``learning-rate-changed``) if a sub-group was stepped with another learning rate than it has now."""
         for index, rate in self._learning_rates.items():
-            if rate != self._adamw.param_groups[self._sub_groups[index].parameter_group]["lr"]:
+            if rate != float(self._adamw.param_groups[self._sub_groups[index].parameter_group]["lr"]):
                 raise OffloadError(
                     "The learning rate changed between backward and step. Set it before the step's last backward.",
                     code="learning-rate-changed",
@@ -146,5 +146,5 @@ class CpuSteps:
             epsilon=group["eps"],
             weight_decay=group["weight_decay"],
         )
-        self._learning_rates[index] = group["lr"]
+        self._learning_rates[index] = float(group["lr"])  # which may be a tensor that a scheduler writes to
         self._cpu.step(index, command, gradient.copied)

@@ -10,6 +10,7 @@ from copy import deepcopy
 from typing import Any, NamedTuple
 
 from so_tui.model.sharding import OWN_LARGEST_BUCKET
+from superoffload.errors import OffloadError
 
 SECTION = "superoffload"
 """Top-level key under which the overrides are recorded. DeepSpeed ignores keys that it does not define."""
@@ -25,6 +26,9 @@ _NO_PERSISTENCE = "Persistent parameters would be all-gathered right after a ste
 _UNTESTED = "DeepSpeed otherwise accepts only optimizer classes that it has tested."
 _OWN_ACCUMULATION = "Gradients are handed over in the weights' type, and the Adam worker accumulates them in fp32."
 
+_STAGE = 3
+_CLIPPING = "gradient_clipping"
+_ZERO = "zero_optimization"
 _OFFLOAD = "zero_optimization.offload_optimizer"
 _PARAMETERS = "zero_optimization.offload_param"
 _BUCKET = "zero_optimization.reduce_bucket_size"
@@ -56,7 +60,11 @@ def engine_config(ds_config: Mapping[str, Any]) -> dict[str, Any]:
 
     Returns:
         A new config; ``ds_config`` is not modified.
+
+    Raises:
+        OffloadError: It or a section of it is no dictionary, or its bucket no number (``ds-config``); its stage is not 3 (``zero-stage``).
     """
+    _check(ds_config)
     if SECTION not in ds_config:
         return _with(ds_config, _changes(ds_config))
     config, given = deepcopy(dict(ds_config)), _get(ds_config, _BUCKET)
@@ -64,6 +72,26 @@ def engine_config(ds_config: Mapping[str, Any]) -> dict[str, Any]:
         _set(config, _BUCKET, OWN_LARGEST_BUCKET)
         config[SECTION].setdefault("overrides", []).append(Override(_BUCKET, given, OWN_LARGEST_BUCKET, _SMALL_BUCKET)._asdict())
     return config
+
+
+def check_clipping(ds_config: Mapping[str, Any]) -> None:
+    """Raise OffloadError (``ds-config``) unless the clipping of a config without ``auto`` is one that our optimizer can apply."""
+    clipping = ds_config.get(_CLIPPING, 0.0)
+    if not isinstance(clipping, int | float) or not clipping >= 0:
+        raise OffloadError(f"DeepSpeed's {_CLIPPING} is {clipping!r}. Use a number, at least 0; 0 clips nothing.", code="ds-config")
+
+
+def _check(ds_config: Mapping[str, Any]) -> None:
+    for key in ("config", _ZERO, _OFFLOAD, _PARAMETERS):
+        section = ds_config if key == "config" else _get(ds_config, key)
+        if section is not None and not isinstance(section, Mapping):
+            raise OffloadError(f"DeepSpeed's {key} is {section!r}. Use a dictionary.", code="ds-config")
+    bucket = _get(ds_config, _BUCKET)
+    if not isinstance(bucket, int | float | None) and bucket != "auto":
+        raise OffloadError(f"DeepSpeed's {_BUCKET} is {bucket!r}. Use a number.", code="ds-config")
+    stage = _get(ds_config, f"{_ZERO}.stage")
+    if stage != _STAGE:
+        raise OffloadError(f"DeepSpeed's {_ZERO}.stage is {stage}. Our optimizer works with ZeRO-3: use {_STAGE}.", code="zero-stage")
 
 
 def accepting_config(ds_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,7 +162,9 @@ def _set(config: dict[str, Any], key: str, value: Any) -> None:
     *sections, name = key.split(".")
     parents = [config]
     for section in sections:
-        parents.append(parents[-1].setdefault(section, {}))
+        if parents[-1].get(section) is None:  # JSON's null, which DeepSpeed takes for an absent section
+            parents[-1][section] = {}
+        parents.append(parents[-1][section])
     if value is not None:
         parents[-1][name] = value
         return

@@ -98,7 +98,7 @@ def saved_master_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     Raises:
         OffloadError: If a file is missing or cut short.
     """
-    for name, kinds in saved_states(folder, moments=False):
+    for name, kinds in saved_states(Path(folder), moments=False):
         yield name, kinds[_MASTER_WEIGHTS]
 
 

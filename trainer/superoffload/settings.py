@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from numbers import Integral, Real
+from typing import Any, Literal, get_args
 
 from so_tui.model.sharding import GATHERED_AHEAD, StatesFormat
+from superoffload.errors import OffloadError
 from superoffload.shared_memory import host_available_bytes
+
+Mode = Literal["superoffload", "zerooffload", "gpu"]
+Engine = Literal["so-tui", "deepspeed"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How one rank's optimizer runs."""
+    """How one rank's optimizer runs.
 
-    mode: Literal["superoffload", "zerooffload", "gpu"] = "superoffload"
+    Raises:
+        OffloadError: For a value that no engine can run with (``settings``).
+    """
+
+    mode: Mode = "superoffload"
     """Where the states are and Adam runs. ``zerooffload`` and ``gpu`` use DeepSpeed's own ZeRO-3 optimizer."""
-    engine: Literal["so-tui", "deepspeed"] = "so-tui"
+    engine: Engine = "so-tui"
     """Whose optimizer runs in mode ``superoffload``: ours or DeepSpeed's."""
     ratio: float = 0.9
     """Offload ratio: share of the optimizer states in host memory."""
@@ -47,14 +58,61 @@ class Settings:
     available_bytes: Callable[[], int | None] = host_available_bytes
     """Returns how much host memory this process can still allocate; None if unknown."""
 
+    def __post_init__(self) -> None:
+        for name, allowed, fits in _RULES:
+            if not fits(value := getattr(self, name)):
+                raise OffloadError(f"superoffload.Settings: {name} = {value!r} is not possible. Use {allowed}.", code="settings")
+
     @property
     def worker_cpus(self) -> tuple[int, ...]:
         """The Adam worker's cores."""
         if self.adam_cpus:
-            return self.adam_cpus
+            return tuple(self.adam_cpus)
         allowed = tuple(sorted(os.sched_getaffinity(0)))
         return allowed[1:] or allowed
 
     @property
     def replaces_deepspeeds_optimizer(self) -> bool:
         return self.mode == "superoffload" and self.engine == "so-tui"
+
+
+def _one_of(literal: Any) -> tuple[str, Callable[[Any], bool]]:
+    names = get_args(literal)
+    return " or ".join(f'"{name}"' for name in names), lambda value: value in names
+
+
+def _is_number(value: Any, *, most: float = math.inf) -> bool:
+    return isinstance(value, Real) and 0 <= float(value) <= most
+
+
+def _is_finite(value: Any) -> bool:
+    return _is_number(value) and math.isfinite(value)
+
+
+def _is_beta(value: Any) -> bool:
+    return _is_number(value) and value < 1
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, Integral) and int(value) >= 0
+
+
+_RULES: Iterable[tuple[str, str, Callable[[Any], bool]]] = (
+    ("mode", *_one_of(Mode)),
+    ("engine", *_one_of(Engine)),
+    ("ratio", "a number from 0 to 1", partial(_is_number, most=1)),
+    ("speculation_bytes", "a number of bytes, at least 0", _is_number),
+    ("copies_bytes", "a number of bytes, at least 0", _is_number),
+    ("states", *_one_of(StatesFormat)),
+    ("seed", "an integer", lambda value: isinstance(value, Integral)),
+    ("max_skipped_steps", "an integer, at least 0", _is_count),
+    ("learning_rate", "a finite number, at least 0", _is_finite),
+    ("beta1", "a number from 0 to below 1", _is_beta),
+    ("beta2", "a number from 0 to below 1", _is_beta),
+    ("epsilon", "a finite number, at least 0", _is_finite),
+    ("weight_decay", "a finite number, at least 0", _is_finite),
+    ("adam_cpus", "a tuple of CPU numbers", lambda value: isinstance(value, Collection) and all(map(_is_count, value))),
+    ("run_ahead_parameters", "a number, at least 0", _is_number),
+    ("watchdog_timeout_s", "a number of seconds, above 0", lambda value: _is_number(value) and value > 0),
+)
+"""Name of a setting, what it may be, and whether a value is that."""

@@ -55,7 +55,7 @@ class WorkerClient:
         watchdog_timeout_s: How long the worker may compute without progress.
 
     Raises:
-        OffloadError: If the process cannot be started (``worker-start``).
+        OffloadError: If the process cannot be started (``worker-start``), or may not run on these cores (``adam-cpus``).
     """
 
     def __init__(
@@ -231,6 +231,12 @@ class WorkerClient:
 def _start(
     states: SharedStates, host_weights: HostWeights | None, cpus: Sequence[int], library: Path, channel: int
 ) -> subprocess.Popen[bytes]:
+    if missing := sorted(set(cpus) - _allowed(cpus)):
+        raise OffloadError(
+            f"adam_cpus has {', '.join(map(str, missing))}, on which this process may not run. Use others, or leave it empty: the Adam "
+            "worker then takes all but one of those of this process.",
+            code="adam-cpus",
+        )
     descriptors = [states.descriptor, channel, *([host_weights.descriptor] if host_weights else [])]
     settings: dict[str, object] = {
         "cpus": list(cpus),
@@ -256,6 +262,21 @@ def _start(
             return process
     except OSError as error:
         raise OffloadError(f"The Adam worker could not be started: {error}", code="worker-start") from error
+
+
+def _allowed(cpus: Sequence[int]) -> set[int]:
+    """Return those of the cores on which a thread of this process may run, whichever it is bound to now."""
+    found: set[int] = set()
+
+    def try_them() -> None:
+        with suppress(OSError, OverflowError):  # none of them
+            os.sched_setaffinity(0, cpus)  # of this thread only
+            found.update(os.sched_getaffinity(0))
+
+    thread = threading.Thread(target=try_them, name="try-adam-cpus")
+    thread.start()
+    thread.join()
+    return found
 
 
 def _process_state(pid: int) -> str:

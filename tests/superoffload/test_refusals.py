@@ -1,0 +1,129 @@
+"""What a script can get wrong in its call of ``initialize``: refused by name, with the value, before anything is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+
+import superoffload
+from superoffload.parameter_groups import trainable
+from tests.support import engine as support
+
+Groups = Callable[[torch.nn.Module], Any]
+
+
+def code_of(call: Callable[[], Any], *said: str) -> str:
+    """Return the code of the error that a call raises, whose message has these words."""
+    with pytest.raises(superoffload.OffloadError) as caught:
+        call()
+    assert all(word in str(caught.value) for word in said), caught.value
+    return caught.value.code
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("mode", ["offload", None]),
+        ("engine", ["ours"]),
+        ("ratio", [1.5, -0.1, float("nan"), "0.9", None]),
+        ("speculation_bytes", [-1, "1GB", float("nan")]),
+        ("copies_bytes", [-1, "1GB", None]),
+        ("states", ["fp16", None]),
+        ("seed", [1.5, "0"]),
+        ("max_skipped_steps", [-1, 1.5]),
+        ("learning_rate", [-1.0, float("nan"), float("inf"), "1e-3", None]),
+        ("beta1", [1.0, -0.1, float("nan")]),
+        ("beta2", [1.0, "0.9"]),
+        ("epsilon", [-1e-8, float("inf")]),
+        ("weight_decay", [-0.1, float("nan")]),
+        ("adam_cpus", [0, (-1,), ("a",), "01", (0.5,)]),
+        ("run_ahead_parameters", [-1, "all"]),
+        ("watchdog_timeout_s", [0, -1.0, float("nan")]),
+    ],
+)
+def test_an_impossible_setting_is_refused_where_it_is_made(name: str, values: list[Any]) -> None:
+    for value in values:
+        assert code_of(partial(superoffload.Settings, **{"learning_rate": 1e-3, name: value}), f" {name} = {value!r} ") == "settings"
+
+
+def test_settings_at_their_limits_are_possible() -> None:
+    superoffload.Settings(
+        learning_rate=0,
+        ratio=0,
+        beta1=0.0,
+        epsilon=0.0,
+        speculation_bytes=float("inf"),  # type: ignore[arg-type]
+        adam_cpus=range(2),  # type: ignore[arg-type]
+        watchdog_timeout_s=float("inf"),
+        seed=-1,
+    )
+
+
+def initialize(model: torch.nn.Module, groups: Any, **config: Any) -> Any:
+    support.ensure_process_group()
+    described = support.ds_config(support.spec("superoffload", clipping=1.0), torch.float32)
+    return superoffload.initialize(model, groups, superoffload.Settings(learning_rate=1e-3), described | config)
+
+
+@pytest.mark.parametrize(
+    ("config", "code", "said"),
+    [
+        ({"zero_optimization": {"stage": 2}}, "zero-stage", "zero_optimization.stage is 2"),
+        ({"zero_optimization": None}, "zero-stage", "zero_optimization.stage is None"),
+        ({"zero_optimization": 3}, "ds-config", "zero_optimization is 3"),
+        ({"zero_optimization": {"stage": 3, "offload_optimizer": ["cpu"]}}, "ds-config", "zero_optimization.offload_optimizer is ['cpu']"),
+        ({"zero_optimization": {"stage": 3, "reduce_bucket_size": "big"}}, "ds-config", "zero_optimization.reduce_bucket_size is 'big'"),
+        ({"gradient_clipping": -1.0}, "ds-config", "gradient_clipping is -1.0"),  # it would turn every gradient around
+        ({"gradient_clipping": float("nan")}, "ds-config", "gradient_clipping is nan"),
+        ({"gradient_clipping": "auto"}, "ds-config", "gradient_clipping is 'auto'"),
+    ],
+)
+def test_an_impossible_config_is_refused(config: dict[str, Any], code: str, said: str) -> None:
+    model = torch.nn.Linear(3, 2)
+    assert code_of(lambda: initialize(model, [{"params": model.parameters()}], **config), said) == code
+
+
+@pytest.mark.parametrize("option", ["amsgrad", "maximize"])
+def test_what_only_the_gpus_adamw_can_do_is_refused(option: str) -> None:
+    """Sub-groups on the GPU would do it and those on the host would not."""
+    model = torch.nn.Linear(3, 2)
+    groups = [{"params": [model.weight]}, {"params": [model.bias], option: True}]
+    assert code_of(lambda: initialize(model, groups), "group 1", option) == "optimizer-option"
+    settings = superoffload.Settings(learning_rate=1e-3)
+    config = support.ds_config(support.spec("superoffload"), torch.float32)
+    with superoffload.replacing_optimizers(settings):
+        theirs = torch.optim.AdamW(model.parameters(), amsgrad=option == "amsgrad", maximize=option == "maximize")
+        assert code_of(lambda: deepspeed.initialize(model=model, optimizer=theirs, config=config)) == "optimizer-option"
+
+
+def test_parameters_of_another_model_are_refused() -> None:
+    model, other = torch.nn.Linear(3, 2), torch.nn.Linear(5, 7)
+    assert code_of(lambda: initialize(model, [*model.parameters(), *other.parameters()]), "2", "(7, 5)") == "other-parameters"
+
+
+def test_parameters_are_taken_in_every_form_that_torch_takes() -> None:
+    model = torch.nn.Linear(3, 2)
+    model.bias.requires_grad_(False)
+    for given in (model.parameters(), list(model.parameters()), [{"params": model.parameters()}]):
+        assert [group["params"] for group in trainable(given, model)] == [[model.weight]]
+    with pytest.raises(superoffload.OffloadError) as caught:
+        trainable([{"params": [model.bias]}], model)
+    assert caught.value.code == "nothing-trainable"
+
+
+@pytest.mark.parametrize("rate", [-1e-3, float("nan"), float("inf")])
+def test_an_impossible_learning_rate_is_refused_before_it_reaches_the_optimizer(rate: float) -> None:
+    assert code_of(lambda: superoffload.set_learning_rate(None, rate), str(rate)) == "learning-rate"
+
+
+def test_cores_that_the_process_may_not_use_are_refused_by_number() -> None:
+    def make() -> None:
+        with support.engine(support.spec("superoffload"), adam_cpus=(0, 100_000)):
+            pass
+
+    assert code_of(make, "adam_cpus has 100000,") == "adam-cpus"
