@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from so_tui.ui import messages
-from so_tui.ui.text import Content
+from so_tui.ui.checking import Checking
+from so_tui.ui.page import Page
 
 if TYPE_CHECKING:
     from so_tui.launch import Launch
@@ -16,42 +16,10 @@ if TYPE_CHECKING:
     from so_tui.launch.executors import Executor
     from so_tui.launch.executors.slurm.editing import Draft
     from so_tui.spec import RunSpec
-    from so_tui.ui.app import SoTuiApp
+    from so_tui.ui.shared_app import SharedApp
 
 
-@dataclass(frozen=True, slots=True)
-class Checking:
-    """A launch that has been confirmed, and has no run directory yet."""
-
-    label: str
-    since: float
-    """Monotonic seconds."""
-    asked_on: str
-    """The screen on which it was confirmed."""
-    begun: tuple[tuple[Check, float], ...] = ()
-    """Its checks so far, each with its monotonic time."""
-
-    def come_to(self, check: Check, since: float) -> Checking:
-        """Return it with one more check, which began at this monotonic time."""
-        return replace(self, begun=(*self.begun, (check, since)))
-
-    def lines(self, width: int) -> Content:
-        """Return what is launched and how long each of its checks has taken, in ``width`` cells."""
-        from so_tui.launch.checks import CHECKS as NAMES  # not needed for the first paint
-        from so_tui.ui.start_timeline import CHECKS, Stage, timeline_lines
-
-        names = [f"{CHECKS}: {NAMES[check]}" for check, _ in self.begun] or [CHECKS]
-        starts = [since for _, since in self.begun] or [self.since]
-        ends = [*starts[1:], time.monotonic()]
-        last = len(names) - 1
-        stages = [
-            Stage(name, max(0.0, end - start), index == last)
-            for index, (name, start, end) in enumerate(zip(names, starts, ends, strict=True))
-        ]
-        return Content.assemble((self.label, "bold"), "\n\n", timeline_lines(stages, width))
-
-
-def ask_to_launch(app: SoTuiApp, launch: Launch, draft: Draft | None = None) -> None:
+def ask_to_launch(app: SharedApp, launch: Launch, draft: Draft | None = None) -> None:
     """Ask once, then start ``launch`` where its spec says, with the batch script that the user has changed before or changes now."""
     from so_tui.launch.executors import executor_of
     from so_tui.ui.dialogs.basic import Question
@@ -76,7 +44,7 @@ def ask_to_launch(app: SoTuiApp, launch: Launch, draft: Draft | None = None) -> 
     app.push_screen(question, answered)
 
 
-def refused_elsewhere(app: SoTuiApp, spec: RunSpec) -> bool:
+def refused_elsewhere(app: SharedApp, spec: RunSpec) -> bool:
     """Return whether ``spec`` cannot start from here, since its plan is for another machine, and tell the user."""
     from so_tui.launch.executors import executor_of
 
@@ -88,12 +56,12 @@ def refused_elsewhere(app: SoTuiApp, spec: RunSpec) -> bool:
     return True
 
 
-def launch_anyway(app: SoTuiApp, launch: Launch | None, draft: Draft | None = None) -> messages.Offer | None:
+def launch_anyway(app: SharedApp, launch: Launch | None, draft: Draft | None = None) -> messages.Offer | None:
     """Return the offer to start ``launch`` although something speaks against it; None if there is nothing to start."""
     return messages.Offer("Launch anyway", partial(start_launch, app, launch, draft)) if launch else None
 
 
-def start_launch(app: SoTuiApp, launch: Launch, draft: Draft | None = None) -> None:
+def start_launch(app: SharedApp, launch: Launch, draft: Draft | None = None) -> None:
     """Start ``launch`` unless something else is being started. The dashboard shows its checks, and then the run.
 
     Args:
@@ -101,8 +69,6 @@ def start_launch(app: SoTuiApp, launch: Launch, draft: Draft | None = None) -> N
         launch: What is started.
         draft: The user's batch script; None for the one that so-tui writes.
     """
-    from so_tui.ui.page import Page
-
     if not app.may_start():
         return
     if isinstance(page := app.screen_stack[0], Page):
@@ -113,7 +79,7 @@ def start_launch(app: SoTuiApp, launch: Launch, draft: Draft | None = None) -> N
     app.switch_mode("dashboard")
 
 
-def go_back(app: SoTuiApp) -> None:
+def go_back(app: SharedApp) -> None:
     """Leave the checks of a launch that came to nothing for where it was confirmed.
 
     Not if the user has gone elsewhere, has a dialog open, or is quitting, when there is no screen any more.
@@ -123,7 +89,7 @@ def go_back(app: SoTuiApp) -> None:
         app.switch_mode(checking.asked_on)
 
 
-def _launch(app: SoTuiApp, launch: Launch, draft: Draft | None) -> None:
+def _launch(app: SharedApp, launch: Launch, draft: Draft | None) -> None:
     """Run the preflight checks, then hand the run to its supervisor. A refusal is shown with its reasons. Runs in a thread."""
     from msgspec import structs
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from so_tui.trust.printable import printable_line, so_tui_command
-from so_tui.ui.dialogs.basic import Question
+from so_tui.ui.dialogs.basic import QuitQuestion
 from so_tui.ui.screens.configure import ConfigureScreen
 from so_tui.ui.text import plural
 
 if TYPE_CHECKING:
-    from so_tui.ui.app import SoTuiApp
+    from so_tui.ui.shared_app import SharedApp
 
 
-def ask_to_leave(app: SoTuiApp) -> None:
+def ask_to_leave(app: SharedApp) -> None:
     """Leave. Ask first where unsaved edits in Configure would be lost."""
     try:
         bottom = app.get_screen_stack("configure")[:1]
@@ -22,13 +22,13 @@ def ask_to_leave(app: SoTuiApp) -> None:
     unsaved = bottom[0].unsaved() if bottom and isinstance(bottom[0], ConfigureScreen) else {}
     if not unsaved:
         _leave(app)
-    elif app.screen is not app.quit_question:
+    elif not isinstance(app.screen, QuitQuestion):
         lines = [f"Configure: {plural(count, 'change')} to preset {preset}, not saved" for preset, count in unsaved.items()]
-        app.quit_question = Question("Quit and lose unsaved changes?", lines, yes="Quit", no="No, stay")
-        app.push_screen(app.quit_question, lambda yes: _leave(app) if yes else None)
+        question = QuitQuestion("Quit and lose unsaved changes?", lines, yes="Quit", no="No, stay")
+        app.push_screen(question, lambda yes: _leave(app) if yes else None)
 
 
-def _leave(app: SoTuiApp) -> None:
+def _leave(app: SharedApp) -> None:
     live = [row.run.name for row in app.runs if row.live]
     lines = []
     if live:

@@ -12,9 +12,8 @@ from textual.screen import Screen
 from textual.widget import Widget
 from textual.worker import Worker
 
-from so_tui.ui.app import SoTuiApp
 from so_tui.ui.kept_lines import KeepsLines
-from so_tui.ui.screens import PAGES
+from so_tui.ui.shared_app import SharedApp
 from so_tui.ui.summary import machine_facts
 from so_tui.ui.text import Content, plural, shorten
 from so_tui.ui.widgets.keyline import KeyLine
@@ -23,9 +22,16 @@ if TYPE_CHECKING:
     from so_tui.settings.types import Settings
     from so_tui.ui.runlist import RunRow
 
+PAGES: tuple[tuple[str, str], ...] = (
+    ("presets", "Presets"),
+    ("configure", "Configure"),
+    ("dashboard", "Dashboard"),
+    ("runs", "Runs"),
+    ("machine", "Machine"),
+)
+"""Name and title of each screen, in the order of their number keys."""
 SHORT = {"configure": "Config", "dashboard": "Dash", "machine": "Mach"}
 """Titles for narrow terminals."""
-
 
 OTHER_MACHINE = Binding(
     "o",
@@ -43,7 +49,7 @@ class TopLine(KeepsLines):
     TopLine { height: 1; background: $surface; padding: 0 1; }
     """
 
-    app = getters.app(SoTuiApp)
+    app = getters.app(SharedApp)
 
     def __init__(self) -> None:
         self._live = 0
@@ -126,7 +132,7 @@ class Navigation(KeepsLines):
 class Page(Screen[None], KeepsLines):
     """One of the five screens."""
 
-    app = getters.app(SoTuiApp)
+    app = getters.app(SharedApp)
     PAGE: ClassVar[str]
     HELP_TEXT: ClassVar[str] = ""
     """Purpose of this screen in a sentence or two; the help opens with it."""
@@ -159,7 +165,7 @@ class Page(Screen[None], KeepsLines):
         """Hand what is chosen here to the screen that the user has gone to."""
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
-        self.app.worker_changed(event)
+        self.app.report_failure(event)
 
     def action_leave_field(self) -> None:
         """Take the focus out of a text field, so that single keys are commands again."""

@@ -22,8 +22,8 @@ from so_tui.runs import read_state, write_state
 from so_tui.trust.printable import printable_line
 from so_tui.ui.app import SoTuiApp
 from so_tui.ui.dialogs.basic import Notice, Question
+from so_tui.ui.page import PAGES
 from so_tui.ui.printable import DrawsPrintable, PrintableApp
-from so_tui.ui.screens import PAGES
 from so_tui.ui.text import Content, brief_message, shorten, shorten_path
 from so_tui.ui.widgets.chart import Chart
 from so_tui.ui.widgets.log import LogView

@@ -20,7 +20,8 @@ from so_tui.machine.types import Machine
 from so_tui.runs import RunDirectory
 from so_tui.settings.file import Loaded
 from so_tui.settings.types import Settings
-from so_tui.ui.app import SoTuiApp, StartRun
+from so_tui.ui.app import SoTuiApp
+from so_tui.ui.shared_app import StartRun
 from so_tui.ui.widgets.chart import Chart
 from so_tui.ui.widgets.field import FieldRow
 from so_tui.ui.widgets.styled_lines import StyledLines

@@ -68,6 +68,10 @@ class Question(ModalScreen[bool]):
         self.dismiss(event.button.id == "yes")
 
 
+class QuitQuestion(Question):
+    """Whether to quit. A class of its own tells that it is being asked already."""
+
+
 class AskText(ModalScreen[Answer | None]):
     """Asks for a line of text. The result is what ``read`` returns for it, or None when the dialog was cancelled.
 

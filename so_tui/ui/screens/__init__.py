@@ -6,15 +6,6 @@ from collections.abc import Callable
 
 from textual.screen import Screen
 
-PAGES: tuple[tuple[str, str], ...] = (
-    ("presets", "Presets"),
-    ("configure", "Configure"),
-    ("dashboard", "Dashboard"),
-    ("runs", "Runs"),
-    ("machine", "Machine"),
-)
-"""Name and title of each screen, in the order of their number keys."""
-
 
 def _presets() -> Screen[None]:
     from so_tui.ui.screens.presets import PresetsScreen
@@ -53,4 +44,4 @@ MODES: dict[str, str | Callable[[], Screen[None]]] = {
     "runs": _runs,
     "machine": _machine,
 }
-"""How to make each screen, as ``App.MODES`` takes it."""
+"""How to make each of ``page.PAGES``, as ``App.MODES`` takes it."""

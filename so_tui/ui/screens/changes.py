@@ -9,8 +9,8 @@ from so_tui.ui.form import GROUPS, label
 from so_tui.ui.text import Content, plural, shorten
 
 if TYPE_CHECKING:
-    from so_tui.ui.app import SoTuiApp
     from so_tui.ui.drafts import Drafts
+    from so_tui.ui.shared_app import SharedApp
 
 
 def title(drafts: Drafts, machine: str, width: int) -> Content:
@@ -25,7 +25,7 @@ def title(drafts: Drafts, machine: str, width: int) -> Content:
     return line + Content.styled(shorten(text, max(0, width - line.cell_length)), "$faint") if recommended else line
 
 
-def show_differences(app: SoTuiApp, drafts: Drafts) -> None:
+def show_differences(app: SharedApp, drafts: Drafts) -> None:
     """Show every field that differs from the preset."""
     from so_tui.ui.dialogs.basic import Notice
 
@@ -38,7 +38,7 @@ def show_differences(app: SoTuiApp, drafts: Drafts) -> None:
     app.push_screen(Notice(heading, lines or ["No field differs from the preset."], bad=False))
 
 
-def ask_to_undo(app: SoTuiApp, drafts: Drafts, machine: str, then: Callable[[], object]) -> None:
+def ask_to_undo(app: SharedApp, drafts: Drafts, machine: str, then: Callable[[], object]) -> None:
     """Ask to undo the user's changes, or to give up what was recommended where there are none; call ``then`` once that is done."""
     if drafts.base is None or not (drafts.edits or drafts.changes):
         return

@@ -25,7 +25,7 @@ from so_tui.ui.text import plural
 from so_tui.ui.widgets.chart import Chart
 
 if TYPE_CHECKING:
-    from so_tui.ui.screens.charted_page import ChartedPage
+    from so_tui.ui.page import Page
 
 TABLE = ".csv"
 _UNNAMED = ("", ".", "now", "last")
@@ -77,7 +77,7 @@ def sampled_rows(metric: Metric, sampled: Mapping[str, tuple[Sampled, ...]]) -> 
     return rows
 
 
-def ask_to_export_chart(screen: ChartedPage, snapshot: Snapshot, metric: Metric, curves: Sequence[Curve]) -> None:
+def ask_to_export_chart(screen: Page, snapshot: Snapshot, metric: Metric, curves: Sequence[Curve]) -> None:
     """Ask for a name, and export: its ending says what."""
     from so_tui.ui.dialogs.basic import AskText
 
@@ -99,7 +99,7 @@ def ask_to_export_chart(screen: ChartedPage, snapshot: Snapshot, metric: Metric,
     screen.app.push_screen(AskText(f"Export {metric.title} to", hint, choices[0][0], yes="Export", read=read, choices=choices), named)
 
 
-def _export(screen: ChartedPage, snapshot: Snapshot, metric: Metric, curves: tuple[Curve, ...], path: Path) -> None:
+def _export(screen: Page, snapshot: Snapshot, metric: Metric, curves: tuple[Curve, ...], path: Path) -> None:
     """Export in a thread."""
     app = screen.app
     try:

@@ -319,7 +319,7 @@ class ConfigureScreen(ResizablePage):
             return
         from so_tui.ui.screens.save_preset import ask_to_save
 
-        ask_to_save(self.app, with_values(base, self._drafts.edits), base.name)
+        ask_to_save(self.app, with_values(base, self._drafts.edits), base.name, self.continue_with)
 
     def action_preview_data(self) -> None:
         """Preview the data with the values in the form."""

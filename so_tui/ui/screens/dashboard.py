@@ -84,9 +84,8 @@ class DashboardScreen(PanelledPage):
     def on_mount(self) -> None:
         self.watch(self.app, "checking", self._checks_changed)
         self.set_interval(POLL_S, self.tick)
-        if self.app.opened is not None:
-            self.follow(self.app.opened)
-        else:
+        self.watch(self.app, "opened", self._open)
+        if self.run_shown is None:
             self.watch(self.app, "runs", self._take_newest)
 
     def _show_panels(self, shown: bool) -> None:
@@ -104,6 +103,10 @@ class DashboardScreen(PanelledPage):
         checking, empty = self.app.checking, self.query_one("#empty", Static)
         empty.update(Content.from_markup(EMPTY) if checking is None else checking.lines(empty.content_size.width or self.size.width))
 
+    def _open(self, run: RunDirectory | None) -> None:
+        if run is not None:
+            self.follow(run)
+
     def _take_newest(self) -> None:
         if self.run_shown is None and self.app.runs and self.app.checking is None:
             self.follow(self.app.runs[0].run)
@@ -112,8 +115,7 @@ class DashboardScreen(PanelledPage):
 
     def follow(self, run: RunDirectory) -> None:
         """Show another run."""
-        known = self.run_shown is not None and run.path == self.run_shown.path
-        if known or not self.query("#panels"):  # a new screen takes the opened run when it is mounted
+        if run == self.run_shown:
             return
         self.run_shown = run
         self._follower = RunFollower(run)

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING
 
-from textual.app import SystemCommand
+from textual.app import App, SystemCommand
 from textual.binding import Binding
 from textual.dom import DOMNode
 from textual.screen import Screen, ScreenResultType
-
-if TYPE_CHECKING:
-    from so_tui.ui.app import SoTuiApp
 
 
 def _bindings(screen: Screen[ScreenResultType]) -> Iterator[tuple[DOMNode, Binding, bool]]:
@@ -43,7 +39,7 @@ def key_groups(screen: Screen[ScreenResultType]) -> list[tuple[str, list[tuple[s
     return [("This screen", here), ("Everywhere", everywhere), ("Moving about", moving)]
 
 
-def commands(app: SoTuiApp, screen: Screen[ScreenResultType]) -> Iterator[SystemCommand]:
+def commands(app: App[None], screen: Screen[ScreenResultType]) -> Iterator[SystemCommand]:
     """Yield a palette command for every enabled binding of the screen and the application."""
     for node, binding, enabled in _bindings(screen):
         if enabled:

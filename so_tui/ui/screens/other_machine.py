@@ -12,7 +12,7 @@ from so_tui.machine import Machine
 from so_tui.machine.described import MACHINES, machine_of
 
 if TYPE_CHECKING:
-    from so_tui.ui.app import SoTuiApp
+    from so_tui.ui.shared_app import SharedApp
 
 HINT = (
     "Up, down or a click choose one, as published, not measured; or give a file that `so-tui inspect --json > FILE` wrote there (right "
@@ -34,7 +34,7 @@ class MachineSuggester(Suggester):
         return named or await asyncio.to_thread(_path_that_begins_with, value)
 
 
-def ask_for_machine(app: SoTuiApp) -> None:
+def ask_for_machine(app: SharedApp) -> None:
     """Ask for a machine, and plan for it."""
     from so_tui.ui.dialogs.basic import AskText
 

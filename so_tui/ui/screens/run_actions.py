@@ -18,12 +18,12 @@ from so_tui.ui.text import plural
 from so_tui.units import thousands
 
 if TYPE_CHECKING:
-    from so_tui.ui.app import SoTuiApp
+    from so_tui.ui.shared_app import SharedApp
 
 RESUMABLE = frozenset({"stopped", "failed", "lost"})
 
 
-def ask_to_stop(app: SoTuiApp, run: RunDirectory) -> None:
+def ask_to_stop(app: SharedApp, run: RunDirectory) -> None:
     """Ask whether to stop ``run``, and have it stopped."""
     from so_tui.ui.dialogs.basic import Question
 
@@ -52,7 +52,7 @@ def ask_to_stop(app: SoTuiApp, run: RunDirectory) -> None:
     app.push_screen(Question(f"Stop {run.name}?", lines, yes="Stop", no="Keep running"), answered)
 
 
-def _ask_to_leave_the_queue(app: SoTuiApp, run: RunDirectory, state: RunState) -> None:
+def _ask_to_leave_the_queue(app: SharedApp, run: RunDirectory, state: RunState) -> None:
     from so_tui.ui.dialogs.basic import Question
 
     def answered(yes: bool | None) -> None:
@@ -63,7 +63,7 @@ def _ask_to_leave_the_queue(app: SoTuiApp, run: RunDirectory, state: RunState) -
     app.push_screen(Question(f"Cancel {run.name}?", [line for line in lines if line], yes="Cancel it", no="Keep waiting"), answered)
 
 
-def _leave_queue(app: SoTuiApp, run: RunDirectory, *, assume_dead: bool = False) -> None:
+def _leave_queue(app: SharedApp, run: RunDirectory, *, assume_dead: bool = False) -> None:
     """Take a run out of its queue. Runs in a thread."""
     from so_tui.launch import stop
 
@@ -80,7 +80,7 @@ def _leave_queue(app: SoTuiApp, run: RunDirectory, *, assume_dead: bool = False)
     app.call_from_thread(app.list_runs)
 
 
-def ask_whether_ended(app: SoTuiApp, run: RunDirectory, seen: str, proceed: Callable[[], object]) -> None:
+def ask_whether_ended(app: SharedApp, run: RunDirectory, seen: str, proceed: Callable[[], object]) -> None:
     """Ask whether a run has ended whose processes cannot be seen from here, and proceed if the user says so.
 
     Args:
@@ -109,12 +109,12 @@ def may_be_live(error: SoTuiError) -> bool:
 
 
 def _in_thread(
-    app: SoTuiApp, work: Callable[[SoTuiApp, RunDirectory], None], run: RunDirectory, name: str = "record the end of a run"
+    app: SharedApp, work: Callable[[SharedApp, RunDirectory], None], run: RunDirectory, name: str = "record the end of a run"
 ) -> None:
     app.run_worker(partial(work, app, run), thread=True, group="request", name=name, exit_on_error=False)
 
 
-def _record_end(app: SoTuiApp, run: RunDirectory) -> None:
+def _record_end(app: SharedApp, run: RunDirectory) -> None:
     """Record that a run has ended. Runs in a thread."""
     try:
         refuse_another_users(run)
@@ -126,17 +126,17 @@ def _record_end(app: SoTuiApp, run: RunDirectory) -> None:
     app.call_from_thread(app.list_runs)
 
 
-def save_checkpoint(app: SoTuiApp, run: RunDirectory) -> None:
+def save_checkpoint(app: SharedApp, run: RunDirectory) -> None:
     """Have ``run`` save a checkpoint after its current step."""
     _request(app, run, "checkpoint", "Saving a checkpoint after this step")
 
 
-def _request(app: SoTuiApp, run: RunDirectory, action: control.Action, confirmation: str) -> None:
+def _request(app: SharedApp, run: RunDirectory, action: control.Action, confirmation: str) -> None:
     work = partial(_leave_request, app, run, action, confirmation)
     app.run_worker(work, thread=True, group="request", name="send a request to the run", exit_on_error=False)
 
 
-def _leave_request(app: SoTuiApp, run: RunDirectory, action: control.Action, confirmation: str) -> None:
+def _leave_request(app: SharedApp, run: RunDirectory, action: control.Action, confirmation: str) -> None:
     """Write a request into the run's folder, where rank 0 looks for it between steps. Runs in a thread."""
     from so_tui.launch import ensure_supervised
 
@@ -152,7 +152,7 @@ def _leave_request(app: SoTuiApp, run: RunDirectory, action: control.Action, con
     app.call_from_thread(app.notify, confirmation, markup=False)
 
 
-def ask_to_resume(app: SoTuiApp, run: RunDirectory) -> None:
+def ask_to_resume(app: SharedApp, run: RunDirectory) -> None:
     """Ask whether to resume ``run`` from its last checkpoint, and start another attempt."""
     from so_tui.launch.executors import executor_of
     from so_tui.ui.dialogs.basic import Question
@@ -178,14 +178,14 @@ def ask_to_resume(app: SoTuiApp, run: RunDirectory) -> None:
     app.push_screen(Question(f"Resume {run.name}?", lines, yes="Resume", default_yes=True), answered)
 
 
-def _start_resume(app: SoTuiApp, run: RunDirectory, *, start_over: bool = False, assume_dead: bool = False) -> None:
+def _start_resume(app: SharedApp, run: RunDirectory, *, start_over: bool = False, assume_dead: bool = False) -> None:
     if app.may_start():
         app.starting = run.name
         work = partial(_resume, app, run, start_over=start_over, assume_dead=assume_dead)
         app.run_worker(work, thread=True, group="launch", name="resume", exit_on_error=False)
 
 
-def _ask_to_start_over(app: SoTuiApp, run: RunDirectory, error: Refused, *, assume_dead: bool) -> None:
+def _ask_to_start_over(app: SharedApp, run: RunDirectory, error: Refused, *, assume_dead: bool) -> None:
     """Ask whether to train from step 0, because what the run saved is not there."""
     from so_tui.ui.dialogs.basic import Question
 
@@ -197,12 +197,12 @@ def _ask_to_start_over(app: SoTuiApp, run: RunDirectory, error: Refused, *, assu
     app.push_screen(Question(f"Train {run.name} from step 0 again?", list(error.reasons), yes="Start over"), answered)
 
 
-def _ask_to_resume_anyway(app: SoTuiApp, run: RunDirectory, error: SoTuiError, *, start_over: bool) -> None:
+def _ask_to_resume_anyway(app: SharedApp, run: RunDirectory, error: SoTuiError, *, start_over: bool) -> None:
     app.starting = ""
     ask_whether_ended(app, run, str(error), partial(_start_resume, app, run, start_over=start_over, assume_dead=True))
 
 
-def _resume(app: SoTuiApp, run: RunDirectory, *, start_over: bool, assume_dead: bool) -> None:
+def _resume(app: SharedApp, run: RunDirectory, *, start_over: bool, assume_dead: bool) -> None:
     """Start another attempt of ``run`` where its spec says. Runs in a thread."""
     from so_tui.launch import machine_of, prepare_resume, resume
 
@@ -220,7 +220,7 @@ def _resume(app: SoTuiApp, run: RunDirectory, *, start_over: bool, assume_dead: 
         app.post_message(messages.Launched(run))
 
 
-def show_settings(app: SoTuiApp, run: RunDirectory) -> None:
+def show_settings(app: SharedApp, run: RunDirectory) -> None:
     """Show every setting of ``run`` that is not the default."""
     from so_tui.spec import spec_tree
     from so_tui.ui.dialogs.basic import Notice
@@ -235,13 +235,13 @@ def show_settings(app: SoTuiApp, run: RunDirectory) -> None:
     app.push_screen(Notice(f"{run.name}: {plural(len(lines), 'setting')} that are not the default", ["\n".join(lines)], bad=False))
 
 
-def copy_path(app: SoTuiApp, run: RunDirectory) -> None:
+def copy_path(app: SharedApp, run: RunDirectory) -> None:
     """Copy the path of the run directory to the clipboard."""
     app.copy_to_clipboard(quoted(str(run.path)))
     app.notify(f"Copied {run.path}", markup=False)
 
 
-def chat(app: SoTuiApp, run: RunDirectory) -> None:
+def chat(app: SharedApp, run: RunDirectory) -> None:
     """Open a conversation with the last checkpoint of ``run``, and with its base model if it has one."""
     from so_tui.spec.generation import LoadModel, Sampling
     from so_tui.ui.screens.chat import ChatScreen
@@ -254,7 +254,7 @@ def chat(app: SoTuiApp, run: RunDirectory) -> None:
         app.push_screen(ChatScreen(LoadModel(run=str(run.path), compare=compare), Sampling()))
 
 
-def _state(app: SoTuiApp, run: RunDirectory) -> RunState | None:
+def _state(app: SharedApp, run: RunDirectory) -> RunState | None:
     """Return the state of ``run``; report it and return None where it cannot be read, as when the folder was deleted.
 
     No scheduler is asked here, which can take seconds: the lists of runs do that in their thread, and record how jobs ended.

@@ -21,9 +21,9 @@ from so_tui.ui.text import plural
 from so_tui.units import thousands
 
 if TYPE_CHECKING:
-    from so_tui.ui.app import SoTuiApp
+    from so_tui.ui.page import Page
     from so_tui.ui.runlist import RunRow
-    from so_tui.ui.screens.runs import RunsScreen
+    from so_tui.ui.shared_app import SharedApp
 
 _MOST_ATTEMPTS, _LOG_LINES = 5, 40
 WROTE_S = 15.0
@@ -62,7 +62,7 @@ def parsed_note(text: str) -> RunNotes:
     return RunNotes(note=" ".join(word for word in words if not word.startswith("#")), tags=tuple(tags))
 
 
-def ask_for_note(app: SoTuiApp, run: RunDirectory) -> None:
+def ask_for_note(app: SharedApp, run: RunDirectory) -> None:
     """Ask for a note and tags, and keep them with the run."""
     from so_tui.ui.dialogs.basic import AskText
 
@@ -81,12 +81,12 @@ def ask_for_note(app: SoTuiApp, run: RunDirectory) -> None:
     app.push_screen(dialog, lambda _: app.list_runs())
 
 
-def show_earlier_logs(app: SoTuiApp, run: RunDirectory) -> None:
+def show_earlier_logs(app: SharedApp, run: RunDirectory) -> None:
     """Show the last lines of each earlier attempt's log, the newest attempt first."""
     app.run_worker(partial(_read_earlier_logs, app, run), thread=True, group="request", name="read earlier logs", exit_on_error=False)
 
 
-def _read_earlier_logs(app: SoTuiApp, run: RunDirectory) -> None:
+def _read_earlier_logs(app: SharedApp, run: RunDirectory) -> None:
     """Read the logs in a thread."""
     earlier = run.attempts()[-2::-1][:_MOST_ATTEMPTS]
     found = []
@@ -98,7 +98,7 @@ def _read_earlier_logs(app: SoTuiApp, run: RunDirectory) -> None:
     app.call_from_thread(_show_lines, app, f"{run.name}: logs of earlier attempts", shown)
 
 
-def _show_lines(app: SoTuiApp, title: str, lines: list[str]) -> None:
+def _show_lines(app: SharedApp, title: str, lines: list[str]) -> None:
     from so_tui.ui.dialogs.basic import Notice
 
     app.push_screen(Notice(title, lines, bad=False))
@@ -114,7 +114,7 @@ def new_path(text: str) -> Path:
     return path
 
 
-def ask_to_export(screen: RunsScreen, row: RunRow, lines: Sequence[Line], names: Sequence[str]) -> None:
+def ask_to_export(screen: Page, row: RunRow, lines: Sequence[Line], names: Sequence[str]) -> None:
     """Ask where to, and export: what it is follows from the name."""
     run = row.run
     from so_tui.ui.dialogs.basic import AskText
@@ -143,7 +143,7 @@ def _has_checkpoint(row: RunRow) -> bool:
         return row.state.saved_step is not None
 
 
-def _export(screen: RunsScreen, run: RunDirectory, path: Path, lines: tuple[Line, ...], names: tuple[str, ...]) -> None:
+def _export(screen: Page, run: RunDirectory, path: Path, lines: tuple[Line, ...], names: tuple[str, ...]) -> None:
     """Export in a thread."""
     app = screen.app
     try:
@@ -166,7 +166,7 @@ def _export(screen: RunsScreen, run: RunDirectory, path: Path, lines: tuple[Line
     screen.post_message(Exporting(""))
 
 
-def _export_metrics(screen: RunsScreen, run: RunDirectory, path: Path) -> str:
+def _export_metrics(screen: Page, run: RunDirectory, path: Path) -> str:
     from so_tui.runs.metrics_export import export_metrics
     from so_tui.runs.results import read_all
 
@@ -177,7 +177,7 @@ def _export_metrics(screen: RunsScreen, run: RunDirectory, path: Path) -> str:
     return plural(count, "row")
 
 
-def _export_model(screen: RunsScreen, run: RunDirectory, path: Path) -> str:
+def _export_model(screen: Page, run: RunDirectory, path: Path) -> str:
     from so_tui.launch import writable
     from so_tui.launch.exporting import export_model
 

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from so_tui.ui.messages import Failed
 
 if TYPE_CHECKING:
     from so_tui.spec import RunSpec
-    from so_tui.ui.app import SoTuiApp
+    from so_tui.ui.shared_app import SharedApp
 
 
-def ask_to_save(app: SoTuiApp, spec: RunSpec, base: str) -> None:
-    """Ask for a name and save ``spec`` under it, as what differs from the preset ``base``."""
+def ask_to_save(app: SharedApp, spec: RunSpec, base: str, saved: Callable[[str], None]) -> None:
+    """Ask for a name and save ``spec`` under it, as what differs from the preset ``base``; call ``saved`` with the name then."""
     from so_tui.spec import check_user_name
     from so_tui.ui.dialogs.basic import AskText
 
     def named(name: str | None) -> None:
         if name:
-            _save_unless_taken(app, spec, name, base)
+            _save_unless_taken(app, spec, name, base, saved)
 
     def read(name: str) -> str:
         check_user_name(name, app.catalog.presets if app.catalog is not None else {})
@@ -27,21 +28,21 @@ def ask_to_save(app: SoTuiApp, spec: RunSpec, base: str) -> None:
     app.push_screen(AskText("Save as preset", "A short name: small letters, digits, - . _", f"{base}-mine", yes="Save", read=read), named)
 
 
-def _save_unless_taken(app: SoTuiApp, spec: RunSpec, name: str, base: str) -> None:
+def _save_unless_taken(app: SharedApp, spec: RunSpec, name: str, base: str, saved: Callable[[str], None]) -> None:
     taken = app.catalog.presets.get(name) if app.catalog is not None else None
     if taken is None or taken.origin == "built-in" or name == base:
-        _save(app, spec, name, base)
+        _save(app, spec, name, base, saved)
         return
     from so_tui.ui.dialogs.basic import Question
 
     def answered(yes: bool | None) -> None:
         if yes:
-            _save(app, spec, name, base)
+            _save(app, spec, name, base, saved)
 
     app.push_screen(Question(f"Replace your preset {name}?", [taken.path], yes="Replace", no="No, keep it"), answered)
 
 
-def _save(app: SoTuiApp, spec: RunSpec, name: str, base: str) -> None:
+def _save(app: SharedApp, spec: RunSpec, name: str, base: str, saved: Callable[[str], None]) -> None:
     from so_tui.spec import InputError, save_preset
 
     try:
@@ -50,16 +51,17 @@ def _save(app: SoTuiApp, spec: RunSpec, name: str, base: str) -> None:
         app.post_message(Failed("The preset was not saved", tuple(map(str, error.problems))))
         return
     app.notify(f"Saved as {name} in {path}", markup=False)
-    app.reload_presets(then_edit=name)
+    app.reload_presets()
+    saved(name)
 
 
-def is_own(app: SoTuiApp, name: str) -> bool:
+def is_own(app: SharedApp, name: str) -> bool:
     """Return whether a preset is the user's own."""
     preset = app.catalog.presets.get(name) if app.catalog is not None else None
     return preset is not None and preset.origin == "user"
 
 
-def ask_to_delete(app: SoTuiApp, name: str) -> None:
+def ask_to_delete(app: SharedApp, name: str) -> None:
     """Ask whether to delete a preset of the user, and delete it."""
     from so_tui.spec import InputError, delete_preset
     from so_tui.ui.dialogs.basic import Question
