@@ -145,13 +145,24 @@ class ProcessTree:
             if stat is not None and stat.start_time == process.start_time and stat.alive:
                 self._stats[pid] = stat
                 if pid not in self._described or _age_ticks(stat) < _YOUNG_TICKS:
-                    self._describe(pid, stat)
+                    self._describe_again(pid, stat)
                 continue
             if stat is not None and stat.start_time == process.start_time:
                 self._note_zombie(process, stat)
             self._gone.append(self._living.pop(pid))
-            self._stats.pop(pid, None)
-            self._described.discard(pid)
+            self._forget(pid)
+
+    def _describe_again(self, pid: int, stat: Stat) -> None:
+        """Record the role of a process that may have begun another program; the alert command is none of ours as soon as it shows."""
+        if _is_alert_command(_environ(pid)):
+            del self._living[pid]
+            self._forget(pid)
+        else:
+            self._describe(pid, stat)
+
+    def _forget(self, pid: int) -> None:
+        self._stats.pop(pid, None)
+        self._described.discard(pid)
 
     def _note_zombie(self, process: Process, stat: Stat) -> None:
         if stat.wait_status:
@@ -166,18 +177,22 @@ class ProcessTree:
         if stat is None or not stat.alive or pid == self._supervisor_pid or pid in self._living or not is_own(pid):
             return
         environ = _environ(pid)
-        if any(entry.startswith(_ALERT_ENTRY) for entry in environ):
-            return  # the user's alert command, which is not the run's although the supervisor is its parent
+        if _is_alert_command(environ):
+            return
         if stat.parent == self._supervisor_pid or stat.parent in self._living or self._markers <= environ:
             self._describe(pid, stat)
             self._stats[pid] = stat
 
     def _describe(self, pid: int, stat: Stat) -> None:
-        """Record the role. Repeated once after the process is no longer young, which a busy host may notice many seconds later."""
-        if _age_ticks(stat) >= _YOUNG_TICKS:
+        """Record the role. Repeated once after the process is no longer young, which a busy host may notice many seconds later.
+
+        A process without a command line is loading its program.
+        """
+        command = _command(pid)
+        if any(command) and _age_ticks(stat) >= _YOUNG_TICKS:
             self._described.add(pid)
         parent = self._living.get(stat.parent)
-        role = role_of(_command(pid), parent.role if parent else None)
+        role = role_of(command, parent.role if parent else None)
         self._living[pid] = Process(pid=pid, start_time=stat.start_time, role=role, rank=_rank(_environ(pid)))
 
 
@@ -266,6 +281,14 @@ def _environ(pid: int) -> frozenset[bytes]:
         return frozenset(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
     except OSError:
         return frozenset()  # another user's process, or one that has just ended
+
+
+def _is_alert_command(environ: frozenset[bytes]) -> bool:
+    """Return whether a process is the user's alert command, which is not the run's although the supervisor is its parent.
+
+    While a program is loaded its process has no environment, and on a busy host a scan may come just then.
+    """
+    return any(entry.startswith(_ALERT_ENTRY) for entry in environ)
 
 
 def _rank(environ: frozenset[bytes]) -> int | None:

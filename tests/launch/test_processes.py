@@ -22,6 +22,7 @@ from so_tui.runs import RunDirectory
 from so_tui.runs.manifest import new_manifest, write_manifest
 from so_tui.runs.process_stat import read_stat
 from so_tui.runs.records import Process
+from tests.support.waiting import LIMIT_S, wait_for_environment, wait_until
 
 
 def test_what_was_seen_between_fork_and_exec_is_known_even_if_nobody_looks_for_long(
@@ -38,11 +39,45 @@ def test_what_was_seen_between_fork_and_exec_is_known_even_if_nobody_looks_for_l
             tree.scan()
             assert {known.pid: known.role for known in tree.alive}[process.pid] == "other"
             go.touch()
-            while Path(f"/proc/{process.pid}/comm").read_text().strip() == "sh":
-                time.sleep(0.02)
+            wait_until(lambda: b"deepspeed.launcher.launch" in Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0"))
             monkeypatch.setattr(processes, "_YOUNG_TICKS", 0)  # it has grown old meanwhile
             tree.scan()
             assert {known.pid: known.role for known in tree.alive}[process.pid] == "launcher"
+        finally:
+            process.kill()
+
+
+def test_what_has_no_command_line_yet_is_looked_at_again_however_old_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So is a process while its program is loaded; a shell without a name stands for it."""
+    monkeypatch.setattr(processes, "_YOUNG_TICKS", 0)
+    with subprocess.Popen([""], executable="/bin/sh", stdin=subprocess.PIPE) as process:
+        try:
+            assert process.stdin is not None
+            tree = ProcessTree(frozenset({b"SO_TUI_RUN=/nowhere"}), os.getpid())
+            tree.scan()
+            assert {known.pid: known.role for known in tree.alive}[process.pid] == "other"
+            process.stdin.write(f"exec {sys.executable} -c 'import time; time.sleep(60)' deepspeed.launcher.launch\n".encode())
+            process.stdin.flush()
+            wait_until(lambda: b"deepspeed.launcher.launch" in Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0"))
+            tree.scan()
+            assert {known.pid: known.role for known in tree.alive}[process.pid] == "launcher"
+        finally:
+            process.kill()
+
+
+def test_an_alert_command_that_was_seen_before_its_environment_is_no_process_of_the_run(tmp_path: Path) -> None:
+    """A program has none while it is loaded. It is neither waited for nor ended with the run, and nothing was lost."""
+    go = tmp_path / "go"
+    script = f"until test -e {go}; do sleep 0.05; done; exec env SO_TUI_ALERT_KIND=loss sleep 60"
+    with subprocess.Popen(["sh", "-c", script]) as process:
+        try:
+            tree = ProcessTree(frozenset({b"SO_TUI_RUN=/nowhere"}), os.getpid())
+            tree.scan()
+            assert process.pid in {known.pid for known in tree.alive}
+            go.touch()
+            wait_until(lambda: b"SO_TUI_ALERT_KIND=loss" in Path(f"/proc/{process.pid}/environ").read_bytes())
+            tree.scan()
+            assert process.pid not in {known.pid for known in (*tree.alive, *tree.gone)}
         finally:
             process.kill()
 
@@ -57,6 +92,7 @@ def test_the_id_tells_a_run_from_an_earlier_one_at_the_same_path(tmp_path: Path)
     run = RunDirectory(tmp_path)
     with subprocess.Popen(["sleep", "60"], env={**os.environ, RUN_MARKER: str(tmp_path), RUN_ID_MARKER: "one"}) as process:
         try:
+            wait_for_environment(process.pid)
             assert OwnProcesses().carry(markers(run)), "a run of an older version has no id"
             for known, carried in (("one", True), ("two", False)):
                 write_manifest(run, msgspec.structs.replace(new_manifest(run), id=known))
@@ -73,6 +109,7 @@ def test_a_process_of_another_user_is_none_of_ours_even_with_the_marker(tmp_path
     run = RunDirectory(tmp_path)
     with subprocess.Popen(["sleep", "60"], env={**os.environ, RUN_MARKER: str(tmp_path)}, user=61_999) as process:
         try:
+            wait_for_environment(process.pid)
             tree = ProcessTree(markers(run), supervisor_pid=os.getpid())  # even as our child
             tree.scan(thorough=True)
             assert process.pid not in {found.pid for found in tree.alive}
@@ -99,13 +136,15 @@ def test_a_signal_that_the_kernel_refuses_is_reported_after_the_others_got_their
             kill(pid, signum)
 
         try:
+            for process in (first, second):
+                wait_for_environment(process.pid)
             tree = ProcessTree(markers(run), supervisor_pid=-1)
             tree.scan(thorough=True)
             with monkeypatch.context() as patch:
                 patch.setattr(os, "kill", refuse)
                 with pytest.raises(PermissionError):
                     tree.signal(signal.SIGKILL)
-            assert second.wait(timeout=10) == -signal.SIGKILL
+            assert second.wait(timeout=LIMIT_S) == -signal.SIGKILL
             assert first.poll() is None
         finally:
             first.kill()
