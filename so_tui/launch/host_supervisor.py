@@ -187,6 +187,8 @@ class HostSupervisor(ABC):
             remove_leftovers({*self._tree.gone, *self._recorded})
         with self._despite_errors_of("records"):
             self._read()
+            while self._log.behind:  # the last lines say why
+                self._take_lines(self._log.poll())
 
     def _evidence(self) -> Evidence:
         """Return what this host alone shows."""

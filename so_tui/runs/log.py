@@ -81,6 +81,8 @@ class LogReader:
         self._position = 0  # in the log as it would be if never trimmed
         self._rest = b""
         self._was_shrunk = False
+        self.behind = False
+        """Whether the last poll reached its limits, so that there may be more."""
 
     @property
     def partial(self) -> str:
@@ -88,9 +90,13 @@ class LogReader:
         return readable(self._rest)
 
     def poll(self, *, limit_bytes: int = MEBIBYTE, limit_s: float = 0.05) -> tuple[str, ...]:
-        """Return the lines completed since the last poll, within about ``limit_bytes`` and ``limit_s``."""
+        """Return the lines completed since the last poll, within about ``limit_bytes`` and ``limit_s``.
+
+        Reads at least one block, however long a busy host or file system takes.
+        """
         deadline = time.monotonic() + limit_s
         lines: list[str] = []
+        self.behind = False
         try:
             fd = open_descriptor(self._path)
         except (FileNotFoundError, UnfitFileError):  # not written yet, or no log: a pipe would block, a device never end
@@ -98,11 +104,11 @@ class LogReader:
         try:
             dropped = _dropped(fd, self._head_bytes)
             end = self._position + limit_bytes
-            while self._position < end and time.monotonic() < deadline:
-                block = self._read(fd, dropped, min(_BLOCK_BYTES, end - self._position), lines)
-                if not block:
-                    break
+            while block := self._read(fd, dropped, min(_BLOCK_BYTES, end - self._position), lines):
                 lines += self._lines(block)
+                if self._position >= end or time.monotonic() >= deadline:
+                    self.behind = True
+                    break
         finally:
             os.close(fd)
         return tuple(lines)

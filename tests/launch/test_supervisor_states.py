@@ -53,6 +53,24 @@ def test_a_machine_that_cannot_be_inspected_fails_the_start(
     assert "has no CPUs" in state.reason
 
 
+def test_the_last_lines_of_a_log_are_read_however_much_was_written_at_the_end(
+    tmp_path: Path, two_ranks: RunSpec, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They say why; more than a tick reads may be written between the last one and the end."""
+    run = attempt(tmp_path, two_ranks, machine)
+    looks = iter([True, False])
+
+    def running(_: job.Job) -> bool:
+        if lives := next(looks):
+            run.log_path(1, machine.hostname).write_text("a state of the process\n" * 200_000 + "RuntimeError: the loss is a teapot\n")
+        return lives
+
+    monkeypatch.setattr(job.Job, "start", lambda _: None)
+    monkeypatch.setattr(job.Job, "running", running)
+    assert Supervisor(run, 1, read_state(run), RunLock(OwnerFiles(run))).watch() == 1
+    assert read_state(run).reason.endswith("RuntimeError: the loss is a teapot")
+
+
 @pytest.mark.parametrize("code", [OutcomeCode.RANK_LOST, OutcomeCode.OUT_OF_GPU_MEMORY, OutcomeCode.KILLED_FOR_MEMORY])
 def test_the_final_state_does_not_depend_on_the_plans_advice(
     code: OutcomeCode, tmp_path: Path, two_ranks: RunSpec, machine: Machine, monkeypatch: pytest.MonkeyPatch
