@@ -24,9 +24,10 @@ from tests.support.planted_secrets import SECRETS, open_to_others, secrets_in
 from tests.support.python_path import checkout_path
 from tests.support.schemas import valid
 
-STEPS = 6
 SETTINGS = {
-    "train.steps": str(STEPS),
+    "train.steps": "1000",  # it goes on until it is killed, however late that is
+    "train.schedule": "constant",
+    "train.warmup_ratio": "0",  # so that a step is the same in a shorter run
     "checkpoint.every_steps": "2",
     "checkpoint.background": "false",  # a checkpoint is complete when the next step begins
 }
@@ -83,22 +84,23 @@ def test_the_tiny_model_trains_survives_a_kill_resumes_and_is_exported(runs_dir:
     assert not [process for process in failed.processes if alive(process)]
     assert so_tui("watch", str(run.path), "--plain").returncode == 1
 
-    resumed = so_tui("resume", str(run.path), "--detach")
+    saved = {record.step for record in records(run) if isinstance(record, CheckpointRecord)}
+    steps = max(saved) + 3  # the kill may come between a checkpoint and its record
+    resumed = so_tui("resume", str(run.path), "--detach", "--set", f"train.steps={steps}")
     assert resumed.returncode == 0, resumed.stderr
     finished = wait_for(run, lambda state: state.attempt == 2 and state.state in FINAL_STATES, attempt=3)
-    assert (finished.state, finished.step) == ("finished", STEPS), story(run)
+    assert (finished.state, finished.step) == ("finished", steps), story(run)
 
     found = records(run)
-    saved = {record.step for record in found if isinstance(record, CheckpointRecord) and record.attempt == 1}
     resumed_at = next(record.step for record in found if isinstance(record, ResumedRecord))
-    assert resumed_at >= max(saved)  # the kill may come between a checkpoint and its record
+    assert resumed_at >= max(saved)
     first, second = (
         {record.step: record.loss for record in found if isinstance(record, StepRecord) and record.attempt == attempt} for attempt in (1, 2)
     )
-    assert sorted(second) == list(range(resumed_at + 1, STEPS + 1))
+    assert sorted(second) == list(range(resumed_at + 1, steps + 1))
     repeated = set(first) & set(second)
     assert {step: first[step] for step in repeated} == {step: second[step] for step in repeated}
-    assert second[STEPS] < first[1]
+    assert second[steps] < first[1]
 
     assert secrets_in(run.path) == []
     assert open_to_others(run.path) == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from so_tui.runs.records import CheckpointRecord, RunState
 from so_tui.spec import find_preset
 from so_tui.units import duration
 from tests.support.records import step_record
+from tests.support.waiting import LIMIT_S, wait_until
 
 FOLLOW = (
     "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL);"  # whatever started the tests (nohup) ignores it
@@ -49,7 +49,7 @@ def test_a_step_is_printed_before_later_records(elsewhere: RunDirectory) -> None
     follower = followed(elsewhere, "watcher")
     assert follower.stdout is not None
     told = follower.stdout.read()  # not communicate(): it would miss what came with the first line
-    assert follower.wait(timeout=20) == 4
+    assert follower.wait(timeout=LIMIT_S) == 4
     assert told.index("step 3/") < told.index("checkpoint of step 3")
     assert "left" not in told[told.index("checkpoint of step 3") :]
     assert all(duration(seconds) in told for seconds in (behind.seconds, behind.paused_s or 0))
@@ -62,19 +62,18 @@ def test_a_signal_of_a_container_or_a_scheduler_stops_the_run_and_it_is_followed
 ) -> None:
     follower = followed(elsewhere, "owner")
     follower.send_signal(signum)
-    deadline = time.monotonic() + 20
-    while (asked := control.details(elsewhere, "stop")) is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: control.details(elsewhere, "stop"))
+    asked = control.details(elsewhere, "stop")
+    assert asked is not None
     assert asked.reason == f"so-tui received {signum.name}"
     assert follower.poll() is None
     write_state(elsewhere, RunState(name=elsewhere.name, state="stopped", host="another", started=0.0, attempt=1))
-    assert follower.wait(timeout=20) == 4
+    assert follower.wait(timeout=LIMIT_S) == 4
 
 
 @pytest.mark.parametrize(("who", "signum"), [("owner", signal.SIGHUP), ("watcher", signal.SIGTERM)])
 def test_a_lost_terminal_or_an_ended_watcher_does_not_affect_the_run(elsewhere: RunDirectory, who: str, signum: signal.Signals) -> None:
     follower = followed(elsewhere, who)
     follower.send_signal(signum)
-    assert follower.wait(timeout=20) == -signum
+    assert follower.wait(timeout=LIMIT_S) == -signum
     assert not control.pending(elsewhere)

@@ -13,9 +13,18 @@ from so_tui.launch.process_loads import LEAST_CORES, ProcessLoads
 from so_tui.launch.processes import ProcessTree, role_of
 from so_tui.launch.sampler import Sampler, busy_percent, oom_kills, read_cpu_times, read_node_memory
 from so_tui.machine import inspect_machine
+from so_tui.runs.process_stat import read_stat
 from so_tui.runs.records import ForeignProcess
+from tests.support.waiting import LIMIT_S, wait_for_environment, wait_until
 
 STAT = "cpu  9 9 9 9 9 9 9 9 0 0\ncpu0 10 0 10 70 10 0 0 0 5 0\ncpu3 50 0 0 50 0 0 0 0 0 0\nintr 1 2 3\n"
+
+
+def cpu_ticks(pid: int) -> int:
+    """Return what a living process has computed."""
+    stat = read_stat(pid)
+    assert stat is not None
+    return stat.cpu_ticks
 
 
 def test_cpu_times(tmp_path: Path) -> None:
@@ -64,12 +73,15 @@ def test_a_real_sample_sees_the_run_work(tmp_path: Path) -> None:
     machine = inspect_machine()
     program = "import time\nend = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
     with subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "MARK": "me"}) as child:
+        wait_for_environment(child.pid)
         tree = ProcessTree(frozenset({b"MARK=me"}), supervisor_pid=os.getpid())
         tree.scan(thorough=True)
         assert [process.pid for process in tree.alive] == [child.pid]
         sampler = Sampler(machine, tree, attempt=1)
         tree.cpu_s()
+        begun = cpu_ticks(child.pid)
         time.sleep(1)
+        wait_until(lambda: cpu_ticks(child.pid) > begun + 20)  # on a busy machine it may take longer to compute for 0.2 s
         tree.scan()
         sample = sampler.sample()
         child.kill()
@@ -94,7 +106,7 @@ def test_other_processes_that_compute_are_named() -> None:
             child.stdout.readline()
             loads, found = ProcessLoads(), list[ForeignProcess]()
             assert loads.read() == (), "a first reading has nothing to compare with"
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + LIMIT_S
             while not found and time.monotonic() < deadline:
                 found = [load for load in loads.read() if load.pid == child.pid]
             others = {load.pid for load in loads.read(without={child.pid})}

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from so_tui.runs.outcome import OutcomeCode
 from so_tui.runs.records import RunState
 from so_tui.runs.state import write_spec
 from so_tui.spec import InputError, SoTuiError, with_values
-from tests.support.fake_runs import Runs, ended, kill, process_of, wait_for, wait_for_end_of
+from tests.support.fake_runs import Runs, ended, kill, process_of, release, wait_for, wait_for_end_of
+from tests.support.waiting import running
 
 pytestmark = pytest.mark.slow
 
@@ -38,12 +40,9 @@ def nothing_is_left(run: RunDirectory, before: RunState) -> bool:
     mark = f"SO_TUI_RUN={run.path}".encode()
     marked = []
     for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            environ = (folder / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if mark in environ and "Z" not in (folder / "stat").read_text().rpartition(")")[2].split()[0]:
-            marked.append(folder.name)
+        with suppress(OSError):  # it has just ended, or is another user's
+            if mark in (folder / "environ").read_bytes().split(b"\0") and running(int(folder.name)):
+                marked.append(folder.name)
     return not any(alive(process) for process in before.processes) and not marked and not shared_memory_of(before)
 
 
@@ -60,16 +59,19 @@ def problems_of_resume(run: RunDirectory, machine: Machine, values: dict[str, st
 
 
 def test_a_run_to_its_end(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAKE_TRAINER", "steps=15")
+    monkeypatch.setenv("FAKE_TRAINER", "steps=15 held")
     monkeypatch.setenv("HF_TOKEN", "hf_do_not_write_me")
     run = runs.start()
     first = read_state(run)
     assert first.state == "starting"
     assert first.supervisor is not None
     middle = wait_for(run, lambda state: state.step >= 2)
+    release(run)
     assert {process.rank for process in middle.processes if process.role == "rank"} == {0, 1}
     last = wait_for(run, ended)
     assert (last.state, last.step, last.total_steps, last.exit_code, last.saved_step) == ("finished", 15, 15, 0, 15)
+    assert middle.supervisor is not None
+    wait_for_end_of(middle.supervisor)  # its files are read
     assert last.heartbeat > middle.heartbeat > first.heartbeat
     assert nothing_is_left(run, middle)
     files = {path.name for path in run.attempt_dir(1).iterdir()}
@@ -273,10 +275,11 @@ def test_everything_killed_at_once_is_lost(runs: Runs, machine: Machine) -> None
 
 
 def test_an_end_nobody_watched_is_still_the_trainers(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAKE_TRAINER", "steps=40")
+    monkeypatch.setenv("FAKE_TRAINER", "steps=40 held")
     run, before = runs.training()
     assert before.supervisor is not None
     kill(before.supervisor)
+    release(run)
     wait_for_end_of(*before.processes)
     assert not ensure_supervised(run)
     last = state_with_truth(run)

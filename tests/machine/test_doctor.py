@@ -18,6 +18,7 @@ from so_tui.machine import Mpam, inspect_machine
 from so_tui.machine.doctor import findings
 from tests.support.doctor import GIB, INSTALLED, Needs, found, healthy, kinds, only, with_gpu, with_software
 from tests.support.sysroots import EIGHT_H100, ONE_GH200, ONE_GH200_CDMM, QUAD_GH200, Host
+from tests.support.waiting import LIMIT_S
 
 
 def test_a_healthy_machine_gives_no_alarm(tmp_path: Path) -> None:
@@ -236,7 +237,7 @@ print(subprocess.Popen(sleep, env={**os.environ, "SO_TUI_RUN": "/runs/left-behin
 """
     pid = int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
     try:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + LIMIT_S
         while "so_tui_trainer" not in Path(f"/proc/{pid}/cmdline").read_text() and time.monotonic() < deadline:
             time.sleep(0.01)
         (finding,) = (one for one in findings(inspect_machine()) if one.code == "orphaned-trainers" and str(pid) in one.evidence)

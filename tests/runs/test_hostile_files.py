@@ -24,6 +24,7 @@ from so_tui.ui.series import Axis
 from so_tui.ui.step_series import StepSeries
 from so_tui.ui.widgets.plot import fit_scale, spans
 from tests.support.hostile_files import link_device, make_pipe, make_sparse
+from tests.support.waiting import LIMIT_S
 
 Step = Callable[..., StepRecord]
 
@@ -81,12 +82,12 @@ def test_a_hostile_segment_or_index_does_not_hold_up_a_reader(make: Callable[[Pa
     begun = time.monotonic()
     reader = RunReader(run)
     while reader.poll().more:
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - begun < LIMIT_S
     reader.poll()
     assert reader.latest is not None
     assert reader.latest.step == 200
     assert concluded(run, RunState(name=run.name, state="training", attempt=1)).code is OutcomeCode.UNOBSERVED
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < LIMIT_S
 
 
 @pytest.mark.parametrize(

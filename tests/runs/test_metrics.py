@@ -32,6 +32,7 @@ from so_tui.runs.records import (
     WarningRecord,
 )
 from so_tui.runs.segments import segments
+from tests.support.waiting import LIMIT_S
 
 Step = Callable[..., StepRecord]
 
@@ -225,7 +226,7 @@ def test_a_killed_writer_leaves_whole_records_and_the_next_attempt_goes_on(run: 
     for attempt in range(1, 6):
         begin = reader.latest.step + 1 if reader.latest else 0
         writer = subprocess.Popen([sys.executable, "-c", WRITE_FOREVER, str(run.path), str(attempt), str(begin)], cwd=Path.cwd())
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + LIMIT_S
         while len(steps) < 300 * attempt and time.monotonic() < deadline:
             steps += [record.step for record in reader.poll().records if isinstance(record, StepRecord)]
         os.kill(writer.pid, signal.SIGKILL)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import stat
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.support.users import SharedMachine
+from tests.support.waiting import LIMIT_S
 
 PLANTED = '__attribute__((constructor)) static void run(void) { puts("planted"); }\n'
 LOAD = """
@@ -148,6 +148,5 @@ print("loaded", flush=True)
         )
         done = machine.other.python(code, str(folder), name, str(source))
         assert done.returncode == 0, done.stderr
-        deadline = time.monotonic() + 20
-        out, err = process.communicate(timeout=deadline - time.monotonic())
+        out, err = process.communicate(timeout=LIMIT_S)
     assert (process.returncode, out) == (0, "loaded\n"), err

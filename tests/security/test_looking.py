@@ -18,6 +18,7 @@ from so_tui.runs.manifest import run_id
 from so_tui.runs.records import Process, State
 from tests.support.hostile_run import gone, open_to_all, write_hostile_run
 from tests.support.users import SharedMachine, User
+from tests.support.waiting import LIMIT_S, wait_until
 
 pytestmark = pytest.mark.system
 
@@ -130,7 +131,7 @@ def look_in_every_way(user: User, run: RunDirectory) -> dict[str, subprocess.Com
             watching.wait(timeout=max(0.1, began + 7 - time.monotonic()))  # it looks after the supervisor every 5 s
         except subprocess.TimeoutExpired:
             watching.send_signal(signal.SIGINT)
-            watching.wait(timeout=10)
+            watching.wait(timeout=LIMIT_S)
     return done
 
 
@@ -225,12 +226,10 @@ def test_a_run_of_ones_own_is_attached_to_and_what_merely_claims_to_be_its_proce
     with viewer.start(viewer.interpreter, "-c", SLEEPER, SO_TUI_RUN=str(run.path), SO_TUI_RUN_ID=known, SO_TUI_ATTEMPT="1") as member:
         try:
             assert viewer.so_tui("runs", "--runs-dir", str(folder)).returncode == 0
-            assert member.wait(timeout=30) == -signal.SIGTERM, "the request to stop is overdue"
+            assert member.wait(timeout=LIMIT_S) == -signal.SIGTERM, "the request to stop is overdue"
         finally:
             member.kill()
-    deadline = time.monotonic() + 20
-    while read_state(run).state == "training" and time.monotonic() < deadline:
-        time.sleep(0.2)
+    wait_until(lambda: read_state(run).state != "training")
     assert read_state(run).code == "stop-overdue"
     assert scene.bystander.poll() is None
     assert not scene.proof.exists()

@@ -13,6 +13,7 @@ import pytest
 from so_tui.runs import RunDirectory, create_run, new_attempt, write_state
 from so_tui.runs.records import Process, RunState
 from so_tui.spec import find_preset
+from tests.support.waiting import LIMIT_S
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def test_no_file_of_a_run_makes_commands_hang_or_fill_the_memory(run: RunDirecto
                 file.truncate(8 << 30)
     for command in (("runs", "--runs-dir", str(run.path.parent)), ("logs", str(run.path))):
         limited = ["/bin/sh", "-c", 'ulimit -v 2000000; exec "$@"', "sh", sys.executable, "-m", "so_tui", *command]
-        done = subprocess.run(limited, capture_output=True, text=True, timeout=20, check=False)
+        done = subprocess.run(limited, capture_output=True, text=True, timeout=LIMIT_S, check=False)
         assert "Traceback" not in done.stderr
         assert done.returncode in (0, 2)
 

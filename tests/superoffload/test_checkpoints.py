@@ -9,6 +9,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -223,15 +224,17 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_not_damaged(tmp_path:
     other.join()
 
 
-def test_the_clock_requests_a_checkpoint_of_the_next_step(tmp_path: Path, one_rank: Ranks) -> None:
+def test_the_clock_requests_a_checkpoint_of_the_next_step(tmp_path: Path, one_rank: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("so_tui_trainer.control.time", SimpleNamespace(monotonic=lambda: now[0]))
     run = RunDirectory(tmp_path)
-    watched = Control(run, one_rank, every_s=0.2)
+    watched = Control(run, one_rank, every_s=20.0)
     assert [watched.poll() for _ in range(2)] == [frozenset(), frozenset()]
-    time.sleep(0.2)
+    now[0] += 20
     assert [watched.poll() for _ in range(3)] == [frozenset(), {"checkpoint"}, frozenset()]
-    time.sleep(0.15)
+    now[0] += 15
     watched.saved()  # for another reason, which starts a whole new interval
-    time.sleep(0.1)
+    now[0] += 10
     assert [watched.poll() for _ in range(2)] == [frozenset(), frozenset()]
     control.request(run, "checkpoint")
     assert [watched.poll() for _ in range(3)] == [frozenset(), {"checkpoint"}, frozenset()]

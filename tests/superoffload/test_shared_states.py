@@ -16,13 +16,7 @@ from so_tui.machine.memory import available_bytes
 from so_tui.machine.system_files import SystemFiles
 from superoffload.memory_layout import MemorySize, Segment
 from superoffload.shared_states import MEMORY_NAME, SharedStates
-
-SHARED = Path("/dev/shm")
-
-
-def free_bytes() -> int:
-    room = os.statvfs(SHARED)
-    return room.f_bfree * room.f_frsize
+from tests.support.shared_memory import SHARED_MEMORY, files_in_shared_memory, named_after
 
 
 def bf16(numel: int) -> MemorySize:
@@ -36,20 +30,19 @@ def own_memory() -> list[str]:
 
 
 def test_it_takes_no_room_in_dev_shm_and_has_no_name_there() -> None:
-    names, free = set(SHARED.iterdir()), free_bytes()
     states = SharedStates(bf16(4_000_000), torch.bfloat16, pin=False)
     for view in (states.staging(0), states.master_weights(0), *states.moments(0)):
         view.fill_(1.0)  # pages are allocated on the first write
+    mapped = [line.split()[3] for line in Path("/proc/self/maps").read_text().splitlines() if f"memfd:{MEMORY_NAME}" in line]
+    assert mapped
+    device = SHARED_MEMORY.stat().st_dev
+    assert f"{os.major(device):02x}:{os.minor(device):02x}" not in mapped, "room is counted by file system"
     assert own_memory()
-    during = free_bytes()
-    assert set(SHARED.iterdir()) == names
+    assert not files_in_shared_memory(os.getpid())
     del view
     states.close()
-    # Half, because other processes on this machine may use /dev/shm, too.
-    assert free - during < states.bytes / 2
-    assert free - free_bytes() < states.bytes / 2
-    assert set(SHARED.iterdir()) == names
     assert not own_memory()
+    assert not named_after(os.getpid())
 
 
 def test_more_than_the_host_has_is_refused_before_anything_is_allocated() -> None:

@@ -25,6 +25,8 @@ from superoffload.transfers import HostTransfers
 from tests.support import engine as support
 from tests.support.reference_adamw import Reference, core_of
 
+WATCHDOG_TIMEOUT_S = 30.0
+
 pytestmark = pytest.mark.slow
 
 STEPS = 20
@@ -263,14 +265,17 @@ def test_a_killed_worker_is_reported_within_seconds(clipping: float, tmp_path: P
             support.train(made, support.batches(2))
             superoffload.synchronize(made)
         assert caught.value.code == "worker-ended"
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < WATCHDOG_TIMEOUT_S, "the watchdog did not have to find it"
         with pytest.raises(superoffload.WorkerLostError):
             superoffload.save_state(made, tmp_path)
 
 
-def test_a_stopped_worker_is_reported_after_the_watchdog_timeout() -> None:
-    with support.engine(support.spec("superoffload", 1.0), watchdog_timeout_s=0.5) as made:
+def test_a_stopped_worker_is_reported_after_the_watchdog_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    with support.engine(support.spec("superoffload", 1.0), watchdog_timeout_s=WATCHDOG_TIMEOUT_S) as made:
         support.train(made, support.batches(2))
+        superoffload.synchronize(made)
+        client = core_of(made)._cpu._client
+        monkeypatch.setattr(client, "_watchdog_timeout_s", 0.5)  # only now: a busy machine may start the worker for longer
         os.kill(superoffload.worker_pid(made), signal.SIGSTOP)  # type: ignore[arg-type]
         with pytest.raises(superoffload.WorkerLostError, match=r"during step of sub-group .*stopped \(SIGSTOP") as caught:  # noqa: PT012
             support.train(made, support.batches(2))

@@ -25,26 +25,25 @@ from superoffload.memory_layout import Moments
 from superoffload.shared_states import MEMORY_NAME
 from superoffload.transfers import HostTransfers, Transfer
 from tests.support import engine as support
-
-
-def own_shared_memory() -> set[str]:
-    """Return the named shared memory of this process and its group. DeepSpeed's and torch's names have the port or the process id."""
-    marks = (str(os.getpid()), os.environ["MASTER_PORT"])
-    return {path.name for path in Path("/dev/shm").iterdir() if any(mark in path.name for mark in marks)}
+from tests.support.shared_memory import files_in_shared_memory, named_after
+from tests.support.waiting import LIMIT_S
 
 
 def test_nothing_is_left_behind() -> None:
     support.ensure_process_group()
-    before = own_shared_memory()
+    numbers = os.getpid(), int(os.environ["MASTER_PORT"])  # DeepSpeed's and torch's names have one of them
+    before, used = named_after(*numbers), files_in_shared_memory(os.getpid())
     with support.engine(support.spec("superoffload", 1.0)) as made:
         support.train(made, support.batches(1))
         pid = superoffload.worker_pid(made)
         assert pid is not None
         assert "torch" not in Path(f"/proc/{pid}/maps").read_text()
+        assert (files_in_shared_memory(pid), files_in_shared_memory(os.getpid())) == (set(), used)
     assert not Path(f"/proc/{pid}").exists()
     gc.collect()
     assert MEMORY_NAME not in Path("/proc/self/maps").read_text()
-    assert own_shared_memory() == before
+    assert files_in_shared_memory(os.getpid()) == used
+    assert named_after(pid, *numbers) == before
     superoffload.close(made)  # a second call is harmless
 
 
@@ -115,7 +114,7 @@ def test_a_worker_without_settings_ends_with_the_process_that_started_it() -> No
         worker_process = os.pidfd_open(int(starter.stdout.readline()))
         starter.kill()
     try:
-        assert select.select([worker_process], [], [], 10)[0]
+        assert select.select([worker_process], [], [], LIMIT_S)[0]
     finally:
         signal.pidfd_send_signal(worker_process, signal.SIGKILL)
         for descriptor in (ours, theirs, waits, ends, worker_process):
@@ -125,6 +124,6 @@ def test_a_worker_without_settings_ends_with_the_process_that_started_it() -> No
 @pytest.mark.parametrize("settings", [b"", b'{"cpus": [0]', b'{"cpus": [0]}'])
 def test_a_worker_whose_settings_were_cut_short_ends(settings: bytes) -> None:
     command = [sys.executable, "-I", "-S", worker.__file__, str(os.getpid())]
-    done = subprocess.run(command, input=settings, capture_output=True, timeout=20, check=False)
+    done = subprocess.run(command, input=settings, capture_output=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 1
     assert b"Traceback" not in done.stderr

@@ -26,6 +26,7 @@ from so_tui.ui.widgets.chart import Chart
 from so_tui.ui.widgets.field import FieldRow
 from so_tui.ui.widgets.styled_lines import StyledLines
 from tests.support.make_run import quad_machine
+from tests.support.waiting import LIMIT_S
 
 SIZES = [(80, 24), (120, 36)]
 WidgetType = TypeVar("WidgetType", bound=Widget)
@@ -56,7 +57,7 @@ class Driver:
         expected = field.value + text
         await self.until(lambda: field.value == expected)
 
-    async def until(self, happened: Callable[[], object], limit_s: float = 20) -> None:
+    async def until(self, happened: Callable[[], object], limit_s: float = LIMIT_S) -> None:
         """Wait until ``happened`` returns something true, and everything on the screen is drawn.
 
         Raises:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from so_tui_trainer.tools.hub import stay_offline_when_cut_off
+from tests.support.waiting import LIMIT_S
 
 _PROXIES = ("HF_HUB_OFFLINE", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
@@ -38,7 +39,7 @@ def test_a_name_server_that_is_silent_is_not_waited_for(monkeypatch: pytest.Monk
     over = threading.Event()
 
     def silent(*_: Any, **__: Any) -> None:
-        over.wait(30)
+        over.wait(LIMIT_S)
         raise socket.gaierror("no answer")
 
     monkeypatch.setattr(socket, "getaddrinfo", silent)
@@ -47,4 +48,4 @@ def test_a_name_server_that_is_silent_is_not_waited_for(monkeypatch: pytest.Monk
     took_s = time.monotonic() - began
     over.set()
     assert os.environ["HF_HUB_OFFLINE"] == "1"
-    assert took_s < 6
+    assert took_s < LIMIT_S / 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -48,11 +47,9 @@ def test_the_rate_is_that_of_a_tensor_that_takes_long_enough(
 def test_two_ranks_measure_and_the_first_one_records_it(tmp_path: Path) -> None:
     run = create_run(tiny(nodes="2", gpus="1"), tmp_path)
     attempt = new_attempt(run)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    meeting = f"file://{tmp_path / 'meeting'}"
     python = [sys.executable, "-W", "error::FutureWarning"]  # of older names of torch's functions
-    ranks = [subprocess.Popen([*python, "-c", _RANK, address, str(rank), str(run.path)]) for rank in range(2)]
+    ranks = [subprocess.Popen([*python, "-c", _RANK, meeting, str(rank), str(run.path)]) for rank in range(2)]
     assert [rank.wait(120) for rank in ranks] == [0, 0]
     rate = read_network_rate(run, attempt)
     assert rate is not None

@@ -10,6 +10,7 @@ import torch
 from so_tui_trainer.data.batches import Batches, MicroBatch
 from so_tui_trainer.data.prefetcher import PREFETCH_DEPTH, Prefetcher
 from tests.support.documents import documents, spec
+from tests.support.waiting import LIMIT_S
 
 CPU = torch.device("cpu")
 
@@ -36,7 +37,7 @@ def test_it_is_ahead_but_not_by_much_and_leaves_no_thread() -> None:
     before = threading.active_count()
     with Prefetcher(source(), CPU) as prefetcher:
         next(prefetcher)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + LIMIT_S
         while len(made) < 1 + PREFETCH_DEPTH and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(0.05)

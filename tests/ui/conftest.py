@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -30,6 +31,12 @@ def _no_idle_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("textual._wait.SLEEP_GRANULARITY", NAP_S)
     monkeypatch.setattr("textual._wait.SLEEP_IDLE", NAP_S / 2)
     monkeypatch.setattr("so_tui.ui.screens.dashboard.POLL_S", 0.1)
+
+
+@pytest.fixture
+def _unhurried_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let one poll read as much as it can. By the clock, a busy machine gets less far, which the next poll of a screen makes up for."""
+    monkeypatch.setattr("so_tui.runs.metrics.time", SimpleNamespace(monotonic=lambda: 0.0))
 
 
 @pytest.fixture

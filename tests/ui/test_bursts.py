@@ -31,7 +31,7 @@ def typed(text: str) -> list[str]:
 
 async def value(ui: Driver, selector: str, expected: str) -> None:
     """Wait until a text field holds a text."""
-    await ui.until(lambda: ui.screen.query(selector) and ui.find(selector, Input).value == expected, limit_s=5)
+    await ui.until(lambda: ui.screen.query(selector) and ui.find(selector, Input).value == expected)
 
 
 async def test_a_name_typed_after_find_in_configure(runs_dir: Path) -> None:
@@ -83,4 +83,4 @@ async def test_moves_in_the_form_are_all_made(runs_dir: Path) -> None:
         await ui.configure()
         rows = ui.find("FormPanel", FormPanel).rows
         burst(ui, "down", "down", "down", "up")
-        await ui.until(lambda: rows[1].has_focus_within, limit_s=5)
+        await ui.until(lambda: rows[1].has_focus_within)

@@ -15,6 +15,8 @@ from so_tui.ui.widgets.log import LogView
 from tests.support.make_run import STEP_S, quad_machine, write_run
 from tests.support.screen import SIZES, opened
 
+pytestmark = pytest.mark.usefixtures("_unhurried_reading")
+
 NOW = 1_700_000_000.0
 
 

@@ -308,9 +308,9 @@ async def test_a_run_found_lost_is_resumed_by_the_users_word(runs_dir: Path, mon
     run = write_run(runs_dir, steps=10, seconds_of_samples=2, name="far")
     before = time.time() - 120
     os.utime(run.state_path, (before, before))
-    monkeypatch.setattr("so_tui.runs.liveness.STALE_S", 2.0)
     async with opened(runs_dir, open_run=run) as ui:
         await ui.state_shown("checking")
+        monkeypatch.setattr("so_tui.runs.liveness.STALE_S", 0.5)
         await ui.state_shown("lost")
         await ui.until(lambda: "r Resume" in ui.key_line)
         await ui.press("r")

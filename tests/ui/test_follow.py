@@ -27,6 +27,8 @@ from tests.support.long_run import FIRST, SEGMENT_STEPS, write_long_run
 from tests.support.make_run import plan_for, quad_machine, sample, write_run
 from tests.support.records import step_record
 
+pytestmark = pytest.mark.usefixtures("_unhurried_reading")
+
 
 def later(record: StepRecord, **changes: object) -> StepRecord:
     import msgspec

@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+from tests.support.waiting import LIMIT_S
+
 IGNORING_HANGUP = "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); from so_tui.cli import main; sys.exit(main())"
 
 
@@ -19,12 +21,12 @@ def test_a_screen_that_lost_its_terminal_ends(tmp_path: Path) -> None:
     command = [sys.executable, "-c", IGNORING_HANGUP]
     screen = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment, start_new_session=True)
     os.close(terminal)
-    painted, deadline = 0, time.monotonic() + 30
+    painted, deadline = 0, time.monotonic() + LIMIT_S
     while painted < 2_000 and time.monotonic() < deadline:
         if select.select([controller], [], [], 0.5)[0]:
             painted += len(os.read(controller, 65536))
     os.close(controller)
     try:
-        assert screen.wait(timeout=20) >= 0
+        assert screen.wait(timeout=LIMIT_S) >= 0
     finally:
         screen.kill()

@@ -26,6 +26,7 @@ from tests.support.machines import x86
 from tests.support.make_run import quad_machine, write_run
 from tests.support.planning import CPU_ONLY
 from tests.support.screen import SIZES, opened
+from tests.support.waiting import LIMIT_S
 
 
 def never(*_: object, **__: object) -> RunDirectory:
@@ -134,7 +135,7 @@ async def test_a_late_inspection_of_this_machine_does_not_replace_another(runs_d
     make = messages.Loaded.__init__
 
     def inspected() -> Machine:
-        late.wait(15)
+        late.wait(LIMIT_S)
         return inspect_machine()
 
     def noted(self: messages.Loaded, catalog: Catalog, machine: Machine, machine_file: str) -> None:
@@ -167,7 +168,7 @@ async def test_no_key_is_offered_before_it_can_do_anything(runs_dir: Path, monke
     planned = threading.Event()
 
     def slowly(*given: Any) -> Any:
-        planned.wait(15)
+        planned.wait(LIMIT_S)
         return plan_table(*given)
 
     monkeypatch.setattr("so_tui.plan.plan_table", slowly)

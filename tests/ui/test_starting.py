@@ -21,6 +21,7 @@ from so_tui.ui.widgets.chart import Chart
 from tests.support.make_run import write_run
 from tests.support.planning import CPU_ONLY
 from tests.support.screen import SIZES, Driver, opened
+from tests.support.waiting import LIMIT_S
 
 pytestmark = pytest.mark.usefixtures("_short_form")
 
@@ -37,7 +38,7 @@ class Starter:
 
     def __call__(self, launch: Launch, **_: object) -> RunDirectory:
         self.asked.append(launch.spec)
-        self.ready.wait(15)
+        self.ready.wait(LIMIT_S)
         return write_run(self.runs_dir, steps=3, seconds_of_samples=2)
 
 
@@ -154,7 +155,7 @@ async def test_a_launch_that_is_refused_leads_back_to_where_it_was_confirmed(run
     ready = threading.Event()
 
     def start(*_: object, **__: object) -> RunDirectory:
-        ready.wait(15)
+        ready.wait(LIMIT_S)
         raise Refused([Refusal("gpu-in-use", "GPU 0 is used by another run")])
 
     async with opened(runs_dir, start=start) as ui:
@@ -225,7 +226,7 @@ async def test_a_command_shows_the_checks_at_once_and_then_the_run(
     def check(launch: Launch, *, begins: Callable[[Check], object], **_: object) -> tuple[Launch, tuple[str, ...]]:
         begins("files")
         begins("inputs")
-        ready.wait(15)
+        ready.wait(LIMIT_S)
         return launch, ()
 
     monkeypatch.setattr("so_tui.launch.preflight", check)

@@ -127,13 +127,13 @@ OTHERS = ("pynvml", "importlib.metadata", "so_tui.plan.planner", "so_tui.plan.fi
 async def main():
     app = SoTuiApp(runs_dir=sys.argv[2], open_run=RunDirectory(sys.argv[1]))
     async with app.run_test() as pilot:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not app.runs:
                 await asyncio.sleep(0.02)
         await pilot.pause()
         print([name for name in OTHERS if name in sys.modules], app.machine)
         await pilot.press("1")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while app.machine is None:
                 await asyncio.sleep(0.02)
         print(app.catalog is not None)

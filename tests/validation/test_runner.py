@@ -23,9 +23,17 @@ FOUND = MachineFound(
 EMPTY = Report(so_tui="1", begun="2026-11-25T00:00:00+00:00", host="alps", gpus=1, shape="tiny, 6 layers", outcomes=())
 
 
-def part(key: str, estimate_s: float, done: list[str], fails: Callable[[], BaseException | None] = lambda: None) -> Measurement:
-    def measure(_tell: Callable[[str], None], _limit_s: float) -> MachineFound:
+def part(
+    key: str,
+    estimate_s: float,
+    done: list[str],
+    fails: Callable[[], BaseException | None] = lambda: None,
+    limits: list[float] | None = None,
+) -> Measurement:
+    def measure(_tell: Callable[[str], None], limit_s: float) -> MachineFound:
         done.append(key)
+        if limits is not None:
+            limits.append(limit_s)
         if (error := fails()) is not None:
             raise error
         return FOUND
@@ -92,7 +100,7 @@ def test_time_that_measurements_take_counts() -> None:
         return FOUND
 
     slow = Measurement("slow", "slow", 0.1, slowly)
-    found = run(EMPTY, [slow, part("b", 0.2, done)], 0.4, lambda _: None, lambda *_: None)
+    found = run(EMPTY, [slow, part("b", 59.8, done)], 60.0, lambda _: None, lambda *_: None)
     assert [outcome.state for outcome in found.outcomes] == ["measured", "left-out"]
 
 
@@ -118,8 +126,8 @@ def test_a_part_that_hangs_is_given_up_at_its_limit_and_the_next_one_follows(mon
     assert limits == [pytest.approx(0.25)]
     assert [outcome.state for outcome in found.outcomes] == ["timed-out", "measured"]
     assert found.complete
-    run(EMPTY, [Measurement("a", "a", 0.5, hang)], 0.6, lambda _: None, lambda *_: None)
-    assert limits[1] == pytest.approx(0.7, abs=0.05), "no part goes on for long after the time of all parts"
+    run(EMPTY, [part("c", 30.0, done, limits=limits)], 60.0, lambda _: None, lambda *_: None)
+    assert 30.1 < limits[1] <= 60.1, "no part goes on for long after the time of all parts"
 
 
 @pytest.mark.parametrize("content", ["{", '{"schema": 1}', "[]", "\x00"])

@@ -56,6 +56,8 @@ def train(run: RunDirectory, attempt: int) -> int:
             raise ConnectionError("closed by peer")
         if (run.control_dir / "stop").exists() and "stubborn" not in MANNERS:
             return leave(writer, run, attempt, step, "stopped")
+    while "held" in MANNERS and not (run.path / "released").exists():
+        time.sleep(STEP_S)
     return leave(writer, run, attempt, steps, "finished")
 
 
