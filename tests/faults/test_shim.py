@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults import shim
+from tests.support.waiting import LIMIT_S
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def faults(tmp_path: Path) -> shim.Shim:
 def told(faults: shim.Shim, code: str, *arguments: object) -> str:
     """Run Python code under the faults, and return what it prints."""
     argv = [sys.executable, "-I", "-c", f"import errno, fcntl, os, sys, time\n{code}", *map(str, arguments)]
-    return subprocess.run(argv, env=faults.environment(), capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+    return subprocess.run(argv, env=faults.environment(), capture_output=True, text=True, check=True, timeout=LIMIT_S).stdout.strip()
 
 
 WRITE = """
@@ -85,7 +86,7 @@ print(time.time() - before[0], time.monotonic() - before[1])
         assert process.stdout is not None
         process.stdout.readline()
         faults.set_clock(offset_s)
-        jumped, passed = map(float, process.communicate("\n", timeout=30)[0].split())
+        jumped, passed = map(float, process.communicate("\n", timeout=LIMIT_S)[0].split())
     assert jumped - passed == pytest.approx(offset_s, abs=1)
 
 

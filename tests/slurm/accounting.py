@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 TOOLS = ("mariadb-install-db", "mariadbd", "slurmdbd", "sacctmgr", "sacct")
 ACCOUNT = "project"
 """The account that may be charged."""
-_READY_S = 60.0
+_READY_S = 120.0
 _DATABASE = """
 CREATE DATABASE slurm_acct_db;
 CREATE USER 'slurm'@'127.0.0.1' IDENTIFIED BY 'simulated';

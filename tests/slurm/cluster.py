@@ -21,7 +21,7 @@ from tests.slurm import accounting
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "scancel", "sinfo", "srun", "unshare")
 NODES = ("n1", "n2")
 _SYSTEM_PATH = "/usr/sbin:/sbin"
-_READY_S = 30.0
+_READY_S = 120.0
 
 # Rules of TACC Vista: options that its job_submit plugin refuses.
 _RULES = """
@@ -117,7 +117,8 @@ class Cluster:
         """Kill a node as when its power fails: its slurmd, every step before it can report, and the processes of its jobs."""
         self._a_node_failed = True
         for pid in self._steps(node):
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self._daemons[node].kill()
         for pid in self.processes(node):
             with contextlib.suppress(ProcessLookupError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 
 from so_tui.launch.executors.slurm import commands
 from tests.slurm.cluster import NODES, Cluster, missing, running_cluster
+from tests.support.waiting import wait_until
 
 QUICKLY = Path(__file__).with_name("quickly.toml")
 
@@ -53,9 +53,6 @@ def _polled_quickly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def busy(cluster: Cluster) -> Iterator[Cluster]:
     """Fill both nodes with another job."""
     job = cluster.run("sbatch", "--parsable", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 300").strip()
-    deadline = time.monotonic() + 20
-    while "RUNNING" not in cluster.jobs():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: "RUNNING" in cluster.jobs())
     yield cluster
     cluster.run("scancel", job)

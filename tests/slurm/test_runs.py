@@ -27,6 +27,7 @@ from tests.slurm.cluster import NODES, Cluster
 from tests.slurm.submitting import ended, submit, wait_for
 from tests.support.launching import records, tiny
 from tests.support.make_run import quad_machine
+from tests.support.waiting import LIMIT_S
 
 pytestmark = pytest.mark.system
 
@@ -178,6 +179,7 @@ def test_many_screens_ask_slurm_once_in_an_interval(cluster: Cluster, tmp_path: 
         return asked[-1]
 
     monkeypatch.setattr(commands, "own_jobs", counted)
+    monkeypatch.setattr("so_tui.launch.executors.slurm.queue._WAIT_S", LIMIT_S)  # however long squeue takes
     answers = [queue("simulated", 30) for _ in range(20)]
     assert len(asked) == 1
     assert len({msgspec.json.encode(answer) for answer in answers}) == 1
@@ -207,5 +209,5 @@ def losses(run: RunDirectory) -> list[float]:
 def test_the_command_follows_a_job_to_its_end(cluster: Cluster, tmp_path: Path) -> None:
     argv = [sys.executable, "-P", "-m", "so_tui", "run", "tiny", "--partition", "main", "--set", "train.steps=2", "--plain"]
     argv += ["--runs-dir", str(tmp_path)]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=400)
     assert done.returncode == 0, done.stderr

@@ -145,7 +145,7 @@ from so_tui.ui.app import SoTuiApp
 async def main():
     app = SoTuiApp()
     async with app.run_test(size=(120, 40)) as pilot:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 100
         while "(embedded)" not in app.export_screenshot():
             assert time.monotonic() < deadline, "no preset on the screen"
             await pilot.pause(0.1)
