@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from so_tui.ui.chart_metrics import Metric
 from so_tui.ui.glyphs import GlyphName
+from so_tui.ui.line_looks import Look, look_of
 from so_tui.ui.loads import Sampled
 from so_tui.ui.series import Line
-from so_tui.ui.widgets.chart import RUN_ROLES, Chart
+from so_tui.ui.widgets.chart import Chart
 
 
 def chart_of(metric: Metric, glyphs: GlyphName) -> Chart:
@@ -28,12 +30,13 @@ def chart_of(metric: Metric, glyphs: GlyphName) -> Chart:
 
 
 def sampled_lines(
-    metric: Metric, sampled: Mapping[str, tuple[Sampled, ...]], *, alone: bool = True, whole: bool = False
+    metric: Metric, sampled: Mapping[str, tuple[Sampled, ...]], *, alone: bool = True, whole: bool = False, coloured: bool = True
 ) -> list[tuple[Line, str]]:
     """Return the lines of a metric with their names in the heading; limits first, so that values are drawn over them.
 
-    Several GPUs, nodes or hosts have a colour each, unless other runs are laid over them, whose colours these are. In a heading, those
-    after the first are numbers alone; with ``whole`` every name says everything.
+    Several GPUs, nodes or hosts have a colour each, unless other runs are laid over them, whose colours these are; a sign where colours
+    would be used again, or nothing is ``coloured``. In a heading, those after the first are numbers alone; with ``whole`` every name says
+    everything.
     """
     pairs = [(limit.line("limit"), "limit" if whole or not at else "") for at, limit in enumerate(sampled.get(metric.limit, ()))]
     several = len({line.host for name in metric.samples for line in sampled.get(name, ())}) > 1
@@ -49,7 +52,8 @@ def sampled_lines(
         for at, line in enumerate(lines):
             place = f"{line.host} {line.index}" if several else str(line.index)
             word = place if at and not whole else f"{called}{':' if called else ''} {kind} {place}".strip()
-            pairs.append((line.line(RUN_ROLES[drawn % len(RUN_ROLES)] if alone else role), word))
+            look = look_of(drawn, coloured=coloured) if alone else Look(role, "")
+            pairs.append((replace(line.line(look.role), sign=look.sign), word))
             drawn += 1
     return pairs
 

@@ -18,21 +18,13 @@ from so_tui.ui.chart_metrics import EVALUATIONS, Metric
 from so_tui.ui.loads import Loads
 from so_tui.ui.series import Line
 from so_tui.ui.step_series import FollowedSteps, StepSeries, evaluation_line, mean_of
-from so_tui.ui.widgets.chart import RUN_ROLES
 
 _log = logging.getLogger(__name__)
 
-SIGNS = "●▲■◆"
-"""Marks of runs in the legend: more runs than colours differ in their marks."""
 POLL_S = 5.0
 """How often a run is looked at again once all of it is known."""
 READ_S = 0.2
 """How long one look may take: the followed run waits."""
-
-
-def colour_of(index: int) -> tuple[str, str]:
-    """Return mark and role of the run that was chosen as this one."""
-    return SIGNS[index // len(RUN_ROLES) % len(SIGNS)], RUN_ROLES[index % len(RUN_ROLES)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +44,15 @@ class Overlaid:
     sampled: Mapping[str, tuple[Line, ...]] = field(default_factory=dict)
     """Numbers of the samples by name, a line for each GPU, node or host."""
 
-    def lines(self, metric: Metric, role: str) -> list[Line]:
-        """Return the lines of a metric of which there is any value."""
+    def lines(self, metric: Metric, role: str, sign: str = "") -> list[Line]:
+        """Return the lines of a metric of which there is any value. They look alike: they are the run's."""
         if metric.key == EVALUATIONS:
             found = [] if self.evaluations is None else [self.evaluations]
         elif metric.samples:
             found = [line for name in metric.samples for line in self.sampled.get(name, ())]
         else:
             found = [line for name in metric.fields if (line := self._line(name, role)) is not None]
-        return [replace(line, role=role) for line in found if line.series.extremes(0, line.length) is not None]
+        return [replace(line, role=role, sign=sign) for line in found if line.series.extremes(0, line.length) is not None]
 
     def _line(self, field: str, role: str) -> Line | None:
         """Return a field of the step records, its mean where there is one; None where it has not been read."""

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from so_tui.runs.comparison import result_text
 from so_tui.runs.results import RunResults
+from so_tui.ui.line_looks import Look
 from so_tui.ui.loss_curve import LossCurve
 from so_tui.ui.runlist import RunRow
 from so_tui.ui.text import age, memory, shorten
@@ -43,15 +44,15 @@ SORTED_COLUMNS = {
 HIGHEST_FIRST = ("step", "tokens/s", "MFU")
 
 
-def cells_of(row: RunRow, curve: LossCurve | None, colours: Mapping[str, str], *, mark: str = "") -> Cells:
-    """Return the cells of a run; ``colours`` are the theme's, by name. A marked run has the colour ``mark``, that of its line."""
+def cells_of(row: RunRow, curve: LossCurve | None, colours: Mapping[str, str], *, mark: Look | None = None) -> Cells:
+    """Return the cells of a run; ``colours`` are the theme's, by name. A marked run has the colour and the sign of its line."""
     state = row.state
     sign, style = SIGNS.get(row.shown_state, ("?", "$faint"))
     faint = colours["faint"]
     step = f"{thousands(state.step)} / {thousands(state.total_steps)}" if state.total_steps else thousands(state.step)
     results = curve.results if curve is not None else RunResults()
     return {
-        MARK: Text("▸" if mark else " ", style=colours[mark or "accent"]),
+        MARK: Text((mark.sign or "▸") if mark else " ", style=colours[mark.role if mark else "accent"]),
         "state": Text(f"{sign} {row.shown_state}", style=colours[style.removeprefix("$")]),
         "name": Text(shorten(row.run.name, 28)),
         "model": Text(shorten(model_of(row), 24), style=faint),

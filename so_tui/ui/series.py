@@ -147,6 +147,8 @@ class Line:
     """None for samples, which have times only."""
     role: str
     """Component class of the chart, such as ``raw`` (dimmed), ``main``, ``second`` or ``band``."""
+    sign: str = ""
+    """A letter that tells it from lines of the same colour (``line_looks``); empty where none is needed."""
 
 
 @dataclass(frozen=True, slots=True)

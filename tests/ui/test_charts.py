@@ -19,6 +19,7 @@ from so_tui.runs.records import EvaluationRecord
 from so_tui.ui.chart_layout import EMAS, GRIDS, ChartLayout, layout_path, load_layout, page_of, save_layout
 from so_tui.ui.chart_metrics import METRICS
 from so_tui.ui.dialogs.choose_metrics import ChooseMetrics, matching, weight_of
+from so_tui.ui.line_looks import RUN_ROLES, SIGNS, look_of
 from so_tui.ui.overlay import steps_at
 from so_tui.ui.panels.charts import ChartPanel
 from so_tui.ui.panels.legend import RunLegend, wrapped
@@ -251,6 +252,40 @@ async def test_evaluations_and_samples_of_other_runs_are_laid_over(runs_dir: Pat
         await ui.until(lambda: re.search(r"other \d{3}", legend.content.plain))
 
 
+@pytest.mark.parametrize("colours", [True, False])
+async def test_runs_that_no_colour_tells_apart_have_letters(runs_dir: Path, monkeypatch: pytest.MonkeyPatch, colours: bool) -> None:
+    if not colours:
+        monkeypatch.setenv("NO_COLOR", "1")
+        monkeypatch.setenv("SO_TUI_GLYPHS", "ascii")
+    for number in range(10):
+        write_run(runs_dir, steps=30 + number, seconds_of_samples=1, seed=number, state="finished", name=f"run-{number}")
+    run = write_run(runs_dir, steps=40, seconds_of_samples=1)
+    async with opened(runs_dir, (160, 45), open_run=run) as ui:
+        await ui.until(lambda: len(ui.app.runs) == 11)
+        await ui.state_shown("training")
+        await ui.press("v", "a", "enter")
+        await ui.until(lambda: "reading" not in (text := ui.find("RunLegend", RunLegend).content.plain) and text.count("run-") == 10)
+        loss = ui.find("#loss", Chart)
+        await ui.until(lambda: len({(line.role, line.sign) for line in loss.lines[2:]}) == 10)
+        ordered = [ui.app.runs[at].run.name for at in range(11) if ui.app.runs[at].run.path != run.path]
+        signs = ["●"] * 8 + ["a", "b"] if colours else list("abcdefghij")
+        legend = ui.find("RunLegend", RunLegend).content.plain
+        for name, sign in zip(ordered, signs, strict=True):
+            assert f"{sign} {name}" in legend
+        loss.focus()
+        await ui.press("m")
+        await ui.until(lambda: loss.is_maximized)
+        plot = "".join(loss.render_line(row).text for row in range(1, loss.size.height - 1))
+        assert set(re.findall("[a-z]", plot)) == {sign for sign in signs if sign.isalpha()}
+
+
+def test_no_two_of_many_lines_look_alike() -> None:
+    for coloured, count in ((True, 100), (False, len(SIGNS))):
+        looks = [look_of(index, coloured=coloured) for index in range(count)]
+        assert len(set(looks) if coloured else {look.sign for look in looks}) == count
+    assert not any(look_of(index, coloured=True).sign for index in range(len(RUN_ROLES)))
+
+
 async def test_a_chart_is_exported_as_a_picture_and_its_values_as_a_table(runs_dir: Path, tmp_path: Path) -> None:
     save_layout(ChartLayout(shown=("loss", "gpu-power"), grid=(1, 2)))
     run = write_run(runs_dir, steps=60, seconds_of_samples=30, name="one", gpus=2)
@@ -306,7 +341,7 @@ async def test_any_number_of_runs_is_laid_over_and_none_is_missing_in_the_legend
         assert axis is not None
         assert axis.high == 130
         marks = [entry.split()[0] for entry in ui.find("RunLegend", RunLegend).content.plain.replace("\n", "   ").split("   ")]
-        assert marks == ["●"] * 9 + ["▲"] * 4
+        assert marks == ["●"] * 9 + list("abcd")
         await ui.press("x")
         await ui.until(lambda: (now := ui.find("#loss", Chart).axis) and now.unit == "time" and now.high - now.low > 390)
 

@@ -27,7 +27,7 @@ from so_tui.ui.findings import finding_content
 from so_tui.ui.form import GROUPS, HINTS, LENGTH, advanced_paths, edits_between, hint, length_of, values_of, with_edit
 from so_tui.ui.glyphs import chosen_glyphs
 from so_tui.ui.loss_curve import LossCurve
-from so_tui.ui.panels.run_preview import drawn_roles
+from so_tui.ui.panels.run_preview import drawn_looks
 from so_tui.ui.run_columns import COLUMNS, fitted, with_room
 from so_tui.ui.run_details import Comparison
 from so_tui.ui.summary import machine_facts
@@ -274,9 +274,10 @@ def test_names_that_are_shortened_together_stay_different(width: int) -> None:
 def test_marked_runs_have_the_colours_of_their_lines() -> None:
     runs = [RunDirectory(Path(name)) for name in "abcdef"]
     curves = dict.fromkeys(runs[1:], cast("LossCurve", None))
-    roles = drawn_roles(runs, curves)
-    assert list(roles) == runs[1:5], "as many as are drawn, of those that are read"
-    assert len(set(roles.values())) == 4
+    for coloured in (True, False):
+        looks = drawn_looks(runs, curves, coloured=coloured)
+        assert list(looks) == runs[1:5], "as many as are drawn, of those that are read"
+        assert len({look.role if coloured else look.sign for look in looks.values()}) == 4
 
 
 def test_columns_of_the_list_of_runs_are_whole_or_absent() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import msgspec
@@ -17,7 +17,8 @@ from so_tui.ui.chart_metrics import BY_KEY, EVALUATIONS, Metric
 from so_tui.ui.glyphs import GlyphName
 from so_tui.ui.hardware_charts import chart_of, marked_lines, sampled_lines
 from so_tui.ui.kept_lines import KeepsLines
-from so_tui.ui.overlay import Overlaid, colour_of
+from so_tui.ui.line_looks import look_of
+from so_tui.ui.overlay import Overlaid
 from so_tui.ui.series import Axis, Line
 from so_tui.ui.snapshot import Snapshot
 from so_tui.ui.step_series import approximate_name
@@ -194,7 +195,8 @@ class ChartPanel(Container, KeepsLines):
 
     def _show_metric(self, metric: Metric, chart: Chart, shown: Shown, marks: list[Mark]) -> None:
         snapshot = shown.snapshot
-        pairs = _lines(metric, chart, shown)
+        coloured = not self.app.no_color
+        pairs = _lines(metric, chart, shown, coloured=coloured)
         measured = [line for line, _ in pairs if line.series.extremes(0, line.length) is not None]
         sampled = all(name in snapshot.sampled for name in metric.samples[:1])
         known = metric.key == EVALUATIONS or (sampled and all(map(snapshot.has, metric.fields)))
@@ -204,7 +206,8 @@ class ChartPanel(Container, KeepsLines):
             pairs = []
         if shown.beyond_end:
             pairs = [(line, "") for line, _ in pairs]  # the cursor is where only another run has values
-        others = [(line, "") for at, other in enumerate(shown.overlays) for line in other.lines(metric, colour_of(at)[1])]
+        looks = [look_of(at, coloured=coloured) for at in range(len(shown.overlays))]
+        others = [(line, "") for other, look in zip(shown.overlays, looks, strict=True) for line in other.lines(metric, *look)]
         own = _own_notes(metric, chart, shown)
         chart.per, chart.unit = metric.shown_in
         loss = metric.key == "loss"
@@ -221,20 +224,21 @@ class ChartPanel(Container, KeepsLines):
         )
 
 
-def _lines(metric: Metric, chart: Chart, shown: Shown) -> list[tuple[Line, str]]:
-    """Return the lines of a metric with their names in the heading."""
+def _lines(metric: Metric, chart: Chart, shown: Shown, *, coloured: bool) -> list[tuple[Line, str]]:
+    """Return the lines of a metric with their names in the heading. Where nothing is ``coloured``, parts of a step have signs."""
     snapshot, axis = shown.snapshot, shown.axis
     newest = "." if snapshot.training or shown.view.cursor is not None else "last"
     evaluations = [] if snapshot.evaluations is None else [snapshot.evaluations]
     if metric.key == EVALUATIONS:
         return [(line, newest) for line in evaluations]
     if metric.samples:
-        return sampled_lines(metric, snapshot.sampled, alone=not shown.overlays)
+        return sampled_lines(metric, snapshot.sampled, alone=not shown.overlays, coloured=coloured)
     if not all(map(snapshot.has, metric.fields)):
         return []
     if metric.roles:
         named = zip(metric.fields, metric.roles, metric.names, strict=True)
-        return [(snapshot.line(field, role, axis), name) for field, role, name in named]
+        lines = [(snapshot.line(field, role, axis), name) for field, role, name in named]
+        return [(replace(line, sign=look_of(at, coloured=coloured).sign), name) for at, (line, name) in enumerate(lines)]
     field = metric.fields[0]
     if not snapshot.is_smoothed(field):
         pairs = [(snapshot.line(field, metric.role, axis), newest)]

@@ -102,7 +102,7 @@ class HostPanel(Vertical):
             await self.row.mount_all(chart_of(BY_KEY[key], self._glyphs) for key in keys)
             charts = {chart.id: chart for chart in self.row.query(Chart)}
         for key in keys:
-            pairs = sampled_lines(BY_KEY[key], host.sampled)
+            pairs = sampled_lines(BY_KEY[key], host.sampled, coloured=not self.app.no_color)
             marked = marked_lines(BY_KEY[key], host.sampled)
             charts[key].show([line for line, _ in pairs], [name for _, name in pairs], host.axis, marked=marked)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from so_tui.ui.chart_metrics import Metric
-from so_tui.ui.overlay import Overlaid, colour_of
+from so_tui.ui.line_looks import look_of
+from so_tui.ui.overlay import Overlaid
 from so_tui.ui.series import Axis
 from so_tui.ui.snapshot import Snapshot
 from so_tui.ui.text import Content, distinct
@@ -24,8 +25,8 @@ class RunLegend(StyledLines):
         followed, *others = distinct([snapshot.run.name, *(overlaid.run.name for overlaid in overlays)], LONGEST_NAME)
         entries = [Content.assemble(("● ", "$accent"), (followed, "bold"))]
         for index, (overlaid, name) in enumerate(zip(overlays, others, strict=True)):
-            sign, role = colour_of(index)
-            entry = Content.assemble((f"{sign} ", f"${role}"), name)
+            role, sign = look_of(index, coloured=not self.app.no_color)
+            entry = Content.assemble((f"{sign or '●'} ", f"${role}"), name)
             entries.append(entry + Content.styled(f" {_value_text(overlaid, metric, axis, cursor)}", "$faint"))
         self.update(Content("\n").join(wrapped(entries, max(20, self.size.width))))
 

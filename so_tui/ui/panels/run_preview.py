@@ -14,12 +14,13 @@ from textual.widgets import Static
 from so_tui.runs import RunDirectory
 from so_tui.ui.framing import BOTTOM, framed
 from so_tui.ui.glyphs import GlyphName
+from so_tui.ui.line_looks import Look, look_of
 from so_tui.ui.loss_curve import LossCurve, means_note, progress_text
 from so_tui.ui.run_details import facts
 from so_tui.ui.runlist import RunRow
 from so_tui.ui.series import Axis
 from so_tui.ui.text import distinct, plural
-from so_tui.ui.widgets.chart import RUN_ROLES, Chart
+from so_tui.ui.widgets.chart import Chart
 from so_tui.ui.widgets.rule import Rule
 
 MOST_LINES = 4
@@ -30,9 +31,10 @@ VALUE = 12
 """Cells of a value there, with the space between."""
 
 
-def drawn_roles(marked: Sequence[RunDirectory], curves: Mapping[RunDirectory, LossCurve]) -> dict[RunDirectory, str]:
-    """Return the chart roles of those marked runs whose losses are drawn: those of their lines, and of their marks in the list."""
-    return dict(zip([run for run in marked if run in curves], RUN_ROLES[:MOST_LINES], strict=False))
+def drawn_looks(marked: Sequence[RunDirectory], curves: Mapping[RunDirectory, LossCurve], *, coloured: bool) -> dict[RunDirectory, Look]:
+    """Return how those marked runs look whose losses are drawn: their lines, and their marks in the list."""
+    drawn = [run for run in marked if run in curves][:MOST_LINES]
+    return {run: look_of(at, coloured=coloured) for at, run in enumerate(drawn)}
 
 
 class RunPreview(Vertical):
@@ -89,12 +91,13 @@ class RunPreview(Vertical):
         """Show the facts of a run, and its losses or those of the marked runs; ``progress`` is that of an export, ``exported`` the last."""
         title = f"{plural(len(marked), 'marked run')}, losses overlaid" if marked else row.run.name
         self.heading.update(title, progress)
-        roles = drawn_roles(marked, curves) if marked else {run: "main" for run in (row.run,) if run in curves}
-        drawn = [(run, curves[run]) for run in roles]
-        lines = [replace(curve.line, role=roles[run]) for run, curve in drawn]
-        room = self.overlay.heading_room // max(1, len(roles)) - VALUE
+        alone = {run: Look("main", "") for run in (row.run,) if run in curves}
+        looks = drawn_looks(marked, curves, coloured=not self.app.no_color) if marked else alone
+        drawn = [(run, curves[run]) for run in looks]
+        lines = [replace(curve.line, role=looks[run].role, sign=looks[run].sign) for run, curve in drawn]
+        room = self.overlay.heading_room // max(1, len(looks)) - VALUE
         names = (
-            distinct([run.name for run in roles], min(LONGEST_NAME, max(LEAST_NAME, room)))
+            distinct([run.name for run in looks], min(LONGEST_NAME, max(LEAST_NAME, room)))
             if marked
             else [curve.name for _, curve in drawn]
         )

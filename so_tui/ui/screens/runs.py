@@ -19,9 +19,10 @@ from textual.worker import Worker, WorkerState
 
 from so_tui.runs import RunDirectory, delete_run
 from so_tui.spec import SoTuiError
+from so_tui.ui.line_looks import Look
 from so_tui.ui.loss_curve import CurveReader, LossCurve
 from so_tui.ui.messages import Failed
-from so_tui.ui.panels.run_preview import RunPreview, drawn_roles
+from so_tui.ui.panels.run_preview import RunPreview, drawn_looks
 from so_tui.ui.resizing import ResizablePage, Size
 from so_tui.ui.run_columns import SORTED_COLUMNS, cells_of, fitted, heading
 from so_tui.ui.run_details import comparison
@@ -202,8 +203,9 @@ class RunsScreen(ResizablePage):
         self.query_one("#parts").display = bool(self.app.runs)
         table = self.table
         colours = self.app.theme_variables
-        marks = dict.fromkeys(self._marked, "faint") | drawn_roles(self._marked, self._curves)
-        cells = [cells_of(row, self._curves.get(row.run), colours, mark=marks.get(row.run, "")) for row in self._rows]
+        looks = drawn_looks(self._marked, self._curves, coloured=not self.app.no_color)
+        marks = dict.fromkeys(self._marked, Look("faint", "")) | looks
+        cells = [cells_of(row, self._curves.get(row.run), colours, mark=marks.get(row.run)) for row in self._rows]
         before = ""
         for row, own in zip(self._rows, cells, strict=True):
             if order.group != "none" and (name := text_of(row, order.group)) != before:

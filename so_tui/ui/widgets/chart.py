@@ -13,6 +13,7 @@ from textual.strip import Strip
 
 from so_tui.ui.framing import SIDE, framed
 from so_tui.ui.glyphs import GlyphName
+from so_tui.ui.line_looks import RUN_ROLES
 from so_tui.ui.printable import DrawsPrintable
 from so_tui.ui.series import Axis, Line
 from so_tui.ui.text import plural, significant
@@ -37,8 +38,6 @@ BOLD = Style(bold=True)
 LEAST_FRAMED, LEAST_FRAMED_ROWS = 24, 5
 """Cells and rows of a chart from which on it has a frame."""
 LEAST_COLUMNS = 4
-RUN_ROLES = tuple(f"run-{number}" for number in range(1, 9))
-"""Colours of runs that are laid over another."""
 
 
 class Chart(AxisMouse, DrawsPrintable, can_focus=True):
@@ -179,7 +178,7 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
         window = None if axis is None else (axis.unit, axis.low, axis.high)
         # Series grow in place, so their length says whether there is anything new.
         shown = (
-            tuple((id(line.series), line.length, line.role) for line in (*lines, *marked)),
+            tuple((id(line.series), line.length, line.role, line.sign) for line in (*lines, *marked)),
             self.names,
             window,
             self.marks,
@@ -331,11 +330,13 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
                 continue
             value = line.series.value(line.length - 1) if self.cursor is None else value_at(line, axis, self.cursor)
             shown = "-" if value is None else self.format_value(value / self.per)
-            called = Segment(f"  {name} ".replace("  . ", "  "), styles["note"])
+            called = f"  {name} ".replace("  . ", "  ")
             if line.role == "raw":
-                yield Figure([called, Segment(shown, styles["label"])], "raw")
-            else:
-                yield Figure([called, Segment(shown, styles[line.role] + BOLD)], "value")
+                yield Figure([Segment(called, styles["note"]), Segment(shown, styles["label"])], "raw")
+                continue
+            style = styles[line.role] + BOLD
+            sign = [Segment(f"  {line.sign}", style)] if line.sign else []
+            yield Figure([*sign, Segment(called[1:] if sign else called, styles["note"]), Segment(shown, style)], "value")
         if self.unit:
             yield Figure([Segment(f" {self.unit}", styles["note"])])
         if self.cursor is not None and axis is not None:

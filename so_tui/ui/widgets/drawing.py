@@ -55,7 +55,7 @@ def plot_key(lines: Sequence[Line], axis: Axis) -> tuple[object, ...]:
         if axis.unit == "step":
             positions, end = (line.steps, axis.high) if line.steps is not None else (line.times, axis.time_of(axis.high))
         beyond = line.length > 0 and positions[line.length - 1] > end
-        lengths.append((id(line.series), line.role, -1 if beyond else line.length))
+        lengths.append((id(line.series), line.role, line.sign, -1 if beyond else line.length))
     return axis.unit, axis.low, axis.high, tuple(lengths)
 
 
@@ -94,6 +94,9 @@ def plot_rows(
         below = [(other, line.role) for other, line in enumerate(lines[:layer])]
         beside = frozenset(other for other, kind in below if kind == "limit" or (role == "gpu" and kind != "band"))
         canvas.draw(found, gaps, scale, layer, connect=role != "band", beside=beside)
+    for layer, line in enumerate(lines):
+        if line.sign:
+            canvas.sign(layer, line.sign)
     empty = styles["empty"]
     rows = [[Segment(text, empty if layer < 0 else styles[lines[layer].role]) for text, layer in canvas.row(row)] for row in range(height)]
     return rows, scale

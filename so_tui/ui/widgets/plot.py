@@ -17,6 +17,10 @@ OUTLIER_RANGES = 3.0
 """How many times the range of the middle half of all values a value may lie outside of it, on a scale that leaves outliers out."""
 
 
+SIGN_CELLS, SIGN_SHIFT = 24, 7
+"""Cells between two signs on a line, and between those of two lines that follow each other."""
+
+
 @dataclass(frozen=True)
 class Glyphs:
     """How many dots a character cell holds, and which character shows which dots."""
@@ -194,6 +198,8 @@ class Canvas:
         self._runs = _runs(glyphs)
         self._beside: frozenset[int] = frozenset()
         """Layers whose dots stay where the present one is drawn."""
+        self._signs: dict[int, dict[int, str]] = {}
+        """Characters in place of dots, by row and cell."""
 
     def column(self, column: int, low: int, high: int, layer: int) -> None:
         """Set the dots ``low .. high`` (from the bottom) of one dot column; a later layer takes the whole cell, or stands beside others."""
@@ -268,15 +274,27 @@ class Canvas:
             share = (middle - start) / (column - start)
             self.column(middle, round(before_low + share * (low - before_low)), round(before_high + share * (high - before_high)), layer)
 
+    def sign(self, layer: int, character: str) -> None:
+        """Mark a line where it is seen, every SIGN_CELLS cells, and elsewhere than the lines before and after it."""
+        seen = [
+            (cell, rows) for cell in range(self.width) if (rows := [row for row in range(self.height) if self.layers[row][cell] == layer])
+        ]
+        if seen:
+            for cell, rows in seen[layer * SIGN_SHIFT % min(SIGN_CELLS, len(seen)) :: SIGN_CELLS]:
+                self._signs.setdefault(rows[len(rows) // 2], {})[cell] = character
+
     def row(self, row: int) -> list[tuple[str, int]]:
         """Return the characters of one row with their layer (-1: empty), neighbours of one layer joined."""
         characters = self.glyphs.characters
         runs: list[tuple[str, int]] = []
         text, current = "", self.layers[row][0] if self.width else -1
-        for mask, layer in zip(self.masks[row], self.layers[row], strict=True):
+        cells = [characters[mask] if mask else " " for mask in self.masks[row]]
+        for cell, sign in self._signs.get(row, {}).items():
+            cells[cell] = sign
+        for character, layer in zip(cells, self.layers[row], strict=True):
             if layer != current:
                 runs.append((text, current))
                 text, current = "", layer
-            text += characters[mask] if mask else " "
+            text += character
         runs.append((text, current))
         return runs
