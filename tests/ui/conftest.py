@@ -23,7 +23,7 @@ def _plain_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Show the form of most machines, whatever is installed here."""
-    monkeypatch.setattr("so_tui.ui.screens.configure.has_slurm", lambda: False)
+    monkeypatch.setattr("so_tui.ui.slurm.has_slurm", lambda: False)
 
 
 @pytest.fixture(autouse=True)

@@ -32,8 +32,8 @@ from so_tui.ui.dialogs.settings import SettingsDialog
 from so_tui.ui.dialogs.validation import ValidationScreen
 from so_tui.ui.panels.charts import ChartPanel
 from so_tui.ui.panels.log import LogPanel
+from so_tui.ui.panels.run_table import RunTable
 from so_tui.ui.panels.what_if import WhatIf
-from so_tui.ui.screens.runs import RunTable
 from so_tui.ui.widgets.field import Choice
 from tests.support.make_run import quad_machine, write_run
 from tests.support.screen import Driver, opened

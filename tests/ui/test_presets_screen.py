@@ -255,7 +255,7 @@ async def test_what_fits_in_memory_but_would_take_hours_a_step_needs_gpus_too(ru
 
 @pytest.mark.parametrize("slurm", [True, False])
 async def test_a_login_node_leads_to_the_field_for_the_partition(runs_dir: Path, monkeypatch: pytest.MonkeyPatch, slurm: bool) -> None:
-    monkeypatch.setattr("so_tui.ui.screens.configure.has_slurm", lambda: slurm)
+    monkeypatch.setattr("so_tui.ui.slurm.has_slurm", lambda: slurm)
     async with opened(runs_dir, machine=CPU_ONLY) as ui:
         await ui.presets()
         assert ("partition" in ui.shown("#about-machine")) is slurm

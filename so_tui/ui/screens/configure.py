@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import PurePath
@@ -18,7 +17,7 @@ from textual.worker import get_current_worker
 
 from so_tui.spec import InputError, RunSpec, with_values
 from so_tui.trust.printable import printable_line
-from so_tui.ui import launching, planning
+from so_tui.ui import launching, planning, slurm
 from so_tui.ui.drafts import Drafts
 from so_tui.ui.field_notes import field_note, impossible_field, partition_note, problems_by_row
 from so_tui.ui.form import problem_text, text_of
@@ -38,11 +37,6 @@ if TYPE_CHECKING:
 DEBOUNCE_S = 0.12
 LEAST_PLAN = 44
 """Columns that are left for the plan, however wide the form is made."""
-
-
-def has_slurm() -> bool:
-    """Return whether jobs can be submitted from here."""
-    return shutil.which("sbatch") is not None
 
 
 class ConfigureScreen(ResizablePage):
@@ -136,7 +130,7 @@ class ConfigureScreen(ResizablePage):
 
     async def _show_form(self, field: str = "") -> None:
         self._show_title()  # at once: making the fields takes a while
-        if await self.form.show_values(self._drafts.shown_value, slurm=has_slurm()) and has_slurm():
+        if await self.form.show_values(self._drafts.shown_value, slurm=slurm.has_slurm()) and slurm.has_slurm():
             self._ask_for_partitions()
         if field:
             self.form.go_to(field)
@@ -245,7 +239,7 @@ class ConfigureScreen(ResizablePage):
 
         def note_of(path: str) -> str:
             if path == "slurm.partition":
-                return partition_note(self._partitions, self._drafts.values.get("slurm.partition", ""), slurm=has_slurm())
+                return partition_note(self._partitions, self._drafts.values.get("slurm.partition", ""), slurm=slurm.has_slurm())
             return field_note(path, message.plan, self.app.machine, given_mode)
 
         self.form.mark(self._drafts.was, self._drafts.preset_value, problems, note_of)

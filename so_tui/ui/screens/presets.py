@@ -13,7 +13,7 @@ from textual.reactive import var
 from textual.widget import Widget
 from textual.widgets import DataTable, Input, Static
 
-from so_tui.ui import launching
+from so_tui.ui import launching, slurm
 from so_tui.ui.framing import framed
 from so_tui.ui.glyphs import shows_ascii
 from so_tui.ui.messages import Failed, answer
@@ -133,9 +133,8 @@ class PresetsScreen(Page):
     def _tell_of(self, machine: Machine) -> None:
         """Say what can be done on a machine without a GPU, such as most login nodes; and how to come back from another machine."""
         from so_tui.ui import about_machine
-        from so_tui.ui.screens.configure import has_slurm
 
-        self._slurm = has_slurm()
+        self._slurm = slurm.has_slurm()
         self.table.border_title = Content.assemble("what fits on ", (machine.label, "bold"))
         told = self.query_one("#about-machine", Static)
         told.display = bool(self.app.machine_file) or not machine.gpus

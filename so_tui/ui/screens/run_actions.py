@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from so_tui.runs import RunDirectory, control, read_spec
+from so_tui.runs import RunDirectory, control, delete_run, read_spec
 from so_tui.runs.ended import evidence, record_end
 from so_tui.runs.liveness import Liveness, sighting
 from so_tui.runs.own import refuse_another_users
@@ -77,6 +77,33 @@ def _leave_queue(app: SharedApp, run: RunDirectory, *, assume_dead: bool = False
         app.post_message(messages.Failed(f"{run.name} was not cancelled", tuple(str(error).splitlines())))
     except OSError as error:
         app.post_message(messages.Failed(f"{run.name} could not be cancelled", (f"{run.path}: {error.strerror}",)))
+    app.call_from_thread(app.list_runs)
+
+
+def ask_to_delete(app: SharedApp, run: RunDirectory) -> None:
+    """Ask whether to delete ``run`` with its folder, and delete it."""
+    from so_tui.ui.dialogs.basic import Question
+
+    def answered(yes: bool | None) -> None:
+        if yes:
+            _in_thread(app, _delete, run, "delete a run")
+
+    lines = [str(run.path), "Its metrics, log and the checkpoints inside this folder will be lost."]
+    app.push_screen(Question(f"Delete {run.name}?", lines, yes="Delete", no="No, keep it"), answered)
+
+
+def _delete(app: SharedApp, run: RunDirectory, *, assume_dead: bool = False) -> None:
+    """Delete a run. Runs in a thread."""
+    try:
+        delete_run(run, assume_dead=assume_dead)
+    except SoTuiError as error:
+        if may_be_live(error):
+            anyway = partial(_in_thread, app, partial(_delete, assume_dead=True), run, "delete a run")
+            app.call_from_thread(ask_whether_ended, app, run, str(error), anyway)
+            return
+        app.post_message(messages.Failed(f"{run.name} was not deleted", tuple(str(error).splitlines())))
+    except OSError as error:
+        app.post_message(messages.Failed(f"{run.name} could not be deleted", (f"{error.filename}: {error.strerror}",)))
     app.call_from_thread(app.list_runs)
 
 

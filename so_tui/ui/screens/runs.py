@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
-from rich.text import Text
 from textual import getters, on, work
 from textual.binding import Binding, BindingType
 from textual.containers import Container
@@ -17,21 +15,18 @@ from textual.widget import Widget
 from textual.widgets import DataTable, Input, Static
 from textual.worker import Worker, WorkerState
 
-from so_tui.runs import RunDirectory, delete_run
-from so_tui.spec import SoTuiError
+from so_tui.runs import RunDirectory
 from so_tui.ui.line_looks import Look
 from so_tui.ui.loss_curve import CurveReader, LossCurve
-from so_tui.ui.messages import Failed
 from so_tui.ui.panels.run_preview import RunPreview, drawn_looks
+from so_tui.ui.panels.run_table import RunTable
 from so_tui.ui.resizing import ResizablePage, Size
-from so_tui.ui.run_columns import SORTED_COLUMNS, cells_of, fitted, heading
 from so_tui.ui.run_details import comparison
-from so_tui.ui.run_order import GROUPS, SORTS, following, ordered, searched_text, text_of
+from so_tui.ui.run_order import GROUPS, SORTS, following, ordered, searched_text
 from so_tui.ui.runlist import RunRow
 from so_tui.ui.screens import run_actions, run_records
-from so_tui.ui.text import Content, shorten
+from so_tui.ui.text import Content
 from so_tui.ui.widgets.find_field import FindField
-from so_tui.ui.widgets.fitted_table import FittedTable
 from so_tui.ui.widgets.grip import Divider
 
 EMPTY = (
@@ -57,10 +52,6 @@ class CurvesRead(Message):
     def __init__(self, curves: dict[RunDirectory, LossCurve]) -> None:
         self.curves = curves
         super().__init__()
-
-
-class RunTable(FittedTable):
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "select_cursor", "Open", id="open", tooltip="Show this run on the dashboard")]
 
 
 class RunsScreen(ResizablePage):
@@ -98,15 +89,12 @@ class RunsScreen(ResizablePage):
     preview = getters.query_one(RunPreview)
 
     def __init__(self) -> None:
-        self._rows: list[RunRow] = []
         self._marked: list[RunDirectory] = []
         self._curves: dict[RunDirectory, LossCurve] = {}
         self._curve_reader = CurveReader()
         self._progress = ""
         self._exported: dict[RunDirectory, Path] = {}
         """Where something of a run was written last."""
-        self._columns: list[str] = []
-        """Columns of the table."""
         self._beside = 0
         """Columns of the chosen run beside the list; 0 where it is below."""
         super().__init__()
@@ -126,12 +114,8 @@ class RunsScreen(ResizablePage):
 
     @property
     def chosen_run(self) -> RunDirectory | None:
-        row = self._chosen_row()
+        row = self.table.chosen()
         return row.run if row is not None else None
-
-    def _chosen_row(self) -> RunRow | None:
-        at = self.table.cursor_row
-        return self._rows[at] if 0 <= at < len(self._rows) else None
 
     # The list.
 
@@ -162,7 +146,7 @@ class RunsScreen(ResizablePage):
         if not self.is_current:
             return
         self._fill()
-        self._read_stale([row for row in self._rows if row.live or row.run not in self._curves or self._curves[row.run].unread_share])
+        self._read_stale([row for row in self.table.shown if row.live or row.run not in self._curves or self._curves[row.run].unread_share])
 
     def _read_stale(self, rows: list[RunRow]) -> None:
         if rows and not any(worker.group == "curve" and worker.is_running for worker in self.workers):
@@ -190,34 +174,19 @@ class RunsScreen(ResizablePage):
         """Read on where one look was not enough for a long run: the list itself may not change for hours."""
         if event.worker.group == "curve" and event.state is WorkerState.SUCCESS and self.is_current:
             found: dict[RunDirectory, LossCurve] = event.worker.result or {}
-            self._read_stale([row for row in self._rows if row.run in found and found[row.run].unread_share])
+            self._read_stale([row for row in self.table.shown if row.run in found and found[row.run].unread_share])
 
     def _fill(self) -> None:
         """Redraw the table and keep the cursor on its run."""
         wanted = self.filter.needle
-        chosen = self.chosen_run
         order = self.app.settings.runs
-        self._rows = [row for row in ordered(self.app.runs, self._curves, order) if wanted in searched_text(row)]
+        rows = [row for row in ordered(self.app.runs, self._curves, order) if wanted in searched_text(row)]
         self._marked = [run for run in self._marked if any(row.run == run for row in self.app.runs)]
         self.query_one("#empty").display = not self.app.runs
         self.query_one("#parts").display = bool(self.app.runs)
-        table = self.table
-        colours = self.app.theme_variables
         looks = drawn_looks(self._marked, self._curves, coloured=not self.app.no_color)
         marks = dict.fromkeys(self._marked, Look("faint", "")) | looks
-        cells = [cells_of(row, self._curves.get(row.run), colours, mark=marks.get(row.run)) for row in self._rows]
-        before = ""
-        for row, own in zip(self._rows, cells, strict=True):
-            if order.group != "none" and (name := text_of(row, order.group)) != before:
-                before = name
-                own["name"] = Text.assemble((f"{shorten(name, 20)} ", colours["accent"]), own["name"])
-        by = SORTED_COLUMNS[order.sort]
-        columns, shown = fitted(cells, self.size.width - BESIDE - self._beside, table.cell_padding, kept=by)
-        self._columns = columns
-        rows = [(str(row.run.path), [own[name] for name in columns]) for row, own in zip(self._rows, shown, strict=True)]
-        table.fill([heading(name, by).strip() for name in columns], rows)
-        positions = [index for index, row in enumerate(self._rows) if row.run == chosen]
-        table.move_cursor(row=positions[0] if positions else 0)
+        self.table.show(rows, self._curves, marks, order, self.size.width - BESIDE - self._beside)
         self._preview()
 
     # The preview.
@@ -227,7 +196,7 @@ class RunsScreen(ResizablePage):
         self._preview()
 
     def _preview(self) -> None:
-        row = self._chosen_row()
+        row = self.table.chosen()
         self.refresh_bindings()
         if row is None:
             self.preview.clear("no match; esc clears the filter" if self.app.runs else "")
@@ -243,7 +212,7 @@ class RunsScreen(ResizablePage):
             self.app.open_run(run)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        row = self._chosen_row()
+        row = self.table.chosen()
         if action == "resume":
             return row is not None and row.state.state in run_actions.RESUMABLE
         if action in ("stop", "delete"):
@@ -287,7 +256,7 @@ class RunsScreen(ResizablePage):
             run_records.show_earlier_logs(self.app, run)
 
     def action_export(self) -> None:
-        if (row := self._chosen_row()) is not None:
+        if (row := self.table.chosen()) is not None:
             drawn = [(other, self._curves[other]) for other in self._marked or [row.run] if other in self._curves]
             run_records.ask_to_export(self, row, [curve.line for _, curve in drawn], [other.name for other, _ in drawn])
 
@@ -307,10 +276,8 @@ class RunsScreen(ResizablePage):
     @on(DataTable.HeaderSelected)
     def _sort_by_column(self, event: DataTable.HeaderSelected) -> None:
         """Sort by the column whose heading was clicked, if that is an order of runs."""
-        column = self._columns[event.column_index]
-        for sort, by in SORTED_COLUMNS.items():
-            if by == column:
-                self._keep_order("sort", sort, "Sorted by")
+        if (order := self.table.order_by(event.column_index)) is not None:
+            self._keep_order("sort", order, "Sorted by")
 
     def action_group(self) -> None:
         self._keep_order("group", following(GROUPS, self.app.settings.runs.group), "Grouped by")
@@ -321,31 +288,8 @@ class RunsScreen(ResizablePage):
         self._fill()
 
     def action_delete(self) -> None:
-        run = self.chosen_run
-        if run is None:
-            return
-        from so_tui.ui.dialogs.basic import Question
-
-        def answered(yes: bool | None) -> None:
-            if yes:
-                self._delete(run)
-
-        lines = [str(run.path), "Its metrics, log and the checkpoints inside this folder will be lost."]
-        self.app.push_screen(Question(f"Delete {run.name}?", lines, yes="Delete", no="No, keep it"), answered)
-
-    @work(thread=True, group="delete", name="delete a run", exit_on_error=False)
-    def _delete(self, run: RunDirectory, *, assume_dead: bool = False) -> None:
-        try:
-            delete_run(run, assume_dead=assume_dead)
-        except SoTuiError as error:
-            if run_actions.may_be_live(error):
-                anyway = partial(self._delete, run, assume_dead=True)
-                self.app.call_from_thread(run_actions.ask_whether_ended, self.app, run, str(error), anyway)
-                return
-            self.app.post_message(Failed(f"{run.name} was not deleted", tuple(str(error).splitlines())))
-        except OSError as error:
-            self.app.post_message(Failed(f"{run.name} could not be deleted", (f"{error.filename}: {error.strerror}",)))
-        self.app.call_from_thread(self.app.list_runs)
+        if (run := self.chosen_run) is not None:
+            run_actions.ask_to_delete(self.app, run)
 
     def action_log_scale(self) -> None:
         self.preview.toggle_log_scale()
