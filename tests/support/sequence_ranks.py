@@ -1,20 +1,23 @@
 """A rank that shares sequences with others. Run as a script: ``sequence_ranks.py FOLDER``, once per rank.
 
-It compares loss and gradients with those of one rank that has whole sequences, with plain attention. Models are in float64, the loss and
-mixtures of experts in float32.
+It compares loss and gradients with a plain reference: one rank that has whole sequences, a row each, in transformers' own attention with
+masks, and that keeps all activations. Models are in float64, the loss and mixtures of experts in float32.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 import superoffload
 from so_tui.launch.ds_config import ds_config
@@ -24,8 +27,9 @@ from so_tui.plan.terms import TermKind
 from so_tui.spec.sections.model import ModelSpec
 from so_tui.spec.types import RunSpec
 from so_tui_trainer.data.batches import Batch, Batches
+from so_tui_trainer.data.documents import Documents
 from so_tui_trainer.engine_settings import engine_settings
-from so_tui_trainer.model import attention, recompute
+from so_tui_trainer.model import attention, recompute, tiles
 from so_tui_trainer.model import build as building
 from so_tui_trainer.model.build import build
 from so_tui_trainer.model.config import disable_dropout
@@ -52,58 +56,102 @@ SHAPE = {
     "sliding_window": 16,
     "pad_token_id": 0,
 }
-CASES: tuple[tuple[str, dict[str, Any], recompute.Policy, dict[str, str]], ...] = (
-    ("qwen3", {}, "none", {}),
-    ("qwen3", {"num_key_value_heads": 1}, "attention", {}),
-    ("qwen3", {}, "full", {"data__packing": "false", "train__micro_batch": "4"}),
-    ("gemma3_text", {"layer_types": ["sliding_attention", "full_attention"]}, "full", {}),
-    ("gpt_oss", {"layer_types": ["sliding_attention", "full_attention"]}, "selective", {}),
+ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"]}
+"""Windows of 16 tokens, in documents that the end of a rank's part divides."""
+
+
+@dataclass(frozen=True)
+class Case:
+    model_type: str
+    shape: dict[str, Any] = field(default_factory=dict)
+    """Changes of SHAPE."""
+    policy: recompute.Policy = "full"
+    settings: dict[str, str] = field(default_factory=dict)
+    """Changes of the spec."""
+    tile: int = 0
+    """Tokens of a tile; 0: whole feed-forward blocks."""
+    uneven: bool = False
+    """Whether only the ends of documents carry loss, so that ranks have very different shares of it."""
+
+
+CASES = (
+    Case("qwen3", policy="none"),
+    Case("qwen3", {"num_key_value_heads": 1}, policy="attention"),
+    Case("qwen3", policy="full", settings={"data__packing": "false", "train__micro_batch": "4"}),
+    Case("gemma3_text", ALTERNATING, policy="full"),
+    Case("gpt_oss", ALTERNATING, policy="selective"),
+    Case("gpt_oss", ALTERNATING, policy="attention", settings={"train__gradient_accumulation": "2"}, uneven=True),
+    Case("gemma3_text", ALTERNATING, policy="attention", tile=20, settings={"train__gradient_accumulation": "2"}, uneven=True),
+    Case("qwen3", policy="attention", tile=20, settings={"data__packing": "false", "train__micro_batch": "4"}, uneven=True),
 )
-"""Type of the model, changes of its shape, recomputation, changes of the spec. gpt-oss has sinks."""
+"""gpt-oss has sinks. Where the policy is full or attention, all that layers keep is in host memory."""
+
+
+def uneven() -> Documents:
+    """Return documents of which only the last two tokens are trained."""
+    found = documents()
+    trained = np.zeros_like(found.trained)
+    for end in found.offsets[1:]:
+        trained[end - 2 : end] = True
+    return Documents(found.tokens, trained, found.offsets, found.counts, "made-up")
 
 
 def shared_spec(ranks: int, changes: dict[str, str]) -> RunSpec:
     return spec(**{"gpus": str(ranks), "train__sequence_parallel": str(ranks), "train__gradient_accumulation": "1"} | changes)
 
 
-def results(model: TrainedModel, batch: Batch, scale: float) -> dict[str, Tensor]:
-    """Return loss and gradients."""
+def results(model: TrainedModel, batches: Sequence[Batch], scale: float) -> dict[str, Tensor]:
+    """Return loss and gradients of all micro-batches of a step."""
     model.zero_grad()
-    loss = model(batch, scale)
-    torch.autograd.backward(loss)
-    return {"loss": loss.detach(), **{name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}}
+    total = torch.zeros(())
+    for batch in batches:
+        loss = model(batch, scale)
+        torch.autograd.backward(loss)
+        total += loss.detach()
+    return {"loss": total, **{name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}}
 
 
-def compare(model_type: str, changes: dict[str, Any], policy: recompute.Policy, settings: dict[str, str]) -> None:
+def compare(case: Case) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    config = AutoConfig.for_model(model_type, **SHAPE | changes)
+    config = AutoConfig.for_model(case.model_type, **SHAPE | case.shape)
     disable_dropout(config)
-    torch.manual_seed(0)
     name = attention.register(PLAIN, attention.sequence_group(ranks))
-    exact = model_type != "gpt_oss"
-    causal = causal_model(config, dtype=torch.float64 if exact else torch.float32, attention=name)
+    exact = case.model_type != "gpt_oss"
+    masked = "sdpa" if exact else "eager"  # eager attention rounds its softmax to float32
+    causal, plain = (_model(config, torch.float64 if exact else torch.float32, each) for each in (name, masked))
     room = Room(2, 1 << 20)
-    on_host = HostActivations(room, [room, room] if policy == "attention" else [], torch.device("cpu"))
-    recompute.install(causal, policy, on_host if policy in ("full", "attention") else None)
-    causal.train()
-    model = TrainedModel(causal, name)
-    shared = shared_spec(ranks, settings)
-    own = Batches(documents(), shared, rank)
-    alone = Batches(documents(), shared_spec(1, settings), 0)
-    own.end_to_end = alone.end_to_end = True
+    on_host = HostActivations(room, [room, room] if case.policy == "attention" else [], torch.device("cpu"))
+    recompute.install(causal, case.policy, on_host if case.policy in ("full", "attention") else None)
+    assert not case.tile or tiles.install(causal, case.tile) == SHAPE["num_hidden_layers"]
+    model, reference = TrainedModel(causal, name), TrainedModel(plain, masked)
+    docs = uneven() if case.uneven else documents()
+    own = Batches(docs, shared_spec(ranks, case.settings), rank)
+    alone = Batches(docs, shared_spec(1, case.settings), 0)
+    own.end_to_end = True
+    relative, absolute = (1e-5, 1e-8) if exact else (1e-3, 1e-6)
+    divided = 0
     for step in (1, 2):
-        (part,), (whole,) = own.micro_batches(step), alone.micro_batches(step)
-        scale = 1 / alone.counts(step).trained_tokens
         assert own.counts(step).trained_tokens == alone.counts(step).trained_tokens
-        found = results(model, part, scale)
+        scale = 1 / alone.counts(step).trained_tokens
+        parts = list(own.micro_batches(step))
+        divided += sum(part.input_ids.shape[1] not in part.boundaries for part in parts)
+        found = results(model, parts, scale)
         for tensor in found.values():
             dist.all_reduce(tensor)
-        for key, expected in results(model, whole, scale).items():
-            torch.testing.assert_close(
-                found[key], expected, rtol=1e-5 if exact else 1e-3, atol=1e-8 if exact else 1e-6, msg=f"{model_type} {key}: {{}}".format
-            )
-    empty = replace(part, predictors=part.predictors[:0], targets=part.targets[:0]) if rank == 0 else part
-    assert all(tensor.isfinite().all() for tensor in results(model, empty, scale).values())
+        for key, expected in results(reference, list(alone.micro_batches(step)), scale).items():
+            what = f"{case.model_type}, {case.policy}, {key}"
+            torch.testing.assert_close(found[key], expected, rtol=relative, atol=absolute, msg=f"{what}: {{}}".format)
+    assert divided, "a document that two ranks share"
+    last = parts[-1]
+    empty = replace(last, predictors=last.predictors[:0], targets=last.targets[:0]) if rank == 0 else last
+    assert all(tensor.isfinite().all() for tensor in results(model, [empty], scale).values())
+
+
+def _model(config: PretrainedConfig, dtype: torch.dtype, implementation: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    causal = causal_model(deepcopy(config), dtype=dtype, attention=implementation)
+    causal.train()
+    return causal
 
 
 kept_bytes: list[int] = []
@@ -180,10 +228,18 @@ def train() -> None:
         train__sequence_parallel="2",
         model__activation_offload="on",
     )
+    everything = steps(
+        train__gradient_accumulation="2",
+        model__activation_checkpointing="attention",
+        train__sequence_parallel="2",
+        model__activation_offload="on",
+        model__tiled_mlp="on",
+        offload__parameters="cpu",
+    )
     assert on_host == fetched == keeping == apart
     assert results_too == [apart, apart]
     assert both == results_shared == shared
-    for name, found in {"shared": shared, "tiled": tiled}.items():
+    for name, found in {"shared": shared, "tiled": tiled, "everything": everything}.items():
         assert found == [pytest.approx(expected, rel=0.003) for expected in apart], (name, found, apart)
 
 
@@ -191,7 +247,7 @@ if __name__ == "__main__":
     superoffload.join_process_group(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
     torch.set_num_threads(1)
     for case in CASES:
-        compare(*case)
+        compare(case)
     train()
     sys.stdout.flush()
     leave()
