@@ -172,6 +172,7 @@ def _export_is_equal(run: RunDirectory) -> bool:
 
     from so_tui_trainer.checkpoint import newest
     from so_tui_trainer.export import weights
+    from so_tui_trainer.model.buffers import trained_shapes
 
     factory: Any = AutoModelForCausalLM
     model, info = factory.from_pretrained(run.path / "export", dtype=torch.bfloat16, output_loading_info=True)
@@ -181,8 +182,7 @@ def _export_is_equal(run: RunDirectory) -> bool:
     if found is None:
         raise RuntimeError(f"{run.path} has no checkpoint")
     other = factory.from_config(model.config, dtype=torch.bfloat16).eval()
-    shapes = {name: parameter.shape for name, parameter in other.named_parameters()}
-    saved = weights(found.path, shapes)
+    saved = weights(found.path, trained_shapes(other))
     other.load_state_dict(saved, strict=set(saved) == set(other.state_dict()))
     ids = torch.arange(5, 105)[None]
     with torch.no_grad():

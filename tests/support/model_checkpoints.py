@@ -23,7 +23,8 @@ from tests.support.models import causal_model
 
 def checkpoint_of(model: torch.nn.Module, spec: RunSpec, folder: Path, step: int = 5, run: str = "") -> None:
     """What two ranks that trained the model would have saved, as far as an export reads it."""
-    ranks, named = 2, [(f"{PREFIX}{name}", parameter.detach()) for name, parameter in model.named_parameters()]
+    trained = [(name, parameter.detach()) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    ranks, named = 2, [(f"{PREFIX}{name}", parameter) for name, parameter in trained]
     groups = [named[: len(named) // 2], named[len(named) // 2 :]]
     for rank in range(ranks):
         states = [

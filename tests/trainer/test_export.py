@@ -169,12 +169,16 @@ def test_a_model_whose_head_is_its_embedding_writes_from_its_checkpoint(tmp_path
         torch.testing.assert_close(written.eval().float()(input_ids=ids).logits, model.eval()(input_ids=ids).logits, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("kind", sorted(OTHERS.keys() & {"deepseek_v3", "gemma4_text"}))
+@pytest.mark.parametrize("kind", sorted(OTHERS.keys() & {"deepseek_v3", "ernie4_5_moe", "gemma4_text"}))
 def test_what_belongs_to_the_weights_but_is_not_trained_is_exported(kind: str, tmp_path: Path) -> None:
-    """A router's bias and a layer's scale come from the pretrained weights: checkpoints do not have them."""
+    """A router's bias and a layer's scale come from the pretrained weights: checkpoints do not have them.
+
+    They are buffers, or parameters that the model has frozen (ERNIE 4.5).
+    """
     torch.manual_seed(0)
     model: Any = causal_model(load_config(another(kind)), dtype=torch.float32)
-    kept = {name: torch.rand_like(buffer) for name, buffer in model.state_dict().items() if name in dict(model.named_buffers())}
+    trained = {name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad}
+    kept = {name: torch.rand_like(tensor) for name, tensor in model.state_dict().items() if name not in trained}
     assert kept
     model.load_state_dict(kept, strict=False)
     base = tmp_path / "base"
@@ -187,8 +191,8 @@ def test_what_belongs_to_the_weights_but_is_not_trained_is_exported(kind: str, t
     assert not any(info.values()), info
     written = whole.of_checkpoint(tmp_path / "checkpoint", spec)
     for found in (loaded, written):
-        for name, buffer in kept.items():
-            torch.testing.assert_close(found.state_dict()[name].float(), buffer, rtol=0.01, atol=0.01)
+        for name, tensor in kept.items():
+            torch.testing.assert_close(found.state_dict()[name].float(), tensor, rtol=0.01, atol=0.01)
 
 
 def test_it_generates_as_the_model_did_and_stops_where_answers_end(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from so_tui.units import disk_size
 from so_tui_trainer.checkpoint import optimizer_folder, read_manifest
 from so_tui_trainer.data.chat import chat_of
 from so_tui_trainer.data.tokens import load_tokenizer
-from so_tui_trainer.model.buffers import stored_buffers
+from so_tui_trainer.model.buffers import trained_shapes, untrained
 from so_tui_trainer.model.config import load_config
 from so_tui_trainer.model.matching import meta_model
 from so_tui_trainer.model.trained import PREFIX
@@ -130,9 +130,9 @@ def export(checkpoint: Path, folder: Path, run_name: str, spec: RunSpec, stage: 
     _refuse_other_model(manifest.spec.model, spec.model)
     config = load_config(spec.model)
     model: Any = meta_model(config, trust_remote_code=spec.model.trust_remote_code)
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    shapes = trained_shapes(model)
     refuse_without_room(folder, sum(shape.numel() for shape in shapes.values()) * torch.bfloat16.itemsize)
-    state = weights(checkpoint, shapes, stage) | stored_buffers(model, spec.model)
+    state = weights(checkpoint, shapes, stage) | untrained(model, spec.model)
     # Tied tensors share storage, which save_pretrained recognises; the loader ties them again.
     model.config.use_cache = True
     tokenizer = load_tokenizer(spec)

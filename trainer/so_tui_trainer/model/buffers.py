@@ -1,4 +1,6 @@
-"""Buffers that belong to a model's weights although nothing trains them, such as the bias of a router (DeepSeek-V3) or a layer's scale.
+"""Tensors that belong to a model's weights although nothing trains them: buffers, and parameters that the model itself has frozen.
+
+They are biases of routers (buffers in DeepSeek-V3, parameters in ERNIE 4.5), or a layer's scale.
 
 Checkpoints of runs hold trained weights only. These tensors stay what they were when training began.
 """
@@ -8,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from so_tui.spec import ModelSpec
 from so_tui_trainer.model import matching
@@ -20,8 +22,8 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def stored_buffers(meta: PreTrainedModel, model: ModelSpec) -> dict[str, Tensor]:
-    """Return the stored buffers of a model by name: those of the pretrained weights, else as transformers initialises them.
+def untrained(meta: PreTrainedModel, model: ModelSpec) -> dict[str, Tensor]:
+    """Return a model's stored tensors that nothing trains, by name: those of the pretrained weights, else as transformers initialises them.
 
     Args:
         meta: The model on meta tensors.
@@ -30,7 +32,7 @@ def stored_buffers(meta: PreTrainedModel, model: ModelSpec) -> dict[str, Tensor]
     Raises:
         InputError: The pretrained weights are no longer here.
     """
-    names = meta.state_dict().keys() - dict(meta.named_parameters(remove_duplicate=False)).keys()
+    names = meta.state_dict().keys() - trained_shapes(meta, remove_duplicate=False).keys()
     if not names:
         return {}
     found = {name: tensor for name, tensor in _initial(meta).items() if name in names}
@@ -43,13 +45,23 @@ def stored_buffers(meta: PreTrainedModel, model: ModelSpec) -> dict[str, Tensor]
     return found
 
 
+def trained_shapes(model: PreTrainedModel, *, remove_duplicate: bool = True) -> dict[str, torch.Size]:
+    """Return the shapes of the parameters that are trained, by name."""
+    named = model.named_parameters(remove_duplicate=remove_duplicate)
+    return {name: parameter.shape for name, parameter in named if parameter.requires_grad}
+
+
 def _initial(meta: PreTrainedModel) -> dict[str, Tensor]:
-    """Give each module with buffers real ones, and let transformers fill them; weights stay on meta tensors."""
+    """Give each module that has such tensors real ones, and let transformers fill them; trained weights stay on meta tensors."""
     owner: Any = meta
     for module in meta.modules():
         buffers = dict(module.named_buffers(recurse=False))
+        frozen = {name: tensor for name, tensor in module.named_parameters(recurse=False) if not tensor.requires_grad}
         for name, buffer in buffers.items():
             setattr(module, name, torch.zeros_like(buffer, device="cpu"))
-        if buffers:
+        for name, parameter in frozen.items():
+            setattr(module, name, nn.Parameter(torch.zeros_like(parameter, device="cpu"), requires_grad=False))
+        if buffers or frozen:
             owner._init_weights(module)
-    return dict(meta.named_buffers())
+    frozen_now = {name: tensor.detach() for name, tensor in meta.named_parameters() if not tensor.requires_grad}
+    return dict(meta.named_buffers()) | frozen_now

@@ -10,7 +10,7 @@ import torch
 from so_tui.spec import InputError, ModelSpec, Problem, RunSpec, first_line
 from so_tui.spec.generation import Device
 from so_tui_trainer.export import weights
-from so_tui_trainer.model.buffers import stored_buffers
+from so_tui_trainer.model.buffers import trained_shapes, untrained
 from so_tui_trainer.model.config import load_config
 from so_tui_trainer.model.matching import DEFAULT_ATTENTION, meta_model
 
@@ -38,9 +38,9 @@ def of_checkpoint(checkpoint: Path, spec: RunSpec) -> PreTrainedModel:
             config, dtype=torch.bfloat16, attn_implementation=DEFAULT_ATTENTION, trust_remote_code=spec.model.trust_remote_code
         )
     causal.tie_weights()  # left out with the initialisation; without it a tied head would be a parameter of its own
-    shapes = {name: parameter.shape for name, parameter in causal.named_parameters()}
     meta = meta_model(config, trust_remote_code=spec.model.trust_remote_code)
-    causal.load_state_dict(weights(checkpoint, shapes) | stored_buffers(meta, spec.model), strict=False, assign=True)
+    tensors = weights(checkpoint, trained_shapes(causal)) | untrained(meta, spec.model)
+    causal.load_state_dict(tensors, strict=False, assign=True)
     causal.tie_weights()
     return causal
 
