@@ -16,7 +16,7 @@ from so_tui.launch.new_preset import add_preset, describe_model, preset_name
 from so_tui.plan import make_plan
 from so_tui.spec import InputError, check_tree, create_preset, find_preset
 from tests.support.machines import superchips
-from tests.support.models import IN_ROWS, OTHERS, RECURRENT, another
+from tests.support.models import IN_ROWS, OTHERS, RECURRENT, another, known
 from tests.support.schemas import valid
 
 pytest.importorskip("transformers")
@@ -197,6 +197,31 @@ def test_what_cannot_be_trained_is_said_in_words(tmp_path: Path, config: dict[st
     with pytest.raises(InputError) as caught:
         list(describe({"model": str(model)}))
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "code"),
+    [
+        ("doge", {}, "model-packing-unsupported"),
+        ("zaya", {"num_experts_per_tok": 1}, "model-packing-unsupported"),
+        ("zamba2", {"layer_types": ["mamba", "hybrid"]}, "model-packing-unsupported"),
+        ("recurrent_gemma", {}, "model-logits-changed"),
+        ("inkling_text", {}, "model-logits-changed"),
+        ("cohere_compass_text", {"rope_parameters": {"sliding_attention": None}}, "model-shape-invalid"),
+        ("musicgen", {"text_encoder": {"model_type": "t5"}, "audio_encoder": {"model_type": "encodec"}, "decoder": {}}, "model-not-causal"),
+    ],
+)
+def test_kinds_that_would_be_trained_wrongly_are_refused(tmp_path: Path, kind: str, changes: dict[str, Any], code: str) -> None:
+    """A mask of its own, convolutions or shared blocks in attention, logits that are scaled, positions that are missing, two texts."""
+    from so_tui_trainer.tools.describe_model import describe
+
+    if not known({kind: {}}):
+        pytest.skip(f"this transformers does not know {kind}")
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = GROUPED | {"num_hidden_layers": 2} | ids | changes
+    with pytest.raises(InputError) as caught:
+        list(describe({"model": str(folder(tmp_path, kind, model_type=kind, **config))}))
+    assert [problem.code for problem in caught.value.problems] == [code]
 
 
 def test_folders_that_hold_no_model(tmp_path: Path) -> None:

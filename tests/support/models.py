@@ -59,6 +59,8 @@ OTHERS: dict[str, dict[str, Any]] = known(
             "first_k_dense_replace": 1,
         },
         "granite": {"layer_types": None, "logits_scaling": 4.0},
+        "ernie4_5_moe": {"layer_types": None, "moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 0},
+        "jetmoe": {"layer_types": None, "head_dim": None, "kv_channels": 16},
         "gemma4_text": {
             "final_logit_softcapping": 2.0,
             "global_head_dim": 32,

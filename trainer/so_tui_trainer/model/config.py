@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,8 @@ def config_of(shape: Mapping[str, Any]) -> PretrainedConfig:
     names = owner.attribute_map
     given = {key: value for key, value in shape.items() if key != "model_type" and not _is_computed(owner, names.get(key, key))}
     config: PretrainedConfig = AutoConfig.for_model(kind, **given)
+    if "pad_token_id" not in given and (config.pad_token_id or 0) >= (getattr(config, "vocab_size", None) or math.inf):
+        config.pad_token_id = None  # the kind's own default, which a smaller vocabulary lacks; TOML cannot say null
     return config
 
 
@@ -73,8 +76,10 @@ def language_part(config: PretrainedConfig) -> PretrainedConfig:
     """Return the configuration of a multimodal model's language part, if transformers has a model for that alone; else the same one."""
     from transformers import AutoModelForCausalLM
 
+    if config.is_encoder_decoder:  # some have more than one part for text
+        return config
     text = config.get_text_config()
-    if text is config or config.is_encoder_decoder or type(text) not in AutoModelForCausalLM._model_mapping:
+    if text is config or type(text) not in AutoModelForCausalLM._model_mapping:
         return config
     # Mistral 3 says of the whole, by default, that its head is its embedding; a head that is stored must not be lost. Where that is not the
     # default, as in Qwen3.5, the folder says so, and it may say it of the whole only.

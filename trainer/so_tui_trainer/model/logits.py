@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-_LOGIT_KEYS = ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier", "final_logit_softcapping")
+LOGIT_KEYS = (
+    "logits_scaling",
+    "logit_scale",
+    "lm_head_multiplier",
+    "output_multiplier",
+    "final_logit_softcapping",
+    "logits_mup_width_multiplier",
+    "logits_soft_cap",
+    "output_logit_soft_cap",
+    "unpadded_vocab_size",
+)
 """Configuration keys of models that change their logits after the output projection."""
 
 
@@ -28,7 +38,7 @@ def logit_changes(config: PretrainedConfig) -> tuple[float, float]:
 
 def changes_logits_otherwise(config: PretrainedConfig) -> bool:
     """Return whether a model changes its logits in a way that ``logit_changes`` does not know."""
-    return logit_changes(config) == (1.0, 0.0) and any(getattr(config, key, None) not in (None, 1.0) for key in _LOGIT_KEYS)
+    return logit_changes(config) == (1.0, 0.0) and any(getattr(config, key, None) not in (None, 1.0) for key in LOGIT_KEYS)
 
 
 def expected_first_loss(config: PretrainedConfig) -> float:

@@ -15,8 +15,9 @@ from so_tui_trainer.model.logits import changes_logits_otherwise
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_UNSUPPORTED_TYPES = {"opt", "nemotron"}
-"""Models that build their mask without position ids, or do not pass the document boundaries on to their attention."""
+_UNSUPPORTED_TYPES = {"opt", "nemotron", "doge", "recurrent_gemma", "zamba", "zamba2", "zaya"}
+"""Models that build their mask without position ids, do not pass the document boundaries on to their attention, have a mask of their own
+that kernels would leave out (doge), or mix tokens where documents cannot be made rows."""
 _PLAIN_HEAD = "Choose a model with a plain output projection."
 
 

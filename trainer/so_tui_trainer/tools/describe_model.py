@@ -65,7 +65,7 @@ def describe(request: Answer) -> Iterator[Answer]:
             delattr(config, key)
     try:
         causal = meta_model(config, trust_remote_code=asked.trust_remote_code)
-    except (ValueError, TypeError, AttributeError, AssertionError, ImportError, RuntimeError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, AssertionError, ImportError, RuntimeError) as error:
         refuse_shape(asked, error)
     refuse_head(asked, causal)
     found = msgspec.structs.replace(

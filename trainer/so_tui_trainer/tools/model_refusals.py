@@ -56,10 +56,10 @@ def refuse_other_kinds(model: ModelSpec, config: PretrainedConfig) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     remedy = "Choose a model for text generation (a causal language model)."
-    text = config.get_text_config()
     classes = tuple(config.architectures or ())
     if getattr(config, "is_encoder_decoder", False):
         refuse("model-not-causal", model, "is an encoder-decoder, not a causal language model", remedy)
+    text = config.get_text_config()
     if text is not config:
         message = f"is a multimodal model, and transformers has no model for its language part alone ({text.model_type})"
         refuse("model-multimodal", model, message, remedy)
@@ -121,5 +121,5 @@ def _names(mapping: Mapping[str, str | tuple[str, ...]]) -> Iterator[str]:
 
 def _reason(error: BaseException) -> str:
     """Return the first line of an error, or of its cause if it only names a location."""
-    first = first_line(error)
+    first = f"it lacks {error}" if isinstance(error, KeyError) else first_line(error)
     return _reason(error.__cause__) if first.endswith(":") and error.__cause__ else first

@@ -49,6 +49,8 @@ _CODES: dict[Obstacle, str] = {
     "not-deterministic": "attention-not-deterministic",
 }
 """Codes of the refusal of a backend."""
+_MASKS_WITHOUT_POSITIONS = {"granitemoehybrid"}
+"""Models with recurrent layers whose own mask ignores that position ids restart. Their recurrent layers need none."""
 
 
 def present(device: torch.device) -> Present:
@@ -152,7 +154,8 @@ def arguments(batch: Batch, implementation: str, config: PretrainedConfig, dtype
         }
         return positions | kernel | ({"is_part": True} if batch.is_part else {})
     kinds = set(kinds_of(config))
-    if len(kinds) < 2 or recurrent_kinds(kinds):
+    apart = config.model_type in _MASKS_WITHOUT_POSITIONS
+    if (len(kinds) < 2 or recurrent_kinds(kinds)) and not apart:
         return positions | {"attention_mask": None}
     # Models that mix kinds of layers take a mask for each kind. The mask that gpt-oss would make itself ignores the position ids.
     from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
@@ -165,5 +168,7 @@ def arguments(batch: Batch, implementation: str, config: PretrainedConfig, dtype
         cache_argument(create_causal_mask): None,
         "position_ids": batch.position_ids,
     }
+    if apart:
+        return positions | {"attention_mask": create_causal_mask(**known)}
     makers = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
     return positions | {"attention_mask": {kind: makers[kind](**known) for kind in kinds}}

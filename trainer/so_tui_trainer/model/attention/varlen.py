@@ -148,7 +148,7 @@ def register(kernels: Kernels, ranks: SequenceGroup | None = None) -> str:
             sinks = None if s_aux is None else ranks.sinks(s_aux)
             whole = (ranks.queries(flat_query), ranks.keys(flat_key), ranks.keys(flat_value))
             mixed = ranks.results(attend(*whole, sinks, documents, kernels))
-        return mixed[..., :of_value].view(rows, width, heads, of_value), None
+        return mixed[..., :of_value].reshape(rows, width, heads, of_value).contiguous(), None
 
     AttentionInterface.register(NAME, attention)
     return NAME
