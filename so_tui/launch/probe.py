@@ -24,6 +24,7 @@ from so_tui.plan import make_plan
 from so_tui.plan.calibration import STEP_PARTS, Figures, Probe, model_key
 from so_tui.plan.constants import digest
 from so_tui.plan.host_memory import load_bytes, steady_bytes
+from so_tui.plan.placement import keeps_weights_on_host
 from so_tui.plan.types import Plan
 from so_tui.plan.workload import Workload, seen
 from so_tui.runs import RunDirectory, RunReader
@@ -216,6 +217,7 @@ def probe_of(run: RunDirectory, plan: Plan, machine: Machine) -> Probe:
         actual=found.figures,
         constants=digest(),
         step_parts=STEP_PARTS,
+        host_weights=keeps_weights_on_host(plan.spec),
     )
 
 

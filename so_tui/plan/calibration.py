@@ -105,6 +105,8 @@ class Probe(Struct, frozen=True, kw_only=True):
     """``digest`` of the constants behind ``predicted``."""
     step_parts: int = 1
     """``STEP_PARTS`` of what measured it."""
+    host_weights: bool = False
+    """Whether weights were in host memory, so that both passes fetched them."""
 
 
 class Calibration(Struct, frozen=True, kw_only=True):
@@ -207,19 +209,24 @@ def speed_of(machine: Machine, gpu_name: str, known: Calibration | None) -> Spee
     return Speed(**rest | own | {"calibrated": calibrated})
 
 
-def correcting(mode: Mode, ranks: int, probes: Sequence[Probe]) -> list[Probe]:
-    """Return the probes by which a plan is corrected: with as many ranks if there are any, and of them those of its mode if there are."""
-    near = [probe for probe in probes if probe.ranks == ranks] or list(probes)
+def correcting(mode: Mode, ranks: int, probes: Sequence[Probe], *, host_weights: bool = False) -> list[Probe]:
+    """Return the probes by which a plan is corrected: with as many ranks if there are any, and of them those of its mode if there are.
+
+    A plan with weights in host memory is corrected by probes of such runs if there are any. They correct no other plan: their passes may
+    have waited for the bus.
+    """
+    fetching = [probe for probe in probes if probe.host_weights] if host_weights else []
+    usable = fetching or [probe for probe in probes if not probe.host_weights]
+    near = [probe for probe in usable if probe.ranks == ranks] or usable
     return [probe for probe in near if probe.mode == mode] or near
 
 
-def corrected_step(step: StepTime, mode: Mode, ranks: int, probes: Sequence[Probe]) -> StepTime:
-    """Return a predicted step corrected by probes of the same model.
+def corrected_step(step: StepTime, mode: Mode, near: Sequence[Probe]) -> StepTime:
+    """Return a predicted step corrected by probes of the same model, as ``correcting`` returns them.
 
     Forward and backward are the GPU's work in any mode, so that a probe of another mode corrects them too. The exposed optimizer is the
     mode's own.
     """
-    near = correcting(mode, ranks, probes)
     same = [probe for probe in near if probe.mode == mode]
     backward = _ratio([(probe.actual.backward_s, probe.predicted.backward_s) for probe in near])
     forward = _ratio([(probe.actual.forward_s, probe.predicted.forward_s) for probe in near])
@@ -253,13 +260,13 @@ def _ratio(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def corrected_terms(terms: Sequence[MemoryTerm], mode: Mode, ranks: int, probes: Sequence[Probe]) -> tuple[MemoryTerm, ...]:
-    """Return GPU memory terms corrected by probes of the same model.
+    """Return GPU memory terms corrected by probes of the same model, as ``correcting`` returns them.
 
     What the allocator reserved beyond the prediction becomes a term, and what it reserved less is taken off its slack. The share of the
     driver and NCCL is as measured. Where no probe was of this mode, all that carries over is what every probed mode took beyond its
     prediction: that is most likely of parts that they share, such as activations.
     """
-    near = [probe for probe in correcting(mode, ranks, probes) if probe.ranks == ranks and probe.actual.gpu_reserved_bytes]
+    near = [probe for probe in probes if probe.ranks == ranks and probe.actual.gpu_reserved_bytes]
     same = [probe for probe in near if probe.mode == mode]
     if not same:
         shared = min((max(map(_excess, alike)) for alike in _by_mode(near).values()), default=0)

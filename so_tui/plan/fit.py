@@ -13,14 +13,14 @@ from so_tui.machine.types import Machine
 from so_tui.model.layout import StateLayout
 from so_tui.model.profile import ModelProfile, profile_of
 from so_tui.plan.attention import attention_of
-from so_tui.plan.calibration import STEP_PARTS, Probe, corrected_step, corrected_terms
+from so_tui.plan.calibration import STEP_PARTS, Probe, corrected_step, corrected_terms, correcting
 from so_tui.plan.constants import digest
 from so_tui.plan.copies import Copies, copies
 from so_tui.plan.facts.memory import Shortage
 from so_tui.plan.memory import memory_terms
 from so_tui.plan.network import between_hosts_bytes_per_s
 from so_tui.plan.offload_ratio import RATIOS, STATE_BYTES, smallest_ratio
-from so_tui.plan.placement import Placement
+from so_tui.plan.placement import Placement, keeps_weights_on_host
 from so_tui.plan.resources import Gpus, Resources, other_resources, resources_of
 from so_tui.plan.speculation import SecondStates, choose
 from so_tui.plan.terms import MemoryTerm
@@ -273,14 +273,19 @@ def _placement(spec: RunSpec, target: Target) -> Placement:
 def _terms(placement: Placement, target: Target) -> tuple[MemoryTerm, ...]:
     found = memory_terms(placement)
     mode = cast(Mode, placement.spec.offload.mode)
-    return corrected_terms(found, mode, placement.layout.ranks, target.probes) if target.probes else found
+    return corrected_terms(found, mode, placement.layout.ranks, near) if (near := _correcting(placement, target)) else found
 
 
 def _step(placement: Placement, target: Target) -> StepTime | None:
     if (model := step_model(placement, target)) is None:
         return None
     step, mode = model.step_time(), cast(Mode, placement.spec.offload.mode)
-    return corrected_step(step, mode, placement.layout.ranks, target.probes) if target.probes else step
+    return corrected_step(step, mode, near) if (near := _correcting(placement, target)) else step
+
+
+def _correcting(placement: Placement, target: Target) -> list[Probe]:
+    mode = cast(Mode, placement.spec.offload.mode)
+    return correcting(mode, placement.layout.ranks, target.probes, host_weights=keeps_weights_on_host(placement.spec))
 
 
 def step_model(placement: Placement, target: Target) -> StepModel | None:

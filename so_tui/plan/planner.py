@@ -42,6 +42,7 @@ from so_tui.plan.fastest_ratio import rate
 from so_tui.plan.fit import Assessment, Target, assess, held_back_step, in_mode, mode_without_gpu, step_model, target_of
 from so_tui.plan.hosts import across_hosts
 from so_tui.plan.interval import checkpoint_interval
+from so_tui.plan.placement import keeps_weights_on_host
 from so_tui.plan.remedies import gpus_with_margin, remedies
 from so_tui.plan.resources import Resources, rank_counts
 from so_tui.plan.search import ALIKE, fastest, fastest_policy, larger_steps, or_faster_on_host, or_with_less_memory, with_fitting_cores
@@ -229,7 +230,7 @@ def _plan(spec: RunSpec, found: Assessment, decided: Sequence[Choice], *, search
         tokens_per_step=tokens,
         useful_tokens_per_s_total=tokens * target.workload.useful_share / step.total_s if step else None,
         model_tflops_per_gpu=_tflops(target, spec.data.sequence_length, sequences, step.total_s) if step else None,
-        speed_source=_speed_source(target, cast(Mode, offload.mode)) if step else None,
+        speed_source=_speed_source(target, found.spec) if step else None,
         binding=resources.bindings(offload.mode),
         spec=_resolved(found, resources),
     )
@@ -320,14 +321,15 @@ def _named(term: MemoryTerm) -> MemoryTerm:
     return replace(term, name=TERM_NAMES[term.kind], formula=str(term.formula))
 
 
-def _speed_source(target: Target, mode: Mode) -> SpeedSource:
-    speed = target.resources.speed
+def _speed_source(target: Target, spec: RunSpec) -> SpeedSource:
+    speed, mode = target.resources.speed, cast(Mode, spec.offload.mode)
+    near = correcting(mode, target.ranks, target.probes, host_weights=keeps_weights_on_host(spec))
     return SpeedSource(
         calibrated=speed.calibrated if speed else None,
         published=speed.source if speed else "",
         workload=None if target.workload == Workload() else target.workload,
-        probed=bool(target.probes),
-        probed_modes=tuple(dict.fromkeys(probe.mode for probe in correcting(mode, target.ranks, target.probes))),
+        probed=bool(near),
+        probed_modes=tuple(dict.fromkeys(probe.mode for probe in near)),
     )
 
 
