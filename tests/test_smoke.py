@@ -47,7 +47,7 @@ def story(run: RunDirectory) -> str:
     return "\n".join([repr(read_state(run)), *logs])
 
 
-def wait_for(run: RunDirectory, until: Callable[[RunState], bool], *, attempt: int, timeout_s: float = 120.0) -> RunState:
+def wait_for(run: RunDirectory, until: Callable[[RunState], bool], *, attempt: int, timeout_s: float = 240.0) -> RunState:
     """Return the first state that satisfies ``until``; fail when this attempt ends before, or takes too long."""
     deadline = time.monotonic() + timeout_s
     while not until(state := read_state(run)):

@@ -115,13 +115,13 @@ def kill(process: Process) -> None:
 def wait_for(run: RunDirectory, until: Until, *, timeout_s: float = 60.0, of_attempt: int = 1) -> RunState:
     """Return the first state that satisfies ``until``. Fail if this attempt (or a later one) ends before, or after the timeout.
 
-    A start, which imports torch and DeepSpeed several times, takes as long as a busy host needs: its time counts only while its processes
-    compute nothing.
+    What precedes training, which imports torch and DeepSpeed several times, takes as long as a busy host needs: its time counts only while
+    its processes compute nothing.
     """
     deadline, seen = time.monotonic() + timeout_s, None
     while not until(state := read_state(run)):
         assert state.state not in FINAL_STATES or state.attempt < of_attempt, _state_and_logs(run, state)
-        if state.state == "starting" and (computed := _cpu_ticks(state)) != seen:
+        if state.state in ("starting", "loading") and (computed := _cpu_ticks(state)) != seen:
             seen, deadline = computed, time.monotonic() + timeout_s
         assert time.monotonic() < deadline, _state_and_logs(run, state)
         time.sleep(0.1)
