@@ -33,7 +33,8 @@ from so_tui.machine.types import Machine  # noqa: E402
 from so_tui.plan.types import Plan, StepTime  # noqa: E402
 from so_tui.runs import RunDirectory, read_state  # noqa: E402
 from so_tui.runs.codec import decode_metric, decode_sample  # noqa: E402
-from so_tui.runs.records import FINAL_STATES, MetricRecord, Sample, StepRecord, WarningRecord  # noqa: E402
+from so_tui.runs.records import FINAL_STATES, MetricRecord, StepRecord, WarningRecord  # noqa: E402
+from so_tui.runs.sample import Sample  # noqa: E402
 from so_tui.runs.segments import read_span, segments  # noqa: E402
 from so_tui.spec import find_preset, with_values  # noqa: E402
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from so_tui.machine.system_files import SystemFiles
 from so_tui.machine.types import Gpu
-from so_tui.runs.records import GpuSample
+from so_tui.runs.sample import GpuSample
 
 
 class AmdDevice:

@@ -17,7 +17,8 @@ from so_tui.launch.alert_text import alert_text, run_name_text
 from so_tui.launch.alert_watch import AlertWatch
 from so_tui.launch.log_line import log_line
 from so_tui.runs.directory import RunDirectory
-from so_tui.runs.records import Alert, MetricRecord, RunState, Sample, StepRecord
+from so_tui.runs.records import Alert, MetricRecord, RunState, StepRecord
+from so_tui.runs.sample import Sample
 from so_tui.settings.file import Loaded, load_settings
 from so_tui.settings.types import Settings
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from so_tui.launch.amd_sampler import AmdDevice
 from so_tui.launch.host_processes import GpuUse
 from so_tui.machine.types import Gpu
-from so_tui.runs.records import GpuSample
+from so_tui.runs.sample import GpuSample
 
 T = TypeVar("T")
 _MIB = 2**20

@@ -25,7 +25,8 @@ from so_tui.runs.directory import RunDirectory
 from so_tui.runs.host import this_host
 from so_tui.runs.leftovers import remove_leftovers
 from so_tui.runs.log import LogReader, trim_log
-from so_tui.runs.records import Process, Sample
+from so_tui.runs.records import Process
+from so_tui.runs.sample import Sample
 from so_tui.runs.samples import SampleWriter
 from so_tui.runs.state import FULL
 

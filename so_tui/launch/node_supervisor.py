@@ -23,7 +23,8 @@ from so_tui.launch.shutdown import request_stop
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.liveness import STALE_S, identify
 from so_tui.runs.outcome import OutcomeCode
-from so_tui.runs.records import FINAL_STATES, Sample
+from so_tui.runs.records import FINAL_STATES
+from so_tui.runs.sample import Sample
 from so_tui.runs.state import read_state
 from so_tui.spec import InputError, SoTuiError
 

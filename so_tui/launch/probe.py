@@ -28,7 +28,8 @@ from so_tui.plan.placement import keeps_weights_on_host
 from so_tui.plan.types import Plan
 from so_tui.plan.workload import Workload, seen
 from so_tui.runs import RunDirectory, RunReader
-from so_tui.runs.records import FINAL_STATES, EndRecord, MetricRecord, PhaseRecord, Sample, StepRecord
+from so_tui.runs.records import FINAL_STATES, EndRecord, MetricRecord, PhaseRecord, StepRecord
+from so_tui.runs.sample import Sample
 from so_tui.spec import RunSpec, SoTuiError
 from so_tui.trust.printable import so_tui_command
 from so_tui.units import thousands

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from so_tui.runs.process_stat import Stat, read_stat
-from so_tui.runs.records import ForeignProcess
+from so_tui.runs.sample import ForeignProcess
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 LEAST_CORES = 0.1

@@ -19,7 +19,8 @@ from typing import Any
 from msgspec import Struct
 
 from so_tui.launch.log_line import log_line
-from so_tui.runs.records import RunState, Sample, StepRecord
+from so_tui.runs.records import RunState, StepRecord
+from so_tui.runs.sample import Sample
 from so_tui.settings.types import PrometheusSettings
 from so_tui.trust.printable import printable_line
 

@@ -21,8 +21,8 @@ from so_tui.launch.processes import ProcessTree
 from so_tui.machine.memory import caught_up, sole_memory_node
 from so_tui.machine.types import Machine, NumaNode
 from so_tui.runs.placement import RankPlacement
-from so_tui.runs.records import ForeignProcess, NodeSample, Sample
 from so_tui.runs.rollup import MOST_FOREIGN
+from so_tui.runs.sample import ForeignProcess, NodeSample, Sample
 
 T = TypeVar("T")
 MEMORY_INTERVAL_S = 10.0

@@ -13,7 +13,8 @@ from so_tui.launch.placement import misplaced, share_on_nodes
 from so_tui.machine.types import Machine
 from so_tui.plan.types import Plan, PlannedRates, RankBinding, StepTime
 from so_tui.runs.placement import RankPlacement
-from so_tui.runs.records import GpuSample, Sample, StepRecord
+from so_tui.runs.records import StepRecord
+from so_tui.runs.sample import GpuSample, Sample
 from so_tui.runs.slowdown import Cause
 
 CauseCode = Literal["binding", "memory-node", "foreign-load", "clocks", "copies", "adam", "data"]

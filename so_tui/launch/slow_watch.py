@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 from so_tui.launch.slow_causes import measured_of, planned_of, ranked_causes
 from so_tui.machine.types import Machine
 from so_tui.plan.types import Plan
-from so_tui.runs.records import MetricRecord, PhaseRecord, Sample, StepRecord
+from so_tui.runs.records import MetricRecord, PhaseRecord, StepRecord
+from so_tui.runs.sample import Sample
 from so_tui.runs.slowdown import Slowdown
 
 SLOWER = 1.2

@@ -30,8 +30,9 @@ from so_tui.runs.directory import RunDirectory, deleted
 from so_tui.runs.host import this_host
 from so_tui.runs.liveness import STALE_S, identify
 from so_tui.runs.metrics import MetricsReader
-from so_tui.runs.records import MetricRecord, RunState, Sample
+from so_tui.runs.records import MetricRecord, RunState
 from so_tui.runs.run_lock import RunLock
+from so_tui.runs.sample import Sample
 from so_tui.runs.state import read_state, write_last_state, write_state
 from so_tui.spec import InputError, SoTuiError
 

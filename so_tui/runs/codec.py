@@ -11,7 +11,8 @@ from typing import Any, get_args
 
 import msgspec
 
-from so_tui.runs.records import MetricRecord, Rollup, Sample
+from so_tui.runs.records import MetricRecord
+from so_tui.runs.sample import Rollup, Sample
 from so_tui.trust.decoding import decoded
 
 _LARGEST = 2**53

@@ -19,13 +19,12 @@ from so_tui.runs.records import (
     EvaluationRecord,
     MetricRecord,
     PhaseRecord,
-    Rollup,
     RunState,
-    Sample,
     StartRecord,
     StepRecord,
     WarningRecord,
 )
+from so_tui.runs.sample import Rollup, Sample
 from so_tui.runs.samples import SampleReader
 from so_tui.spec.errors import InputError
 

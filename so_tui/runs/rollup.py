@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from so_tui.runs.records import ForeignProcess, GpuSample, NodeSample, Rollup, Sample
+from so_tui.runs.sample import ForeignProcess, GpuSample, NodeSample, Rollup, Sample
 
 Weighted = list[tuple[Any, int]]
 """Values with their numbers of samples."""

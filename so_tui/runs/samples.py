@@ -16,8 +16,8 @@ import msgspec
 
 from so_tui.runs.codec import decode_rollup, decode_sample, encode_line
 from so_tui.runs.directory import RunDirectory
-from so_tui.runs.records import Rollup, Sample
 from so_tui.runs.rollup import roll_up, single
+from so_tui.runs.sample import Rollup, Sample
 from so_tui.runs.segments import MEBIBYTE, PolledSegments, SegmentWriter, read_lines, read_span, segments
 
 _FIRST_LINE_BYTES = 1 << 13

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from so_tui.runs.records import GpuSample
+from so_tui.runs.sample import GpuSample
 from so_tui.ui.loads import sampled_value
 from so_tui.ui.text import percent, rate, significant
 from so_tui.units import memory_unit, thousands

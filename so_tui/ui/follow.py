@@ -15,13 +15,8 @@ from so_tui.plan.types import Plan
 from so_tui.runs import HeartbeatWatch, LogLine, RunDirectory, RunReader, Update, control, deleted, read_spec
 from so_tui.runs.liveness import unconfirmed
 from so_tui.runs.means import mean_steps_of
-from so_tui.runs.records import (
-    FINAL_STATES,
-    EvaluationRecord,
-    RunState,
-    Sample,
-    StepRecord,
-)
+from so_tui.runs.records import FINAL_STATES, EvaluationRecord, RunState, StepRecord
+from so_tui.runs.sample import Sample
 from so_tui.spec import InputError, RunSpec
 from so_tui.ui.chart_layout import Wanted
 from so_tui.ui.inspected import Inspected, Inspector, Position

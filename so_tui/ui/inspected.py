@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from so_tui.runs import RunReader
-from so_tui.runs.records import Sample, StepRecord
+from so_tui.runs.records import StepRecord
 from so_tui.runs.rollup import roll_up
+from so_tui.runs.sample import Sample
 
 Position = tuple[float, float]
 """Step and time of the cursor."""

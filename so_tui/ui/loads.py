@@ -15,8 +15,9 @@ from itertools import islice
 from so_tui.machine.types import Machine
 from so_tui.runs import RunReader
 from so_tui.runs.placement import RankPlacement
-from so_tui.runs.records import FINAL_STATES, ForeignProcess, GpuSample, NodeSample, Sample
+from so_tui.runs.records import FINAL_STATES
 from so_tui.runs.rollup import roll_up
+from so_tui.runs.sample import ForeignProcess, GpuSample, NodeSample, Sample
 from so_tui.ui.series import Line, Series
 
 HISTORY_ROWS = 600

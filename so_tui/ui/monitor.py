@@ -15,7 +15,8 @@ from so_tui.launch.host_processes import HostProcess, HostProcesses
 from so_tui.launch.processes import ProcessTree
 from so_tui.launch.sampler import Sampler
 from so_tui.machine.types import Machine
-from so_tui.runs.records import BindingRecord, Sample
+from so_tui.runs.records import BindingRecord
+from so_tui.runs.sample import Sample
 from so_tui.ui.chart_metrics import HARDWARE, samples_of
 from so_tui.ui.inspected import Inspected
 from so_tui.ui.loads import CORES, MEMORY, GpuView, LoadStore, NodeView, Sampled

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from so_tui.runs import RunDirectory, RunReader, read_state, readable_spec
 from so_tui.runs.means import mean_steps_of
-from so_tui.runs.records import Sample
+from so_tui.runs.sample import Sample
 from so_tui.ui.chart_layout import Wanted
 from so_tui.ui.chart_metrics import EVALUATIONS, Metric
 from so_tui.ui.loads import Loads

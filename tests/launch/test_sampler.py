@@ -14,7 +14,7 @@ from so_tui.launch.processes import ProcessTree, role_of
 from so_tui.launch.sampler import Sampler, busy_percent, oom_kills, read_cpu_times, read_node_memory
 from so_tui.machine import inspect_machine
 from so_tui.runs.process_stat import read_stat
-from so_tui.runs.records import ForeignProcess
+from so_tui.runs.sample import ForeignProcess
 from tests.support.waiting import LIMIT_S, wait_for_environment, wait_until
 
 STAT = "cpu  9 9 9 9 9 9 9 9 0 0\ncpu0 10 0 10 70 10 0 0 0 5 0\ncpu3 50 0 0 50 0 0 0 0 0 0\nintr 1 2 3\n"

@@ -16,7 +16,8 @@ from so_tui.plan import make_plan
 from so_tui.plan.binding import bind_ranks
 from so_tui.plan.types import Plan, PlannedRates, StepTime
 from so_tui.runs.placement import RankPlacement
-from so_tui.runs.records import CheckpointRecord, GpuSample, MetricRecord, NodeSample, PhaseRecord, Sample
+from so_tui.runs.records import CheckpointRecord, MetricRecord, PhaseRecord
+from so_tui.runs.sample import GpuSample, NodeSample, Sample
 from so_tui.runs.slowdown import Cause, Slowdown
 from tests.support.machines import superchips
 from tests.support.planning import spec_of

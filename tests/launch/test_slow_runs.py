@@ -23,7 +23,8 @@ from so_tui.launch.slow_causes import Measured, Planned, measured_of, ranked_cau
 from so_tui.machine import Machine
 from so_tui.plan.types import PlannedRates, StepTime
 from so_tui.runs import RunDirectory, RunReader, read_state
-from so_tui.runs.records import Process, Sample, StepRecord
+from so_tui.runs.records import Process, StepRecord
+from so_tui.runs.sample import Sample
 from so_tui.runs.slowdown import Cause
 from so_tui.spec import RunSpec
 from tests.support.fake_runs import FAKE_TRAINER, Runs, wait_for

@@ -13,7 +13,8 @@ import pytest
 
 from so_tui.launch import prometheus
 from so_tui.launch.prometheus import CONTENT_TYPE, PORTS, Endpoint, Figures, exposition, open_endpoint
-from so_tui.runs.records import GpuSample, NodeSample, RunState, Sample
+from so_tui.runs.records import RunState
+from so_tui.runs.sample import GpuSample, NodeSample, Sample
 from so_tui.settings.types import PrometheusSettings, Settings
 from tests.support.records import step_record
 

@@ -20,16 +20,14 @@ from so_tui.runs.records import (
     BindingRecord,
     CheckpointRecord,
     EndRecord,
-    GpuSample,
-    NodeSample,
     PhaseRecord,
     RankBindingReport,
     RunState,
-    Sample,
     StartRecord,
     State,
     StepRecord,
 )
+from so_tui.runs.sample import GpuSample, NodeSample, Sample
 from so_tui.spec import find_preset, with_values
 
 GIB = 1024**3

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from so_tui.runs import RunDirectory, SampleWriter
-from so_tui.runs.records import ForeignProcess, GpuSample, NodeSample, Sample
+from so_tui.runs.sample import ForeignProcess, GpuSample, NodeSample, Sample
 from so_tui.ui.follow import RunFollower
 from so_tui.ui.screens.dashboard import DashboardScreen
 from so_tui.ui.series import Axis

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from so_tui.runs import RunReader, SampleWriter
-from so_tui.runs.records import GpuSample, NodeSample, Sample
+from so_tui.runs.sample import GpuSample, NodeSample, Sample
 from so_tui.ui import loads
 from so_tui.ui.chart_metrics import BY_KEY, HARDWARE, hardware_keys
 from so_tui.ui.hardware_charts import marked_lines, sampled_lines

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from so_tui.runs import RunDirectory, SampleWriter
-from so_tui.runs.records import ForeignProcess, NodeSample, Sample
+from so_tui.runs.sample import ForeignProcess, NodeSample, Sample
 from so_tui.runs.samples import SampleReader
 from so_tui.ui.loads import CORES, LoadStore
 from so_tui.ui.widgets.core_heat import heat_rows, heat_texts
