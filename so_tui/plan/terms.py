@@ -142,6 +142,23 @@ OUTSIDE_ALLOCATOR = frozenset({TermKind.CUDA_CONTEXT, TermKind.NCCL_BUFFERS, Ter
 """GPU terms that torch's allocator does not see: it reserves the others."""
 ACTIVATION_STACK = frozenset({TermKind.LAYER_INPUTS, TermKind.ATTENTION_RESULTS, TermKind.ACTIVATIONS})
 """GPU terms that grow during forward and shrink during backward, so that no memory is lost between them."""
+HOST_PARTS: dict[str, frozenset[TermKind]] = {
+    "states": frozenset(
+        {
+            TermKind.MASTER_WEIGHTS,
+            TermKind.MOMENTS,
+            TermKind.STAGING_BUFFER,
+            TermKind.ACCUMULATED_GRADIENTS,
+            TermKind.GRADIENTS,
+            TermKind.GRADIENT_PARTITION,
+            TermKind.HOST_WEIGHTS,
+        }
+    ),
+    "activations": frozenset({TermKind.OFFLOADED_INPUTS, TermKind.OFFLOADED_RESULTS}),
+    "second states": frozenset({TermKind.SECOND_STATES}),
+    "copies": frozenset({TermKind.COPIES}),
+}
+"""What a plan shares a host's memory out to, in the order in which it does. The rest goes to processes, loading and saving."""
 NOT_STEADY = frozenset({TermKind.LOADING, TermKind.SAVING})
 """Host terms outside of training steps."""
 

@@ -161,6 +161,23 @@ def test_a_plan_says_its_verdict_in_a_word_and_fits_its_width() -> None:
     assert not any(re.match(r" +(GiB|s)\b", line.plain) for lines in reasons for line in lines), "a unit stands beside its figure"
 
 
+def test_a_plan_says_what_states_second_states_and_copies_take_of_the_hosts_memory() -> None:
+    spec = with_values(
+        find_preset("llama-3.1-8b").spec,
+        {"gpus": "4", "checkpoint.every_minutes": "30", "offload.mode": "superoffload", "offload.speculation": "on"},
+    )
+    plan = make_plan(spec, quad_machine())
+    parts = plan_view.host_parts(plan)
+    assert list(parts) == ["states", "second states", "copies", "other"]
+    assert (parts["second states"] + parts["copies"]) * 4 == pytest.approx(plan.host_optional_bytes, rel=1e-6)
+    assert sum(parts.values()) == sum(term.bytes for term in plan.breakdown if term.location == "node" and term.rank is None)
+    for width in (60, 78, 120):
+        (shown,) = (line for line in plan_view.summary(plan, width) if line.plain.lstrip().startswith("each rank: "))
+        assert shown.cell_length <= width
+        assert f"states {memory(parts['states'])}" in shown.plain
+    assert f"copies {memory(parts['copies'])}" in shown.plain
+
+
 def test_what_a_key_does_stands_beside_it_on_every_line() -> None:
     rows = [("s", "Stop", "Save and stop the run"), ("shift+tab", "Back", "The panel before this one, in the order of the screen")]
     lines = key_lines(rows, 40).plain.splitlines()

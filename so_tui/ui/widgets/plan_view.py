@@ -209,6 +209,9 @@ def _bar_line(name: str, used: int, total: int | None, width: int, margin: float
 def summary(plan: Plan, width: int, *, plain: bool = False) -> list[Content]:
     """Return what a plan needs, how long a step takes, why, and which cores each rank gets; ``plain`` where only ASCII is shown."""
     lines = memory_lines(plan, width)
+    if not plan.one_memory and plan.host_bytes_per_node and (parts := host_parts(plan)).get("states"):
+        shared_out = named_sizes([("each rank: states", parts.pop("states")), *parts.items()], width - LABEL)
+        lines.insert(2 if plan.gpu_bytes else 1, Content(" " * LABEL) + shared_out)
     if plan.gpu_bytes or plan.one_memory:
         lines.insert(1, Content(" " * LABEL) + breakdown_line(plan, "node" if plan.one_memory else "gpu", width - LABEL))
     lines += step_lines(plan, width, plain=plain) + reason_lines(plan, width)
@@ -220,10 +223,24 @@ def summary(plan: Plan, width: int, *, plain: bool = False) -> list[Content]:
 def breakdown_line(plan: Plan, location: Location, width: int) -> Content:
     """Return ``weights 7.4   states 44.1   ...``: the terms of one location, largest first, as many as fit."""
     terms = sorted((term for term in plan.breakdown if term.location == location and term.bytes > 0), key=lambda term: -term.bytes)
+    return named_sizes([(term.name, term.bytes) for term in terms], width)
+
+
+def host_parts(plan: Plan) -> dict[str, int]:
+    """Return the bytes of host memory that each rank has for its states and whatever else the plan shares memory out to, then the rest."""
+    from so_tui.plan.terms import HOST_PARTS
+
+    terms = [term for term in plan.breakdown if term.location == "node" and term.rank is None]
+    parts = {name: sum(term.bytes for term in terms if term.kind in kinds) for name, kinds in HOST_PARTS.items()}
+    return {name: size for name, size in (*parts.items(), ("other", sum(term.bytes for term in terms) - sum(parts.values()))) if size > 0}
+
+
+def named_sizes(sizes: Sequence[tuple[str, int]], width: int) -> Content:
+    """Return names with their bytes in a line, as many as fit."""
     pieces: list[Content] = []
     used = 0
-    for term in terms:
-        piece = Content.assemble((term.name, "$faint"), f" {memory(term.bytes)}")
+    for name, size in sizes:
+        piece = Content.assemble((name, "$faint"), f" {memory(size)}")
         if used + piece.cell_length + 3 > width:
             pieces.append(Content.styled("…", "$faint"))
             break
