@@ -1,0 +1,91 @@
+"""A loop of one's own on the engine, with transformers' own loss, has the losses of the trainer from the same weights and rows."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from so_tui.runs import create_run
+from so_tui.runs.records import StepRecord
+from so_tui.spec import RunSpec
+from tests.support.launching import log, records, start, tiny
+from tests.support.python_path import checkout_path
+
+STEPS = 8
+GROUP = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"})
+"""Variables with which other tests of this process joined a group."""
+
+
+def loop(folder: Path) -> list[float]:
+    """Train as a script does that knows neither plan nor run. Only which rows come when is asked of the trainer."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    import superoffload
+    from benchmarks.comparison.packed import labels
+    from examples.own_loop import ds_config, join_process_group
+    from so_tui_trainer.data import cache, tokens
+    from so_tui_trainer.data.batches import Batches
+
+    spec = msgspec.json.decode((folder / "spec.json").read_bytes(), type=RunSpec)
+    batches = Batches(cache.read(tokens.prepare(spec), spec.data), spec, rank=0)
+    join_process_group(0)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16)
+    train = spec.train
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": train.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    settings = superoffload.Settings(
+        learning_rate=train.learning_rate, beta1=train.beta1, beta2=train.beta2, epsilon=train.epsilon, ratio=0.7, speculation_bytes=1 << 40
+    )
+    config = ds_config("superoffload", train.gradient_clipping)
+    config |= {"train_micro_batch_size_per_gpu": train.micro_batch, "gradient_accumulation_steps": 1}
+    engine, *_ = superoffload.initialize(model, groups, settings, config)
+    losses = []
+    for step in range(1, STEPS + 1):
+        (batch,) = batches.micro_batches(step)
+        loss = engine(input_ids=batch.input_ids, attention_mask=batch.real.long(), labels=labels(batch)).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    superoffload.close(engine)
+    return losses
+
+
+@pytest.mark.slow
+def test_an_outsiders_loop_has_the_losses_of_the_trainer(tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    shape = dict(tiny().model.config)
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(shape.pop("model_type"), **shape), dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+    model.save_pretrained(tmp_path / "model")
+    weights = {"model__id": str(tmp_path / "model"), "model__weights": "pretrained", "model__tokenizer": "builtin:tiny"}
+    training = {"train__steps": str(STEPS), "train__schedule": "constant", "train__warmup_ratio": "0", "data__packing": "false"}
+    spec = tiny(gpus="1", offload__mode="superoffload", checkpoint__at_end="false", **weights, **training)
+    run = create_run(spec, tmp_path / "runs")
+    assert start(run, spec).wait(timeout=400) == 0, log(run)
+    trainers = [record.loss for record in records(run) if isinstance(record, StepRecord)]
+
+    (tmp_path / "spec.json").write_bytes(msgspec.json.encode(spec))
+    # In a process of its own, since a process group and DeepSpeed's accelerator are of a process.
+    inherited = {name: value for name, value in os.environ.items() if name not in GROUP}
+    environment = inherited | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": checkout_path()}
+    script = [sys.executable, __file__, str(tmp_path)]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, check=False, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    losses = json.loads(done.stdout.splitlines()[-1])
+    assert losses == pytest.approx(trainers, rel=1e-3)
+    assert trainers[-1] < 0.9 * trainers[0], "updates must show in the losses"
+
+
+if __name__ == "__main__":
+    print(json.dumps(loop(Path(sys.argv[1]))))
