@@ -98,6 +98,19 @@ def test_second_states_take_no_more_than_the_states_leave() -> None:
         assert superoffload.stats(made).kept_steps == 0
 
 
+@pytest.mark.parametrize(("ranks", "speculates"), [(1, True), (2, True), (4, False)])
+def test_the_ranks_of_a_host_share_what_they_all_find_available(ranks: int, speculates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher starts them at once, and each sees all of the host's memory before any has taken its part."""
+    with support.engine(support.spec("superoffload", 1.0)) as made:
+        numel = sum(group.weights.numel() for group in core_of(made).sub_groups)
+    for_two = 2 * (28 * numel + (17 << 20))
+    monkeypatch.setenv("LOCAL_SIZE", str(ranks))
+    settings: dict[str, Any] = {"speculation_bytes": 1 << 40, "copies_bytes": 1 << 40, "available_bytes": lambda: for_two}
+    with support.engine(support.spec("superoffload", 1.0, clipping=1e6), **settings) as made:
+        assert bool(core_of(made).speculating) == speculates
+        support.train(made, support.batches(1))
+
+
 def test_weights_are_restored_after_the_last_gradient_has_been_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU the norm is known before that, and the copy would overwrite the weights in the staging buffer."""
     with support.engine(support.spec("superoffload", 1.0, clipping=1e6), speculation_bytes=ALL, max_skipped_steps=1) as made:

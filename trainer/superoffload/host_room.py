@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from so_tui.model.sharding import StatesFormat, copied, copy_bytes, speculating, speculation_bytes, state_bytes
 from superoffload.settings import Settings
@@ -41,6 +41,31 @@ def host_room(sub_groups: Sequence[SubGroup], settings: Settings, *, clips: bool
         second = _speculating_within(sub_groups, each, min(settings.speculation_bytes, spare))
         spare -= int(each * sum(sub_groups[index].weights.numel() for index in second))
     return HostRoom(second, _copied_within(sub_groups, settings.states, second, min(settings.copies_bytes, spare)))
+
+
+def within_share(
+    sub_groups: Sequence[SubGroup], settings: Settings, ranks: int, *, clips: bool, accumulates: bool, host_weights: bool
+) -> Settings:
+    """Return settings with which the ranks of a host, all started at once, take no more of its memory together than it has.
+
+    Each finds the whole of it available, as none has allocated anything yet.
+
+    Args:
+        sub_groups: All sub-groups of the rank.
+        settings: What second sets and copies may take at most.
+        ranks: How many ranks the host has.
+        clips: Whether gradients are clipped; only then are second sets of use.
+        accumulates: Whether the states include accumulated gradients.
+        host_weights: Whether the weights of the CPU sub-groups are in host memory.
+    """
+    available_bytes = settings.available_bytes()
+    if ranks == 1 or available_bytes is None:
+        return settings
+    spare = _spare_bytes(sub_groups, available_bytes // ranks, settings.states, accumulates=accumulates)
+    each = speculation_bytes(sub_groups[0].weights.dtype.itemsize, settings.states, host_weights=host_weights)
+    most = min(settings.speculation_bytes, spare)
+    second = min(most, each * sum(group.weights.numel() for group in sub_groups if not group.on_gpu)) if clips else 0
+    return replace(settings, speculation_bytes=most, copies_bytes=min(settings.copies_bytes, int(spare - second)))
 
 
 def _spare_bytes(sub_groups: Sequence[SubGroup], available_bytes: int | None, states: StatesFormat, *, accumulates: bool) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from so_tui.model.sharding import gpu_sub_groups, sub_group_slices
 from superoffload.deepspeed_adapter import checkpoints, streaming
 from superoffload.deepspeed_adapter.waits import Waits
 from superoffload.errors import OffloadError
+from superoffload.host_room import within_share
 from superoffload.optimizer import SuperOffload
 from superoffload.settings import Settings
 from superoffload.sub_groups import Gradient, SubGroup
@@ -55,6 +57,11 @@ def _refuse_nvme(offload_param: Any) -> None:
             'Weights on an NVMe disk (offload_param with device "nvme") are not supported with SuperOffload. Use the device "cpu".',
             code="offload-param",
         )
+
+
+def _ranks_of_host() -> int:
+    """Return how many ranks the launcher started on this host: DeepSpeed's or torchrun's; 1 without a launcher."""
+    return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
 
 class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
@@ -95,8 +102,18 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             self.param_groups_fp16_flat_cpu_memory.clear()
         order = {parameter.ds_id: position for position, parameter in enumerate(self.module.parameters())}
         try:
+            sub_groups = [self._sub_group(index, index < on_gpu, order) for index in range(len(numels))]
+            settings = within_share(
+                sub_groups,
+                settings,
+                _ranks_of_host(),
+                clips=bool(self.clip_grad),
+                accumulates=self.gradient_accumulation_steps > 1,
+                host_weights=host_weights is not None,
+            )
+            comm.barrier()  # so that all ranks have looked at the host's memory before one takes any
             self.core = SuperOffload(
-                [self._sub_group(index, index < on_gpu, order) for index in range(len(numels))],
+                sub_groups,
                 self.optimizer,
                 settings,
                 device=device,
