@@ -78,7 +78,7 @@ def test_a_rank_that_fails_is_not_waited_for_by_the_others() -> None:
     started = time.monotonic()
     with pytest.raises(SoTuiError, match="a measurement failed: OSError"):
         list(stream_tool("calibrate", {"nodes": nodes[:1], "gpus": [], "scale": 0.01, "pretend_gpus": gpus}))
-    assert time.monotonic() - started < 45
+    assert time.monotonic() - started < 58
 
 
 def test_as_many_ranks_are_measured_at_once_as_stand_at_the_first_node() -> None:

@@ -145,7 +145,7 @@ def test_runs_that_start_at_once_share_one_entry(tmp_path: Path) -> None:
         "import sys; from pathlib import Path; from so_tui.spec import find_preset, with_values;"
         "from so_tui_trainer.data.tokens import prepare;"
         "spec = with_values(find_preset('tiny').spec, {'data.source': sys.argv[1]});"
-        "sys.stdin.readline(); print(prepare(spec, Path(sys.argv[2])))"
+        "print('ready', flush=True); sys.stdin.readline(); print(prepare(spec, Path(sys.argv[2])))"
     )
     runs = [
         subprocess.Popen(
@@ -156,7 +156,14 @@ def test_runs_that_start_at_once_share_one_entry(tmp_path: Path) -> None:
         )
         for _ in range(2)
     ]
-    answers = {run.communicate(b"go\n")[0] for run in runs}
+    for run in runs:
+        assert run.stdout is not None
+        assert run.stdout.readline() == b"ready\n"
+    for run in runs:
+        assert run.stdin is not None
+        run.stdin.write(b"go\n")
+        run.stdin.flush()
+    answers = {run.communicate()[0] for run in runs}
     assert [run.returncode for run in runs] == [0, 0]
     (folder,) = (tmp_path / "cache").iterdir()
     assert answers == {f"{folder}\n".encode()}

@@ -75,10 +75,10 @@ def test_a_row_that_is_too_long_is_named_at_once(tmp_path: Path, name: str) -> N
     with (tmp_path / name).open("wb") as file:
         file.write(f"{GOOD}\n".encode())
         file.truncate(8 << 30)  # sparse: it takes no space
-    begun = time.monotonic()
+    begun = time.process_time()
     problem = source_refusal(tmp_path / name, tmp_path)
     assert (problem.code, problem.value) == ("data-row-too-long", f"{tmp_path / name}, row 2")
-    assert time.monotonic() - begun < 5
+    assert time.process_time() - begun < 5, "8 GiB are not read"
 
 
 DEEP = f'{{"messages": {"[" * 5_000}1{"]" * 5_000}}}'
