@@ -45,7 +45,7 @@ from so_tui.plan.interval import checkpoint_interval
 from so_tui.plan.placement import keeps_weights_on_host
 from so_tui.plan.remedies import gpus_with_margin, remedies
 from so_tui.plan.resources import Resources, rank_counts
-from so_tui.plan.search import ALIKE, fastest, fastest_policy, larger_steps, or_faster_on_host, or_with_less_memory, with_fitting_cores
+from so_tui.plan.search import ALIKE, best_settings, fastest_policy, larger_steps, or_faster_on_host, or_with_less_memory, with_fitting_cores
 from so_tui.plan.speculation import can_speculate, second_states_bytes
 from so_tui.plan.terms import OUTSIDE_ALLOCATOR, TERM_NAMES, MemoryTerm, TermKind
 from so_tui.plan.types import OptionalMemory, Plan, PlanRow
@@ -133,7 +133,7 @@ def recommend(spec: RunSpec, machine: Machine, gpus: int | None = None) -> Plan:
 
 def _recommended(wanted: RunSpec, machine: Machine) -> tuple[Plan, Assessment]:
     target = _target(wanted, machine)
-    chosen, tried = fastest(wanted, target)
+    chosen, tried = best_settings(wanted, target)
     with_cores = with_fitting_cores(chosen, target)
     if with_cores is not chosen.spec:
         chosen = assess(with_cores, target.on(target.resources.gpus, with_cores.offload.cpu_adam_cores_fraction))

@@ -35,23 +35,24 @@ _WORTHWHILE = 1.2
 """Least gain in tokens per second for which they are proposed."""
 
 
-def fastest(spec: RunSpec, target: Target) -> tuple[Assessment, tuple[Assessment, ...]]:
+def best_settings(spec: RunSpec, target: Target) -> tuple[Assessment, tuple[Assessment, ...]]:
     """Return the best settings for ``spec``, and everything that was tried, best first.
 
     What fits with a margin comes before what is tight, and that before what does not fit; then the most tokens per second.
     """
-    found = _fastest_here(spec, target)
+    found = _best_as_shared(spec, target)
     for shared in more_sharing(spec):
         if found[0].verdict == "fits" or not_shareable(shared, target.resources):
             break
-        other = _fastest_here(shared, target)
+        other = _best_as_shared(shared, target)
         found = other if _ORDER[other[0].verdict] < _ORDER[found[0].verdict] else found
     return found
 
 
-def _fastest_here(spec: RunSpec, target: Target) -> tuple[Assessment, tuple[Assessment, ...]]:
-    found = or_with_less_memory(spec, _fastest(spec, target), lambda other: _fastest(other, target))
-    other = or_faster_on_host(spec, found, lambda other: _fastest(other, target))
+def _best_as_shared(spec: RunSpec, target: Target) -> tuple[Assessment, tuple[Assessment, ...]]:
+    """Return the same with as many ranks sharing each sequence as the spec says."""
+    found = or_with_less_memory(spec, _best_of_variants(spec, target), lambda other: _best_of_variants(other, target))
+    other = or_faster_on_host(spec, found, lambda other: _best_of_variants(other, target))
     return (other[0], _best_first((*other[1], *found[1]))) if other is not found else found
 
 
@@ -104,7 +105,8 @@ def _best_first(tried: Sequence[Assessment]) -> tuple[Assessment, ...]:
     return tuple(sorted(tried, key=lambda found: (_ORDER[found.verdict], -rate(found))))
 
 
-def _fastest(spec: RunSpec, target: Target) -> tuple[Assessment, tuple[Assessment, ...]]:
+def _best_of_variants(spec: RunSpec, target: Target) -> tuple[Assessment, tuple[Assessment, ...]]:
+    """Return the same of what differs in mode, ratio, recomputation and micro-batch alone."""
     variants = _Variants(spec, target)
     least_memory = _least_memory(variants)
     nothing_fits = all(found.verdict == "does not fit" for found in least_memory)
@@ -198,7 +200,7 @@ def larger_steps(given: RunSpec, chosen: Assessment) -> Iterator[LargerSteps]:
     """Yield what more tokens in a step would gain, where much of it waits for the optimizer. It changes training, so the user decides."""
     if chosen.verdict != "fits" or not chosen.step or chosen.step.exposed_optimizer_s < _LONG_WAIT * chosen.step.total_s:
         return
-    larger, _ = fastest(_with_more_tokens(given), chosen.target)
+    larger, _ = best_settings(_with_more_tokens(given), chosen.target)
     if larger.verdict != "fits" or not larger.step or rate(larger) < _WORTHWHILE * rate(chosen):
         return
     sequences = (
