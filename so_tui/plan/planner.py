@@ -15,6 +15,7 @@ from so_tui.machine.types import Machine
 from so_tui.model.activations import MLP_TILE_TOKENS, offloaded_bytes, policy_of, tiles_mlp
 from so_tui.model.flops import model_flops
 from so_tui.model.profile import profile_of
+from so_tui.plan.accuracy import step_error
 from so_tui.plan.alternatives import with_policy
 from so_tui.plan.attention import attention_of
 from so_tui.plan.binding import whole_gpus
@@ -45,7 +46,15 @@ from so_tui.plan.interval import checkpoint_interval
 from so_tui.plan.placement import keeps_weights_on_host
 from so_tui.plan.remedies import gpus_with_margin, remedies
 from so_tui.plan.resources import Resources, rank_counts
-from so_tui.plan.search import ALIKE, best_settings, fastest_policy, larger_steps, or_faster_on_host, or_with_less_memory, with_fitting_cores
+from so_tui.plan.search import (
+    ALIKE,
+    best_settings,
+    fastest_policy,
+    larger_steps,
+    or_faster_on_host,
+    or_with_less_memory,
+    with_fitting_cores,
+)
 from so_tui.plan.speculation import can_speculate, second_states_bytes
 from so_tui.plan.terms import OUTSIDE_ALLOCATOR, TERM_NAMES, MemoryTerm, TermKind
 from so_tui.plan.types import OptionalMemory, Plan, PlanRow
@@ -227,6 +236,7 @@ def _plan(spec: RunSpec, found: Assessment, decided: Sequence[Choice], *, search
         step=step,
         rates=found.rates if step else None,
         step_s=step.total_s if step else None,
+        step_error=step_error(resources.speed, resources.gpu_name, target.hosts) if step and resources.speed else None,
         tokens_per_step=tokens,
         useful_tokens_per_s_total=tokens * target.workload.useful_share / step.total_s if step else None,
         model_tflops_per_gpu=_tflops(target, spec.data.sequence_length, sequences, step.total_s) if step else None,

@@ -18,7 +18,7 @@ from so_tui.plan.example import example_tflops
 from so_tui.plan.facts.memory import MemoryPool
 from so_tui.plan.messages import message
 from so_tui.plan.network_text import network_text
-from so_tui.plan.speed_text import rates_text, speed_source_text, workload_text
+from so_tui.plan.speed_text import error_source_text, rates_text, speed_source_text, step_text, workload_text
 from so_tui.plan.terms import Confidence, Location, MemoryTerm
 from so_tui.plan.types import Plan, PlanRow, Verdict
 from so_tui.plan.workload import Workload
@@ -123,7 +123,8 @@ def _headline(plan: Plan) -> Text:
     how += f", micro-batch {plan.spec.train.micro_batch}, activation checkpointing {plan.spec.model.activation_checkpointing}"
     ranks = f"{plan.gpus} {'GPU' if plan.on_gpus else 'rank'}" + ("s" if plan.gpus > 1 else "")
     ranks += f" of {plan.spec.nodes} nodes" if plan.spec.nodes > 1 else ""
-    text = Text.assemble((plan.spec.label, "bold"), f" on {ranks}: ", (f"{sign} {plan.verdict}", style), f"   {how}")
+    text = Text.assemble((plan.spec.label, "bold"), f" on {ranks}: ", (f"{sign} {plan.verdict}", style))
+    text.append(f"   {step_text(plan)} a step" if plan.fits and plan.step_s else "").append(f"   {how}")
     text.append(f"   recommended for {ranks}" if plan.recommended else "", "bold")
     return text.append("   planned, never run" if plan.never_run else "", "yellow")
 
@@ -169,12 +170,13 @@ def _step(plan: Plan) -> RenderableType:
         return text.append("no prediction: " + ("it cannot run here" if not plan.possible else "this machine's speed is not known"))
     step = plan.step
     parts = f"data {step.data_s:.2f}   forward {step.forward_s:.2f}   backward {step.backward_s:.2f}"
-    said = Text(f"{plan.step_s:.2f} s:   {parts}   optimizer exposed {step.exposed_optimizer_s:.2f}")
+    said = Text(f"{step_text(plan)}:   {parts}   optimizer exposed {step.exposed_optimizer_s:.2f}")
     said.append(f"\n{thousands(round(plan.useful_tokens_per_s_total or 0))} tokens/s, {thousands(plan.tokens_per_step)} tokens a step")
     if plan.model_tflops_per_gpu:
         said.append(f", {thousands(round(plan.model_tflops_per_gpu))} model TFLOPS per GPU")
         said.append(f" ({thousands(round(example_tflops(plan) or 0))} in all by the formula of DeepSpeed's example)", "dim")
     said.append(f"\n≈ {speed_source_text(plan.speed_source, plan.mode)}" if plan.speed_source else "", "dim")
+    said.append(f"\n± {error_source_text(plan.step_error)}" if plan.step_error else "", "dim")
     table = Table.grid()
     table.add_column(width=22)
     table.add_row(text, said)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from so_tui.plan.accuracy import StepError
 from so_tui.plan.constants import SpeedSource
+from so_tui.plan.types import Plan
 from so_tui.plan.workload import Workload
 from so_tui.units import thousands
 
@@ -18,6 +20,24 @@ def speed_source_text(source: SpeedSource | str, mode: str) -> str:
         return f"{text}; corrected by a probe of this model here"
     probe = f"a probe of this model here with {' and '.join(source.probed_modes)}"
     return f"{text}; forward, backward and memory corrected by {probe}, the optimizer as predicted"
+
+
+def error_text(error: StepError) -> str:
+    """Return ``±12%``, or ``±15% or more`` where no plan was held to measurements."""
+    return f"±{error.share:.0%}" if error.checked else f"±{error.share:.0%} or more"
+
+
+def error_source_text(error: StepError) -> str:
+    """Return what the error of a prediction means."""
+    text = f"four of five measured steps were within {error.share:.0%} of their plan"
+    return text if error.checked else f"{text}, on H100 and H200 GPUs of one host; others, and several hosts, were not checked"
+
+
+def step_text(plan: Plan) -> str:
+    """Return ``2.10 s ±12%``; empty without a prediction."""
+    if plan.step_s is None:
+        return ""
+    return f"{plan.step_s:.2f} s {error_text(plan.step_error)}" if plan.step_error else f"{plan.step_s:.2f} s"
 
 
 def rates_text(source: SpeedSource) -> str:

@@ -6,6 +6,7 @@ from typing import Literal
 
 from msgspec import Struct
 
+from so_tui.plan.accuracy import StepError
 from so_tui.plan.constants import SpeedSource
 from so_tui.plan.facts import Reason
 from so_tui.plan.facts.cautions import Caution, NeverRun
@@ -156,6 +157,8 @@ class Plan(Struct, frozen=True, kw_only=True):
     rates: PlannedRates | None = None
     """None also where nothing is offloaded, or DeepSpeed steps it, which does not report its rates."""
     step_s: float | None
+    step_error: StepError | None = None
+    """How far ``step_s`` can be expected to be off; None without it, and in plans saved by older versions."""
     tokens_per_step: int
     """Sequence positions of one optimizer step, all ranks."""
     useful_tokens_per_s_total: float | None

@@ -11,6 +11,7 @@ from so_tui.ui.stepping import beyond
 
 if TYPE_CHECKING:
     from so_tui.machine.types import Machine
+    from so_tui.plan.accuracy import StepError
     from so_tui.plan.types import Plan
 
 RATIO = "offload.ratio"
@@ -30,6 +31,7 @@ class Choice:
     host_bytes: int | None
     verdict: str
     """``fits``, ``tight`` or ``does not fit``."""
+    step_error: StepError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,4 +82,4 @@ def _choice(plan: Plan, machine: Machine, path: str, value: float) -> Choice | N
         return None
     hosts = other.host_bytes_per_node.values()
     most = max(hosts) if hosts else None
-    return Choice(value, other.step_s, other.gpu_bytes, other.gpu_capacity_bytes, most, other.verdict)
+    return Choice(value, other.step_s, other.gpu_bytes, other.gpu_capacity_bytes, most, other.verdict, other.step_error)

@@ -12,7 +12,7 @@ from textual.message import Message
 from so_tui.ui.loss_curve import bars
 from so_tui.ui.text import Content, duration, memory, memory_of
 from so_tui.ui.what_if import RATIO, Choice, Strip
-from so_tui.ui.widgets.plan_view import SIGNS, STYLES
+from so_tui.ui.widgets.plan_view import SIGNS, STYLES, step_error_text
 from so_tui.ui.widgets.styled_lines import StyledLines
 
 NAMES = {RATIO: "ratio"}
@@ -170,11 +170,11 @@ def strip_lines(strip: Strip, width: int, *, marked: bool) -> list[Content]:
 
 
 def figures(choice: Choice, width: int) -> Content:
-    """Return ``0.70  ✓ step 1.72 s   GPU 86.0 of 95.0 GiB   host 106 GiB``, as much of it as fits; no figure is cut."""
+    """Return ``0.70  ✓ step 1.72 s ±12%   GPU 86.0 of 95.0 GiB   host 106 GiB``, as much of it as fits; no figure is cut."""
     if choice.verdict == "does not fit":
         step = f" {choice.verdict}"
     else:
-        step = f" step {duration(choice.step_s)}" if choice.step_s else " step not predicted"
+        step = f" step {duration(choice.step_s)}{step_error_text(choice.step_error)}" if choice.step_s else " step not predicted"
     line = Content(f"    {choice.value:.2f}  ") + Content.assemble((SIGNS[choice.verdict], STYLES[choice.verdict]), step)
     pieces = []
     if choice.gpu_bytes:

@@ -13,6 +13,7 @@ from so_tui.ui.widgets.bars import Part, fill, legend, legend_items, stacked
 from so_tui.units import thousands
 
 if TYPE_CHECKING:
+    from so_tui.plan.accuracy import StepError
     from so_tui.plan.terms import Location, MemoryTerm
     from so_tui.plan.types import Plan
     from so_tui.spec import RunSpec
@@ -50,7 +51,7 @@ def headline(plan: Plan, width: int, before: Content | None = None) -> Content:
     marked = [Content.styled("planned, never run", "$warning")] if plan.never_run else []
     facts = [*([before] if before else []), verdict(plan), *marked, Content(mode_text(plan))]
     if plan.fits and plan.step_s:
-        facts.append(Content(f"step {duration(plan.step_s)}"))
+        facts.append(Content(f"step {duration(plan.step_s)}{step_error_text(plan.step_error)}"))
     if plan.fits and plan.useful_tokens_per_s_total:
         facts.append(Content(f"{rate(plan.useful_tokens_per_s_total)} tokens/s"))
     if plan.fits and plan.model_tflops_per_gpu:
@@ -71,6 +72,13 @@ def _in_lines(facts: Sequence[Content], last: Content | None, gap: int, width: i
         else:
             lines.append(fact)
     return lines
+
+
+def step_error_text(error: StepError | None) -> str:
+    """Return ` ±12%`, behind a predicted step; empty where its error is not known."""
+    from so_tui.plan.speed_text import error_text
+
+    return f" {error_text(error)}" if error else ""
 
 
 def whole(plan: Plan, command: str, width: int, *, plain: bool = False) -> Content:

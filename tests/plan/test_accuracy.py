@@ -1,0 +1,107 @@
+"""The error of predicted steps: derived from what was measured, and shown beside what it is of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from benchmarks import planner_errors
+from benchmarks.planner_errors import Row, errors, pairs, quantile, ratio_error
+from so_tui.plan import accuracy, make_plan, plans_json
+from so_tui.plan.accuracy import StepError, about_as_fast, step_error
+from so_tui.plan.constants import Calibrated, Speed, published_speed
+from so_tui.plan.render import render_plan
+from so_tui.ui.widgets.plan_view import headline
+from tests.support.machines import x86
+from tests.support.planning import QUAD, shown, spec_of
+
+ROWS = planner_errors.rows()
+DOCS = Path(__file__).parents[2] / "docs" / "planner.md"
+H200 = "NVIDIA H200"
+
+
+def speed_of(gpu: str, *, calibrated: bool = False) -> Speed:
+    found = published_speed(gpu)
+    assert found is not None
+    return replace(found, calibrated=Calibrated(date="2026-11-22T10:00:00+00:00")) if calibrated else found
+
+
+def test_the_errors_are_those_that_were_measured() -> None:
+    assert round(quantile(errors(ROWS, calibrated=True), accuracy.WITHIN), 2) == accuracy.CALIBRATED
+    assert round(quantile(errors(ROWS, calibrated=False), accuracy.WITHIN), 2) == accuracy.PUBLISHED
+    assert round(ratio_error(pairs(ROWS)), 2) == accuracy.ALIKE
+    assert {row.gpu for row in ROWS} == set(accuracy.CHECKED_GPUS)
+
+
+def test_the_order_of_settings_that_are_about_as_fast_is_chance_and_that_of_others_is_not() -> None:
+    found = [pair for group in pairs(ROWS) for pair in group if pair.predicted]
+    closer = [pair.measured > 0 for pair in found if pair.predicted < accuracy.ALIKE]
+    further = [pair.measured > 0 for pair in found if pair.predicted >= accuracy.ALIKE]
+    assert len(closer) > 100
+    assert sum(closer) / len(closer) < 0.6
+    assert sum(further) / len(further) > 0.9
+
+
+def test_the_docs_show_what_was_measured() -> None:
+    shown_in_docs = DOCS.read_text()
+    assert planner_errors.table(ROWS) in shown_in_docs
+
+
+def measured(setting: str, planned_s: float, measured_s: float, **values: object) -> Row:
+    fields = {"machine": "a", "model": "4b", "gpu": H200, "gpus": 1, "searched": True, "checks": True, "tokens": 1, "published_s": None}
+    return Row(setting=setting, calibrated_s=planned_s, measured_s=measured_s, **(fields | values))  # type: ignore[arg-type]
+
+
+def test_an_error_is_a_share_of_the_prediction_and_of_settings_that_no_constant_rests_on() -> None:
+    rows = [measured("a", 2.0, 2.2), measured("b", 2.0, 1.0), measured("c", 1.0, 9.0, checks=False)]
+    assert errors(rows, calibrated=True) == pytest.approx([0.1, 0.5])
+    assert errors(rows, calibrated=False) == []
+    assert [quantile([1.0, 2.0, 3.0, 4.0, 5.0], share) for share in (0.5, 0.8, 1.0)] == [3.0, 4.0, 5.0]
+
+
+def test_ratios_are_of_different_settings_of_one_model_on_one_machine() -> None:
+    """What all of them are off by does not count, and a machine on which many were measured counts as one."""
+    steady = [measured("a", 1.0, 2.0), measured("b", 2.0, 4.0), measured("b", 2.0, 4.0)]
+    others = [measured("a", 1.0, 1.0, machine="b"), measured("c", 4.0, 2.0, machine="b", tokens=2)]
+    apart = [measured("a", 1.0, 3.0, model="8b"), measured("a", 1.0, 3.0, gpus=2), measured("z", 1.0, 3.0, searched=False)]
+    found = pairs([*steady, *others, *apart])
+    assert [len(group) for group in found] == [2, 1]
+    assert [pair.error for pair in found[0]] == pytest.approx([0.0, 0.0])
+    assert found[1][0].predicted == pytest.approx(found[1][0].error)
+    assert ratio_error([*found, *found[:1]]) == pytest.approx(0.0)
+
+
+def test_the_error_of_a_step_depends_on_whose_rates_it_rests_on_and_says_where_it_was_not_checked() -> None:
+    assert step_error(speed_of(H200, calibrated=True), H200, 1) == StepError(share=accuracy.CALIBRATED, checked=True)
+    assert step_error(speed_of(H200), H200, 1) == StepError(share=accuracy.PUBLISHED, checked=True)
+    assert accuracy.CALIBRATED < accuracy.PUBLISHED
+    for gpu, hosts in ((H200, 2), ("NVIDIA GH200 480GB", 1), ("NVIDIA H100 PCIe", 1), ("NVIDIA B200", 1)):
+        assert not step_error(speed_of(gpu), gpu, hosts).checked
+    assert not step_error(speed_of(H200, calibrated=True), "another", 1).checked
+
+
+def test_speeds_are_about_as_fast_where_they_differ_by_less_than_ratios_are_off() -> None:
+    assert about_as_fast(100.0, 100.0 * (1 - 0.9 * accuracy.ALIKE))
+    assert about_as_fast(100.0 * (1 - 0.9 * accuracy.ALIKE), 100.0)
+    assert not about_as_fast(100.0, 100.0 * (1 - 1.1 * accuracy.ALIKE))
+
+
+def test_the_error_is_shown_beside_the_step() -> None:
+    plan = make_plan(spec_of("qwen3-4b-random", gpus="1"), x86(H200))
+    assert plan.step_error == StepError(share=accuracy.PUBLISHED, checked=True)
+    step = f"{plan.step_s:.2f} s ±15%"
+    assert shown(render_plan(plan, x86(H200)), 200).count(step) == 2
+    assert "±15%" in headline(plan, 80).plain
+    row = json.loads(json.dumps(plans_json([plan])))["plans"][0]
+    assert row["step_error"] == {"share": accuracy.PUBLISHED, "alike": accuracy.ALIKE, "checked": True}
+    elsewhere = make_plan(spec_of("phi-4", gpus="4"), QUAD)
+    assert "±15% or more" in shown(render_plan(elsewhere, QUAD), 200)
+
+
+def test_a_plan_without_a_step_has_no_error() -> None:
+    assert make_plan(spec_of("tiny", gpus="1"), x86()).step_error is None
+    unknown = make_plan(spec_of("qwen3-4b-random", gpus="1"), x86("GeForce"))
+    assert (unknown.step_s, unknown.step_error) == (None, None)
