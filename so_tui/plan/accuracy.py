@@ -44,5 +44,10 @@ def _is_checked(gpu_name: str) -> bool:
 
 
 def about_as_fast(rate: float, other: float) -> bool:
-    """Return whether the predicted speeds of two settings of one run differ by less than such a prediction is off."""
-    return abs(rate - other) < ALIKE * max(rate, other)
+    """Return whether the predicted speeds of two settings of one run differ by less than their ratio may be off."""
+    return abs(rate - other) <= ALIKE * max(rate, other)
+
+
+def clearly_faster(rate: float, other: float) -> bool:
+    """Return whether the first of two predicted speeds is higher by more than that."""
+    return rate > other and not about_as_fast(rate, other)

@@ -8,6 +8,7 @@ from typing import cast
 from msgspec.structs import replace
 
 from so_tui.model.activations import offloads_inputs, offloads_results, policy_of
+from so_tui.plan.accuracy import about_as_fast
 from so_tui.plan.alternatives import with_micro_batch, with_policy
 from so_tui.plan.facts.choices import (
     AdamCoresChosen,
@@ -20,6 +21,7 @@ from so_tui.plan.facts.choices import (
     NextBest,
     NoNextBest,
     NothingOffloaded,
+    Preference,
     Recommended,
     SequencesShared,
     SmallestRatio,
@@ -65,6 +67,9 @@ def choices(given: RunSpec, chosen: Assessment, tried: Sequence[Assessment]) -> 
             policy=policy_of(other.spec.model),
             on_host=_on_host(other),
             slower=_slower(chosen, other),
+            alike=about_as_fast(rate(chosen), rate(other)),
+            chosen_for=_preference(given, chosen, other),
+            more_gpu_bytes=chosen.gpu_bytes_left - other.gpu_bytes_left,
         )
     elif not resources.gpu_memory_unknown:
         yield NoNextBest(fits=chosen.verdict == "fits")
@@ -74,7 +79,14 @@ def _larger_ratio(chosen: Assessment, smallest: Assessment) -> FasterRatio | Non
     ratio, least = chosen.spec.offload.ratio, smallest.spec.offload.ratio
     if chosen.spec.offload.mode == "gpu" or ratio <= least or not chosen.step or not smallest.step:
         return None
-    return FasterRatio(ratio=ratio, step_s=chosen.step.total_s, smallest_ratio=least, smallest_step_s=smallest.step.total_s)
+    return FasterRatio(
+        ratio=ratio,
+        step_s=chosen.step.total_s,
+        smallest_ratio=least,
+        smallest_step_s=smallest.step.total_s,
+        alike=about_as_fast(rate(chosen), rate(smallest)),
+        more_gpu_bytes=chosen.gpu_bytes_left - smallest.gpu_bytes_left,
+    )
 
 
 def _offload_choice(given: RunSpec, chosen: Assessment) -> Recommended:
@@ -130,6 +142,16 @@ def _core_choice(given: RunSpec, chosen: Assessment) -> Iterator[AdamCoresChosen
 def _runner_up(chosen: Assessment, tried: Sequence[Assessment]) -> Assessment | None:
     """Return the next best that fits with a margin and differs in more than the ratio."""
     return next((found for found in tried if found.verdict == "fits" and _settings(found) != _settings(chosen)), None)
+
+
+def _preference(given: RunSpec, chosen: Assessment, other: Assessment) -> Preference | None:
+    """Return why settings are preferred to others that are about as fast and planned to be faster; None where they are not."""
+    if rate(chosen) >= rate(other) or not about_as_fast(rate(chosen), rate(other)):
+        return None
+    if (chosen.spec.offload.mode == "gpu") != (other.spec.offload.mode == "gpu"):
+        return "no-offload"
+    kept, others = chosen.spec.train.micro_batch, other.spec.train.micro_batch
+    return "given-micro-batch" if kept == given.train.micro_batch != others else "memory"
 
 
 def _settings(found: Assessment) -> tuple[str, str, bool, int]:

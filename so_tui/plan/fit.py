@@ -104,6 +104,17 @@ class Assessment:
     """Of this placement, where the judgement needed it."""
 
     @property
+    def gpu_bytes_left(self) -> int:
+        """Of each GPU, where they have memory of their own; 0 where its size is not known."""
+        supply = self.target.resources.supply
+        return 0 if supply.one_memory or supply.gpu_bytes is None else supply.gpu_bytes - self.demand.gpu_bytes
+
+    @property
+    def roomy(self) -> bool:
+        """Whether twice the margin of each GPU stays free."""
+        return self.gpu_bytes_left >= 2 * GPU_MARGIN * (self.target.resources.supply.gpu_bytes or 0)
+
+    @property
     def layout(self) -> StateLayout:
         return self.placement.layout
 

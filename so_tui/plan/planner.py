@@ -15,7 +15,7 @@ from so_tui.machine.types import Machine
 from so_tui.model.activations import MLP_TILE_TOKENS, offloaded_bytes, policy_of, tiles_mlp
 from so_tui.model.flops import model_flops
 from so_tui.model.profile import profile_of
-from so_tui.plan.accuracy import step_error
+from so_tui.plan.accuracy import about_as_fast, clearly_faster, step_error
 from so_tui.plan.alternatives import with_policy
 from so_tui.plan.attention import attention_of
 from so_tui.plan.binding import whole_gpus
@@ -46,15 +46,7 @@ from so_tui.plan.interval import checkpoint_interval
 from so_tui.plan.placement import keeps_weights_on_host
 from so_tui.plan.remedies import gpus_with_margin, remedies
 from so_tui.plan.resources import Resources, rank_counts
-from so_tui.plan.search import (
-    ALIKE,
-    best_settings,
-    fastest_policy,
-    larger_steps,
-    or_faster_on_host,
-    or_with_less_memory,
-    with_fitting_cores,
-)
+from so_tui.plan.search import best_settings, fastest_policy, larger_steps, or_faster_on_host, or_with_less_memory, with_fitting_cores
 from so_tui.plan.speculation import can_speculate, second_states_bytes
 from so_tui.plan.terms import OUTSIDE_ALLOCATOR, TERM_NAMES, MemoryTerm, TermKind
 from so_tui.plan.types import OptionalMemory, Plan, PlanRow
@@ -68,9 +60,9 @@ from so_tui.spec.types import Preset, RunSpec
 def make_plan(spec: RunSpec, machine: Machine, *, workload: Workload | None = None, probed: bool = True) -> Plan:
     """Plan the spec as given, and decide only what it leaves open.
 
-    Mode ``auto`` becomes ``gpu`` when that fits with a margin and is faster, else ``superoffload`` at the spec's ratio. Activation
-    checkpointing ``auto`` becomes the fastest that fits. Feed-forward blocks are cut into tiles, and layer inputs and weights move to the
-    host, where nothing fits otherwise.
+    Mode ``auto`` becomes ``gpu`` when that fits with a margin and is about as fast or faster, else ``superoffload`` at the spec's ratio.
+    Activation checkpointing ``auto`` becomes the fastest that fits. Feed-forward blocks are cut into tiles, and layer inputs and weights
+    move to the host, where nothing fits otherwise.
 
     Args:
         spec: What to run.
@@ -102,7 +94,7 @@ def _decided(spec: RunSpec, target: Target) -> tuple[Assessment, tuple[Choice, .
     if spec.offload.parameters == "cpu":
         return offloaded, (AutoMode(mode="superoffload", why="weights-on-host"),)
     on_gpu = fastest_policy(in_mode(spec, "gpu"), target)
-    if on_gpu.verdict == "fits" and (offloaded.verdict != "fits" or rate(on_gpu) >= rate(offloaded)):
+    if on_gpu.verdict == "fits" and (offloaded.verdict != "fits" or not clearly_faster(rate(offloaded), rate(on_gpu))):
         return on_gpu, (AutoMode(mode="gpu", why="fits-on-gpu"),)
     if on_gpu.verdict == "fits":
         alike = policy_of(offloaded.spec.model) == policy_of(on_gpu.spec.model)
@@ -124,7 +116,7 @@ def _checkpointing(spec: RunSpec, found: Assessment) -> tuple[AutoCheckpointing,
 
 
 def recommend(spec: RunSpec, machine: Machine, gpus: int | None = None) -> Plan:
-    """Return the fastest settings that fit on this machine with a margin, each with its reason.
+    """Return the fastest settings that fit on this machine with a margin, or simpler ones that are about as fast, each with its reason.
 
     Mode, ratio, recomputation, micro-batch with accumulation, and the cores of CPU Adam are chosen. Tokens of a step and sequence length
     stay.
@@ -192,12 +184,12 @@ def _row(spec: RunSpec, machine: Machine, gpu_counts: Sequence[int]) -> PlanRow:
 
 
 def _best_count(cells: dict[int, Plan]) -> int | None:
-    """Return the GPU count to recommend: of those that fit, most tokens/s per GPU; the fewest GPUs where speeds are not known or alike.
+    """Return the GPU count to recommend: of those that fit, most tokens/s per GPU; the fewest where speeds are unknown or about alike.
 
     What is tight is never recommended: the margin covers the error of the estimates.
     """
     rates = {count: (plan.useful_tokens_per_s_total or 0.0) / count for count, plan in cells.items() if plan.verdict == "fits"}
-    return min((count for count, found in rates.items() if found >= (1 - ALIKE) * max(rates.values())), default=None)
+    return min((count for count, found in rates.items() if about_as_fast(found, max(rates.values()))), default=None)
 
 
 def _plan(spec: RunSpec, found: Assessment, decided: Sequence[Choice], *, searched: bool = False) -> Plan:

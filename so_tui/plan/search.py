@@ -1,4 +1,4 @@
-"""The settings that are tried for a run, and the fastest of those that fit. Pure functions.
+"""The settings that are tried for a run, and the best of those that fit. Pure functions.
 
 Tried are: where the states live (without offload, else SuperOffload at the smallest ratio that leaves the margin; what is chosen also at
 larger ones), what is recomputed, how an optimizer step is split into micro-batches, and, where nothing fits, feed-forward blocks in tiles,
@@ -14,6 +14,7 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from so_tui.model.activations import POLICIES, TILED_POLICIES, Policy, offloads_results, policy_of
+from so_tui.plan.accuracy import about_as_fast, clearly_faster
 from so_tui.plan.alternatives import batch_splits, memory_savings, results_on_host, with_micro_batch, with_policy
 from so_tui.plan.facts.cautions import LargerSteps
 from so_tui.plan.fastest_ratio import at_fastest_ratio, rate
@@ -24,8 +25,6 @@ from so_tui.spec.types import RunSpec
 
 _T = TypeVar("_T")
 CORE_FRACTIONS = (0.7, 0.8, 0.9)
-ALIKE = 0.015
-"""Settings whose speeds differ by less than this count as equally fast: predictions are not more precise."""
 _ORDER: dict[Verdict, int] = {"fits": 0, "tight": 1, "does not fit": 2}
 _LONG_WAIT = 0.3
 """Share of a step that waits for the optimizer, from which larger steps are tried."""
@@ -36,9 +35,10 @@ _WORTHWHILE = 1.2
 
 
 def best_settings(spec: RunSpec, target: Target) -> tuple[Assessment, tuple[Assessment, ...]]:
-    """Return the best settings for ``spec``, and everything that was tried, best first.
+    """Return the best settings for ``spec``, and everything that was tried, fastest first.
 
-    What fits with a margin comes before what is tight, and that before what does not fit; then the most tokens per second.
+    What fits with a margin comes before what is tight, and that before what does not fit; then the most tokens per second. Of settings that
+    are about as fast as the fastest, the simplest and safest are the best.
     """
     found = _best_as_shared(spec, target)
     for shared in more_sharing(spec):
@@ -96,7 +96,7 @@ def or_faster_on_host(
         return found
     for keeping in results_on_host(spec, found[0].spec):
         other = find(keeping)
-        if other[0].verdict == "fits" and offloads_results(other[0].spec.model) and rate(other[0]) > (1 + ALIKE) * rate(found[0]):
+        if other[0].verdict == "fits" and offloads_results(other[0].spec.model) and clearly_faster(rate(other[0]), rate(found[0])):
             found = other
     return found
 
@@ -117,7 +117,7 @@ def _best_of_variants(spec: RunSpec, target: Target) -> tuple[Assessment, tuple[
     if "full" in policies(spec, target) or all(found.verdict == "does not fit" for found in tried):
         tried += least_memory
     ordered = _best_first(tried)
-    return at_fastest_ratio(spec, _simplest(spec, ordered)), ordered
+    return _simplest(spec, ordered), ordered
 
 
 class _Variants:
@@ -189,11 +189,20 @@ def _tried(variants: _Variants) -> Iterator[Assessment]:
 
 
 def _simplest(spec: RunSpec, tried: Sequence[Assessment]) -> Assessment:
-    """Return, of what is as good as the first, what does not offload, then what keeps the given micro-batch, then the fastest."""
-    first = tried[0]
-    alike = [found for found in tried if found.verdict == first.verdict and rate(found) >= (1 - ALIKE) * rate(first)]
-    given = spec.train.micro_batch
-    return min(alike, key=lambda found: (found.spec.offload.mode != "gpu", found.spec.train.micro_batch != given, -rate(found)))
+    """Return the simplest and safest settings that are about as fast as the first, each at its fastest ratio.
+
+    What does not offload comes first, then what keeps the given micro-batch, then what leaves twice the margin of each GPU (what offloads
+    leaves as much as its ratio), then the fastest. The format of the states is always the given one.
+    """
+    fastest = at_fastest_ratio(spec, tried[0])
+
+    def departures(found: Assessment) -> tuple[bool, bool, bool, float]:
+        offloads = found.spec.offload.mode != "gpu"
+        return offloads, found.spec.train.micro_batch != spec.train.micro_batch, not (offloads or found.roomy), -rate(found)
+
+    alike = [found for found in tried if found.verdict == fastest.verdict and about_as_fast(rate(found), rate(fastest))]
+    chosen = min((tried[0], *alike), key=departures)
+    return fastest if chosen is tried[0] else at_fastest_ratio(spec, chosen)
 
 
 def larger_steps(given: RunSpec, chosen: Assessment) -> Iterator[LargerSteps]:

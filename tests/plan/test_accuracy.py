@@ -48,6 +48,8 @@ def test_the_order_of_settings_that_are_about_as_fast_is_chance_and_that_of_othe
 def test_the_docs_show_what_was_measured() -> None:
     shown_in_docs = DOCS.read_text()
     assert planner_errors.table(ROWS) in shown_in_docs
+    assert planner_errors.order_table(pairs(ROWS)) in shown_in_docs
+    assert f"**{100 * ratio_error(pairs(ROWS)):.1f} %**" in shown_in_docs
 
 
 def measured(setting: str, planned_s: float, measured_s: float, **values: object) -> Row:

@@ -14,7 +14,7 @@ from so_tui.plan.constants import Calibrated, SpeedSource
 from so_tui.plan.facts import Fact
 from so_tui.plan.facts.blockers import TooFewGpus
 from so_tui.plan.facts.cautions import Note, RemoteCode
-from so_tui.plan.facts.choices import AutoMode, MicroBatchChosen, NextBest
+from so_tui.plan.facts.choices import AutoMode, FasterRatio, MicroBatchChosen, NextBest
 from so_tui.plan.facts.memory import MemoryNeeded, NodeNeed, Shortage
 from so_tui.plan.facts.remedies import Change, FitsHere, LargerHostFits, MemoryAdvice, MemorySaving
 from so_tui.plan.messages import message
@@ -56,12 +56,39 @@ SHORT = Shortage(pool="node", nodes=(0, 1), needs=200 * GIB, has=111 * GIB, fata
             "auto is superoffload here: without offload each of host nodes 0, 1 needs 200 GiB, has 111 GiB",
         ),
         (
-            MicroBatchChosen(micro_batch=8, accumulation=2, given_micro_batch=4, given_slower=0.031),
-            "micro-batch 8 with accumulation 2 keeps the tokens of a step; micro-batch 4 would be 3.1% slower",
+            MicroBatchChosen(micro_batch=8, accumulation=2, given_micro_batch=4, given_slower=0.071),
+            "micro-batch 8 with accumulation 2 keeps the tokens of a step; micro-batch 4 would be 7.1% slower",
         ),
         (
-            NextBest(mode="superoffload", ratio=0.35, micro_batch=4, policy="selective", slower=0.004),
-            "next best: superoffload at ratio 0.35, micro-batch 4, activation checkpointing selective, about as fast",
+            NextBest(mode="superoffload", ratio=0.35, micro_batch=4, policy="selective", slower=0.072),
+            "next best: superoffload at ratio 0.35, micro-batch 4, activation checkpointing selective, 7.2% slower",
+        ),
+        (
+            NextBest(mode="gpu", ratio=0.9, micro_batch=4, policy="none", slower=0.004, alike=True),
+            "about as fast as no offload, micro-batch 4, activation checkpointing none (planned 0.4% slower, less than plans are off)",
+        ),
+        (
+            NextBest(
+                mode="superoffload",
+                ratio=0.35,
+                micro_batch=4,
+                policy="none",
+                slower=-0.021,
+                alike=True,
+                chosen_for="no-offload",
+                more_gpu_bytes=-12 * GIB,
+            ),
+            "about as fast as superoffload at ratio 0.35, micro-batch 4, activation checkpointing none (planned 2.1% faster, less than "
+            "plans are off): offloads nothing, leaves 12.0 GiB less of each GPU",
+        ),
+        (
+            FasterRatio(ratio=0.9, step_s=3.62, smallest_ratio=0.7, smallest_step_s=3.66, alike=True, more_gpu_bytes=24 * GIB),
+            "ratio 0.90: about as fast as 0.70, which would fit too (3.62 s a step instead of 3.66 s), "
+            "and leaves 24.0 GiB more of each GPU",
+        ),
+        (
+            FasterRatio(ratio=0.9, step_s=3.0, smallest_ratio=0.7, smallest_step_s=3.6, more_gpu_bytes=24 * GIB),
+            "ratio 0.90: 0.70 would fit too, but the GPU would step more itself; 3.00 s a step instead of 3.60 s",
         ),
         (
             MemoryAdvice(pool="gpu", savings=(MemorySaving(changes=(Change("offload.ratio", 0.6, 0.8),), saves_bytes=3 * GIB),)),

@@ -8,7 +8,8 @@ from msgspec.structs import replace
 
 from so_tui.machine.described import named_machine
 from so_tui.machine.types import Machine
-from so_tui.plan import command_of, make_plan, plans_json, recommend
+from so_tui.plan import command_of, make_plan, plan_table, plans_json, recommend
+from so_tui.plan.accuracy import about_as_fast, clearly_faster
 from so_tui.plan.choices import choices
 from so_tui.plan.constants import Calibrated, SpeedSource
 from so_tui.plan.facts.cautions import LargerSteps, MoreGpusKeepMargin, PcieOffload
@@ -20,19 +21,24 @@ from so_tui.plan.facts.choices import (
     NextBest,
     NoNextBest,
     NothingOffloaded,
+    Preference,
     SmallestRatio,
     StepsEarly,
     TokensReached,
 )
 from so_tui.plan.facts.memory import MemoryNeeded
+from so_tui.plan.fastest_ratio import rate
 from so_tui.plan.fit import assess, in_mode, target_of
 from so_tui.plan.offload_ratio import RATIOS
 from so_tui.plan.resources import resources_of
+from so_tui.plan.search import best_settings
 from so_tui.plan.types import Plan
 from so_tui.plan.workload import Seen, Workload, path_of, remember
 from so_tui.spec import with_values
 from tests.support.machines import x86
 from tests.support.planning import BIG, CATALOG, QUAD, facts_of, only, spec_of
+
+FOUR_H100 = x86("NVIDIA H100 80GB HBM3", gpu_mib=81_559, memory_mib=512 * 1024, gpu_count=4, cores=112)
 
 
 def source_of(plan: Plan) -> SpeedSource:
@@ -188,6 +194,56 @@ def test_waiting_for_the_optimizer_is_priced_in_tokens_of_a_step() -> None:
     assert priced.faster == pytest.approx(faster, rel=0.05)
     busy = recommend(spec_of("qwen3-4b-random"), x86("NVIDIA H200"), 1)
     assert not facts_of(busy.warnings, LargerSteps)
+
+
+@pytest.mark.parametrize("name", list(CATALOG.presets))
+@pytest.mark.parametrize("machine", [QUAD, FOUR_H100], ids=["quad", "h100"])
+def test_what_is_recommended_is_about_as_fast_as_the_fastest_and_simpler_where_it_is_not_that(name: str, machine: Machine) -> None:
+    for gpus in (1, 4):
+        spec = replace(CATALOG.presets[name].spec, gpus=gpus)
+        chosen, tried = best_settings(spec, target_of(spec, machine))
+        fitting = [found for found in tried if found.verdict == "fits"]
+        if not fitting or not chosen.step:
+            continue
+        fastest = max(fitting, key=rate)
+        assert not clearly_faster(rate(fastest), rate(chosen))
+        if rate(fastest) > rate(chosen):
+            kept = spec.train.micro_batch
+            mine, theirs = (
+                (found.spec.offload.mode != "gpu", found.spec.train.micro_batch != kept, not found.roomy) for found in (chosen, fastest)
+            )
+            assert mine < theirs
+
+
+@pytest.mark.parametrize(
+    ("preset", "machine", "gpus", "why"),
+    [
+        ("llama-3.1-8b", QUAD, 4, "no-offload"),
+        ("qwen3-4b-random", FOUR_H100, 1, "given-micro-batch"),
+        ("qwen3-4b-random", QUAD, 4, "memory"),
+    ],
+)
+def test_a_recommendation_that_is_about_as_fast_as_another_says_what_it_is_preferred_for(
+    preset: str, machine: Machine, gpus: int, why: Preference
+) -> None:
+    plan = recommend(spec_of(preset), machine, gpus)
+    other = only(plan.reasons, NextBest)
+    assert (other.alike, other.chosen_for) == (True, why)
+    assert -0.05 < other.slower < 0
+    if why == "no-offload":
+        assert (plan.mode, other.mode) == ("gpu", "superoffload")
+    elif why == "given-micro-batch":
+        assert plan.spec.train.micro_batch == spec_of(preset).train.micro_batch != other.micro_batch
+    else:
+        assert other.more_gpu_bytes > 0.08 * (plan.gpu_capacity_bytes or 0)
+
+
+def test_of_numbers_of_gpus_that_train_about_as_much_on_each_the_smallest_is_marked() -> None:
+    cells = plan_table([CATALOG.presets["llama-3.1-8b"]], named_machine("gb200-4"), (1, 2))[0].cells
+    one, two = ((cells[count].useful_tokens_per_s_total or 0) / count for count in (1, 2))
+    assert one < two
+    assert about_as_fast(one, two)
+    assert [cells[count].recommended for count in (1, 2)] == [True, False]
 
 
 def test_a_recommendation_without_an_alternative_says_so() -> None:

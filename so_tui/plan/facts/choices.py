@@ -23,6 +23,10 @@ AutoReason = Literal[
 ]
 
 
+Preference = Literal["no-offload", "given-micro-batch", "memory"]
+"""What settings that are about as fast as others are preferred for: the first of these in which they differ."""
+
+
 class AutoMode(CodedFact, frozen=True):
     """What ``offload.mode = auto`` became."""
 
@@ -86,6 +90,10 @@ class FasterRatio(CodedFact, frozen=True):
     step_s: float
     smallest_ratio: float
     smallest_step_s: float
+    alike: bool = False
+    """Whether the two are about as fast: the difference is smaller than the error of such predictions."""
+    more_gpu_bytes: int = 0
+    """Memory of each GPU that it leaves beyond what the smallest does."""
 
 
 class CheckpointingChosen(CodedFact, frozen=True):
@@ -218,12 +226,20 @@ class CheckpointInterval(CodedFact, frozen=True):
 
 
 class NextBest(CodedFact, frozen=True):
+    """The fastest of the settings that were not chosen."""
+
     mode: Mode
     ratio: float
     micro_batch: int
     policy: Policy
     slower: float
-    """How much longer its step takes, as a share."""
+    """How much longer its step takes, as a share; negative where it is the shorter one."""
+    alike: bool = False
+    """Whether the two are about as fast: the difference is smaller than the error of such predictions."""
+    chosen_for: Preference | None = None
+    """Where both are, why the chosen ones are preferred; None where that is their speed."""
+    more_gpu_bytes: int = 0
+    """Memory of each GPU that the chosen ones leave beyond what it does."""
     on_host: bool = False
     """Whether what layers keep is in host memory."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import assert_never
 
 from so_tui.model.activations import Policy
+from so_tui.plan.accuracy import ALIKE
 from so_tui.plan.facts import choices
 from so_tui.plan.facts.memory import Shortage
 from so_tui.plan.messages.memory import shortage_text
@@ -17,6 +18,9 @@ _WHY_NOTHING_EARLY = {
     "budget": "offload.speculation_gib is less than the second states of one sub-group take",
     "slower": "second states would make no step faster here",
 }
+_PREFERRED = {"no-offload": "offloads nothing", "given-micro-batch": "keeps the given micro-batch"}
+_NOTICEABLE_BYTES = 1 << 29
+"""From here on a difference in memory is worth saying."""
 _RECOMPUTES: dict[Policy, str] = {
     "none": "all activations fit, so backward recomputes nothing",
     "selective": "results of matrix products and attention are stored, and only what is cheap is recomputed",
@@ -84,7 +88,7 @@ def _recommended(fact: choices.Recommended) -> str:
             own = "with offload.engine = so-tui the optimizer would have cores of its own"
             return f"{fact.mode}: DeepSpeed's SuperOffload needs a GPU; {own}"
         case choices.AllOnGpu():
-            return "gpu: everything fits on the GPU, and offloading would only add time"
+            return "gpu: everything fits on the GPU, and offloading would not make steps noticeably shorter"
         case choices.NothingOffloaded():
             return "ratio 0.00: everything stays on the GPU; SuperOffload needs less of it than mode gpu with its bf16 gradients"
         case choices.LeastGpuMemory():
@@ -93,6 +97,9 @@ def _recommended(fact: choices.Recommended) -> str:
             return _smallest_ratio(fact)
         case choices.FasterRatio():
             both = f"{fact.step_s:.2f} s a step instead of {fact.smallest_step_s:.2f} s"
+            if fact.alike and fact.more_gpu_bytes > 0:
+                alike = f"about as fast as {fact.smallest_ratio:.2f}, which would fit too ({both})"
+                return f"ratio {fact.ratio:.2f}: {alike}, and leaves {memory_size(fact.more_gpu_bytes)} more of each GPU"
             return f"ratio {fact.ratio:.2f}: {fact.smallest_ratio:.2f} would fit too, but the GPU would step more itself; {both}"
         case choices.CheckpointingChosen():
             text = f"activation checkpointing {fact.policy}: {_RECOMPUTES[fact.policy]}"
@@ -109,7 +116,7 @@ def _recommended(fact: choices.Recommended) -> str:
         case choices.SpeedUnknown():
             return "the speed of this machine is not known, so settings were not compared"
         case choices.NextBest():
-            return f"next best: {_settings(fact)}, {_slower(fact.slower)}"
+            return _next_best(fact)
         case choices.NoNextBest():
             return f"next best: none; {'no other' if fact.fits else 'no'} checkpointing policy or micro-batch leaves the margin"
     assert_never(fact)
@@ -133,7 +140,7 @@ def _auto_mode(fact: choices.AutoMode) -> str:
         case "weights-on-host":
             why = 'offload.parameters = "cpu" needs an optimizer in host memory'
         case "fits-on-gpu":
-            why = "everything fits on the GPU, and offloading would only add time"
+            why = "everything fits on the GPU, and offloading would not make steps noticeably shorter"
         case "overlaps":
             why = "the CPU steps beside backward, which leaves less of a step to wait for"
         case "less-recomputation":
@@ -174,7 +181,19 @@ def _settings(fact: choices.NextBest) -> str:
 
 
 def _slower(share: float) -> str:
-    return f"{share:.1%} slower" if share >= 0.005 else "about as fast"
+    return f"{share:.1%} slower" if share > ALIKE else "about as fast"
+
+
+def _next_best(fact: choices.NextBest) -> str:
+    """Return ``next best: SETTINGS, 7.2% slower``, or what they are about as fast as and what speaks for those that were chosen."""
+    if not fact.alike:
+        return f"next best: {_settings(fact)}, {_slower(fact.slower)}"
+    difference = f"planned {abs(fact.slower):.1%} {'slower' if fact.slower > 0 else 'faster'}, less than plans are off"
+    text = f"about as fast as {_settings(fact)} ({difference})"
+    offers = [_PREFERRED[fact.chosen_for]] if fact.chosen_for in _PREFERRED else []
+    if abs(fact.more_gpu_bytes) >= _NOTICEABLE_BYTES:
+        offers.append(f"leaves {memory_size(abs(fact.more_gpu_bytes))} {'more' if fact.more_gpu_bytes > 0 else 'less'} of each GPU")
+    return f"{text}: {', '.join(offers)}" if offers else text
 
 
 def _checkpoint_interval(fact: choices.CheckpointInterval) -> str:
