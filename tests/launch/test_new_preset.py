@@ -204,6 +204,11 @@ def test_what_cannot_be_trained_is_said_in_words(tmp_path: Path, config: dict[st
     [
         ("doge", {}, "model-packing-unsupported"),
         ("zaya", {"num_experts_per_tok": 1}, "model-packing-unsupported"),
+        (
+            "zaya",
+            {"num_experts_per_tok": 1, "layer_types": ["hybrid", "hybrid_sliding"], "sliding_window": 16},
+            "model-packing-unsupported",
+        ),
         ("zamba2", {"layer_types": ["mamba", "hybrid"]}, "model-packing-unsupported"),
         ("recurrent_gemma", {}, "model-logits-changed"),
         ("inkling_text", {}, "model-logits-changed"),

@@ -34,7 +34,7 @@ def refuse_unsupported(causal: PreTrainedModel, model: ModelSpec) -> None:
     elif changes_logits_otherwise(config):
         code, remedy = "model-logits-changed", _PLAIN_HEAD
         message = "it changes its logits after the output projection in a way that so-tui does not know"
-    elif not attention.needs_rows(config) and not _passes_boundaries(causal):
+    elif config.model_type in _UNSUPPORTED_TYPES or not (attention.needs_rows(config) or _passes_boundaries(causal)):
         code, remedy = "model-packing-unsupported", "Choose a newer kind of model."
         message = f"documents that are packed into one sequence cannot be told apart by transformers' code for {config.model_type}"
     else:
@@ -52,7 +52,7 @@ def _passes_boundaries(causal: PreTrainedModel) -> bool:
     carrying = recurrent_kinds(kinds)
     without_attention = carrying and layers_without_attention(kinds) == len(kinds)
     attends = model_class._supports_attention_backend or (carrying and model_class._supports_flash_attn)
-    return bool(attends or without_attention) and config.model_type not in _UNSUPPORTED_TYPES
+    return bool(attends or without_attention)
 
 
 def refuse_unlisted(causal: PreTrainedModel, model: ModelSpec) -> None:
