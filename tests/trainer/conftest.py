@@ -27,6 +27,12 @@ def init(**options):
 """
 
 
+@pytest.fixture(autouse=True)
+def _same_random_numbers() -> None:
+    """Draw the same numbers in each test, whichever tests its process has run before."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     """A run that tests may read but not change: two ranks, twelve steps, a checkpoint every five, an export at the end.
