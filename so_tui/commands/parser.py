@@ -202,6 +202,8 @@ def _add_run(commands: _Commands) -> None:
     how.add_argument("--plain", action="store_true", help=_PLAIN)
     run.add_argument("--edit", action="store_true", help="change Slurm's batch script in $EDITOR before it is submitted")
     run.add_argument("--script", type=Path, metavar="FILE", help="submit this batch script, such as one that --edit kept, or edit it first")
+    text = "what to call the run, in place of its preset's name; a date and a random part follow (NAME-0412-a3f09c)"
+    run.add_argument("--name", type=_run_name, metavar="NAME", help=text)
     run.add_argument("--force", action="store_true", help=_FORCE)
     run.add_argument("--no-preflight", action="store_true", help="skip the check of model, tokenizer and data before the start")
 
@@ -312,6 +314,16 @@ def _add_completion(commands: _Commands) -> None:
     completion.add_argument("shell", choices=("bash", "zsh", "fish"), metavar="bash|zsh|fish")
     completion.formatter_class = argparse.RawDescriptionHelpFormatter
     completion.epilog = _COMPLETION_EPILOG
+
+
+def _run_name(text: str) -> str:
+    from so_tui.runs.listing import checked_name
+    from so_tui.spec.errors import InputError
+
+    try:
+        return checked_name(text)
+    except InputError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _folder(text: str) -> Path:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from so_tui.commands.common import chosen_changes, chosen_spec, machine_for, note, print_json, print_rich, usable_terminal
 from so_tui.commands.progress import exit_code_of, follow
@@ -85,7 +86,7 @@ def _prepared(spec: RunSpec, arguments: argparse.Namespace) -> Launch:
 
     machine = machine_for(spec, arguments)
     try:
-        return prepare(spec, machine, force=arguments.force)
+        return replace(prepare(spec, machine, force=arguments.force), called=arguments.name or "")
     except Refused as error:
         raise with_remedy(error, spec, described=bool(arguments.machine)) from None
 

@@ -57,7 +57,7 @@ def start(launch: Launch, *, runs_dir: Path | str | None = None, executor: Execu
     """
     executor = executor or executor_of(launch.spec)
     _check(launch, executor, runs_dir=runs_dir)
-    run = create_run(launch.spec, Path(runs_dir) if runs_dir else None)
+    run = create_run(launch.spec, Path(runs_dir) if runs_dir else None, called=launch.called)
     try:
         _start_attempt(run, new_attempt(run), launch, executor)
     except BaseException:

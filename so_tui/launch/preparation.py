@@ -55,6 +55,8 @@ class Launch(Struct, frozen=True, kw_only=True):
     """For a resume: train from step 0, whatever was saved."""
     assume_dead: bool = False
     """For a resume: the user says that the previous attempt has ended, although its host cannot be asked."""
+    called: str = ""
+    """What the user calls the run; empty: the name of its preset."""
     checks_s: float | None = None
     """Duration of ``preflight``; None if the user did without it."""
 

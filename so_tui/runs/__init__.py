@@ -5,7 +5,7 @@ Only rank 0 writes metrics, and only the supervisor writes state and samples and
 
 from so_tui.runs.deletion import delete_run
 from so_tui.runs.directory import RunDirectory, deleted, new_attempt
-from so_tui.runs.listing import create_run, find_run, list_runs
+from so_tui.runs.listing import checked_name, create_run, find_run, list_runs
 from so_tui.runs.liveness import HeartbeatWatch, alive, state_with_truth
 from so_tui.runs.log import LogReader, log_readers
 from so_tui.runs.reader import LogLine, RunReader, Update
@@ -23,6 +23,7 @@ __all__ = [
     "SampleWriter",
     "Update",
     "alive",
+    "checked_name",
     "create_run",
     "delete_run",
     "deleted",

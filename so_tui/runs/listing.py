@@ -5,6 +5,7 @@ XDG state folder, one path per line, so that ``so-tui runs`` lists their runs as
 
 Problem codes:
     name-taken: A run of this name exists.
+    invalid-run-name: The text cannot be what a run is called.
     runs-dir-not-writable: The run directory cannot be created or written.
     unknown-run, ambiguous-run, no-runs: No run has this name, several have it, or there are none at all.
     not-a-run: The path is not a run directory.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 from pathlib import Path
 
@@ -27,28 +29,47 @@ from so_tui.runs.state import write_spec, write_state
 from so_tui.spec.errors import InputError, Problem
 from so_tui.spec.files import path_fault
 from so_tui.spec.types import RunSpec
+from so_tui.spec.wording import shown
 from so_tui.trust.sharing import GROUP, VARIABLE, is_shared, make_run_folder, wanted
 
 LATEST = "latest"
+LONGEST_NAME = 48
+_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{LONGEST_NAME - 1}}}")
+"""What a run is called becomes the name of folders and of a job."""
 _SUFFIX_BYTES = 3
 """Random bytes at the end of a run's name: people share folders of checkpoints, where two runs of one name would meet."""
 
 
-def create_run(spec: RunSpec, runs_dir: Path | None = None, name: str | None = None) -> RunDirectory:
+def checked_name(text: str) -> str:
+    """Return what a user calls a run.
+
+    Raises:
+        InputError: It cannot begin the name of a folder.
+    """
+    if not _NAME.fullmatch(text):
+        message = "is not a name for a run"
+        remedy = f"Use up to {LONGEST_NAME} letters, digits, '.', '_' and '-', starting with a letter or digit."
+        raise InputError([Problem(code="invalid-run-name", field="name", value=shown(text), message=message, remedy=remedy)])
+    return text
+
+
+def create_run(spec: RunSpec, runs_dir: Path | None = None, name: str | None = None, *, called: str = "") -> RunDirectory:
     """Create a run directory with ``spec.json`` and the state ``created``. Two processes never get the same directory.
 
     Args:
         spec: What the run trains.
         runs_dir: Folder of the run; the default folder if absent.
-        name: Name of the run; by default that of the spec with a short suffix (``tiny-0412-a3f09c``).
+        name: Name of the run; by default what it is called with a short suffix (``tiny-0412-a3f09c``).
+        called: What the user calls it; by default the name of the spec.
 
     Raises:
-        InputError: If the folder cannot be written, the disk is full or the name is taken. Nothing is left behind.
+        InputError: If the folder cannot be written, the disk is full, the name is taken, or it cannot be called so. Nothing is left behind.
     """
+    stem = checked_name(called) if called else spec.name
     folder = (runs_dir or default_runs_dir()).expanduser().absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)  # with the user's umask: others may keep their runs in the same folder
-        run = _claim(folder, name) if name else _claim_new(folder, spec.name)
+        run = _claim(folder, name) if name else _claim_new(folder, stem)
     except FileExistsError as error:
         message = f"a run named {name} exists already" if name else str(error)
         raise _unusable("name-taken", folder, message, "Choose another name.") from error

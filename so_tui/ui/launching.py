@@ -22,22 +22,18 @@ if TYPE_CHECKING:
 def ask_to_launch(app: SharedApp, launch: Launch, draft: Draft | None = None) -> None:
     """Ask once, then start ``launch`` where its spec says, with the batch script that the user has changed before or changes now."""
     from so_tui.launch.executors import executor_of
-    from so_tui.ui.dialogs.basic import Question
-    from so_tui.ui.dialogs.launch_question import JobQuestion
+    from so_tui.ui.dialogs.launch_question import JobQuestion, LaunchQuestion
     from so_tui.ui.widgets.plan_view import launch_facts
 
     if not app.may_start() or refused_elsewhere(app, launch.spec):
         return
     title, facts = f"Launch {launch.spec.label}?", launch_facts(launch.plan)
-    if executor_of(launch.spec).here:
-        question = Question(title, facts, yes="Launch", default_yes=True)
-    else:
-        question = JobQuestion(title, facts, launch, draft)
+    question = LaunchQuestion(title, facts, launch) if executor_of(launch.spec).here else JobQuestion(title, facts, launch, draft)
 
     def answered(yes: bool | None) -> None:
         changed = question.draft if isinstance(question, JobQuestion) else None
         if yes:
-            start_launch(app, launch, changed)
+            start_launch(app, question.launch, changed)
         elif changed is not None:
             app.notify(_where_kept(changed), title="Your script is kept", markup=False)
 

@@ -66,6 +66,17 @@ def test_an_edited_script_that_is_refused_is_kept_and_can_be_submitted_for_anoth
     )
 
 
+def test_a_run_is_called_as_the_user_says_and_so_is_its_job(slurm: Path, tmp_path: Path) -> None:
+    (slurm / "accepts").touch()
+    assert submitted(tmp_path, "--name", "mine.v2") == 0
+    (run,) = (tmp_path / "runs").iterdir()
+    assert run.name.startswith("mine.v2-")
+    assert f"--job-name={run.name}\n" in (run / "attempts/001/job.sh").read_text()
+    with pytest.raises(SystemExit, match="2"):
+        submitted(tmp_path, "--name", "../mine")
+    assert list((tmp_path / "runs").iterdir()) == [run]
+
+
 @pytest.mark.parametrize(("answer", "code", "left"), [("y", 0, 0), ("", 0, 0), ("n", 2, 1)])
 def test_a_refused_script_can_be_changed_again_at_once(
     answer: str, code: int, left: int, slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from so_tui.runs import (
     read_state,
     write_state,
 )
+from so_tui.runs.listing import LONGEST_NAME
 from so_tui.runs.liveness import identify
 from so_tui.spec.errors import InputError
 from so_tui.spec.files import write_atomic
@@ -91,6 +93,21 @@ def test_a_name_that_is_taken_is_refused(spec: RunSpec) -> None:
     with pytest.raises(InputError) as caught:
         create_run(spec, name="mine")
     assert codes(caught) == ["name-taken"]
+
+
+def test_what_the_user_calls_a_run_begins_its_name(spec: RunSpec, tmp_path: Path) -> None:
+    for called in ("Mine_2.0", "x" * LONGEST_NAME):
+        run = create_run(spec, tmp_path / "runs", called=called)
+        assert re.fullmatch(rf"{re.escape(called)}-\d{{4}}-[0-9a-f]{{6}}", run.name)
+        assert read_spec(run) == spec
+    before = sorted(tmp_path.rglob("*"))
+    hostile = ("..", "../up", "/tmp/x", "a/b", "-x", ".hidden", "a b", "a\n", "\x1b[2J", "$(id)", "ü", "a\0", "x" * (LONGEST_NAME + 1))
+    for text in hostile:
+        with pytest.raises(InputError) as caught:
+            create_run(spec, tmp_path / "runs", called=text)
+        assert codes(caught) == ["invalid-run-name"]
+        assert "\x1b" not in str(caught.value)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_attempts_are_numbered(run: RunDirectory) -> None:

@@ -32,12 +32,14 @@ class Starter:
     def __init__(self, runs_dir: Path, *, ready: bool = True) -> None:
         self.runs_dir = runs_dir
         self.asked: list[RunSpec] = []
+        self.called = ""
         self.ready = threading.Event()
         if ready:
             self.ready.set()
 
     def __call__(self, launch: Launch, **_: object) -> RunDirectory:
         self.asked.append(launch.spec)
+        self.called = launch.called
         self.ready.wait(LIMIT_S)
         return write_run(self.runs_dir, steps=3, seconds_of_samples=2)
 
@@ -89,6 +91,23 @@ async def test_a_run_is_launched_stopped_and_resumed_from_the_screen(runs_dir: P
         await ui.press("y")
         await ui.until(lambda: resumed == [(run, f"attempt 2 of {run.name}")])
         await ui.state_shown("training")
+
+
+async def test_a_run_is_named_where_it_is_confirmed(runs_dir: Path) -> None:
+    start = Starter(runs_dir)
+    async with opened(runs_dir, (80, 24), start=start) as ui:
+        await ui.presets()
+        await ui.press("l")
+        await ui.until(lambda: isinstance(ui.screen, Question))
+        await ui.press("shift+tab")
+        await ui.type_text("../any way")
+        await ui.press("enter")
+        await ui.until(lambda: "not a name" in ui.shown("#said"))
+        assert not start.asked
+        await ui.type_text("any-way", replace=True)
+        await ui.press("enter")
+        await ui.until(lambda: start.asked)
+        assert (start.called, start.asked[0].name) == ("any-way", "llama-3.1-8b")
 
 
 @pytest.mark.parametrize("typing", [False, True])

@@ -49,8 +49,13 @@ class Question(ModalScreen[bool]):
             with VerticalScroll(classes="dialog-body", can_focus=False):
                 for line in self._lines:
                     yield Static(Content(line) if isinstance(line, str) else line)
+            yield from self.fields()
             with Horizontal(classes="dialog-buttons"):
                 yield from self.buttons()
+
+    def fields(self) -> ComposeResult:
+        """Compose what stands between the lines and the buttons."""
+        yield from ()
 
     def buttons(self) -> ComposeResult:
         """Compose the buttons."""
@@ -65,7 +70,7 @@ class Question(ModalScreen[bool]):
 
     @on(Button.Pressed, "#yes,#no")
     def _pressed(self, event: Button.Pressed) -> None:
-        self.dismiss(event.button.id == "yes")
+        self.action_answer(event.button.id == "yes")
 
 
 class QuitQuestion(Question):

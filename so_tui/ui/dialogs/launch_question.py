@@ -1,16 +1,18 @@
-"""The question before a run is submitted to a scheduler, with its batch script for editing."""
+"""The question before a launch, which may name the run; before a job is submitted, with its batch script for editing."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+from msgspec.structs import replace
 from textual import on
 from textual.app import ComposeResult, SuspendNotSupported
 from textual.binding import Binding, BindingType
-from textual.widgets import Button, Static
+from textual.widgets import Button, Input, Static
 
 from so_tui.ui.dialogs.basic import Question
 from so_tui.ui.text import Content
+from so_tui.ui.widgets.entry import Entry
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,14 +23,52 @@ if TYPE_CHECKING:
 _CHANGED = "You have changed the batch script. It is submitted as you saved it."
 
 
-class JobQuestion(Question):
+class LaunchQuestion(Question):
+    """Asks whether to launch, and what the run is called. While that cannot be a name, the answer is not yes."""
+
+    def __init__(self, title: str, lines: Sequence[str | Content], launch: Launch) -> None:
+        self.launch = launch
+        super().__init__(title, lines, yes="Launch", default_yes=True)
+
+    def fields(self) -> ComposeResult:
+        yield Entry(self.launch.called, placeholder=f"name of the run: {self.launch.spec.name}", compact=True, id="called")
+        said = Static(id="said", classes="dialog-answer")
+        said.display = False
+        yield said
+
+    @on(Input.Submitted, "#called")
+    def _named(self) -> None:
+        self.action_answer(True)
+
+    def action_answer(self, answer: bool) -> None:
+        """Leave with the answer; with yes, the launch has the name that was typed."""
+        from so_tui.runs import checked_name
+        from so_tui.spec import InputError
+
+        entry = self.query_one("#called", Input)
+        text = entry.value.strip()
+        try:
+            called = checked_name(text) if text else ""
+        except InputError as error:
+            if answer:
+                said = self.query_one("#said", Static)
+                said.display = True
+                said.update(Content.assemble(("✗ ", "$error"), str(error)))
+                self.set_focus(entry)
+                return
+            called = ""
+        self.launch = replace(self.launch, called=called)
+        self.dismiss(answer)
+
+
+class JobQuestion(LaunchQuestion):
     """Asks whether to submit a launch. ``draft`` is the user's batch script; None while it is the one that so-tui writes."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("e", "edit", "Edit the script")]
 
     def __init__(self, title: str, lines: Sequence[str | Content], launch: Launch, draft: Draft | None) -> None:
-        self._launch, self.draft = launch, draft
-        super().__init__(title, [*lines, _CHANGED], yes="Launch", default_yes=True)
+        self.draft = draft
+        super().__init__(title, [*lines, _CHANGED], launch)
 
     def buttons(self) -> ComposeResult:
         yield from super().buttons()
@@ -64,10 +104,10 @@ class JobQuestion(Question):
         from so_tui.launch.executors import executor_of
         from so_tui.launch.executors.slurm.editing import edited, kept
 
-        generated = executor_of(self._launch.spec).preview(self._launch)
+        generated = executor_of(self.launch.spec).preview(self.launch)
         saved = edited(self.draft.script if self.draft else generated)
         if saved != generated:
-            return kept(saved, self._launch.spec.name, self.draft)
+            return kept(saved, self.launch.spec.name, self.draft)
         if self.draft:
             self.draft.discard()
         return None
