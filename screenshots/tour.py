@@ -122,6 +122,13 @@ class Terminal:
         self.tmux("send-keys", *keys)
         self.pause(then)
 
+    def confirm(self, key: str, question: str) -> None:
+        """Press a key that asks a question, let it be read, and answer yes."""
+        self.press(key, then=0.3)
+        self.wait(question)
+        self.pause(1.5)
+        self.press("y", then=0.8)
+
     def focus(self, label: str, key: str) -> None:
         """Go to the field with this label, which sets ``key``, by looking for it."""
         self.press("/", then=0.5)
@@ -179,27 +186,23 @@ def session(terminal: Terminal) -> None:
     t.focus("train for", "train.length")
     t.replace("30")
     t.press("Escape", then=0.5)
-    t.press("l", then=2.0)
-    t.press("y", then=1.0)
+    t.confirm("l", "Launch tiny")
     with t.faster(12.0):
-        t.wait("● training .* step 12 ")
+        t.wait("● training .* step 1[2-9] ")  # frames may miss a step
 
     # Stop it, which saves a checkpoint, and continue from there.
-    t.press("s", then=1.5)
-    t.press("y", then=0.5)
+    t.confirm("s", "Stop tiny")
     with t.faster(6.0):
         t.wait("■ stopped")
     t.pause(2.0)
-    t.press("r", then=1.5)
-    t.press("y", then=0.5)
+    t.confirm("r", "Resume tiny")
     with t.faster(12.0):
         t.wait("finished .* step 30 ")
     t.pause(2.5)
     t.press("4", then=2.5)
-    t.press("q", then=1.0)
-    t.press("y", then=0.5)
+    t.confirm("q", "Quit and lose")
     t.wait(r"^\$$")
-    t.command("so-tui export --to tiny-model", until="^wrote")
+    t.command("so-tui export --to tiny-model", until="^wrote tiny-model")
     t.command("ls tiny-model", until="safetensors")
     t.pause(4.0)
 
