@@ -251,7 +251,7 @@ def smaller(svg: str) -> str:
     """Return an SVG of svg-term-cli without blank texts and needless digits of positions, which are a third of it."""
     svg = re.sub(r" +</text>", "</text>", svg)
     svg = re.sub(r"<text[^>]*></text>", "", svg)
-    svg = re.sub(r'(?<= [xy]=")\d+\.\d{4,}', lambda number: f"{float(number[0]):.3f}", svg)
+    svg = re.sub(r'(?<= [xy]=")\d+\.\d{3,}', lambda number: f"{float(number[0]):.2f}", svg)
     svg = re.sub(r"></(?:rect|use)>", "/>", svg)
     return svg.replace("<svg ", '<svg xml:space="preserve" ', 1)
 
