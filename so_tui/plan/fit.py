@@ -17,6 +17,7 @@ from so_tui.plan.calibration import STEP_PARTS, Probe, corrected_step, corrected
 from so_tui.plan.constants import digest
 from so_tui.plan.copies import Copies, copies
 from so_tui.plan.facts.memory import Shortage
+from so_tui.plan.gpu_pass import PassModel
 from so_tui.plan.memory import memory_terms
 from so_tui.plan.network import between_hosts_bytes_per_s
 from so_tui.plan.offload_ratio import RATIOS, STATE_BYTES, smallest_ratio
@@ -127,7 +128,7 @@ class Assessment:
     def rates(self) -> PlannedRates | None:
         """What ``step`` rests on."""
         model = step_model(self.placement, self.target)
-        return None if model is None else model.rates()
+        return None if model is None else model.optimizer.rates()
 
 
 def assess(spec: RunSpec, target: Target) -> Assessment:
@@ -302,14 +303,21 @@ def _correcting(placement: Placement, target: Target) -> list[Probe]:
 def step_model(placement: Placement, target: Target) -> StepModel | None:
     """Return what predicts the step of a placed spec; None where the speed is not known, or it cannot run."""
     resources = target.resources
+    if (passes := pass_model(placement, target)) is None:
+        return None
+    adam_cores = resources.adam_cores if placement.spec.offload.mode == "superoffload" else resources.cores
+    return StepModel(passes=passes, adam_cores=adam_cores, ranks_per_node=resources.ranks_per_node)
+
+
+def pass_model(placement: Placement, target: Target) -> PassModel | None:
+    """Return what predicts the passes of a placed spec on the GPU; None as for ``step_model``."""
+    resources = target.resources
     if resources.speed is None or resources.problem:
         return None
     share = resources.ranks / max(1, len(resources.machine.gpus))
-    return StepModel(
+    return PassModel(
         placement=placement,
         speed=resources.speed,
-        adam_cores=resources.adam_cores if placement.spec.offload.mode == "superoffload" else resources.cores,
-        ranks_per_node=resources.ranks_per_node,
         workload=target.workload,
         attention=attention_of(placement.spec, placement.profile, resources).backend,
         between_hosts_bytes_per_s=between_hosts_bytes_per_s(resources.network, share) if target.hosts > 1 else None,

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from so_tui.plan.facts.choices import AcrossHosts
 from so_tui.plan.fit import Assessment, step_model
+from so_tui.plan.timing import StepModel
 
 _COLLECTIVES = 3
 """For each micro-batch: weights are all-gathered for forward and for backward, and gradients are reduced."""
@@ -25,6 +26,10 @@ def across_hosts(found: Assessment) -> Iterator[AcrossHosts]:
         ranks=layout.ranks,
         bytes_per_step=times * gathered,
         network=target.resources.network,
-        seconds=times * model.all_gather_s if model else None,
-        longer_s=model.step_time().total_s - replace(model, between_hosts_bytes_per_s=None).step_time().total_s if model else None,
+        seconds=times * model.passes.all_gather_s if model else None,
+        longer_s=model.step_time().total_s - _on_one_host(model).step_time().total_s if model else None,
     )
+
+
+def _on_one_host(model: StepModel) -> StepModel:
+    return replace(model, passes=replace(model.passes, between_hosts_bytes_per_s=None))

@@ -40,7 +40,7 @@ from so_tui.plan.facts.choices import (
 )
 from so_tui.plan.facts.memory import MemoryNeeded, Need, Shortage
 from so_tui.plan.fastest_ratio import rate
-from so_tui.plan.fit import Assessment, Target, assess, held_back_step, in_mode, mode_without_gpu, step_model, target_of
+from so_tui.plan.fit import Assessment, Target, assess, held_back_step, in_mode, mode_without_gpu, pass_model, target_of
 from so_tui.plan.hosts import across_hosts
 from so_tui.plan.interval import checkpoint_interval
 from so_tui.plan.placement import keeps_weights_on_host
@@ -282,7 +282,7 @@ def _inputs_on_host(found: Assessment) -> Iterator[InputsOnHost]:
     kinds = (TermKind.OFFLOADED_INPUTS, TermKind.OFFLOADED_RESULTS)
     inputs, results = (sum(term.bytes for term in found.terms if term.kind is kind) for kind in kinds)
     fact = InputsOnHost(bytes=inputs, results_bytes=results)
-    if (model := step_model(found.placement, found.target)) is None:
+    if (model := pass_model(found.placement, found.target)) is None:
         yield fact
         return
     speed = model.speed
@@ -297,7 +297,7 @@ def _inputs_on_host(found: Assessment) -> Iterator[InputsOnHost]:
 def _weights_on_host(found: Assessment) -> Iterator[WeightsOnHost]:
     if not (moved := found.placement.host_weights):
         return
-    model = step_model(found.placement, found.target)
+    model = pass_model(found.placement, found.target)
     once = model.one_pass if model else None
     yield WeightsOnHost(
         bytes=2 * moved,

@@ -20,8 +20,8 @@ from so_tui.model.profile import profile_of
 from so_tui.plan import deepspeed_step
 from so_tui.plan.constants import published_speed
 from so_tui.plan.example import example_tflops
+from so_tui.plan.optimizer_time import ADAM_BYTES
 from so_tui.plan.planner import make_plan
-from so_tui.plan.timing import ADAM_BYTES
 from so_tui.plan.types import Plan
 from so_tui.spec import RunSpec, load_catalog, with_values
 

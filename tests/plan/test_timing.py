@@ -14,8 +14,8 @@ from so_tui.plan import make_plan
 from so_tui.plan.constants import AttentionRate, Speed, SpeedSource, constants, published_speed, rate_at
 from so_tui.plan.facts.cautions import FasterAttention
 from so_tui.plan.fit import assess, target_of
+from so_tui.plan.gpu_pass import Pass, PassModel
 from so_tui.plan.placement import Placement
-from so_tui.plan.timing import Pass, StepModel
 from so_tui.plan.types import Plan
 from so_tui.plan.weight_arrivals import Update, arrivals, weight_wait_s
 from so_tui.plan.workload import Workload
@@ -234,7 +234,7 @@ def test_gathering_takes_from_what_computes_but_not_from_what_waits_for_python()
         profile, ranks = profile_of(spec.model), 2 if gather_s else 1
         placement = Placement(spec=spec, profile=profile, layout=profile.layout(ranks, spec.offload), local_ranks=ranks)
         speed = replace(published(), peer_bytes_per_s=profile.parameters / gather_s) if gather_s else published()
-        model = StepModel(placement=placement, speed=speed, adam_cores=16, ranks_per_node=ranks)
+        model = PassModel(placement=placement, speed=speed)
         assert model.all_gather_s == pytest.approx(gather_s)
         return model.one_pass
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import superoffload
-from so_tui.plan.timing import ACCUMULATE_BYTES, ADAM_BYTES
+from so_tui.plan.optimizer_time import ACCUMULATE_BYTES, ADAM_BYTES
 from so_tui.plan.types import MemoryPolicy
 from so_tui_trainer import binding
 from superoffload import worker

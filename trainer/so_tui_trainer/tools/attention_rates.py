@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from so_tui.model.flops import attention_pairs
-from so_tui.plan.timing import BACKWARD_ATTENTION
+from so_tui.plan.gpu_pass import BACKWARD_ATTENTION
 from so_tui.spec.attention import KERNELS, AttentionBackend, Needs, obstacle_to
 from so_tui_trainer.model.attention import Documents, Kernels, kernels_of, present
 
