@@ -94,9 +94,9 @@ async def test_edits_survive_other_screens_and_are_saved_as_a_preset(runs_dir: P
 async def test_what_was_recommended_is_no_change_and_is_named(runs_dir: Path) -> None:
     async with opened(runs_dir) as ui:
         table = await ui.presets()
-        table.move_cursor(row=table.get_row_index("qwen3-14b"), column=0)
+        table.move_cursor(row=table.get_row_index("phi-4"), column=0)
         await ui.press("enter")
-        await ui.until(titled(ui, "preset qwen3-14b, no changes"))
+        await ui.until(titled(ui, "preset phi-4, no changes"))
         assert "recommended for this machine: " in ui.shown("#form-title")
         await ui.until(lambda: ui.screen.query(FieldRow) and "fits" in ui.shown("#verdict"))
         row = ui.find("#field-offload-ratio", FieldRow)
