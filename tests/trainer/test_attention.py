@@ -14,6 +14,7 @@ from transformers import AttentionInterface
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from benchmarks.attention import table
+from so_tui.spec import InputError
 from so_tui.spec.attention import KERNELS, UNKNOWN_GPU, Needs, choose_backend
 from so_tui_trainer.model.attention import Documents, Kernels, attend, register
 from so_tui_trainer.model.attention.choice import present
@@ -92,6 +93,17 @@ def test_values_with_smaller_heads_than_keys_are_attended() -> None:
     mask = visible(Documents(boundaries, max(LENGTHS), 0.25))
     expected = scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=0.25).transpose(1, 2)
     torch.testing.assert_close(out, expected)
+
+
+def test_a_mask_of_the_models_own_is_refused_not_left_out() -> None:
+    (query, key, value, _), _, documents = case(None, torch.float64)
+    queries, keys, values = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+    mask = torch.zeros(1, 1, len(query), len(query), dtype=torch.float64)
+    known: Any = AttentionInterface
+    attention = known()[register(PLAIN)]
+    with pytest.raises(InputError) as raised:
+        attention(None, queries, keys, values, mask, scaling=1.0, cu_seq_lens_q=documents.boundaries, max_length_q=documents.longest)
+    assert [(problem.code, problem.field) for problem in raised.value.problems] == [("model-packing-unsupported", "model.config")]
 
 
 def on_gpu(size: int, dtype: torch.dtype, device: str, **options: Any) -> tuple[list[Tensor], Tensor, Documents]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from so_tui.spec import InputError, Problem
 from so_tui_trainer.model import recompute
 from so_tui_trainer.model.attention.exchange import SequenceGroup
 
@@ -136,7 +137,12 @@ def register(kernels: Kernels, ranks: SequenceGroup | None = None) -> str:
 
         Returns:
             [rows, width, heads, head size], and no attention weights.
+
+        Raises:
+            InputError: The layer has a mask, which the kernels would leave out.
         """
+        if attention_mask is not None:
+            raise InputError([_own_mask(module)])
         rows, heads, width, size = query.shape
         of_value = value.shape[-1]
         padded = value if of_value == size else nn.functional.pad(value, (0, size - of_value))
@@ -152,3 +158,13 @@ def register(kernels: Kernels, ranks: SequenceGroup | None = None) -> str:
 
     AttentionInterface.register(NAME, attention)
     return NAME
+
+
+def _own_mask(module: nn.Module) -> Problem:
+    return Problem(
+        code="model-packing-unsupported",
+        field="model.config",
+        value=type(module).__name__,
+        message="has an attention mask of its own, which kernels for packed documents would leave out",
+        remedy="Choose a newer kind of model.",
+    )
