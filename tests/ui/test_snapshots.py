@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 from syrupy.assertion import SnapshotAssertion
 from syrupy.extensions.single_file import SingleFileSnapshotExtension, WriteMode
+from textual.screen import Screen
 
 from so_tui.machine.types import Machine
 from so_tui.runs import RunDirectory
@@ -190,6 +193,13 @@ async def polled(ui: Driver, page: DashboardScreen) -> None:
     await ui.until(lambda: page.snapshot is not before)
 
 
+async def heard(screen: Screen[Any]) -> None:
+    """Wait until a page has taken everything that was sent to it so far, such as its size."""
+    taken = asyncio.Event()
+    screen.call_later(taken.set)
+    await taken.wait()
+
+
 async def at_rest(ui: Driver) -> None:
     """Wait until the screen is complete, and drawn as of the last key and the present size."""
     await ui.until(lambda: complete(ui))
@@ -206,10 +216,13 @@ async def at_rest(ui: Driver) -> None:
                 screen._refresh_layout()
                 await ui.pilot.pause()
         drawn = complete(ui)  # nothing came while the screen was drawn
-    # A scroll bar that a smaller size or a longer text needed goes with the next layout, whenever that is.
+    # A scroll bar that a smaller size or a longer text needed goes with the next layout, whenever that is. The page may not even have heard
+    # of its size yet.
     for screen in ui.app.screen_stack[:-1]:
-        screen._refresh_layout()
-        await ui.pilot.pause()
+        for _ in range(2):
+            await heard(screen)
+            screen._refresh_layout()
+            await ui.pilot.pause()
     ui.screen.refresh(layout=True)
     await ui.pilot.pause()
     await ui.until(lambda: complete(ui))
