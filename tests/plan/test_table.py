@@ -144,7 +144,7 @@ def test_the_table_names_a_source_of_rates_once_and_what_data_differs() -> None:
 
 
 def test_planning_is_quick_enough_to_follow_typing() -> None:
-    """The whole table of a quad node under 0.4 s, one plan under 10 ms: the best of some tries, of this process's own time. Where a
+    """The whole table of a quad node under 0.45 s, one plan under 10 ms: the best of some tries, of this process's own time. Where a
     machine is slower for a while than the one it was written on, as much longer as a piece of plain Python takes there.
     """
     tables, plans, plain = [], [], []
@@ -153,9 +153,9 @@ def test_planning_is_quick_enough_to_follow_typing() -> None:
         tables.append(table_s)
         plans.append(plan_s)
         plain.append(seconds_of_plain_python())
-        if min(tables) < 0.4 and attempt >= 2:
+        if min(tables) < 0.45 and attempt >= 2:
             break
-    assert min(tables) < max(0.4, 0.4 * min(plain) / PLAIN_PYTHON_S)
+    assert min(tables) < max(0.45, 0.45 * min(plain) / PLAIN_PYTHON_S)
     assert min(plans) < 0.01
 
 
