@@ -21,8 +21,9 @@ from so_tui.spec import InputError, Problem, RunSpec
 
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave the signals of the test process alone."""
+    """Leave the signals of the test process alone, and its children, which a supervisor in this process would take for the run's."""
     monkeypatch.setattr(Supervisor, "_install_signals", lambda _: None)
+    monkeypatch.setattr("so_tui.launch.processes.pids", set)
 
 
 def attempt(folder: Path, spec: RunSpec, machine: Machine, *, forced: bool = False) -> RunDirectory:
