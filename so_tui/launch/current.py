@@ -8,8 +8,8 @@ import time
 
 from msgspec.structs import replace
 
+from so_tui.launch.executor_types import JobPhase, JobStatus
 from so_tui.launch.executors import executor_of_attempt
-from so_tui.launch.executors.types import JobPhase, JobStatus
 from so_tui.launch.outcome import Outcome
 from so_tui.launch.outcome_text import RunFacts, outcome_text
 from so_tui.runs.directory import RunDirectory

@@ -14,9 +14,9 @@ from so_tui.launch.attaching import ensure_supervised
 from so_tui.launch.attempt_files import write_launch
 from so_tui.launch.checks import checks_elsewhere, quick_checks
 from so_tui.launch.current import current_state, newest_attempt, record
+from so_tui.launch.executor_types import Executor, SupervisorHandle
 from so_tui.launch.executors import executor_of, executor_of_attempt
 from so_tui.launch.executors.local import supervisor_log
-from so_tui.launch.executors.types import Executor, SupervisorHandle
 from so_tui.launch.preparation import Launch
 from so_tui.launch.run_state import left_queue
 from so_tui.launch.shutdown import request_stop

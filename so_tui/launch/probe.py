@@ -13,7 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from so_tui.launch.attaching import ensure_supervised
-from so_tui.launch.executors.types import Executor
+from so_tui.launch.executor_types import Executor
 from so_tui.launch.lifecycle import start, stop
 from so_tui.launch.preparation import Launch
 from so_tui.launch.probe_rows import EMBEDDED_ROWS

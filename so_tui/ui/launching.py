@@ -13,8 +13,8 @@ from so_tui.ui.page import Page
 if TYPE_CHECKING:
     from so_tui.launch import Launch
     from so_tui.launch.checks import Check
+    from so_tui.launch.executor_types import Executor
     from so_tui.launch.executors.slurm.editing import Draft
-    from so_tui.launch.executors.types import Executor
     from so_tui.spec import RunSpec
     from so_tui.ui.shared_app import SharedApp
 

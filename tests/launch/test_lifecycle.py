@@ -12,8 +12,8 @@ import pytest
 
 from so_tui.launch import preparation, prepare, prepare_resume, resume, start
 from so_tui.launch.attempt_files import read_launch
+from so_tui.launch.executor_types import SupervisorHandle
 from so_tui.launch.executors.local import LocalExecutor
-from so_tui.launch.executors.types import SupervisorHandle
 from so_tui.machine import Machine
 from so_tui.runs import RunDirectory, control, read_spec, read_state, write_state
 from so_tui.runs.liveness import identify

@@ -12,13 +12,13 @@ import msgspec
 import pytest
 
 from so_tui.launch import current_state, prepare, start, stop
+from so_tui.launch.executor_types import JobPhase
 from so_tui.launch.executors import executor_of_attempt
 from so_tui.launch.executors.slurm import commands
 from so_tui.launch.executors.slurm.commands import SlurmError
 from so_tui.launch.executors.slurm.executor import read_submission, write_submission
 from so_tui.launch.executors.slurm.job import Job
 from so_tui.launch.executors.slurm.queue import queue
-from so_tui.launch.executors.types import JobPhase
 from so_tui.launch.partition_machines import seen_machine
 from so_tui.runs import RunDirectory
 from so_tui.runs.outcome import OutcomeCode

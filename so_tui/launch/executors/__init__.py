@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from so_tui.launch.executors.types import Executor
+from so_tui.launch.executor_types import Executor
 from so_tui.runs.directory import RunDirectory
 from so_tui.spec import RunSpec
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from so_tui.launch.executors.types import JobStatus, SupervisorHandle
+from so_tui.launch.executor_types import JobStatus, SupervisorHandle
 from so_tui.launch.starter import TOKEN_VARIABLE
 from so_tui.runs.directory import RunDirectory
 from so_tui.spec import Problem

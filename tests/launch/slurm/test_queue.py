@@ -13,11 +13,11 @@ import pytest
 from so_tui.launch import stop
 from so_tui.launch.admission import refuse_start
 from so_tui.launch.current import current_state, queue_text
+from so_tui.launch.executor_types import JobPhase, JobStatus
 from so_tui.launch.executors.slurm import commands
 from so_tui.launch.executors.slurm.commands import SlurmError
 from so_tui.launch.executors.slurm.executor import SlurmExecutor, Submission, read_submission, write_submission
 from so_tui.launch.executors.slurm.job import Job
-from so_tui.launch.executors.types import JobPhase, JobStatus
 from so_tui.launch.starter import new_token, record_token
 from so_tui.runs import RunDirectory, create_run, new_attempt, read_state, write_state
 from so_tui.runs.deletion import delete_run

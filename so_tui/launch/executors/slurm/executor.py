@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from so_tui.launch.attempt_files import read_launch
+from so_tui.launch.executor_types import JobPhase, JobStatus
 from so_tui.launch.executors.slurm import commands
 from so_tui.launch.executors.slurm.commands import SlurmError
 from so_tui.launch.executors.slurm.interpreters import foreign_interpreter, interpreter_architecture, interpreter_of
@@ -26,7 +27,6 @@ from so_tui.launch.executors.slurm.queue import queue
 from so_tui.launch.executors.slurm.refusals import explained
 from so_tui.launch.executors.slurm.script import OUTPUT, batch_script, warning_lead_s
 from so_tui.launch.executors.slurm.site import Site, load_site, recognised_site
-from so_tui.launch.executors.types import JobPhase, JobStatus
 from so_tui.launch.hub_cache import not_cached
 from so_tui.launch.preparation import Launch
 from so_tui.launch.run_state import queued_state
