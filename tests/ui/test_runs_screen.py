@@ -41,7 +41,7 @@ async def test_runs_are_listed_previewed_compared_deleted_and_opened(runs_dir: P
         await ui.press("space", "down", "space")
         assert len(ui.find("#overlay", Chart).lines) == 2
         await ui.press("equals_sign")
-        await ui.until(lambda: re.search(r"data\.sequence_length +256 +4096 +\n", ui.text()))
+        await ui.until(lambda: re.search(r"data\.sequence_length +256 +4096 +[│\n]", ui.text()))
         await ui.press("escape", "D")
         assert ui.screen is table.screen
         assert live.path.exists(), "the cursor is on the live run, which is never deleted"
