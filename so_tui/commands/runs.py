@@ -69,7 +69,7 @@ def runs(arguments: argparse.Namespace) -> int:
             listed.append((run, _state(run)))
     sort = arguments.sort or load_settings().settings.runs.sort
     measured = {run.path: _results(run, state) for run, state in listed}
-    listed = ordered(listed, sort, _value_of, lambda item: measured[item[0].path])
+    listed = ordered(listed, sort, _text_of, lambda item: item[1].step, lambda item: measured[item[0].path])
     if arguments.json:
         print_json(Runs(tuple(_listed(run, state, measured[run.path]) for run, state in listed)))
         return 0
@@ -96,11 +96,6 @@ def _sorted_column(
     if key is None or key in ("loss", "evaluation_loss"):
         return None
     return RESULTS[key], [result_text(measured[run.path], key) for run, _ in listed]
-
-
-def _value_of(item: tuple[RunDirectory, RunState], key: str) -> str | int:
-    """Return what a run is sorted by, the lowest first; the one that has come furthest is the first by ``step``."""
-    return -item[1].step if key == "step" else _text_of(item, key)
 
 
 def _text_of(item: tuple[RunDirectory, RunState], key: str) -> str:

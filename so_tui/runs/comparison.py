@@ -63,20 +63,27 @@ def result_text(results: RunResults, key: str) -> str:
 
 
 def ordered(
-    runs: Iterable[Run], sort: str, value_of: Callable[[Run, str], str | int], results: Callable[[Run], RunResults | None]
+    runs: Iterable[Run],
+    sort: str,
+    text_of: Callable[[Run, str], str],
+    step_of: Callable[[Run], int],
+    results: Callable[[Run], RunResults | None],
 ) -> list[Run]:
     """Return runs, which come newest first, in another order.
 
     Args:
         runs: The runs, in any form.
-        sort: ``started``, a result (``loss``, ``evaluation``, ``tokens/s``, ``mfu``, ``memory``), or what ``value_of`` knows.
-        value_of: Returns what a run is sorted by, the lowest first: its name, model, state or host by that word, or how far it is.
+        sort: ``started``, ``step``, a result (``loss``, ``evaluation``, ``tokens/s``, ``mfu``, ``memory``), or what ``text_of`` knows.
+        text_of: Returns a run's name, model, state or host by that word.
+        step_of: Returns the step that a run has reached; the run that has come furthest is the first.
         results: Returns a run's results, and is called only where ``sort`` is a result: the best comes first, runs without it last.
     """
     if sort == "started":
         return list(runs)
+    if sort == "step":
+        return sorted(runs, key=lambda run: -step_of(run))
     if sort not in _BY_RESULT:
-        return sorted(runs, key=lambda run: value_of(run, sort))
+        return sorted(runs, key=lambda run: text_of(run, sort))
     key, highest_first = _BY_RESULT[sort]
 
     def place(run: Run) -> float:

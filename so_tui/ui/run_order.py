@@ -12,6 +12,7 @@ from so_tui.ui.runlist import RunRow
 
 if TYPE_CHECKING:
     from so_tui.runs import RunDirectory
+    from so_tui.runs.results import RunResults
     from so_tui.ui.loss_curve import LossCurve
 
 _TYPES = get_type_hints(RunListSettings)
@@ -21,18 +22,17 @@ GROUPS: tuple[str, ...] = get_args(_TYPES["group"])
 
 def ordered(rows: Iterable[RunRow], curves: Mapping[RunDirectory, LossCurve], settings: RunListSettings) -> list[RunRow]:
     """Return rows, which come newest first, sorted, and the rows of a group together. Groups come in the order of their first row."""
-    found = comparison.ordered(rows, settings.sort, _value_of, lambda row: curves[row.run].results if row.run in curves else None)
+
+    def results(row: RunRow) -> RunResults | None:
+        return curves[row.run].results if row.run in curves else None
+
+    found = comparison.ordered(rows, settings.sort, text_of, lambda row: row.state.step, results)
     if settings.group != "none":
         first: dict[str, int] = {}
         for index, row in enumerate(found):
             first.setdefault(text_of(row, settings.group), index)
         found.sort(key=lambda row: first[text_of(row, settings.group)])
     return found
-
-
-def _value_of(row: RunRow, key: str) -> str | int:
-    """Return what runs are sorted by, lowest first: of two runs, the one that has come further."""
-    return -row.state.step if key == "step" else text_of(row, key)
 
 
 def text_of(row: RunRow, key: str) -> str:

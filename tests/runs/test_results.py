@@ -97,8 +97,11 @@ def test_an_evaluation_far_back_is_found_where_the_run_evaluates(run: RunDirecto
 
 def test_runs_are_ordered_by_results_the_best_first_and_those_without_last() -> None:
     results = {"slow": RunResults(tokens_per_s=1.0, loss=1.0), "fast": RunResults(tokens_per_s=9.0, loss=2.0), "none": None}
+    steps = {"slow": 20, "fast": 10, "none": 0}
     runs = ["none", "slow", "fast"]
-    assert ordered(runs, "tokens/s", lambda run, _: run, results.get) == ["fast", "slow", "none"]
-    assert ordered(runs, "loss", lambda run, _: run, results.get) == ["slow", "fast", "none"]
-    assert ordered(runs, "name", lambda run, _: run, lambda _: (_ for _ in ()).throw(AssertionError)) == ["fast", "none", "slow"]
-    assert ordered(runs, "started", lambda run, _: run, results.get) == runs
+    known = (lambda run, _: run), steps.__getitem__
+    assert ordered(runs, "tokens/s", *known, results.get) == ["fast", "slow", "none"]
+    assert ordered(runs, "loss", *known, results.get) == ["slow", "fast", "none"]
+    assert ordered(runs, "name", *known, lambda _: (_ for _ in ()).throw(AssertionError)) == ["fast", "none", "slow"]
+    assert ordered(runs, "step", *known, lambda _: (_ for _ in ()).throw(AssertionError)) == ["slow", "fast", "none"]
+    assert ordered(runs, "started", *known, results.get) == runs
