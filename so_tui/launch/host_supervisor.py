@@ -188,7 +188,8 @@ class HostSupervisor(ABC):
             remove_leftovers({*self._tree.gone, *self._recorded})
         with self._despite_errors_of("records"):
             self._read()
-            while self._log.behind:  # the last lines say why
+            deadline = time.monotonic() + _SWEEP_S  # a process that nobody could end may write without end
+            while self._log.behind and time.monotonic() < deadline:  # the last lines say why
                 self._take_lines(self._log.poll())
 
     def _evidence(self) -> Evidence:

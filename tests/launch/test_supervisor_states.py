@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from so_tui.launch import evidence, job, prepare
+from so_tui.launch import evidence, host_supervisor, job, prepare
 from so_tui.launch.attempt_files import write_launch
 from so_tui.launch.outcome import Outcome
 from so_tui.launch.supervisor import Supervisor
 from so_tui.machine import Machine
 from so_tui.plan.types import OptionalMemory
 from so_tui.runs import RunDirectory, create_run, new_attempt, read_state
+from so_tui.runs.log import LogReader
 from so_tui.runs.outcome import OutcomeCode
 from so_tui.runs.run_lock import OwnerFiles, RunLock
 from so_tui.spec import InputError, Problem, RunSpec
@@ -70,6 +72,24 @@ def test_the_last_lines_of_a_log_are_read_however_much_was_written_at_the_end(
     monkeypatch.setattr(job.Job, "running", running)
     assert Supervisor(run, 1, read_state(run), RunLock(OwnerFiles(run))).watch() == 1
     assert read_state(run).reason.endswith("RuntimeError: the loss is a teapot")
+
+
+def test_a_log_that_never_ends_does_not_keep_a_run_from_ending(
+    tmp_path: Path, two_ranks: RunSpec, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that nobody could end may write faster than its lines are read."""
+
+    class Endless(LogReader):
+        def poll(self, **_limits: Any) -> tuple[str, ...]:
+            self.behind = True
+            return ("a line",)
+
+    monkeypatch.setattr(host_supervisor, "LogReader", Endless)
+    monkeypatch.setattr(host_supervisor, "_SWEEP_S", 0.2)
+    monkeypatch.setattr(job.Job, "start", lambda _: None)
+    run = attempt(tmp_path, two_ranks, machine)
+    assert Supervisor(run, 1, read_state(run), RunLock(OwnerFiles(run))).watch() == 1
+    assert read_state(run).state == "failed"
 
 
 @pytest.mark.parametrize("code", [OutcomeCode.RANK_LOST, OutcomeCode.OUT_OF_GPU_MEMORY, OutcomeCode.KILLED_FOR_MEMORY])
