@@ -154,11 +154,12 @@ class ProcessTree:
 
     def _describe_again(self, pid: int, stat: Stat) -> None:
         """Record the role of a process that may have begun another program; the alert command is none of ours as soon as it shows."""
-        if _is_alert_command(_environ(pid)):
+        environ = _environ(pid)
+        if _is_alert_command(environ):
             del self._living[pid]
             self._forget(pid)
         else:
-            self._describe(pid, stat)
+            self._describe(pid, stat, environ)
 
     def _forget(self, pid: int) -> None:
         self._stats.pop(pid, None)
@@ -180,10 +181,10 @@ class ProcessTree:
         if _is_alert_command(environ):
             return
         if stat.parent == self._supervisor_pid or stat.parent in self._living or self._markers <= environ:
-            self._describe(pid, stat)
+            self._describe(pid, stat, environ)
             self._stats[pid] = stat
 
-    def _describe(self, pid: int, stat: Stat) -> None:
+    def _describe(self, pid: int, stat: Stat, environ: frozenset[bytes]) -> None:
         """Record the role. Repeated once after the process is no longer young, which a busy host may notice many seconds later.
 
         A process without a command line is loading its program.
@@ -193,7 +194,7 @@ class ProcessTree:
             self._described.add(pid)
         parent = self._living.get(stat.parent)
         role = role_of(command, parent.role if parent else None)
-        self._living[pid] = Process(pid=pid, start_time=stat.start_time, role=role, rank=_rank(_environ(pid)))
+        self._living[pid] = Process(pid=pid, start_time=stat.start_time, role=role, rank=_rank(environ))
 
 
 class FirstLoss:
