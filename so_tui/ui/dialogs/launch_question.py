@@ -42,23 +42,25 @@ class LaunchQuestion(Question):
 
     def action_answer(self, answer: bool) -> None:
         """Leave with the answer; with yes, the launch has the name that was typed."""
+        if not answer or self._take_name():
+            self.dismiss(answer)
+
+    def _take_name(self) -> bool:
+        """Call the launch what was typed. Return whether it can be called so; else say why not."""
         from so_tui.runs import checked_name
         from so_tui.spec import InputError
 
         entry = self.query_one("#called", Input)
         text = entry.value.strip()
         try:
-            called = checked_name(text) if text else ""
+            self.launch = replace(self.launch, called=checked_name(text) if text else "")
         except InputError as error:
-            if answer:
-                said = self.query_one("#said", Static)
-                said.display = True
-                said.update(Content.assemble(("✗ ", "$error"), str(error)))
-                self.set_focus(entry)
-                return
-            called = ""
-        self.launch = replace(self.launch, called=called)
-        self.dismiss(answer)
+            said = self.query_one("#said", Static)
+            said.display = True
+            said.update(Content.assemble(("✗ ", "$error"), str(error)))
+            self.set_focus(entry)
+            return False
+        return True
 
 
 class JobQuestion(LaunchQuestion):

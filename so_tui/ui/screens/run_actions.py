@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from so_tui.runs import RunDirectory, control, delete_run, read_spec
 from so_tui.runs.ended import evidence, record_end
 from so_tui.runs.liveness import Liveness, sighting
-from so_tui.runs.own import refuse_another_users
 from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.spec import InputError, Refused, SoTuiError
 from so_tui.trust.printable import brief_message, quoted
@@ -21,6 +20,12 @@ if TYPE_CHECKING:
     from so_tui.ui.shared_app import SharedApp
 
 RESUMABLE = frozenset({"stopped", "failed", "lost"})
+
+
+class Change(Protocol):
+    """Changes a run, unless its processes may live where they cannot be seen and the user does not say that they have ended."""
+
+    def __call__(self, run: RunDirectory, *, assume_dead: bool) -> object: ...
 
 
 def ask_to_stop(app: SharedApp, run: RunDirectory) -> None:
@@ -38,7 +43,9 @@ def ask_to_stop(app: SharedApp, run: RunDirectory) -> None:
         return
     seen = sighting(run, state)
     if seen.liveness is Liveness.UNKNOWN:
-        ask_whether_ended(app, run, f"{run.name} {evidence(state, seen)}.", partial(_in_thread, app, _record_end, run))
+        ask_whether_ended(
+            app, run, f"{run.name} {evidence(state, seen)}.", partial(_change, app, run, _record_end, "stopped", "record the end of a run")
+        )
         return
     lines = [
         f"It is at step {thousands(state.step)} of {thousands(state.total_steps)}.",
@@ -57,27 +64,20 @@ def _ask_to_leave_the_queue(app: SharedApp, run: RunDirectory, state: RunState) 
 
     def answered(yes: bool | None) -> None:
         if yes:
-            _in_thread(app, _leave_queue, run, "take a run out of the queue")
+            _change(app, run, _leave_queue, "cancelled", "take a run out of the queue")
 
     lines = [brief_message(state.detail) or "It waits in the queue.", "Nothing of it has run yet." if not state.attempt else ""]
     app.push_screen(Question(f"Cancel {run.name}?", [line for line in lines if line], yes="Cancel it", no="Keep waiting"), answered)
 
 
-def _leave_queue(app: SharedApp, run: RunDirectory, *, assume_dead: bool = False) -> None:
-    """Take a run out of its queue. Runs in a thread."""
+def _leave_queue(run: RunDirectory, *, assume_dead: bool) -> None:
     from so_tui.launch import stop
 
-    try:
-        stop(run, assume_dead=assume_dead)
-    except SoTuiError as error:
-        if may_be_live(error):
-            anyway = partial(_in_thread, app, partial(_leave_queue, assume_dead=True), run, "take a run out of the queue")
-            app.call_from_thread(ask_whether_ended, app, run, str(error), anyway)
-            return
-        app.post_message(messages.Failed(f"{run.name} was not cancelled", tuple(str(error).splitlines())))
-    except OSError as error:
-        app.post_message(messages.Failed(f"{run.name} could not be cancelled", (f"{run.path}: {error.strerror}",)))
-    app.call_from_thread(app.list_runs)
+    stop(run, assume_dead=assume_dead)
+
+
+def _record_end(run: RunDirectory, *, assume_dead: bool) -> None:
+    record_end(run)  # by the user's word, which was asked for already
 
 
 def ask_to_delete(app: SharedApp, run: RunDirectory) -> None:
@@ -86,25 +86,10 @@ def ask_to_delete(app: SharedApp, run: RunDirectory) -> None:
 
     def answered(yes: bool | None) -> None:
         if yes:
-            _in_thread(app, _delete, run, "delete a run")
+            _change(app, run, delete_run, "deleted", "delete a run")
 
     lines = [str(run.path), "Its metrics, log and the checkpoints inside this folder will be lost."]
     app.push_screen(Question(f"Delete {run.name}?", lines, yes="Delete", no="No, keep it"), answered)
-
-
-def _delete(app: SharedApp, run: RunDirectory, *, assume_dead: bool = False) -> None:
-    """Delete a run. Runs in a thread."""
-    try:
-        delete_run(run, assume_dead=assume_dead)
-    except SoTuiError as error:
-        if may_be_live(error):
-            anyway = partial(_in_thread, app, partial(_delete, assume_dead=True), run, "delete a run")
-            app.call_from_thread(ask_whether_ended, app, run, str(error), anyway)
-            return
-        app.post_message(messages.Failed(f"{run.name} was not deleted", tuple(str(error).splitlines())))
-    except OSError as error:
-        app.post_message(messages.Failed(f"{run.name} could not be deleted", (f"{error.filename}: {error.strerror}",)))
-    app.call_from_thread(app.list_runs)
 
 
 def ask_whether_ended(app: SharedApp, run: RunDirectory, seen: str, proceed: Callable[[], object]) -> None:
@@ -135,22 +120,33 @@ def may_be_live(error: SoTuiError) -> bool:
     return isinstance(error, InputError) and any(problem.code == "run-may-be-live" for problem in error.problems)
 
 
-def _in_thread(
-    app: SharedApp, work: Callable[[SharedApp, RunDirectory], None], run: RunDirectory, name: str = "record the end of a run"
-) -> None:
-    app.run_worker(partial(work, app, run), thread=True, group="request", name=name, exit_on_error=False)
+def _change(app: SharedApp, run: RunDirectory, change: Change, done: str, name: str, *, assume_dead: bool = False) -> None:
+    """Change a run in a thread, and say so where it was not done. Where its processes cannot be seen from here, the user is asked first.
 
+    Args:
+        app: The application.
+        run: The run.
+        change: What is done to it.
+        done: What the run is then, such as ``deleted``.
+        name: What is being done, for the user where it fails unexpectedly.
+        assume_dead: The user says that the run has ended.
+    """
 
-def _record_end(app: SharedApp, run: RunDirectory) -> None:
-    """Record that a run has ended. Runs in a thread."""
-    try:
-        refuse_another_users(run)
-        record_end(run)
-    except SoTuiError as error:
-        app.post_message(messages.Failed(f"{run.name} was not stopped", tuple(str(error).splitlines())))
-    except OSError as error:
-        app.post_message(messages.Failed(f"{run.name} could not be stopped", (f"{run.path}: {error.strerror}",)))
-    app.call_from_thread(app.list_runs)
+    def work() -> None:
+        try:
+            change(run, assume_dead=assume_dead)
+        except SoTuiError as error:
+            if may_be_live(error):
+                anyway = partial(_change, app, run, change, done, name, assume_dead=True)
+                app.call_from_thread(ask_whether_ended, app, run, str(error), anyway)
+                return
+            app.post_message(messages.Failed(f"{run.name} was not {done}", tuple(str(error).splitlines())))
+        except OSError as error:
+            where = error.filename or run.path
+            app.post_message(messages.Failed(f"{run.name} could not be {done}", (f"{where}: {error.strerror}",)))
+        app.call_from_thread(app.list_runs)
+
+    app.run_worker(work, thread=True, group="request", name=name, exit_on_error=False)
 
 
 def save_checkpoint(app: SharedApp, run: RunDirectory) -> None:
