@@ -43,12 +43,12 @@ def nothing_is_left(run: RunDirectory, before: RunState) -> bool:
         with suppress(OSError):  # it has just ended, or is another user's
             if mark in (folder / "environ").read_bytes().split(b"\0") and running(int(folder.name)):
                 marked.append(folder.name)
-    return not any(alive(process) for process in before.processes) and not marked and not shared_memory_of(before)
+    return not any(alive(process) for process in before.processes) and not marked and not shared_memory_of(run, before)
 
 
-def shared_memory_of(state: RunState) -> list[Path]:
-    """The shared memory that is named by processes of a run."""
-    return [path for process in state.processes for path in Path("/dev/shm").glob(f"torch_{process.pid}_*")]
+def shared_memory_of(run: RunDirectory, state: RunState) -> list[Path]:
+    """The shared memory that is named by processes of a run. An earlier process with the same pid may have left some under another name."""
+    return [path for process in state.processes if (path := Path(f"/dev/shm/torch_{process.pid}_{run.path.name}")).exists()]
 
 
 def problems_of_resume(run: RunDirectory, machine: Machine, values: dict[str, str] | None = None) -> list[tuple[str, str]]:
@@ -139,7 +139,7 @@ def test_an_exception_of_a_rank_is_the_reason(runs: Runs) -> None:
     last = wait_for(run, ended)
     assert (last.state, last.code, last.reason) == ("failed", OutcomeCode.UNEXPECTED, "RuntimeError: the loss is a teapot")
     pids = [(run.path / f"rank{rank}.pid").read_text() for rank in (0, 1)]
-    assert not [path for pid in pids for path in Path("/dev/shm").glob(f"torch_{pid}_*")]
+    assert not [pid for pid in pids if Path(f"/dev/shm/torch_{pid}_{run.path.name}").exists()]
 
 
 @pytest.mark.trains
@@ -265,9 +265,9 @@ def test_everything_killed_at_once_is_lost(runs: Runs, machine: Machine) -> None
     assert (last.state, last.exit_code, last.code) == ("lost", 1, OutcomeCode.UNOBSERVED)
     assert last.ended is not None
     assert last.ended <= killed, "not the time at which somebody looked"
-    assert shared_memory_of(before)
+    assert shared_memory_of(run, before)
     assert resume(run, prepare_resume(run, machine)) == 2
-    assert not shared_memory_of(before), "the next attempt removes what nobody could remove"
+    assert not shared_memory_of(run, before), "the next attempt removes what nobody could remove"
     again = wait_for(run, lambda state: state.attempt == 2 and state.state == "training", of_attempt=2)
     assert (again.earlier_s, again.ended) == (last.took_s, None)
     assert stop(run, grace_s=30).state == "stopped"

@@ -14,6 +14,7 @@ import pytest
 from so_tui.launch import prepare, start
 from so_tui.machine import Machine
 from so_tui.runs import RunDirectory, alive, read_state
+from so_tui.runs.leftovers import remove_leftovers
 from so_tui.runs.process_stat import read_stat
 from so_tui.runs.records import FINAL_STATES, Process, RunState
 from so_tui.spec import RunSpec
@@ -53,13 +54,16 @@ class Runs:
         return run, wait_for(run, lambda state: state.step >= 2 and {"runner", "launcher", "rank"} <= roles(state))
 
     def clean_up(self) -> None:
-        """Kill every process that is left."""
+        """Kill every process that is left, and remove its shared memory."""
         for run in self._started:
             with contextlib.suppress(Exception):
                 state = read_state(run)
-                for process in (*((state.supervisor,) if state.supervisor else ()), *state.processes):
+                processes = (*((state.supervisor,) if state.supervisor else ()), *state.processes)
+                for process in processes:
                     if alive(process):
                         os.kill(process.pid, signal.SIGKILL)
+                wait_for_end_of(*processes)
+                remove_leftovers(processes)
 
 
 class Ahead:

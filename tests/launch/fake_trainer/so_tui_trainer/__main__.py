@@ -33,8 +33,9 @@ def main() -> int:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     print(f"rank {RANK} of {os.environ['WORLD_SIZE']} on {sorted(os.sched_getaffinity(0))}", flush=True)
     (arguments.run / f"rank{RANK}.pid").write_text(str(os.getpid()))
-    Path(f"/dev/shm/torch_{os.getpid()}_1_1").write_bytes(b"leftover")
-    return train(RunDirectory(arguments.run), arguments.attempt)
+    run = RunDirectory(arguments.run)
+    shared_memory(run).write_bytes(b"leftover")
+    return train(run, arguments.attempt)
 
 
 def train(run: RunDirectory, attempt: int) -> int:
@@ -61,6 +62,11 @@ def train(run: RunDirectory, attempt: int) -> int:
     return leave(writer, run, attempt, steps, "finished")
 
 
+def shared_memory(run: RunDirectory) -> Path:
+    """Return this process's file in /dev/shm, named as torch names its own. The end of the name is the run's alone: pids are reused."""
+    return Path(f"/dev/shm/torch_{os.getpid()}_{run.path.name}")
+
+
 def known(run: RunDirectory) -> bool:
     """Return whether the supervisor has seen this process. A real rank imports for seconds before it can fail; this one does not."""
     return any(process.pid == os.getpid() for process in read_state(run).processes)
@@ -72,7 +78,7 @@ def leave(writer: MetricsWriter | None, run: RunDirectory, attempt: int, step: i
         writer.append(CheckpointRecord(attempt=attempt, time=time.time(), step=step, path=str(run.checkpoints_dir), bytes=1, seconds=0.0))
         writer.append(EndRecord(attempt=attempt, time=time.time(), state=state, step=step, saved=str(run.checkpoints_dir)))  # type: ignore[arg-type]
         writer.close()
-    Path(f"/dev/shm/torch_{os.getpid()}_1_1").unlink()
+    shared_memory(run).unlink()
     if "lingers" in MANNERS:
         time.sleep(1)
     return 6 if "bad-exit" in MANNERS else 0
