@@ -7,6 +7,8 @@ from typing import cast
 
 from msgspec.structs import replace
 
+from so_tui.plan.accuracy import about_as_fast, surely_faster
+from so_tui.plan.alternatives import compact_states
 from so_tui.plan.attention import attention_of
 from so_tui.plan.facts.cautions import (
     BeyondPositions,
@@ -15,6 +17,7 @@ from so_tui.plan.facts.cautions import (
     DeepSpeedNvidiaOnly,
     FasterAttention,
     FasterOffload,
+    FasterStates,
     GpuMemoryUnknown,
     NeverRun,
     Note,
@@ -23,6 +26,7 @@ from so_tui.plan.facts.cautions import (
     RemoteCode,
     SlowWithoutGpu,
 )
+from so_tui.plan.fastest_ratio import rate
 from so_tui.plan.fit import Assessment, assess, best
 from so_tui.spec.attention import MASKED_BACKENDS
 from so_tui.spec.layers import layer_kinds, mixing_kinds
@@ -64,6 +68,7 @@ def cautions(spec: RunSpec, found: Assessment, *, searched: bool = False) -> Ite
             yield from _needless_offload(found)
         if offload.ratio and resources.speed is not None and resources.speed.d2h_bytes_per_s < _SLOW_LINK_BYTES_PER_S:
             yield PcieOffload()
+    yield from _faster_states(found)
     yield from _faster_attention(found)
     if resources.gpu_memory_unknown:
         yield GpuMemoryUnknown()
@@ -80,6 +85,33 @@ def _clipping(found: Assessment) -> ClippingWaits:
     train = replace(found.spec.train, gradient_clipping=0.0)
     unclipped = assess(replace(found.spec, train=train), found.target)
     return ClippingWaits(seconds=found.step.total_s - unclipped.step.total_s if found.step and unclipped.step else None)
+
+
+def _faster_states(found: Assessment) -> Iterator[FasterStates]:
+    """Yield the most exact smaller format of the moments that is about as fast as the fastest, where that makes steps much faster.
+
+    A format takes no time of its own in a plan: it leaves memory to second states, which hide what the optimizer adds to a step.
+    """
+    step = found.step
+    if found.verdict == "does not fit" or step is None:
+        return
+    all_hidden_s = step.total_s - step.exposed_optimizer_s
+    if not surely_faster(1 / all_hidden_s, 1 / step.total_s):
+        return
+    others = [assess(alternative.spec, found.target) for alternative in compact_states(found.spec)]
+    fitting = [other for other in others if other.verdict == "fits"]
+    fastest = max(map(rate, fitting), default=0.0)
+    if not surely_faster(fastest, rate(found)):
+        return
+    chosen = next(other for other in fitting if about_as_fast(rate(other), fastest) and surely_faster(rate(other), rate(found)))
+    if chosen.step is not None:
+        yield FasterStates(
+            states=chosen.spec.offload.states,
+            step_s=chosen.step.total_s,
+            given_step_s=step.total_s,
+            early_share=chosen.placement.early_share,
+            given_early_share=found.placement.early_share,
+        )
 
 
 def _faster_attention(found: Assessment) -> Iterator[FasterAttention]:

@@ -67,6 +67,12 @@ class Placement:
         return self.layout.cpu_numel if own_engine(self.spec) else self.layout.numel
 
     @property
+    def early_share(self) -> float:
+        """Share of the offloaded parameters with a second set of states, which are stepped before the gradient norm is known."""
+        early = sum(group.numel for group in self.layout.sub_groups if group.index in self.speculating)
+        return early / self.layout.cpu_numel if self.layout.cpu_numel else 0.0
+
+    @property
     def reduce_bucket(self) -> int:
         """Parameters whose gradients are reduced together.
 

@@ -256,9 +256,8 @@ def _settled(spec: RunSpec, found: Assessment) -> Iterator[Choice]:
     if can_speculate(found.spec) and found.layout.cpu_numel:
         second = _second_states_bytes(found)
         held_back = held_back_step(found) if second else None
-        share = min(1.0, second / (second_states_bytes(found.spec) * found.layout.cpu_numel))
         seconds = held_back.total_s if held_back else None
-        yield StepsEarly(share=share, bytes=second, why_none=_why_none(found), held_back_step_s=seconds)
+        yield StepsEarly(share=found.placement.early_share, bytes=second, why_none=_why_none(found), held_back_step_s=seconds)
     if found.copies:
         yield SavesBehind(share=found.copies.share, bytes=found.copies.bytes)
     if tiles_mlp(found.spec.model):

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from benchmarks import planner_errors
 from benchmarks.planner_errors import Row, errors, pairs, quantile, ratio_error
 from so_tui.plan import accuracy, make_plan, plans_json
-from so_tui.plan.accuracy import StepError, about_as_fast, step_error
+from so_tui.plan.accuracy import StepError, about_as_fast, step_error, surely_faster
 from so_tui.plan.constants import Calibrated, Speed, published_speed
 from so_tui.plan.render import render_plan
 from so_tui.ui.widgets.plan_view import headline
@@ -43,6 +43,17 @@ def test_the_order_of_settings_that_are_about_as_fast_is_chance_and_that_of_othe
     assert len(closer) > 100
     assert sum(closer) / len(closer) < 0.6
     assert sum(further) / len(further) > 0.9
+
+
+def test_a_difference_is_sure_from_where_the_faster_one_is_faster_in_nine_of_ten_pairs() -> None:
+    found = [pair for group in pairs(ROWS) for pair in group]
+    sure = [pair.measured > 0 for pair in found if accuracy.SURE <= pair.predicted < 2 * accuracy.SURE]
+    less = [pair.measured > 0 for pair in found if accuracy.ALIKE <= pair.predicted < accuracy.SURE]
+    assert len(sure) > 100
+    assert sum(sure) / len(sure) > 0.9
+    assert sum(less) / len(less) < 0.7
+    assert surely_faster(1.1001, 1.0)
+    assert not surely_faster(1.0999, 1.0)
 
 
 def test_the_docs_show_what_was_measured() -> None:

@@ -128,6 +128,7 @@ def test_every_fact_has_a_code_of_its_own_and_words() -> None:
         "model": "org/model",
         "revision": "main",
         "network": Network(gbit_per_s=200, source=""),
+        "states": "bf16-moments",
     }
     for kind in kinds:
         given = {field.name: values.get(field.name, 1) for field in msgspec.structs.fields(kind) if field.required}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from so_tui.plan.facts.coded import CodedFact
 from so_tui.spec.attention import AttentionBackend
-from so_tui.spec.sections.offload import Mode
+from so_tui.spec.sections.offload import Mode, StatesFormat
 
 
 class NeverRun(CodedFact, frozen=True):
@@ -45,6 +45,17 @@ class FasterAttention(CodedFact, frozen=True):
     given_step_s: float
 
 
+class FasterStates(CodedFact, frozen=True):
+    """A smaller format of the moments makes steps faster: the host has memory for more second states then. Losses differ slightly."""
+
+    states: StatesFormat
+    step_s: float
+    given_step_s: float
+    early_share: float
+    """Of the offloaded parameters, those that would be stepped before the gradient norm is known."""
+    given_early_share: float
+
+
 class PcieOffload(CodedFact, frozen=True):
     """The GPU is connected by PCIe, where offloading gains less."""
 
@@ -75,7 +86,7 @@ class LargerSteps(CodedFact, frozen=True):
     """Tokens per second, as a multiple of now."""
 
 
-Slower = ClippingWaits | FasterOffload | FasterAttention | PcieOffload | SlowWithoutGpu | PackingOff | LargerSteps
+Slower = ClippingWaits | FasterOffload | FasterStates | FasterAttention | PcieOffload | SlowWithoutGpu | PackingOff | LargerSteps
 
 
 class RemoteCode(CodedFact, frozen=True):

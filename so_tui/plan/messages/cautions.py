@@ -6,6 +6,7 @@ import re
 from typing import assert_never
 
 from so_tui.plan.facts import cautions
+from so_tui.plan.messages.states import price_of
 from so_tui.trust.printable import printable_line
 from so_tui.units import thousands
 
@@ -34,6 +35,8 @@ def caution_text(fact: cautions.Caution) -> str:
         case cautions.FasterAttention():
             steps = f"{fact.step_s:.2f} s a step instead of {fact.given_step_s:.2f} s (predicted)"
             return f"attention runs on {fact.used}; with {fact.backend} installed it would take {steps}"
+        case cautions.FasterStates():
+            return _faster_states(fact)
         case cautions.PcieOffload():
             return "the GPU is connected by PCIe: offloading gains less than over NVLink-C2C"
         case cautions.GpuMemoryUnknown():
@@ -53,6 +56,12 @@ def caution_text(fact: cautions.Caution) -> str:
         case cautions.MoreGpusKeepMargin():
             return f"{fact.gpus} GPUs of this machine leave the margin"
     assert_never(fact)
+
+
+def _faster_states(fact: cautions.FasterStates) -> str:
+    steps = f"{fact.step_s:.2f} s a step instead of {fact.given_step_s:.2f} s (predicted)"
+    early = f"{fact.early_share:.0%} of what is offloaded, not {fact.given_early_share:.0%}, is stepped before the gradient norm is known"
+    return f'offload.states = "{fact.states}" would take {steps}, since {early}; its price: {price_of(fact.states)}'
 
 
 def _remote_code(fact: cautions.RemoteCode) -> str:

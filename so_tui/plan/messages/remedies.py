@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import assert_never
 
 from so_tui.plan.facts import remedies
+from so_tui.plan.messages.states import price_of
 from so_tui.units import memory_size
 
 
@@ -15,10 +16,8 @@ def remedy_text(fact: remedies.Remedy) -> str:
         case remedies.FitsHere():
             return " with ".join(f"{change.key} = {_setting(change)}" for change in fact.changes) + " fits here"
         case remedies.CompactStatesFit():
-            return (
-                f'offload.states = "{fact.states}" fits here: {memory_size(fact.saved_bytes)} less host memory, for moments that are '
-                "rounded, so losses differ slightly"
-            )
+            saved = f"{memory_size(fact.saved_bytes)} less host memory"
+            return f'offload.states = "{fact.states}" fits here: {saved}; its price: {price_of(fact.states)}'
         case remedies.MoreGpusFit():
             return f"{fact.gpus} GPUs of this machine fit the run{_with_micro_batch(fact.micro_batch)}"
         case remedies.LargerHostFits():
