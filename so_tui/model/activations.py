@@ -149,13 +149,23 @@ def mlp_bytes(shape: Architecture, *, fused: bool) -> int:
 
 
 def tiled_block_bytes(shape: Architecture, *, fused: bool) -> int:
-    """Return what ``block_bytes`` is where the feed-forward block is cut into tiles, without one tile's ``mlp_bytes``.
+    """Return what ``block_bytes`` is where feed-forward block and norms are cut into tiles, without one tile's ``tile_bytes``.
 
     Then attention's backward holds the most: 6 h + 14 q + 10 kv, which are queries, keys and values before and after rotation, the result,
-    the gradients of all these, and a kernel's fp32 sum of the queries' gradient. Derived, not measured.
+    the gradients of all these, and a kernel's fp32 sum of the queries' gradient. Derived, not measured. Norms that are not one kernel hold
+    no more than fused ones outside their tile: 10 h, which counting live tensors on a CPU confirms.
     """
     h, q, kv = shape.hidden, shape.query_width, shape.key_value_width
-    return max(_bytes_beside_mlp(shape, fused=fused), 6 * h + 14 * q + 10 * kv)
+    beside = 10 * h + 6 * (q + kv if fused else q + 2 * kv)
+    return max(beside, 6 * h + 14 * q + 10 * kv)
+
+
+def tile_bytes(shape: Architecture, *, fused: bool) -> int:
+    """Return the most that backward of a tile holds per token of it: in the feed-forward block, or 28 h in a norm of several kernels.
+
+    The norm's is what counting live tensors on a CPU shows.
+    """
+    return max(mlp_bytes(shape, fused=fused), 0 if fused else 28 * shape.hidden)
 
 
 def _bytes_beside_mlp(shape: Architecture, *, fused: bool) -> int:
@@ -172,6 +182,11 @@ def elementwise_bytes(shape: Architecture, *, fused: bool) -> int:
     h, heads, f = shape.hidden, shape.query_width + shape.key_value_width, shape.active_intermediate
     routing = (6 if fused else 20) * h * shape.experts_per_token
     return routing + (20 * h + 8 * heads + 6 * f if fused else 80 * h + 30 * heads + 10 * f)
+
+
+def norm_bytes(shape: Architecture, *, fused: bool) -> int:
+    """Return the part of ``elementwise_bytes`` that the two norms of a block move: 8 h, or 68 h without fused kernels."""
+    return (8 if fused else 68) * shape.hidden
 
 
 def fused_kernels(model: ModelSpec) -> bool:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from so_tui.model.activations import offloaded_bytes, policy_of
+from so_tui.model.activations import norm_bytes, offloaded_bytes, policy_of
 from so_tui.model.flops import attention_pairs
 from so_tui.model.padding import bucket_tokens
 from so_tui.plan.constants import Speed, StepConstants, constants
@@ -114,15 +114,21 @@ class PassModel:
             "selective": elementwise + expert_products,
             "none": 0.0,
         }
-        # Backward of a tile computes the block's last product, whose result it does not need.
-        last_product = 2.0 * tokens * shape.hidden * shape.intermediate * shape.layers / rate if placement.tiled else 0.0
+        in_tiles = self._tiled_again_s(tokens, rate) if placement.tiled else 0.0
         exchange = self._exchange_s()
         policy = policy_of(placement.spec.model)
         return _Layers(
             forward=products + elementwise + attention_forward + exchange,
-            backward=2 * (products + elementwise) + attention_backward + exchange + last_product,
+            backward=2 * (products + elementwise) + attention_backward + exchange + in_tiles,
             repeated=repeated[policy] + (exchange if policy != "none" else 0.0),
         )
+
+    def _tiled_again_s(self, tokens: float, rate: float) -> float:
+        """Return the seconds of what backward of tiles computes again: the feed-forward block's last product, and norms in tiles."""
+        profile, shape = self.placement.profile, self.placement.profile.architecture
+        norms = 0 if profile.fused else norm_bytes(shape, fused=False)
+        last_product_s = 2.0 * tokens * shape.hidden * shape.intermediate * shape.layers / rate
+        return last_product_s + tokens * shape.layers * norms / self._moved_bytes_per_s
 
     def _exchange_s(self) -> float:
         """Return the seconds of trading tokens for heads and back in one pass over all layers, where ranks share sequences.

@@ -15,10 +15,10 @@ from so_tui.model.activations import (
     MLP_TILE_TOKENS,
     attention_bytes,
     block_input_bytes,
-    mlp_bytes,
     offloads_inputs,
     offloads_results,
     policy_of,
+    tile_bytes,
     tiled_block_bytes,
 )
 from so_tui.model.loss import LOSS_BLOCK_LOGITS, LOSS_KEPT_LOGITS
@@ -180,7 +180,7 @@ def _working_set(placement: Placement, stored: int) -> MemoryTerm:
         formula = Formula("{} tokens x {} B", (tokens, block))
         size = int(share * tokens * max(0, block - stored))
         return MemoryTerm(TermKind.BLOCK_WORKING_SET, placement.gpu, size, "calibrated", formula, phase="backward")
-    block, tile, weights = tiled_block_bytes(shape, fused=fused), mlp_bytes(shape, fused=fused), 3 * shape.hidden * shape.intermediate
+    block, tile, weights = tiled_block_bytes(shape, fused=fused), tile_bytes(shape, fused=fused), 3 * shape.hidden * shape.intermediate
     values = (tokens, block, MLP_TILE_TOKENS, tile, GRADIENT_SUM_BYTES, weights)
     formula = Formula("{} tokens x {} B + {} tokens x {} B, {} B x {} for gradients of tiles", values)
     size = int(share * (tokens * max(0, block - stored) + MLP_TILE_TOKENS * tile)) + GRADIENT_SUM_BYTES * weights

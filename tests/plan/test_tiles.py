@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from so_tui.model.activations import MLP_TILE_TOKENS
+from so_tui.model.activations import MLP_TILE_TOKENS, tile_bytes
+from so_tui.model.architecture import architecture
 from so_tui.plan import make_plan, recommend
 from so_tui.plan.facts.choices import InputsOnHost, MlpTiled
 from so_tui.plan.fit import assess, target_of
@@ -16,6 +17,8 @@ from tests.support.planning import facts_of, only, spec_of
 
 H200 = x86("NVIDIA H200")
 LONG = 131_072
+HIDDEN, FEED_FORWARD = 2560, 9728
+"""Of the 4B shape."""
 
 
 def long_spec(tokens: int, preset: str = "qwen3-4b-random", **changes: str) -> RunSpec:
@@ -36,6 +39,35 @@ def test_a_block_grows_with_the_tile_and_not_with_the_sequence_in_its_feed_forwa
     once, twice = (block_bytes(tokens, "on", **given) for tokens in (LONG, 2 * LONG))
     assert once < twice < 2 * once
     assert block_bytes(MLP_TILE_TOKENS, "on", **given) == block_bytes(MLP_TILE_TOKENS, "off", **given)
+
+
+@pytest.mark.parametrize("policy", ["full", "attention"])
+def test_norms_of_several_kernels_cost_no_more_than_fused_ones_outside_their_tile(policy: str) -> None:
+    """A tile of them holds less than one of the feed-forward block, which takes 12 f instead of 10 f bytes a token."""
+    given = {"model__activation_checkpointing": policy}
+    whole, tiled = (
+        block_bytes(LONG, value, model__kernels="plain", **given) - block_bytes(LONG, value, **given) for value in ("off", "on")
+    )
+    assert whole > LONG * 14 * HIDDEN
+    assert tiled == MLP_TILE_TOKENS * 2 * FEED_FORWARD
+
+
+def test_a_tile_of_norms_counts_where_it_is_larger_than_that_of_the_feed_forward_block() -> None:
+    config = spec_of("qwen3-4b-random").model.config
+    shape = architecture(config | {"intermediate_size": HIDDEN})
+    assert tile_bytes(shape, fused=False) == 28 * HIDDEN
+    assert tile_bytes(shape, fused=True) == 10 * HIDDEN
+
+
+def test_norms_of_several_kernels_are_computed_again_in_backward() -> None:
+    given = {"offload__mode": "superoffload", "model__activation_checkpointing": "full"}
+    added = []
+    for changes in ({}, {"model__kernels": "plain"}):
+        tiled, whole = (make_plan(long_spec(LONG, model__tiled_mlp=value, **given, **changes), H200).step for value in ("on", "off"))
+        assert tiled is not None
+        assert whole is not None
+        added.append(tiled.backward_s - whole.backward_s)
+    assert 1.2 < added[1] / added[0] < 3
 
 
 def test_tiles_cost_a_product_in_backward() -> None:

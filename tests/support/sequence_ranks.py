@@ -215,6 +215,8 @@ def train() -> None:
     ]
     building.MLP_TILE_TOKENS = 50  # type: ignore[attr-defined]
     tiled = steps(train__gradient_accumulation="1", model__activation_checkpointing="full", model__tiled_mlp="on")
+    plain = {"train__gradient_accumulation": "1", "model__activation_checkpointing": "attention", "model__kernels": "plain"}
+    plain_norms, norms_too = steps(**plain), steps(**plain, model__tiled_mlp="on", offload__parameters="cpu")
     shared = steps(train__gradient_accumulation="2", model__activation_checkpointing="full", train__sequence_parallel="2")
     both = steps(
         train__gradient_accumulation="2",
@@ -241,6 +243,9 @@ def train() -> None:
     assert both == results_shared == shared
     for name, found in {"shared": shared, "tiled": tiled, "everything": everything}.items():
         assert found == [pytest.approx(expected, rel=0.003) for expected in apart], (name, found, apart)
+    for (loss, norm), (expected, expected_norm) in zip(norms_too, plain_norms, strict=True):
+        assert loss == pytest.approx(expected, rel=1e-4)
+        assert norm == pytest.approx(expected_norm, rel=0.01)  # Adam amplifies how bf16 rounds small gradients
 
 
 if __name__ == "__main__":

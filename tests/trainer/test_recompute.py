@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,89 +14,16 @@ import torch
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig
 
 from so_tui.model.activations import stored_bytes
 from so_tui.model.architecture import architecture
-from so_tui_trainer.data.batches import Batches
 from so_tui_trainer.failures import TrainingError
-from so_tui_trainer.model import attention, kernels, recompute, tiles
-from so_tui_trainer.model.config import disable_dropout
+from so_tui_trainer.model import attention, kernels, recompute
 from so_tui_trainer.model.host_activations import HostActivations, Room
-from so_tui_trainer.model.trained import TrainedModel
 from tests.support.attention import PLAIN
-from tests.support.documents import documents, spec
-from tests.support.models import causal_model, grad_of
-
-SHAPE = {
-    "vocab_size": 2048,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "pad_token_id": 0,
-}
-EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "intermediate_size": 24}
-MIXTURES = ("qwen3_moe", "gpt_oss")
-Trained = tuple[float, dict[str, Tensor]]
-"""Loss and gradients."""
-
-
-TOKENS = 2 * 128
-"""Of a micro-batch."""
-QUERIES = SHAPE["num_attention_heads"] * SHAPE["head_dim"]
-
-
-def on_host(device: str, results: bool, shape: dict[str, Any] = SHAPE) -> HostActivations:
-    """Return host memory for the inputs of all layers, and for attention's results too, with their log-sum-exp."""
-    layers, each = shape["num_hidden_layers"], TOKENS * 4
-    rooms = [Room(layers, each * QUERIES), Room(layers, each * shape["num_attention_heads"])] if results else []
-    return HostActivations(Room(layers, each * shape["hidden_size"]), rooms, torch.device(device))
-
-
-def model_of(
-    policy: recompute.Policy,
-    model_type: str,
-    *,
-    offloaded: bool = False,
-    tile: int = 0,
-    device: str = "cpu",
-    with_kernels: attention.Kernels | None = None,
-) -> PreTrainedModel:
-    """Return a small model. Only kernels that take boundaries give results that can be kept."""
-    torch.manual_seed(0)
-    mixture = model_type in MIXTURES
-    masked = "eager" if model_type == "gpt_oss" else "sdpa"
-    implementation = attention.register(with_kernels) if with_kernels else masked
-    config = AutoConfig.for_model(model_type, **SHAPE | (EXPERTS if mixture else {}))
-    disable_dropout(config)
-    causal = causal_model(config, dtype=torch.float32, attention=implementation)
-    causal.to(torch.device(device))  # type: ignore[arg-type]
-    kernels.install(causal, [kernels.EXPERTS])
-    recompute.install(causal, policy, on_host(device, with_kernels is not None) if offloaded else None)
-    if tile:
-        assert tiles.install(causal, tile) == SHAPE["num_hidden_layers"]
-    causal.train()
-    return causal
-
-
-def forward(causal: PreTrainedModel) -> Tensor:
-    """The loss of one micro-batch."""
-    model = TrainedModel(causal, causal.config._attn_implementation)
-    batch = next(Batches(documents(), spec(data__sequence_length="128"), 0).micro_batches(1))
-    loss: Tensor = model(batch.to(model.loss.weight.device), 1 / len(batch.targets))
-    return loss
-
-
-def trained(policy: recompute.Policy, model_type: str = "qwen3", *, passes: int = 1, **options: Any) -> Trained:
-    """Loss of the last micro-batch, and gradients of all."""
-    causal = model_of(policy, model_type, **options)
-    for _ in range(passes):
-        loss = forward(causal)
-        torch.autograd.backward(loss)
-    return loss.item(), {name: grad_of(parameter).clone() for name, parameter in causal.named_parameters()}
+from tests.support.models import causal_model
+from tests.support.small_training import EXPERTS, MIXTURES, QUERIES, SHAPE, Products, forward, model_of, trained
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "llama", "phi3", "seed_oss", *MIXTURES])
@@ -185,43 +111,6 @@ def test_attentions_results_go_to_pinned_memory_and_come_back_in_order_on_a_gpu(
         found_copies = [event for event in apart if direction in event["name"]]
         assert all(pinned in event["name"] for event in found_copies)
         assert [event["args"]["bytes"] for event in found_copies] == sizes * times
-
-
-@pytest.mark.parametrize("model_type", ["qwen3", "phi3", "gemma3_text", "gpt2"])
-@pytest.mark.parametrize("policy", ["full", "attention"])
-def test_tiles_of_tokens_change_no_loss_and_no_gradient(policy: recompute.Policy, model_type: str) -> None:
-    """Of 256 tokens, 100 at a time."""
-    expected, gradients = trained(policy, model_type)
-    found, ours = trained(policy, model_type, tile=100)
-    assert found == pytest.approx(expected, rel=1e-6)
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-7, msg=name)
-
-
-def test_a_tile_that_holds_all_tokens_changes_no_bit() -> None:
-    expected, gradients = trained("full")
-    found, ours = trained("full", tile=1000)
-    assert found == expected
-    assert all(torch.equal(ours[name], gradient) for name, gradient in gradients.items())
-
-
-@pytest.mark.parametrize("model_type", MIXTURES)
-def test_experts_are_not_cut_into_tiles(model_type: str) -> None:
-    assert tiles.install(model_of("full", model_type), 100) == 0
-
-
-def test_tiles_repeat_no_product_but_the_last_of_each_block() -> None:
-    causal = model_of("full", "qwen3", tile=1000)
-    with Products() as products:
-        loss = forward(causal)
-        products.label = "backward"
-        torch.autograd.backward(loss)
-    with Products() as whole:
-        loss = forward(model_of("full", "qwen3"))
-        whole.label = "backward"
-        torch.autograd.backward(loss)
-    assert products.counts["forward"] == whole.counts["forward"]
-    assert products.counts["backward"] == whole.counts["backward"] + SHAPE["num_hidden_layers"]
 
 
 def test_between_forward_and_backward_only_the_last_layers_input_is_on_the_gpu() -> None:
@@ -328,22 +217,6 @@ class Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
         if function is torch.ops.aten.copy_.default:
             self.seen.append(self.NAMES.get(arguments[0].shape[-1], "log-sum-exp"))
-        return function(*arguments, **(keywords or {}))
-
-
-class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts matrix products by the pass they are in."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.counts: Counter[str] = Counter()
-        self.label = "forward"
-
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
-            self.counts[self.label] += 1
-        if function is torch.ops.aten._grouped_mm.default:
-            self.counts[f"experts' {self.label}"] += 1
         return function(*arguments, **(keywords or {}))
 
 

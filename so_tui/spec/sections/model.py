@@ -61,8 +61,8 @@ class ModelSpec(Section, frozen=True):
     tiled_mlp: Annotated[
         Literal["auto", "on", "off"],
         Meta(
-            description="Compute dense feed-forward blocks of checkpointed layers 8,192 tokens at a time, which takes less GPU memory for "
-            "long sequences. `auto` does so where the run would not fit on the GPU otherwise."
+            description="Compute dense feed-forward blocks of checkpointed layers, and norms that are not one kernel, 8,192 tokens at a "
+            "time, which takes less GPU memory for long sequences. `auto` does so where the run would not fit on the GPU otherwise."
         ),
     ] = "auto"
     kernels: Annotated[

@@ -1,8 +1,12 @@
-"""Feed-forward blocks in tiles of tokens: what a block computes from a long sequence never exists as a whole.
+"""Feed-forward blocks and norms in tiles of tokens: what they compute from a long sequence never exists as a whole.
 
 Forward computes one tile of tokens after the other. Backward computes each again, with its gradients, and sums the weights' gradients in
-float32. ZeRO-3 sees one gradient a parameter, whatever the number of tiles. Where a layer is recomputed its feed-forward block is not: its
-input is all that backward needs. Only the block's last product is computed once more than without tiles.
+float32. ZeRO-3 sees one gradient a parameter, whatever the number of tiles; no tile communicates, so that ranks need not have as many.
+Where a layer is recomputed its feed-forward block is not, if it comes last: its input is all that backward needs. Only the block's last
+product is computed once more than without tiles.
+
+transformers' own norms make float32 copies of their input, and save them. Those that are one kernel (torch's, and the ones that
+``kernels`` installs) do not, and stay whole.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from so_tui_trainer.model.kernels import is_fused_norm
 from so_tui_trainer.model.recompute import checkpointed_layers
 
 if TYPE_CHECKING:
@@ -22,15 +27,29 @@ if TYPE_CHECKING:
 
 _LINEAR = (nn.Linear, Conv1D)
 Block = Callable[[Tensor], Tensor]
-"""Computes a feed-forward block: [1, tokens, hidden] to the same."""
+"""Computes a feed-forward block or a norm: [1, tokens, hidden] to the same."""
 
 
 def install(causal: PreTrainedModel, tile_tokens: int) -> int:
-    """Make the dense feed-forward blocks of ``causal`` compute ``tile_tokens`` tokens at a time, and return how many there are."""
-    blocks = [block for layer in checkpointed_layers(causal) if (block := _feed_forward(layer)) is not None]
-    for block in blocks:
-        block.forward = partial(_tiled, block.forward, tuple(block.parameters()), tile_tokens)
-    return len(blocks)
+    """Make dense feed-forward blocks, and the norms of their layers, compute ``tile_tokens`` tokens at a time.
+
+    Call it after ``kernels.install``, which decides what norms there are to cut.
+
+    Returns:
+        The number of feed-forward blocks.
+    """
+    found = [(layer, block) for layer in checkpointed_layers(causal) if (block := _feed_forward(layer)) is not None]
+    for layer, block in found:
+        for module in (block, *_norms(layer)):
+            module.forward = partial(_tiled, module.forward, tuple(module.parameters()), tile_tokens)
+    return len(found)
+
+
+def _norms(layer: nn.Module) -> list[nn.Module]:
+    """Return the norms around a layer's blocks that are more than one kernel. Those of queries and keys are within attention."""
+    named = [module for module in layer.children() if type(module).__name__.endswith("Norm") and not list(module.children())]
+    whole = (nn.LayerNorm, nn.RMSNorm)
+    return [module for module in named if type(module) not in whole and not is_fused_norm(module)]
 
 
 def _feed_forward(layer: nn.Module) -> nn.Module | None:
@@ -95,12 +114,16 @@ class _Tiles(torch.autograd.Function):
 
 
 def _forward(run: Block, tile_tokens: int, inputs: Tensor) -> Tensor:
-    result = torch.empty_like(inputs)
-    for tile in _tiles(inputs.shape[1], tile_tokens):
+    first = run(inputs[:, :tile_tokens])
+    if inputs.shape[1] <= tile_tokens:
+        return first
+    result = torch.empty(inputs.shape, dtype=first.dtype, device=first.device)
+    result[:, :tile_tokens] = first
+    for tile in _tiles(inputs.shape[1], tile_tokens, tile_tokens):
         result[:, tile] = run(inputs[:, tile])
     return result
 
 
-def _tiles(tokens: int, tile_tokens: int) -> Iterator[slice]:
-    for start in range(0, tokens, tile_tokens):
+def _tiles(tokens: int, tile_tokens: int, first: int = 0) -> Iterator[slice]:
+    for start in range(first, tokens, tile_tokens):
         yield slice(start, min(start + tile_tokens, tokens))

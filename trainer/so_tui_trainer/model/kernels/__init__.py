@@ -43,6 +43,11 @@ def install(causal: PreTrainedModel, parts: Collection[str] = ALL) -> tuple[str,
     return tuple(replaced)
 
 
+def is_fused_norm(module: nn.Module) -> bool:
+    """Return whether ``install`` made a module a fused norm."""
+    return getattr(module.forward, "func", None) is _rms_norm
+
+
 def _replace_modules(causal: nn.Module, same: Callable[[type[nn.Module], nn.Module], bool], forward: Callable[..., Tensor]) -> list[str]:
     checked: dict[type[nn.Module], bool] = {}
     for module in causal.modules():

@@ -1,0 +1,144 @@
+"""Feed-forward blocks and norms in tiles of tokens: they change memory and time, never the numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+from so_tui_trainer.model import kernels, recompute, tiles
+from tests.support.small_training import MIXTURES, SHAPE, TOKENS, Products, forward, model_of, trained
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "phi3", "gemma3_text", "gpt2"])
+@pytest.mark.parametrize("policy", ["full", "attention"])
+def test_tiles_of_tokens_change_no_loss_and_no_gradient(policy: recompute.Policy, model_type: str) -> None:
+    """Of 256 tokens, 100 at a time."""
+    expected, gradients = trained(policy, model_type)
+    found, ours = trained(policy, model_type, tile=100)
+    assert found == pytest.approx(expected, rel=1e-6)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("fused", "dtype"),
+    [((kernels.NORM,), torch.float32), ((), torch.bfloat16)],
+    ids=["whole norms", "norms too"],
+)
+def test_a_tile_that_holds_all_tokens_changes_no_bit(fused: tuple[str, ...], dtype: torch.dtype) -> None:
+    """In float32 the two parts of a norm's gradient are added to the layer's in another order."""
+    expected, gradients = trained("full", fused=fused, dtype=dtype)
+    found, ours = trained("full", tile=1000, fused=fused, dtype=dtype)
+    assert found == expected
+    assert all(torch.equal(ours[name], gradient) for name, gradient in gradients.items())
+
+
+def norms_of(causal: PreTrainedModel) -> list[torch.nn.Module]:
+    """Return the norms around the blocks of all layers."""
+    children = [module for layer in recompute.checkpointed_layers(causal) for module in layer.children()]
+    return [module for module in children if type(module).__name__.endswith("Norm")]
+
+
+@pytest.mark.parametrize(("model_type", "norms"), [("qwen3", 2), ("gemma3_text", 4)])
+def test_norms_in_tiles_are_the_same_to_the_bit(model_type: str, norms: int) -> None:
+    """Also in the last tile, which has fewer tokens."""
+    causal = model_of("full", model_type, fused=())
+    found = norms_of(causal)
+    assert len(found) == norms * SHAPE["num_hidden_layers"]
+    hidden = torch.randn(1, TOKENS, SHAPE["hidden_size"])
+    for norm in found:
+        torch.nn.init.normal_(norm.get_parameter("weight"))
+    expected = [norm(hidden) for norm in found]
+    sizes: list[int] = []
+    for norm in found:
+        norm.forward = partial(_noted, norm.forward, sizes)
+    tiles.install(causal, 100)
+    assert all(torch.equal(norm(hidden), whole) for norm, whole in zip(found, expected, strict=True))
+    assert sizes == [100, 100, TOKENS - 200] * len(found)
+
+
+def _noted(run: Callable[[Tensor], Tensor], sizes: list[int], hidden: Tensor) -> Tensor:
+    sizes.append(hidden.shape[1])
+    return run(hidden)
+
+
+@pytest.mark.parametrize(("model_type", "fused"), [("qwen3", (kernels.NORM,)), ("gpt2", ())])
+def test_norms_that_are_one_kernel_stay_whole(model_type: str, fused: tuple[str, ...]) -> None:
+    causal = model_of("full", model_type, fused=fused)
+    before = [norm.forward for norm in norms_of(causal)]
+    assert tiles.install(causal, 100) == SHAPE["num_hidden_layers"]
+    assert [norm.forward for norm in norms_of(causal)] == before
+    assert len(before) == 2 * SHAPE["num_hidden_layers"]
+
+
+@pytest.mark.parametrize("policy", ["full", "attention"])
+def test_frozen_norms_in_tiles_pass_their_gradient_on(policy: recompute.Policy) -> None:
+    found = []
+    for tile in (0, 100):
+        causal = model_of(policy, "qwen3", tile=tile, fused=())
+        for norm in norms_of(causal):
+            norm.requires_grad_(False)
+        torch.autograd.backward(forward(causal))
+        found.append({name: parameter.grad for name, parameter in causal.named_parameters()})
+    whole, cut = found
+    frozen = [name for name, gradient in cut.items() if gradient is None]
+    assert frozen == [name for name, gradient in whole.items() if gradient is None]
+    assert len(frozen) == 2 * SHAPE["num_hidden_layers"]
+    for name in whole.keys() - set(frozen):
+        torch.testing.assert_close(cut[name], whole[name], rtol=1e-4, atol=1e-7, msg=name)
+
+
+class WholeCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the float32 tensors that are made of as many elements as a micro-batch's hidden states."""
+
+    def __init__(self, elements: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.elements, self.count = elements, 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        result = function(*arguments, **(keywords or {}))
+        if isinstance(result, Tensor) and result.dtype is torch.float32 and result.numel() == self.elements:
+            self.count += 1
+        return result
+
+
+@pytest.mark.parametrize("policy", ["full", "attention"])
+def test_norms_in_tiles_make_no_whole_float32_copy(policy: recompute.Policy) -> None:
+    """In forward, recomputation and backward of a micro-batch in bf16."""
+    counts = {}
+    for tile in (0, 32):
+        causal: Any = model_of(policy, "llama", tile=tile, fused=(), dtype=torch.bfloat16)
+        causal.model.norm = torch.nn.Identity()  # the last norm belongs to no layer
+        with WholeCopies(256 * SHAPE["hidden_size"]) as found:
+            torch.autograd.backward(causal.model(input_ids=torch.arange(256)[None], use_cache=False).last_hidden_state.sum())
+        counts[tile] = found.count
+    assert counts[0] > 0
+    assert counts[32] == 0
+
+
+@pytest.mark.parametrize("model_type", MIXTURES)
+def test_experts_are_not_cut_into_tiles(model_type: str) -> None:
+    assert tiles.install(model_of("full", model_type), 100) == 0
+
+
+@pytest.mark.parametrize(("model_type", "again"), [("qwen3", 1), ("gemma3_text", 3)])
+def test_tiles_repeat_no_product_but_the_last_of_each_block(model_type: str, again: int) -> None:
+    """All three where a norm follows the block."""
+    causal = model_of("full", model_type, tile=1000)
+    with Products() as products:
+        loss = forward(causal)
+        products.label = "backward"
+        torch.autograd.backward(loss)
+    with Products() as whole:
+        loss = forward(model_of("full", model_type))
+        whole.label = "backward"
+        torch.autograd.backward(loss)
+    assert products.counts["forward"] == whole.counts["forward"]
+    assert products.counts["backward"] == whole.counts["backward"] + again * SHAPE["num_hidden_layers"]
