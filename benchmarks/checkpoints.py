@@ -124,6 +124,8 @@ def main() -> int:
     """Measure, and print the row; return the exit code."""
     arguments = _arguments()
     signal.signal(signal.SIGTERM, _interrupt)  # or the run would go on without this program
+    if arguments.folder:
+        arguments.folder.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="so-tui-checkpoints-", dir=arguments.folder))
     if arguments.bytes_per_s:
         (folder / "sitecustomize.py").write_text(SLOW_DISK)

@@ -6,18 +6,15 @@
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import time
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from so_tui.machine.memory import pss_bytes
 from so_tui.model.architecture import Architecture, architecture
 from so_tui.model.flops import Flops, flops_of, hw_flops, model_flops, peak_flops, seed_tflops_total
 from so_tui.model.loss import recomputed_logits
@@ -26,12 +23,10 @@ from so_tui.spec import RunSpec
 from so_tui_trainer.clocks import Laps, StepTimes
 from so_tui_trainer.data.batches import StepCounts
 from so_tui_trainer.failures import NonFiniteError
+from so_tui_trainer.host_memory import HostMemory
 from so_tui_trainer.ranks import Ranks
 from so_tui_trainer.recorder import Recorder
 from superoffload.meter import OffloadStats
-
-_MEMORY_INTERVAL_S = 20.0
-"""The proportional set size of a process is read this often: the kernel walks all its pages, milliseconds per gigabyte."""
 
 
 class Step(NamedTuple):
@@ -79,7 +74,7 @@ class Metrics:
         self._flops: Flops = flops_of(spec.model)
         self._peak = peak_flops(torch.cuda.get_device_name(ranks.device)) if ranks.device.type == "cuda" else None
         self._first_bad_step = torch.zeros((), dtype=torch.int64, device=ranks.device)
-        self._memory_bytes, self._memory_at = 0, -math.inf
+        self._memory = HostMemory()
         self._measured: list[Step] = []
         self._engine_stats: dict[int, OffloadStats] = {}
 
@@ -119,7 +114,7 @@ class Metrics:
                 float(step.loss),
                 unsynchronised,
                 peak,
-                float(self._host_memory()),
+                float(self._memory.latest_bytes()),
                 engine_stats.adam_busy_s,
                 0.0 if step.router_loss is None else float(step.router_loss),
                 engine_stats.exposed_in_forward_s,
@@ -227,13 +222,6 @@ class Metrics:
         if bad := [int(step) for step in first_bad_steps if step]:
             raise NonFiniteError(min(bad), "loss")
 
-    def _host_memory(self) -> int:
-        """Return the proportional set size of this rank and its children (Adam workers) in bytes, read at intervals."""
-        if time.monotonic() - self._memory_at > _MEMORY_INTERVAL_S:
-            self._memory_at = time.monotonic()
-            self._memory_bytes = sum(pss_bytes(pid) or 0 for pid in _process_tree(os.getpid()))
-        return self._memory_bytes
-
 
 def executed_flops(spec: RunSpec, flops: Flops, shape: Architecture, counts: StepCounts) -> float:
     """Return the FLOPs that all GPUs execute in a step, with recomputation and padding. The head runs on trained tokens only."""
@@ -250,14 +238,3 @@ def _separate_exposed_optimizer(times: StepTimes, exposed_in_forward_s: float) -
     """Move the forward pass's wait for weights to the optimizer's time."""
     moved = min(exposed_in_forward_s, times.forward)
     return times._replace(forward=times.forward - moved, optimizer=times.optimizer + moved)
-
-
-def _process_tree(pid: int) -> Iterator[int]:
-    """Yield a process and its descendants."""
-    yield pid
-    try:
-        children = [child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
-    except OSError:  # The process has ended.
-        return
-    for child in children:
-        yield from _process_tree(int(child))
