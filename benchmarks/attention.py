@@ -2,7 +2,7 @@
 
     PYTHONPATH=.:trainer python benchmarks/attention.py --out attention.json kernels
     PYTHONPATH=.:trainer python benchmarks/attention.py --out attention.json steps --shapes 4x4096 1x65536
-    PYTHONPATH=.:trainer python benchmarks/attention.py --out attention.json table
+    PYTHONPATH=.:trainer python benchmarks/attention.py --out attention.json table      # or: planned, steps beside their plans
 
 Kernels: causal attention in bf16 over packed documents, 32 query and 8 key heads of 128, each backend that can be used here. Steps: a
 preset's shape with random weights and random tokens, SuperOffload at a ratio of 0.9, the backends one after the other in the same engine.
@@ -22,6 +22,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 PACKS: dict[str, tuple[int, ...]] = {
     "1 x 65,536": (65_536,),
     "32,768 + 16,384 + 2 x 8,192": (32_768, 16_384, 8_192, 8_192),
@@ -38,8 +40,8 @@ ROUNDS, RUNS = 5, 3
 def main() -> int:
     """Measure what was asked for; return the exit code."""
     arguments = _arguments()
-    if arguments.what == "table":
-        print(table(_rows(arguments.out)))
+    if arguments.what in ("table", "planned"):
+        print((table if arguments.what == "table" else planned_table)(_rows(arguments.out)))
         return 0
     if arguments.what == "kernels":
         _append(arguments.out, _kernels(tiny=arguments.tiny))
@@ -61,7 +63,7 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["kernels", "steps", "table"])
+    parser.add_argument("what", choices=["kernels", "steps", "table", "planned"])
     parser.add_argument("--out", type=Path, default=Path("attention.json"), help="file to which rows are appended")
     parser.add_argument("--preset", default="qwen3-4b-random", help="whose shape steps have")
     parser.add_argument("--shapes", nargs="+", default=["4x4096", "1x65536"], metavar="SEQUENCESxTOKENS", help="micro-batches of the steps")
@@ -164,6 +166,7 @@ def _steps(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     from benchmarks.speed import steps_of
     from so_tui.plan import make_plan
     from so_tui.plan.workload import Workload
+    from so_tui.spec import with_values
     from so_tui_trainer.engine_settings import engine_settings
     from so_tui_trainer.model import attention
     from so_tui_trainer.model.build import build
@@ -178,9 +181,11 @@ def _steps(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     engine, *_ = superoffload.initialize(model, parameter_groups(model, spec), engine_settings(spec, mine), launch.ds_config)
     binding.apply_main_cores(mine)
     group = attention.sequence_group(spec.train.sequence_parallel)
+    chosen: dict[str, str] = {"offload.parameters": spec.offload.parameters, "model.tiled_mlp": spec.model.tiled_mlp}
+    chosen["model.activation_offload"] = spec.model.activation_offload
     rows = []
     for sequences, tokens in shapes:
-        used = _spec(arguments, sequences, tokens)
+        used = with_values(_spec(arguments, sequences, tokens), chosen)  # what the largest shape's plan chose holds for all
         document = min(arguments.documents or tokens, tokens)
         batches = _batches(used, document, ranks, end_to_end=not arguments.tiny)
         usable: dict[str, Any] = {str(name): kernels for name, kernels in usable_backends(ranks.device).items()}
@@ -196,9 +201,11 @@ def _steps(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 "document": document,
                 "policy": arguments.policy,
                 "set": arguments.set,
+                "chosen": chosen,
                 "gpus": arguments.gpus,
             }
             row |= {"planned_step_s": plan.step_s, "planned_reserved_gib": plan.gpu_reserved_bytes / 2**30}
+            row |= {"planned": msgspec.to_builtins(plan.step), "speed_source": msgspec.to_builtins(plan.speed_source)}
             long = sequences * tokens > LONG_TOKENS
             warmup, count = (arguments.long_warmup, 1) if long else (arguments.warmup, arguments.count)
             row |= {"warmup": warmup, "count": count}
@@ -260,6 +267,19 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         f" {row['step_s']:.2f} s | {row['model_tflops']:.0f} | {row['forward_s']:.2f} s | {row['backward_s']:.2f} s |"
         f" {row['optimizer_s']:.2f} s |"
         for row in steps
+    ]
+    return "\n".join(lines)
+
+
+def planned_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return steps beside their plans as Markdown."""
+    lines = ["| tokens | documents | backend | recomputed, and other settings | s/step | planned | GPU memory | planned | model TFLOPS |"]
+    lines.append("|---|---|---|---|---|---|---|---|---|")
+    lines += [
+        f"| {row['sequence_length']:,} | {row['document']:,} | {row['backend']} | {', '.join([row['policy'], *row['set']])} |"
+        f" {row['step_s']:.2f} | {row['planned_step_s']:.2f} | {row['gpu_reserved_gib']:.1f} GiB | {row['planned_reserved_gib']:.1f} |"
+        f" {row['model_tflops']:.0f} |"
+        for row in rows
     ]
     return "\n".join(lines)
 

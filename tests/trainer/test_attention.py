@@ -1,6 +1,7 @@
 """Attention by kernels, with sinks, windows and capped scores: in float64, against eager attention; every backend on a GPU."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
-from benchmarks.attention import table
+from benchmarks.attention import planned_table, table
 from so_tui.spec import InputError
 from so_tui.spec.attention import KERNELS, UNKNOWN_GPU, Needs, choose_backend
 from so_tui_trainer.model.attention import Documents, Kernels, attend, register
@@ -158,11 +159,14 @@ def test_deterministic_backward_passes_repeat_bit_for_bit(backend: Any) -> None:
     assert all(torch.equal(one, same) for other in others for one, same in zip(first, other, strict=True))
 
 
-def test_the_docs_show_what_was_measured() -> None:
+@pytest.mark.parametrize(
+    ("results", "tables"), [("attention-h200", table), ("attention-h200-second", table), ("length-h200", planned_table)], ids=str
+)
+def test_the_docs_show_what_was_measured(results: str, tables: Callable[[list[dict[str, Any]]], str]) -> None:
     root = Path(__file__).parents[2]
-    rows = json.loads((root / "benchmarks" / "results" / "attention-h200.json").read_text())
+    rows = json.loads((root / "benchmarks" / "results" / f"{results}.json").read_text())
     shown = (root / "docs" / "attention.md").read_text()
-    assert all(part in shown for part in table(rows).split("\n\n"))
+    assert all(part in shown for part in tables(rows).split("\n\n"))
 
 
 def test_amds_numbers_are_not_taken_for_nvidias(monkeypatch: pytest.MonkeyPatch) -> None:
