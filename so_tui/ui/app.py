@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from so_tui.spec import Catalog, SoTuiError
 
 RUNS_POLL_S = 2.0
-TERMINAL_POLL_S = 5.0
+TERMINAL_POLL_S = 1.0
 SETTLED_S = 3.0
 """After the first paint: the first screen is complete."""
 PACKAGES = ("so_tui.spec", "so_tui.runs", "so_tui.machine", "so_tui.machine.doctor", "so_tui.plan.facts", "so_tui.plan.messages")

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, ClassVar
 from textual import events, getters
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.screen import Screen
 from textual.widget import Widget
 from textual.worker import Worker
 
 from so_tui.ui.kept_lines import KeepsLines
 from so_tui.ui.shared_app import SharedApp
+from so_tui.ui.styling import StylesFocus
 from so_tui.ui.summary import machine_facts
 from so_tui.ui.text import Content, plural, shorten
 from so_tui.ui.widgets.keyline import KeyLine
@@ -129,7 +129,7 @@ class Navigation(KeepsLines):
         return Content.from_markup(" ".join(pieces))
 
 
-class Page(Screen[None], KeepsLines):
+class Page(StylesFocus[None], KeepsLines):
     """One of the five screens."""
 
     app = getters.app(SharedApp)

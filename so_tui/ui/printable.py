@@ -7,13 +7,13 @@ from typing import TypeVar
 
 from rich.cells import get_character_cell_size
 from rich.segment import Segment
-from textual.app import App
 from textual.filter import ANSIToTruecolor, LineFilter
 from textual.strip import Strip
 
 from so_tui.trust.printable import printable, same_cells
 from so_tui.trust.streams import console
 from so_tui.ui.kept_lines import KeepsLines
+from so_tui.ui.styling import StylesMounted
 
 Result = TypeVar("Result")
 
@@ -46,7 +46,7 @@ def _replaced(segments: Iterable[Segment]) -> list[Segment]:
     return [Segment(same_cells(text, get_character_cell_size), style, control) for text, style, control in segments]
 
 
-class PrintableApp(App[Result]):
+class PrintableApp(StylesMounted[Result]):
     """An application whose lines, clipboard and last words hold only printable text.
 
     ``Content`` of so_tui.ui.text spells out unsafe characters in what its widgets show.

@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+from textual.css.stylesheet import Stylesheet
+from textual.dom import DOMNode
 from textual.widget import Widget
 from textual.widgets import Input, Select
 
@@ -35,6 +38,28 @@ def reached(ui: Driver, path: str) -> bool:
 
 def in_view(form: FormPanel, row: FieldRow) -> bool:
     return form.fields.region.contains_region(row.region)
+
+
+async def test_going_on_styles_two_fields_and_not_the_whole_form(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    styled: set[DOMNode] = set()
+    apply = Stylesheet.apply
+
+    def noted(sheet: Stylesheet, node: DOMNode, **options: Any) -> None:
+        styled.add(node)
+        apply(sheet, node, **options)
+
+    async with opened(runs_dir) as ui:
+        await ui.configure()
+        form = ui.find("FormPanel", FormPanel)
+        await ui.press("down")
+        in_form, left = form.styles.border_top, focused_row(ui)
+        monkeypatch.setattr(Stylesheet, "apply", noted)
+        await ui.press("down")
+        rows = {row.path for node in styled for row in node.ancestors_with_self if isinstance(row, FieldRow)}
+        assert rows == {left, focused_row(ui)}
+        assert form.styles.border_top == in_form
+        await ui.press("escape")
+        assert form.styles.border_top != in_form, "a panel without the focus looks so"
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 36)])

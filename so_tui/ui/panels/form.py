@@ -21,8 +21,8 @@ class Fields(VerticalScroll, can_focus=False):
     """The rows. The selected one stays in view when the description below takes another number of lines."""
 
     def on_resize(self) -> None:
-        for row in self.query(FieldRow):
-            if row.has_focus_within:
+        for row in self.children:
+            if isinstance(row, FieldRow) and row.has_focus_within:
                 row.scroll_visible(animate=False)
 
 
@@ -47,10 +47,9 @@ class FormPanel(Vertical):
             shown_value: Returns the key that a row shows, and its text.
             slurm: Whether jobs can be submitted from here; otherwise there are no fields for that.
         """
-        rows = self.query(FieldRow)
-        for row in rows:
+        for row in self.all_rows:
             row.show_value(*shown_value(row.path))
-        if rows:
+        if self.all_rows:
             return False
         widgets: list[Widget] = []
         for title, paths in (*GROUPS, ("Advanced", advanced_paths())):
@@ -64,7 +63,7 @@ class FormPanel(Vertical):
 
     def set_values(self, values: Mapping[str, str]) -> None:
         """Show values that were entered elsewhere."""
-        for row in self.query(FieldRow):
+        for row in self.all_rows:
             if row.path in values:
                 row.show_value(row.path, values[row.path])
 
@@ -84,23 +83,24 @@ class FormPanel(Vertical):
             note: Returns what the plan says of a field.
         """
         self._refused = ""
-        for row in self.query(FieldRow):
+        for row in self.all_rows:
             row.show_status(was=was(row.path), preset=preset(row.path), problem=problems.get(row.path, ""), note=note(row.path))
         self.show_about()
 
     def entered(self) -> tuple[str, str] | None:
         """Return path and text of the field with the focus; None if no field has it."""
-        return next((row.entered() for row in self.query(FieldRow) if row.has_focus_within), None)
+        row = self._selected
+        return row.entered() if row is not None else None
 
     def go_to_wrong(self, refused: str) -> bool:
         """Give the keyboard to the first field that is wrong, and say what was ``refused`` with it. Return whether there is one."""
-        wrong = self.query(FieldRow).filter(".-wrong")
-        if wrong:
+        wrong = next((row for row in self.all_rows if row.problem), None)
+        if wrong is not None:
             self._refused = refused
-            wrong.first().scroll_visible()
-            wrong.first().focus_control()
+            wrong.scroll_visible()
+            wrong.focus_control()
             self.show_about()
-        return bool(wrong)
+        return wrong is not None
 
     def go_to(self, path: str) -> None:
         """Give the keyboard to a field that can be reached, and bring it into view."""
@@ -110,16 +110,27 @@ class FormPanel(Vertical):
                 self.call_after_refresh(row.scroll_visible, animate=False)
 
     @property
+    def all_rows(self) -> list[FieldRow]:
+        """The fields, in their order."""
+        return [child for child in self.fields.children if isinstance(child, FieldRow)]
+
+    @property
     def rows(self) -> list[FieldRow]:
         """The fields that can be reached now."""
-        return [row for row in self.query(FieldRow) if row.display and not row.disabled]
+        return [row for row in self.all_rows if row.display and not row.disabled]
+
+    @property
+    def _selected(self) -> FieldRow | None:
+        """The field with the focus."""
+        focused = self.screen.focused
+        return next((node for node in focused.ancestors_with_self if isinstance(node, FieldRow)), None) if focused is not None else None
 
     def move(self, distance: int) -> None:
         """Give the keyboard to another field and keep it in view; without one, to the first or the last."""
         rows = self.rows
         if not rows:
             return
-        at = next((index for index, row in enumerate(rows) if row.has_focus_within), None)
+        at = rows.index(self._selected) if self._selected in rows else None
         index = (0 if distance > 0 else len(rows) - 1) if at is None else min(len(rows) - 1, max(0, at + distance))
         rows[index].focus_control()
         rows[index].scroll_visible(animate=False)
@@ -170,7 +181,7 @@ class FormPanel(Vertical):
 
     def show_about(self) -> None:
         """Describe the field with the focus, or say what is wrong with it."""
-        row = next((row for row in self.query(FieldRow) if row.has_focus_within), None)
+        row = self._selected
         if row is None:
             self.about.update(Content.styled("up and down move between fields, / finds one", "$faint"))
         elif row.problem:

@@ -70,7 +70,7 @@ class FieldRow(Horizontal):
 
     DEFAULT_CSS = """
     FieldRow {
-        height: auto; min-height: 1; width: 100%;
+        height: 1; width: 100%;
         .field-name { width: 20; color: $foreground; }
         .field-control { width: 20; }
         .field-text { width: 2fr; min-width: 20; max-width: 60; }
@@ -81,6 +81,7 @@ class FieldRow(Horizontal):
         Select { height: auto; background: transparent; }
         Select > SelectCurrent { background: $surface; }
         Select:focus > SelectCurrent { background: $block-cursor-blurred-background; color: $accent; }
+        &.-selected, &.-wrong { height: auto; }
         &.-selected .field-note { height: auto; text-wrap: wrap; }
         Stepper { display: none; }
         &.-selected Stepper { display: block; }
