@@ -1,4 +1,4 @@
-"""The same terminal for every test, whatever the user has set, and no waiting that nobody sees."""
+"""The same terminal for every test, whatever the user has set, no waiting that nobody sees, and nothing worked out twice."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from so_tui.ui.form import GROUPS
+from tests.support.shared_work import share_work
 
 NAP_S = 0.004
 """How long Textual's pilot sleeps before it looks whether the application is idle; its own 20 ms add up to a minute over these tests."""
@@ -31,6 +32,11 @@ def _no_idle_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("textual._wait.SLEEP_GRANULARITY", NAP_S)
     monkeypatch.setattr("textual._wait.SLEEP_IDLE", NAP_S / 2)
     monkeypatch.setattr("so_tui.ui.screens.dashboard.POLL_S", 0.1)
+
+
+@pytest.fixture(autouse=True)
+def _work_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    share_work(monkeypatch)
 
 
 @pytest.fixture
