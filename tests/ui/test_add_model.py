@@ -29,7 +29,7 @@ async def test_a_model_is_added_and_selected(runs_dir: Path, tmp_path: Path) -> 
         field = ui.find("#model", Input)
         field.value = str(tmp_path / "absent")
         await ui.press("enter")
-        await ui.until(lambda: "there is no such folder" in " ".join(ui.text().split()), SLOW_S)
+        await ui.until(lambda: "there is no such folder" in ui.shown("#said"), SLOW_S)
         assert field.value == str(tmp_path / "absent"), "what was typed stays"
         field.value = str(model)
         await ui.press("enter")

@@ -68,7 +68,7 @@ async def test_metrics_and_the_chart_are_exported_and_nothing_is_overwritten(run
         await ui.until(lambda: isinstance(ui.app.focused, Input))
         await ui.type_text(str(tmp_path / "loss.svg"), replace=True)
         await ui.press("enter")
-        await ui.until(lambda: "exists already" in ui.text())
+        await ui.until(lambda: "exists already" in ui.shown("#said"))
     with (tmp_path / "steps.csv").open(newline="") as rows:
         assert len(list(csv.DictReader(rows))) == 30
     picture = ElementTree.parse(tmp_path / "loss.svg").getroot()
