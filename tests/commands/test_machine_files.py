@@ -31,7 +31,7 @@ def test_a_machine_file_plans_as_the_machine_does(tmp_path: Path, capsys: pytest
     file = described(host, tmp_path, capsys)
     machine = inspect_machine(tmp_path / "root")
     assert load_machine(file) == machine
-    presets = list(load_catalog().presets.values())
+    presets = [load_catalog().presets[name] for name in ("tiny", "gpt-oss-20b", "llama-3.3-70b")]
     counts = (1, len(host.gpus))
     assert plan_table(presets, load_machine(file), counts) == plan_table(presets, machine, counts)
     assert main(["run", "tiny", "--gpus", str(len(host.gpus)), "--machine", str(file), "--dry-run", "--json"]) == 0

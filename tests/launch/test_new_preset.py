@@ -46,6 +46,18 @@ def own_presets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
 
 
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have models described here: a helper process imports what they are described with for several seconds."""
+    from so_tui_trainer.tools.describe_model import describe
+
+    def answer(tool: str, request: dict[str, Any], *, timeout_s: float) -> Any:
+        assert (tool, timeout_s > 0) == ("describe_model", True)
+        return json.loads(json.dumps(list(describe(request))[-1]))
+
+    monkeypatch.setattr("so_tui.launch.new_preset.call_tool", answer)
+
+
 def folder(tmp_path: Path, name: str, **config: Any) -> Path:
     path = tmp_path / name
     path.mkdir()
@@ -115,6 +127,7 @@ def test_the_models_of_2026_are_described_as_they_are_built(tmp_path: Path, kind
         assert [(problem.code, problem.field) for problem in caught.value.problems] == [("packing-mixes-documents", "data.packing")]
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_a_model_whose_documents_cannot_be_packed_gets_a_preset_without_packing(tmp_path: Path) -> None:
     described = describe_model(str(folder(tmp_path, "hybrid", **another("llama4_text").config)))
     assert not described.spec.data.packing
@@ -139,6 +152,7 @@ def test_a_preset_is_made_saved_and_planned(tmp_path: Path) -> None:
     assert make_plan(spec, superchips(1)).fits
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_the_command_answers_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = folder(tmp_path, "moe", model_type="qwen3_moe", **MOE)
     assert main(["presets", "add", str(model), "--name", "mine", "--json"]) == 0
@@ -147,6 +161,7 @@ def test_the_command_answers_programs(tmp_path: Path, capsys: pytest.CaptureFixt
     assert answer["leaf_modules"] == ["Qwen3MoeSparseMoeBlock"]
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     model = folder(tmp_path, "one", model_type="llama", **GROUPED)
     described = describe_model(str(model))
