@@ -24,18 +24,13 @@ class StylesMounted(App[Result]):
 
 
 class StylesFocus(Screen[Result]):
-    """A screen that styles anew what has gained or lost the focus within it.
+    """A screen that styles anew, where the focus goes, what rules with ``:focus-within`` are about.
 
-    Textual begins further up, with a panel around both.
+    Textual styles the whole panel, or both panels.
     """
 
     def _update_focus_styles(self, focused: Widget | None = None, blurred: Widget | None = None) -> None:
-        if focused is None or blurred is None:
-            super()._update_focus_styles(focused, blurred)
-            return
-        paths = [widget.ancestors_with_self[::-1] for widget in (focused, blurred)]
-        if not any(node._has_focus_within for path in paths for node in path):
-            return
-        shared = sum(1 for one, other in zip(*paths, strict=False) if one is other)
+        paths = [widget.ancestors_with_self[-2::-1] if widget is not None else [] for widget in (focused, blurred)]  # from the screen on
+        shared = sum(1 for one, other in zip(*paths, strict=False) if one is other)  # have the focus within them as before
         changed = {node for path in paths for top in path[shared : shared + 1] for node in top.walk_children(with_self=True)}
-        self.app.stylesheet.update_nodes(changed, animate=True)
+        self.app.stylesheet.update_nodes([node for node in changed if node._has_focus_within], animate=True)
