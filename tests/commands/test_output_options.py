@@ -21,9 +21,11 @@ from tests.support.make_run import write_run
 COLOUR = re.compile(r"\x1b\[(?:[0-9;]*;)?(?:3[0-8]|4[0-8]|9[0-7]|10[0-7])[;m]")
 
 
-def so_tui(*argv: str) -> subprocess.CompletedProcess[str]:
+def so_tui(*argv: str, status: int = 0) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-P", "-m", "so_tui", *argv]
-    return subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONUTF8": "1"})
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONUTF8": "1"})
+    assert done.returncode == status, done.stderr
+    return done
 
 
 def test_quiet_leaves_the_result(capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,7 +67,8 @@ def test_verbose_tells_on_stderr_what_is_decided_and_called(tmp_path: Path) -> N
     assert said["so_tui.machine.described"].startswith(f"machine file {tmp_path}")
     assert said["so_tui.commands.common"].startswith("preset tiny: built-in, ")
     assert unsafe(verbose.stderr) == set()
-    assert "-m so_tui_trainer.tools.fetch" in so_tui("-v", "fetch", "tiny").stderr
+    refused = so_tui("-v", "presets", "add", str(tmp_path / "absent"), status=2)
+    assert "-m so_tui_trainer.tools.describe_model" in refused.stderr
 
 
 @pytest.mark.parametrize(

@@ -146,10 +146,15 @@ def test_a_preset_is_made_saved_and_planned(tmp_path: Path) -> None:
     weights, tokenizer = described.notes
     assert "has no weights" in weights
     assert "no tokenizer" in tokenizer
-    settled = {"model.weights": "random", "model.tokenizer": "builtin:tiny"}
-    assert describe_model(str(model), name="other", changes=settled).notes == ()
-    assert "is read from the model" in refusal(model, name="other", changes={"model.config.vocab_size": "2048"})
     assert make_plan(spec, superchips(1)).fits
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_what_the_model_lacks_can_be_chosen_but_not_its_shape(tmp_path: Path) -> None:
+    model = folder(tmp_path, "one", model_type="llama", **GROUPED)
+    settled = {"model.weights": "random", "model.tokenizer": "builtin:tiny"}
+    assert describe_model(str(model), changes=settled).notes == ()
+    assert "is read from the model" in refusal(model, changes={"model.config.vocab_size": "2048"})
 
 
 @pytest.mark.usefixtures("in_this_process")

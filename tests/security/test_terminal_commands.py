@@ -8,14 +8,18 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from so_tui.cli import main
 from so_tui.commands.parser import build_parser
-from so_tui.spec import find_preset
+from so_tui.launch import data_preview
+from so_tui.launch.data_preview import DataPreview, Progress
+from so_tui.spec import RunSpec, find_preset
 from so_tui.validation import report as reports
 from so_tui.validation.report import Report
 from tests.support.hostile import HOSTILE, IN_A_NAME, SURROGATE, HostileWorld, hostile_world, unsafe
@@ -95,6 +99,26 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> HostileWorld:
 @pytest.fixture(autouse=True)
 def _presets_of_the_world(world: HostileWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(world.runs_dir.parent / "config"))
+
+
+@pytest.fixture(scope="module")
+def looked_at() -> dict[bytes, list[Progress | DataPreview]]:
+    """What the helper process has said about data, by what was asked."""
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def _the_same_data_is_looked_at_once(looked_at: dict[bytes, list[Progress | DataPreview]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the helper process, which takes seconds, answer the first of three commands that ask for the same."""
+    preview_data = data_preview.preview_data
+
+    def remembered(spec: RunSpec, rows: int) -> Iterator[Progress | DataPreview]:
+        asked = msgspec.json.encode((spec, rows))
+        if asked not in looked_at:
+            looked_at[asked] = list(preview_data(spec, rows))
+        yield from looked_at[asked]
+
+    monkeypatch.setattr(data_preview, "preview_data", remembered)
 
 
 def called(argv: list[str], world: HostileWorld, capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
