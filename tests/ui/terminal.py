@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -68,7 +69,9 @@ class Terminal:
 
     def exit_status(self) -> int | None:
         """Return the command's exit status; None while it runs, and until tmux knows it: the end of the output comes first."""
-        status = self._tmux("display-message", "-p", "#{pane_dead_status}").strip()
+        dead, server, status = self._tmux("display-message", "-p", "#{pane_dead}:#{pid}:#{pane_dead_status}").strip().split(":")
+        if dead == "1" and not status:  # tmux 3.3 now and then misses that its child has ended, and looks only when it is told
+            os.kill(int(server), signal.SIGCHLD)
         return int(status) if status else None
 
     def until(self, happened: Callable[[list[str]], object], what: str) -> list[str]:

@@ -51,6 +51,12 @@ async def test_findings_about_another_host_stand_beside_it_where_there_is_room(r
         assert doctor.region.right == 160
 
 
+@pytest.fixture(autouse=True)
+def _sampled_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("so_tui.ui.screens.machine.SAMPLE_S", 0.2)
+    monkeypatch.setattr("so_tui.ui.monitor._PROCESSES_S", 0.3)
+
+
 @pytest.fixture
 def bound_child() -> Iterator[tuple[int, int]]:
     """Start a process that computes on one core. Return its pid and that core."""
