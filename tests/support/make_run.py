@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from so_tui.folders import state_home
 from so_tui.machine import machine_json
 from so_tui.machine.types import Gpu, Machine, Mpam, NumaNode, Software
 from so_tui.plan import make_plan
@@ -43,6 +44,8 @@ REASONS = {
 }
 """Why a run ended and what to do next, by its state."""
 EXIT_CODES = {"finished": 0, "stopped": 4, "failed": 1}
+_plans: dict[bytes, Plan] = {}
+"""Plans that were made, by what was asked."""
 
 
 def quad_machine(nodes: int = 4, cores: int = 72) -> Machine:
@@ -101,6 +104,16 @@ def quad_machine(nodes: int = 4, cores: int = 72) -> Machine:
 
 
 def plan_for(machine: Machine, preset: str, gpus: int, steps: int) -> Plan:
+    """Return the plan of a preset, made once unless there is something in the state folder that plans may read."""
+    if any(state_home().rglob("*.json")):
+        return _plan_for(machine, preset, gpus, steps)
+    asked = msgspec.msgpack.encode((machine, preset, gpus, steps))
+    if asked not in _plans:
+        _plans[asked] = _plan_for(machine, preset, gpus, steps)
+    return _plans[asked]
+
+
+def _plan_for(machine: Machine, preset: str, gpus: int, steps: int) -> Plan:
     spec = with_values(find_preset(preset).spec, {"train.steps": str(steps), "gpus": str(gpus)})
     if not machine.gpus:
         return make_plan(spec, machine)
