@@ -69,6 +69,8 @@ figures that today's constants predict nearer to what was measured, ``since_refi
 at most 3 %) since attention has rates of its own."""
 _UNDER = 4.0
 """How much worse too little memory is than too much, in the fit: too little ends a run."""
+_LEAST_GAIN = 1e-8
+"""The fit ends when less is gained than the square of a hundredth of a percent; most of its time would go into gains that no plan shows."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +204,7 @@ def _descend(start: Constants, section: str, names: Iterable[str], error: Callab
         for name in names:
             for factor in (stride, 1 / stride):
                 candidate = moved(best, name, factor)
-                if (found := cost(candidate)) < lowest:
+                if (found := cost(candidate)) < lowest - _LEAST_GAIN:
                     best, lowest, improved = candidate, found, True
         if not improved:
             stride = 1 + (stride - 1) / 2
