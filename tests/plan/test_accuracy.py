@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from so_tui.ui.widgets.plan_view import headline
 from tests.support.machines import x86
 from tests.support.planning import QUAD, shown, spec_of
 
-ROWS = planner_errors.rows()
+measured_rows = cache(planner_errors.rows)
 DOCS = Path(__file__).parents[2] / "docs" / "planner.md"
 H200 = "NVIDIA H200"
 
@@ -30,14 +31,14 @@ def speed_of(gpu: str, *, calibrated: bool = False) -> Speed:
 
 
 def test_the_errors_are_those_that_were_measured() -> None:
-    assert round(quantile(errors(ROWS, calibrated=True), accuracy.WITHIN), 2) == accuracy.CALIBRATED
-    assert round(quantile(errors(ROWS, calibrated=False), accuracy.WITHIN), 2) == accuracy.PUBLISHED
-    assert round(ratio_error(pairs(ROWS)), 2) == accuracy.ALIKE
-    assert {row.gpu for row in ROWS} == set(accuracy.CHECKED_GPUS)
+    assert round(quantile(errors(measured_rows(), calibrated=True), accuracy.WITHIN), 2) == accuracy.CALIBRATED
+    assert round(quantile(errors(measured_rows(), calibrated=False), accuracy.WITHIN), 2) == accuracy.PUBLISHED
+    assert round(ratio_error(pairs(measured_rows())), 2) == accuracy.ALIKE
+    assert {row.gpu for row in measured_rows()} == set(accuracy.CHECKED_GPUS)
 
 
 def test_the_order_of_settings_that_are_about_as_fast_is_chance_and_that_of_others_is_not() -> None:
-    found = [pair for group in pairs(ROWS) for pair in group if pair.predicted]
+    found = [pair for group in pairs(measured_rows()) for pair in group if pair.predicted]
     closer = [pair.measured > 0 for pair in found if pair.predicted < accuracy.ALIKE]
     further = [pair.measured > 0 for pair in found if pair.predicted >= accuracy.ALIKE]
     assert len(closer) > 100
@@ -46,7 +47,7 @@ def test_the_order_of_settings_that_are_about_as_fast_is_chance_and_that_of_othe
 
 
 def test_a_difference_is_sure_from_where_the_faster_one_is_faster_in_nine_of_ten_pairs() -> None:
-    found = [pair for group in pairs(ROWS) for pair in group]
+    found = [pair for group in pairs(measured_rows()) for pair in group]
     sure = [pair.measured > 0 for pair in found if accuracy.SURE <= pair.predicted < 2 * accuracy.SURE]
     less = [pair.measured > 0 for pair in found if accuracy.ALIKE <= pair.predicted < accuracy.SURE]
     assert len(sure) > 100
@@ -58,9 +59,9 @@ def test_a_difference_is_sure_from_where_the_faster_one_is_faster_in_nine_of_ten
 
 def test_the_docs_show_what_was_measured() -> None:
     shown_in_docs = DOCS.read_text()
-    assert planner_errors.table(ROWS) in shown_in_docs
-    assert planner_errors.order_table(pairs(ROWS)) in shown_in_docs
-    assert f"**{100 * ratio_error(pairs(ROWS)):.1f} %**" in shown_in_docs
+    assert planner_errors.table(measured_rows()) in shown_in_docs
+    assert planner_errors.order_table(pairs(measured_rows())) in shown_in_docs
+    assert f"**{100 * ratio_error(pairs(measured_rows())):.1f} %**" in shown_in_docs
 
 
 def measured(setting: str, planned_s: float, measured_s: float, **values: object) -> Row:
