@@ -21,8 +21,9 @@ from so_tui.launch.shutdown import request_stop
 from so_tui.machine.types import Machine
 from so_tui.model.flops import flops_of
 from so_tui.plan import make_plan
-from so_tui.plan.calibration import STEP_PARTS, Figures, Probe, model_key
+from so_tui.plan.calibration import STEP_PARTS, Figures, Passes, Probe, model_key
 from so_tui.plan.constants import digest
+from so_tui.plan.fit import assess, fetching_of, step_model, target_of
 from so_tui.plan.host_memory import load_bytes, steady_bytes
 from so_tui.plan.placement import keeps_weights_on_host
 from so_tui.plan.types import Plan
@@ -219,7 +220,16 @@ def probe_of(run: RunDirectory, plan: Plan, machine: Machine) -> Probe:
         constants=digest(),
         step_parts=STEP_PARTS,
         host_weights=keeps_weights_on_host(plan.spec),
+        computing=_computing(plan.spec, machine, found.workload),
     )
+
+
+def _computing(spec: RunSpec, machine: Machine, workload: Workload) -> Passes | None:
+    """Return what is predicted of passes that fetch weights as if the GPU had them; None where it has."""
+    target = target_of(spec, machine, workload=workload, probed=False)
+    model = step_model(assess(spec, target).placement, target)
+    fetching = fetching_of(model) if model else None
+    return fetching.computing if fetching else None
 
 
 def _predicted_for(found: Measured, plan: Plan, machine: Machine) -> Figures:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
@@ -21,8 +19,6 @@ from so_tui.machine.types import Machine
 from so_tui.model.profile import profile_of
 from so_tui.plan import state_files
 from so_tui.plan.constants import JSON_NAMES, AttentionRates, Calibrated, Speed, published_speed
-from so_tui.plan.terms import MemoryTerm, TermKind
-from so_tui.plan.types import StepTime
 from so_tui.plan.workload import Workload
 from so_tui.spec.attention import AttentionBackend
 from so_tui.spec.sections.model import ModelSpec
@@ -88,6 +84,13 @@ class Figures(Struct, frozen=True, kw_only=True):
     """Most before the first step; 0 where it was not measured."""
 
 
+class Passes(Struct, frozen=True, kw_only=True):
+    """Seconds of a step's passes."""
+
+    forward_s: NotNegative
+    backward_s: NotNegative
+
+
 class Probe(Struct, frozen=True, kw_only=True):
     """A few real steps of one setting on this machine, and what was predicted for them without any probe."""
 
@@ -107,6 +110,8 @@ class Probe(Struct, frozen=True, kw_only=True):
     """``STEP_PARTS`` of what measured it."""
     host_weights: bool = False
     """Whether weights were in host memory, so that both passes fetched them."""
+    computing: Passes | None = None
+    """What was predicted of these passes as if the GPU had the weights; None where it did, and in older probes."""
 
 
 class Calibration(Struct, frozen=True, kw_only=True):
@@ -207,95 +212,3 @@ def speed_of(machine: Machine, gpu_name: str, known: Calibration | None) -> Spee
         return Speed(**assumed | own, calibrated=calibrated)
     rest = {name: getattr(published, name) for name in Speed.__struct_fields__} | {"source": published.source if missing else ""}
     return Speed(**rest | own | {"calibrated": calibrated})
-
-
-def correcting(mode: Mode, ranks: int, probes: Sequence[Probe], *, host_weights: bool = False) -> list[Probe]:
-    """Return the probes by which a plan is corrected: with as many ranks if there are any, and of them those of its mode if there are.
-
-    A plan with weights in host memory is corrected by probes of such runs if there are any. They correct no other plan: their passes may
-    have waited for the bus.
-    """
-    fetching = [probe for probe in probes if probe.host_weights] if host_weights else []
-    usable = fetching or [probe for probe in probes if not probe.host_weights]
-    near = [probe for probe in usable if probe.ranks == ranks] or usable
-    return [probe for probe in near if probe.mode == mode] or near
-
-
-def corrected_step(step: StepTime, mode: Mode, near: Sequence[Probe]) -> StepTime:
-    """Return a predicted step corrected by probes of the same model, as ``correcting`` returns them.
-
-    Forward and backward are the GPU's work in any mode, so that a probe of another mode corrects them too. The exposed optimizer is the
-    mode's own.
-    """
-    same = [probe for probe in near if probe.mode == mode]
-    backward = _ratio([(probe.actual.backward_s, probe.predicted.backward_s) for probe in near])
-    forward = _ratio([(probe.actual.forward_s, probe.predicted.forward_s) for probe in near])
-    return replace(
-        step,
-        forward_s=step.forward_s * forward,
-        backward_s=step.backward_s * backward,
-        exposed_optimizer_s=_corrected_exposed_s(step.exposed_optimizer_s, mode, same),
-    )
-
-
-def _corrected_exposed_s(exposed_s: float, mode: Mode, probes: Sequence[Probe]) -> float:
-    """Return the exposed optimizer corrected by probes of the same mode.
-
-    What SuperOffload exposes is what is left of Adam when other work has hidden the rest, so that a small error of Adam can multiply it.
-    There it is scaled too, but not changed by more seconds than the probe was off.
-    """
-    corrected = []
-    for actual, predicted in ((probe.actual.exposed_optimizer_s, probe.predicted.exposed_optimizer_s) for probe in probes):
-        if actual <= 0 or predicted <= 0:
-            continue
-        scaled, most = exposed_s * actual / predicted, abs(actual - predicted)
-        corrected.append(max(exposed_s - most, min(exposed_s + most, scaled)) if mode == "superoffload" else scaled)
-    return median(corrected) if corrected else exposed_s
-
-
-def _ratio(pairs: Sequence[tuple[float, float]]) -> float:
-    """Return measured over predicted (median); 1 where there is nothing to compare."""
-    ratios = [actual / predicted for actual, predicted in pairs if actual > 0 and predicted > 0]
-    return median(ratios) if ratios else 1.0
-
-
-def corrected_terms(terms: Sequence[MemoryTerm], mode: Mode, ranks: int, probes: Sequence[Probe]) -> tuple[MemoryTerm, ...]:
-    """Return GPU memory terms corrected by probes of the same model, as ``correcting`` returns them.
-
-    What the allocator reserved beyond the prediction becomes a term, and what it reserved less is taken off its slack. The share of the
-    driver and NCCL is as measured. Where no probe was of this mode, all that carries over is what every probed mode took beyond its
-    prediction: that is most likely of parts that they share, such as activations.
-    """
-    near = [probe for probe in probes if probe.ranks == ranks and probe.actual.gpu_reserved_bytes]
-    same = [probe for probe in near if probe.mode == mode]
-    if not same:
-        shared = min((max(map(_excess, alike)) for alike in _by_mode(near).values()), default=0)
-        formula = f"by a probe of this model here, with {' and '.join(_by_mode(near))}"
-        return (*terms, *([MemoryTerm(TermKind.PROBE_EXCESS, "gpu", shared, "estimate", formula)] if shared > 0 else []))
-    more = max(map(_excess, same))
-    outside = max(
-        (probe.actual.gpu_device_bytes - probe.actual.gpu_reserved_bytes for probe in same if probe.actual.gpu_device_bytes), default=0
-    )
-    found = [_corrected(each, more, outside) for each in terms]
-    if more > 0:
-        found.append(MemoryTerm(TermKind.PROBE_EXCESS, "gpu", more, "calibrated", "by a probe of this model here"))
-    return tuple(found)
-
-
-def _excess(probe: Probe) -> int:
-    """Return what the allocator reserved beyond the prediction."""
-    return probe.actual.gpu_reserved_bytes - probe.predicted.gpu_reserved_bytes
-
-
-def _by_mode(probes: Sequence[Probe]) -> dict[Mode, list[Probe]]:
-    return {mode: [probe for probe in probes if probe.mode == mode] for mode in dict.fromkeys(probe.mode for probe in probes)}
-
-
-def _corrected(found: MemoryTerm, more: int, outside: int) -> MemoryTerm:
-    if found.kind is TermKind.ALLOCATOR_SLACK and more < 0:
-        return replace(found, bytes=max(0, found.bytes + more), formula=f"{found.formula}, less by a probe")
-    if found.kind is TermKind.CUDA_CONTEXT and outside:
-        return replace(found, bytes=outside, formula="driver, kernels, NCCL, by a probe")
-    if found.kind is TermKind.NCCL_BUFFERS and outside:
-        return replace(found, bytes=0, formula="counted with the context")
-    return found

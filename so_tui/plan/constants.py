@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from math import log
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -188,6 +188,8 @@ class SpeedSource(Struct, frozen=True, kw_only=True):
     """Whether a probe of the same model corrected the prediction."""
     probed_modes: tuple[str, ...] = ()
     """Offload modes of the probes that did. Of another mode than the plan's, they say nothing of its optimizer."""
+    probed_weights: Literal["", "gpu", "host"] = ""
+    """Where those probes kept the weights, if the plan keeps them in the other memory: they say nothing of fetching them."""
 
 
 class Speed(Struct, frozen=True, kw_only=True, rename=JSON_NAMES):

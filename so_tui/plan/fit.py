@@ -13,9 +13,10 @@ from so_tui.machine.types import Machine
 from so_tui.model.layout import StateLayout
 from so_tui.model.profile import ModelProfile, profile_of
 from so_tui.plan.attention import attention_of
-from so_tui.plan.calibration import STEP_PARTS, Probe, corrected_step, corrected_terms, correcting
+from so_tui.plan.calibration import STEP_PARTS, Passes, Probe
 from so_tui.plan.constants import digest
 from so_tui.plan.copies import Copies, copies
+from so_tui.plan.corrections import Fetching, corrected_step, corrected_terms, correcting
 from so_tui.plan.facts.memory import Shortage
 from so_tui.plan.gpu_pass import PassModel
 from so_tui.plan.memory import memory_terms
@@ -81,7 +82,8 @@ def target_of(spec: RunSpec, machine: Machine, *, workload: Workload | None = No
 
 def _corrects(probe: Probe, key: str) -> bool:
     """Return whether a probe is of the model with this key, and measured the error of today's predictions."""
-    return probe.model == key and probe.constants == digest() and probe.step_parts == STEP_PARTS
+    tells_fetching_apart = not probe.host_weights or probe.computing is not None
+    return probe.model == key and probe.constants == digest() and probe.step_parts == STEP_PARTS and tells_fetching_apart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,20 +286,28 @@ def _placement(spec: RunSpec, target: Target) -> Placement:
 
 def _terms(placement: Placement, target: Target) -> tuple[MemoryTerm, ...]:
     found = memory_terms(placement)
-    mode = cast(Mode, placement.spec.offload.mode)
-    return corrected_terms(found, mode, placement.layout.ranks, near) if (near := _correcting(placement, target)) else found
+    mode, ranks, host_weights = cast(Mode, placement.spec.offload.mode), placement.layout.ranks, keeps_weights_on_host(placement.spec)
+    near = correcting(mode, ranks, target.probes, host_weights=host_weights)
+    # A GPU that held a layer's weights at a time says nothing of one that holds all.
+    near = [probe for probe in near if host_weights or not probe.host_weights]
+    return corrected_terms(found, mode, ranks, near) if near else found
 
 
 def _step(placement: Placement, target: Target) -> StepTime | None:
     if (model := step_model(placement, target)) is None:
         return None
     step, mode = model.step_time(), cast(Mode, placement.spec.offload.mode)
-    return corrected_step(step, mode, near) if (near := _correcting(placement, target)) else step
+    return corrected_step(step, mode, placement.layout.ranks, target.probes, fetching_of(model)) if target.probes else step
 
 
-def _correcting(placement: Placement, target: Target) -> list[Probe]:
-    mode = cast(Mode, placement.spec.offload.mode)
-    return correcting(mode, placement.layout.ranks, target.probes, host_weights=keeps_weights_on_host(placement.spec))
+def fetching_of(model: StepModel) -> Fetching | None:
+    """Return what is predicted of fetching weights from host memory; None where the GPU has them."""
+    passes = model.passes
+    if not passes.placement.host_weights:
+        return None
+    computing = replace(model, passes=replace(passes, fetches=False)).step_time()
+    copies_s = passes.placement.spec.gradient_accumulation_steps * passes.fetched_weights_s
+    return Fetching(Passes(forward_s=computing.forward_s, backward_s=computing.backward_s), copies_s)
 
 
 def step_model(placement: Placement, target: Target) -> StepModel | None:

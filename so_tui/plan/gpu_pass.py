@@ -54,6 +54,8 @@ class PassModel:
     attention: AttentionBackend = "torch-flash"
     between_hosts_bytes_per_s: float | None = None
     """How fast a collective enters and leaves each of several hosts; None on one."""
+    fetches: bool = True
+    """Whether weights in host memory are fetched; if not, passes are as if the GPU had them."""
     use: StepConstants = field(default_factory=lambda: constants().step)
 
     @cached_property
@@ -148,7 +150,7 @@ class PassModel:
     @property
     def fetched_weights_s(self) -> float:
         """Seconds of copying this rank's weights in host memory to the GPU, once for each of the two passes. Computation hides them."""
-        return 2 * self.placement.host_weights / self.speed.h2d_bytes_per_s
+        return 2 * self.placement.host_weights / self.speed.h2d_bytes_per_s if self.fetches else 0.0
 
     @cached_property
     def _computed_tokens(self) -> float:

@@ -20,10 +20,10 @@ from so_tui.plan.alternatives import with_policy
 from so_tui.plan.attention import attention_of
 from so_tui.plan.binding import whole_gpus
 from so_tui.plan.blockers import blockers
-from so_tui.plan.calibration import correcting
 from so_tui.plan.cautions import cautions
 from so_tui.plan.choices import choices
 from so_tui.plan.constants import SpeedSource
+from so_tui.plan.corrections import correcting
 from so_tui.plan.example import as_read
 from so_tui.plan.facts.choices import (
     AttentionFallsBack,
@@ -324,13 +324,15 @@ def _named(term: MemoryTerm) -> MemoryTerm:
 
 def _speed_source(target: Target, spec: RunSpec) -> SpeedSource:
     speed, mode = target.resources.speed, cast(Mode, spec.offload.mode)
-    near = correcting(mode, target.ranks, target.probes, host_weights=keeps_weights_on_host(spec))
+    host_weights = keeps_weights_on_host(spec)
+    near = correcting(mode, target.ranks, target.probes, host_weights=host_weights)
     return SpeedSource(
         calibrated=speed.calibrated if speed else None,
         published=speed.source if speed else "",
         workload=None if target.workload == Workload() else target.workload,
         probed=bool(near),
         probed_modes=tuple(dict.fromkeys(probe.mode for probe in near)),
+        probed_weights="" if not near or near[0].host_weights == host_weights else "gpu" if host_weights else "host",
     )
 
 

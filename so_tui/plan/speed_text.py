@@ -16,10 +16,15 @@ def speed_source_text(source: SpeedSource | str, mode: str) -> str:
     text = f"{rates_text(source)}; {workload_text(source.workload)}"
     if not source.probed:
         return text
-    if mode in source.probed_modes or not source.probed_modes:
+    same_mode = mode in source.probed_modes or not source.probed_modes
+    if same_mode and not source.probed_weights:
         return f"{text}; corrected by a probe of this model here"
-    probe = f"a probe of this model here with {' and '.join(source.probed_modes)}"
-    return f"{text}; forward, backward and memory corrected by {probe}, the optimizer as predicted"
+    probe = "a probe of this model here" if same_mode else f"a probe of this model here with {' and '.join(source.probed_modes)}"
+    memory = "" if source.probed_weights == "host" else " and memory"
+    fetched = {"": "", "gpu": " whose GPU had the weights", "host": " that fetched weights from host memory"}[source.probed_weights]
+    own = [*(["the optimizer"] if not same_mode else []), *{"": [], "gpu": ["fetching"], "host": ["memory"]}[source.probed_weights]]
+    passes = "forward, backward" if memory else "forward and backward"
+    return f"{text}; {passes}{memory} corrected by {probe}{fetched}, {' and '.join(own)} as predicted"
 
 
 def error_text(error: StepError) -> str:

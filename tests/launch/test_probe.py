@@ -167,3 +167,21 @@ def test_steps_whose_norm_exceeds_the_limit_are_compared_with_their_own_predicti
     expected = early if norms == "within" else waiting
     assert (probe.predicted.step_s, probe.predicted.exposed_optimizer_s) == (expected.step_s, expected.exposed_optimizer_s)
     assert probe.predicted.host_bytes == early.host_bytes
+
+
+def test_a_probe_that_fetches_weights_records_what_was_predicted_without_fetching(tmp_path: Path) -> None:
+    machine = h200()
+    changes = {"offload.mode": "superoffload", "offload.ratio": "0.9", "data.sequence_length": "1024", "train.micro_batch": "1"}
+    plain, fetching = (make_plan(with_values(SPEC, changes | {"offload.parameters": where}), machine) for where in ("none", "cpu"))
+    run = RunDirectory(tmp_path)
+    metrics = MetricsWriter(run, 1)
+    for number in range(1, 7):
+        metrics.append(step_record(number))
+    metrics.close()
+    assert probe_of(run, plain, machine).computing is None
+    probe = probe_of(run, fetching, machine)
+    _, expected = predicted_of(plain.spec, machine, probe.workload)
+    assert probe.computing is not None
+    assert probe.host_weights
+    assert probe.computing.forward_s == expected.forward_s < probe.predicted.forward_s
+    assert probe.computing.backward_s == expected.backward_s

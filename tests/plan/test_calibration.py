@@ -191,30 +191,6 @@ def test_what_a_probe_found_of_the_gpus_work_corrects_every_mode_alike(mode: str
     assert probed.backward_s == pytest.approx(3.8 * unprobed.backward_s)
 
 
-def test_a_probe_with_weights_in_host_memory_corrects_plans_that_keep_them_there() -> None:
-    """Its passes may wait for the bus, which says nothing of passes that fetch no weights."""
-    fetching = with_values(SPEC, {"offload.parameters": "cpu"})
-    apart, fetched = probe_of(1.1, 0.0), replace(probe_of(3.0, 1.0), settings="fetched", host_weights=True)
-    for known, plain, with_fetches in (((fetched,), 1.0, 3.0), ((apart, fetched), 1.1, 3.0)):
-        for probe in known:
-            store(H200, probe=probe)
-        for spec, factor in ((SPEC, plain), (fetching, with_fetches)):
-            probed, unprobed = (make_plan(spec, H200, probed=probed, workload=apart.workload) for probed in (True, False))
-            assert probed.step is not None
-            assert unprobed.step is not None
-            assert probed.step.forward_s == pytest.approx(factor * unprobed.step.forward_s)
-            assert (probed.gpu_reserved_bytes > unprobed.gpu_reserved_bytes) == (spec is fetching)
-
-
-def test_without_a_probe_of_its_own_the_gpus_work_is_corrected_where_weights_are_fetched_too() -> None:
-    fetching = with_values(SPEC, {"offload.parameters": "cpu"})
-    store(H200, probe=(probe := probe_of(1.2, 0.0)))
-    probed, unprobed = (make_plan(fetching, H200, probed=probed, workload=probe.workload).step for probed in (True, False))
-    assert probed is not None
-    assert unprobed is not None
-    assert probed.backward_s == pytest.approx(1.2 * unprobed.backward_s)
-
-
 def memory_of(plan: Plan, kind: TermKind) -> int:
     return sum(term.bytes for term in plan.breakdown if term.kind is kind)
 
