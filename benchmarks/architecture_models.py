@@ -50,6 +50,19 @@ KINDS: dict[str, dict[str, Any]] = {
         **_ROUTED,
         **_GROUPS,
     },
+    "deepseek_v32": {
+        "kv_lora_rank": 32,
+        "q_lora_rank": 48,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 24,
+        "num_key_value_heads": 4,
+        "index_topk": 16,
+        "index_n_heads": 2,
+        "index_head_dim": 32,
+        **_ROUTED,
+        **_GROUPS,
+    },
     "gemma4_text": {
         "global_head_dim": 64,
         **_WINDOWS,
@@ -150,7 +163,7 @@ def of_kind(kind: str) -> ModelSpec:
 def _shape(kind: str) -> dict[str, Any]:
     """Return the ``config.json`` of a small decoder."""
     config = {key: SHAPE[key] for key in _COMMON} | {"head_dim": 32, "num_hidden_layers": 4} | KINDS[kind]
-    absent = {"num_hidden_layers"} if kind == "nemotron_h" else {"head_dim"} if kind == "deepseek_v3" else set()
+    absent = {"num_hidden_layers"} if kind == "nemotron_h" else {"head_dim"} if kind in ("deepseek_v3", "deepseek_v32") else set()
     ids = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
     return {"model_type": kind} | {key: value for key, value in config.items() if key not in absent} | ids
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from typing import cast
 
 from msgspec.structs import replace
@@ -19,6 +20,7 @@ from so_tui.plan.facts.cautions import (
     FasterOffload,
     FasterStates,
     GpuMemoryUnknown,
+    IndexersUntrained,
     NeverRun,
     Note,
     PackingOff,
@@ -31,6 +33,7 @@ from so_tui.plan.fit import Assessment, assess, best
 from so_tui.spec.attention import MASKED_BACKENDS
 from so_tui.spec.layers import layer_kinds, mixing_kinds
 from so_tui.spec.sections.offload import Mode
+from so_tui.spec.sections.parameters import is_indexer
 from so_tui.spec.types import RunSpec
 
 _FOLDERS = ("/", "./", "../", "~")
@@ -61,6 +64,8 @@ def cautions(spec: RunSpec, found: Assessment, *, searched: bool = False) -> Ite
         yield RemoteCode(model=spec.model.id, revision="" if in_folder else spec.model.revision)
     if 0 < spec.model.positions < spec.data.sequence_length:
         yield BeyondPositions(sequence_length=spec.data.sequence_length, positions=spec.model.positions)
+    if indexers := _indexer_parameters(spec):
+        yield IndexersUntrained(parameters=indexers)
     if offload.mode == "superoffload" and offload.engine == "deepspeed" and spec.train.gradient_clipping > 0:
         yield _clipping(found)
     if offload.mode != "gpu" and resources.has_gpu:
@@ -79,6 +84,10 @@ def cautions(spec: RunSpec, found: Assessment, *, searched: bool = False) -> Ite
         mixing = mixing_kinds(layer_kinds(spec.model.config))
         yield PackingOff(padding_share=1 - useful if useful < 1 else None, mixing=mixing)
     yield from (Note(text=note) for note in resources.machine.notes)
+
+
+def _indexer_parameters(spec: RunSpec) -> int:
+    return sum(block.repeat * prod(tensor.shape) for block in spec.model.parameters for tensor in block.tensors if is_indexer(tensor.name))
 
 
 def _clipping(found: Assessment) -> ClippingWaits:

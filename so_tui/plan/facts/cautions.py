@@ -105,6 +105,12 @@ class BeyondPositions(CodedFact, frozen=True):
     """Of the model (``max_position_embeddings``), times ``model.rope_factor``."""
 
 
+class IndexersUntrained(CodedFact, frozen=True):
+    """Sparse attention's indexers get no gradient: they stay as they are."""
+
+    parameters: int
+
+
 class GpuMemoryUnknown(CodedFact, frozen=True):
     pass
 
@@ -119,4 +125,4 @@ class MoreGpusKeepMargin(CodedFact, frozen=True):
     gpus: int
 
 
-Caution = Untried | RemoteCode | BeyondPositions | Slower | GpuMemoryUnknown | Note | MoreGpusKeepMargin
+Caution = Untried | RemoteCode | BeyondPositions | IndexersUntrained | Slower | GpuMemoryUnknown | Note | MoreGpusKeepMargin

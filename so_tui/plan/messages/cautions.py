@@ -32,6 +32,9 @@ def caution_text(fact: cautions.Caution) -> str:
             longest = f"documents of more than {thousands(fact.positions)} tokens are longer than the model was made for"
             remedy = "its rotary positions are not scaled for them, so quality may suffer; model.rope_scaling = yarn scales them"
             return f"sequences of {thousands(fact.sequence_length)} tokens: {longest}; {remedy}"
+        case cautions.IndexersUntrained():
+            size = f"{fact.parameters / 1e6:.1f} M parameters of the indexers, which choose what attention reads"
+            return f"{size}, get no gradient: they stay as they are, without weight decay, and are exported so"
         case cautions.FasterAttention():
             steps = f"{fact.step_s:.2f} s a step instead of {fact.given_step_s:.2f} s (predicted)"
             return f"attention runs on {fact.used}; with {fact.backend} installed it would take {steps}"

@@ -33,6 +33,19 @@ class ParameterBlock(Section, frozen=True):
     tensors: tuple[Tensor, ...] = ()
 
 
-def decays(name: str, dimensions: int) -> bool:
-    """Return whether weight decay applies to a parameter: to matrices and embeddings, not to biases, norms and sinks (one dimension)."""
+def is_matrix(name: str, dimensions: int) -> bool:
+    """Return whether a parameter is a matrix or an embedding, and not a bias, norm or sink (one dimension)."""
     return dimensions > 1 and not name.endswith("bias")
+
+
+def is_indexer(name: str) -> bool:
+    """Return whether a parameter belongs to an indexer of sparse attention, by its name in transformers.
+
+    An indexer chooses the tokens that attention reads. No gradient of a loss passes through that choice.
+    """
+    return ".indexer." in f".{name}"
+
+
+def decays(name: str, dimensions: int) -> bool:
+    """Return whether weight decay applies to a parameter: to matrices, except those that get no gradient, which it would only shrink."""
+    return is_matrix(name, dimensions) and not is_indexer(name)

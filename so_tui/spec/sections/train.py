@@ -68,7 +68,9 @@ class TrainSpec(Section, frozen=True):
     min_learning_rate_ratio: Annotated[
         float, Meta(ge=0, le=1, description="Final learning rate of decaying schedules, as a share of the peak.")
     ] = 0.0
-    weight_decay: Annotated[float, Meta(ge=0, lt=1, description="AdamW weight decay; not applied to norms and biases.")] = 0.01
+    weight_decay: Annotated[
+        float, Meta(ge=0, lt=1, description="AdamW weight decay; not applied to norms, biases and sparse attention's indexers.")
+    ] = 0.01
     beta1: Annotated[float, Meta(ge=0, lt=1, description="AdamW decay rate of the first moment.")] = 0.9
     beta2: Annotated[float, Meta(ge=0, lt=1, description="AdamW decay rate of the second moment.")] = 0.999
     epsilon: Annotated[float, Meta(gt=0, le=1e-2, description="AdamW term added to the denominator for numerical stability.")] = 1e-8

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from so_tui.spec import ParameterBlock, Tensor, decays
 from so_tui.spec.layers import mixing_kinds, recurrent_kinds
-from so_tui.spec.sections.parameters import TensorKind
+from so_tui.spec.sections.parameters import TensorKind, is_matrix
 from so_tui_trainer.model.layer_types import kinds_of
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def _layer(name: str) -> int | None:
 def _kind(name: str, dimensions: int, embeddings: set[str]) -> TensorKind:
     if name.rpartition(".")[0] in embeddings:
         return "embedding"
-    if not decays(name, dimensions):
+    if not is_matrix(name, dimensions):
         return "other"
     stacked = dimensions == 3 and "conv" not in name
     return "expert" if ".experts." in name or stacked else "linear"

@@ -1,0 +1,71 @@
+"""Indexers of sparse attention get no gradient: a run leaves them as they are, and says so before it starts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from msgspec.structs import replace
+from transformers import CONFIG_MAPPING
+
+import superoffload
+from benchmarks.architecture_models import of_kind
+from so_tui.launch.ds_config import ds_config
+from so_tui.machine import inspect_machine
+from so_tui.plan import make_plan
+from so_tui.plan.facts.cautions import IndexersUntrained
+from so_tui.plan.types import Plan
+from so_tui_trainer.data.batches import Batches
+from so_tui_trainer.engine_settings import engine_settings
+from so_tui_trainer.model.build import build
+from so_tui_trainer.model.trained import parameter_groups
+from tests.support.documents import documents, spec
+from tests.support.engine import binding, ensure_process_group
+from tests.support.planning import facts_of
+
+pytestmark = pytest.mark.skipif("deepseek_v32" not in CONFIG_MAPPING, reason="this transformers does not know DeepSeek-V3.2")
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    changes = {"data__packing": "false", "train__weight_decay": "0.9", "train__learning_rate": "1e-2", "train__steps": "3"}
+    run = replace(spec(gpus="1", offload__mode="superoffload", **changes), model=of_kind("deepseek_v32"))
+    return make_plan(run, inspect_machine())
+
+
+def test_training_changes_everything_but_the_indexers(plan: Plan) -> None:
+    """Weight decay of 0.9 would take 1 % of each weight in a step."""
+    run = plan.spec
+    ensure_process_group()
+    torch.manual_seed(run.train.seed)
+    model = build(run, torch.device("cpu"), ds_config(plan))
+    before = {name: superoffload.local_shard(parameter)[0].clone() for name, parameter in model.named_parameters()}
+    made, *_ = superoffload.initialize(model, parameter_groups(model, run), engine_settings(run, binding()), ds_config(plan))
+    try:
+        batches = Batches(documents(), run, 0)
+        for step in range(1, 4):
+            for batch in batches.micro_batches(step):
+                made.backward(made(batch, 1 / batches.counts(step).trained_tokens, 0.0), scale_wrt_gas=False)
+                made.step()
+        superoffload.synchronize(made)
+        same = {name for name, parameter in model.named_parameters() if torch.equal(superoffload.local_shard(parameter)[0], before[name])}
+    finally:
+        superoffload.close(made)
+    indexers = {name for name in before if ".indexer." in name}
+    assert len(indexers) == 4 * 5
+    assert same == indexers
+
+
+def test_plans_know_which_matrices_do_not_decay_and_say_how_many_are_not_trained(plan: Plan) -> None:
+    tensors = [tensor for block in plan.spec.model.parameters for tensor in block.tensors if ".indexer." in tensor.name]
+    kinds = {tensor.name.rpartition("indexer.")[2]: (tensor.decay, tensor.kind) for tensor in tensors}
+    assert kinds == {
+        "wq_b.weight": (False, "linear"),
+        "wk.weight": (False, "linear"),
+        "k_norm.weight": (False, "other"),
+        "k_norm.bias": (False, "other"),
+        "weights_proj.weight": (False, "linear"),
+    }
+    layers, hidden, latent, heads, width = 4, 128, 48, 2, 32
+    each = latent * heads * width + hidden * width + 2 * width + hidden * heads
+    assert facts_of(plan.warnings, IndexersUntrained) == [IndexersUntrained(parameters=layers * each)]
+    assert not facts_of(make_plan(spec(gpus="1"), inspect_machine()).warnings, IndexersUntrained)
