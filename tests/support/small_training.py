@@ -56,13 +56,14 @@ def model_of(
     with_kernels: attention.Kernels | None = None,
     fused: tuple[str, ...] = (kernels.EXPERTS,),
     dtype: torch.dtype = torch.float32,
+    head_dim: int = SHAPE["head_dim"],
 ) -> PreTrainedModel:
     """Return a small model. Only kernels that take boundaries give results that can be kept."""
     torch.manual_seed(0)
     mixture = model_type in MIXTURES
     masked = "eager" if model_type == "gpt_oss" else "sdpa"
     implementation = attention.register(with_kernels) if with_kernels else masked
-    config = AutoConfig.for_model(model_type, **SHAPE | (EXPERTS if mixture else {}))
+    config = AutoConfig.for_model(model_type, **SHAPE | (EXPERTS if mixture else {}) | {"head_dim": head_dim})
     disable_dropout(config)
     causal = causal_model(config, dtype=dtype, attention=implementation)
     causal.to(torch.device(device))  # type: ignore[arg-type]
