@@ -107,6 +107,16 @@ KINDS: dict[str, dict[str, Any]] = {
     "dots1": {**_ROUTED, **_GROUPS, "n_shared_experts": 1},
     "ernie4_5_moe": {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 64, "moe_layer_start_index": 1},
     "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2},
+    "minicpm3": {
+        "kv_lora_rank": 32,
+        "q_lora_rank": 48,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 24,
+        "num_key_value_heads": 4,
+        "dim_model_base": 64,
+    },
+    "nanochat": {"final_logit_softcapping": 15.0},
     "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 2},
     "lfm2_moe": {**_EXPERTS, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"] * 2},
     "granitemoehybrid": {

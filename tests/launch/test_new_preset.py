@@ -192,7 +192,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
         ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "(BertForMaskedLM), not a causal language model"),
         ({"model_type": "bert"}, "is an encoder"),
         ({"model_type": "vit"}, "no causal language model for"),
-        ({"model_type": "nanochat", **GROUPED}, "changes its logits"),
+        ({"model_type": "recurrent_gemma", **GROUPED}, "changes its logits"),
         ({"model_type": "mamba", "num_hidden_layers": 2, "hidden_size": 32, "vocab_size": 96}, "no num_attention_heads"),
         ({"model_type": "llama", **GROUPED, "quantization_config": {"quant_method": "fp8"}}, "quantised (fp8)"),
         ({"model_type": "llama", **GROUPED, "quantization_config": {"load_in_4bit": True}}, "quantised (bitsandbytes)"),

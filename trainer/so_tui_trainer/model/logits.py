@@ -25,13 +25,13 @@ LOGIT_KEYS = (
 def logit_changes(config: PretrainedConfig) -> tuple[float, float]:
     """Return what a model multiplies its logits with, and the limit that it caps them at (0: none)."""
     kind = config.model_type
-    if kind.startswith("granite"):
+    if kind.startswith(("granite", "minicpm3")):
         return 1.0 / (getattr(config, "logits_scaling", None) or 1.0), 0.0
     if kind.startswith("cohere"):
         return getattr(config, "logit_scale", None) or 1.0, 0.0
     if kind == "falcon_h1":
         return config.lm_head_multiplier, 0.0
-    if kind.startswith(("gemma", "vaultgemma")):
+    if kind.startswith(("gemma", "vaultgemma", "nanochat")):
         return 1.0, getattr(config, "final_logit_softcapping", None) or 0.0
     return 1.0, 0.0
 
