@@ -126,11 +126,15 @@ class PassModel:
         )
 
     def _tiled_again_s(self, tokens: float, rate: float) -> float:
-        """Return the seconds of what backward of tiles computes again: the feed-forward block's last product, and norms in tiles."""
+        """Return the seconds of what backward of tiles computes again: norms in tiles, and of a feed-forward block its last product.
+
+        Where a norm follows, whose input is recomputed, it is all three.
+        """
         profile, shape = self.placement.profile, self.placement.profile.architecture
         norms = 0 if profile.fused else norm_bytes(shape, fused=False)
-        last_product_s = 2.0 * tokens * shape.hidden * shape.intermediate * shape.layers / rate
-        return last_product_s + tokens * shape.layers * norms / self._moved_bytes_per_s
+        products = 3 if profile.norm_after_mlp else 1
+        products_s = products * 2.0 * tokens * shape.hidden * shape.intermediate * shape.layers / rate
+        return products_s + tokens * shape.layers * norms / self._moved_bytes_per_s
 
     def _exchange_s(self) -> float:
         """Return the seconds of trading tokens for heads and back in one pass over all layers, where ranks share sequences.

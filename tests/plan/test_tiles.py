@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from so_tui.model.activations import MLP_TILE_TOKENS, tile_bytes
@@ -12,6 +13,7 @@ from so_tui.plan.fit import assess, target_of
 from so_tui.plan.memory import all_terms
 from so_tui.plan.terms import TermKind
 from so_tui.spec import InputError, RunSpec
+from so_tui.spec.sections.parameters import ParameterBlock
 from tests.support.machines import x86
 from tests.support.planning import facts_of, only, spec_of
 
@@ -77,6 +79,23 @@ def test_tiles_cost_a_product_in_backward() -> None:
     assert whole is not None
     assert tiled.forward_s == whole.forward_s
     assert 1 < tiled.backward_s / whole.backward_s < 1.03
+
+
+def test_they_cost_all_three_products_where_a_norm_follows_the_block() -> None:
+    given = long_spec(LONG, offload__mode="superoffload", model__activation_checkpointing="full")
+    renamed = msgspec.json.encode(given.model.parameters).replace(b"post_attention_layernorm", b"post_feedforward_layernorm")
+    followed = msgspec.json.decode(renamed, type=tuple[ParameterBlock, ...])
+    added = []
+    for blocks in (given.model.parameters, followed):
+        steps = []
+        for tiled in ("on", "off"):
+            model = msgspec.structs.replace(given.model, parameters=blocks, tiled_mlp=tiled)
+            step = make_plan(msgspec.structs.replace(given, model=model), H200).step
+            assert step is not None
+            steps.append(step.backward_s)
+        added.append(steps[0] - steps[1])
+    assert added[0] > 0
+    assert added[1] == pytest.approx(3 * added[0])
 
 
 def test_they_are_proposed_where_only_they_make_a_length_fit() -> None:
