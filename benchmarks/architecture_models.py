@@ -39,30 +39,20 @@ _EXPERTS = {key: SHAPE[key] for key in ("moe_intermediate_size", "num_experts", 
 _ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "first_k_dense_replace": 1}
 _GROUPS = {"n_group": 1, "topk_group": 1}
 _WINDOWS = {"layer_types": SHAPE["layer_types"], "sliding_window": 64}
+_LATENT = {
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 24,
+    "num_key_value_heads": 4,
+}
+_INDEXED = {**_LATENT, "index_topk": 16, "index_n_heads": 2, "index_head_dim": 32, **_ROUTED, **_GROUPS}
+_COMPUTES_HEAD_DIM = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
 KINDS: dict[str, dict[str, Any]] = {
-    "deepseek_v3": {
-        "kv_lora_rank": 32,
-        "q_lora_rank": 48,
-        "qk_rope_head_dim": 16,
-        "qk_nope_head_dim": 32,
-        "v_head_dim": 24,
-        "num_key_value_heads": 4,
-        **_ROUTED,
-        **_GROUPS,
-    },
-    "deepseek_v32": {
-        "kv_lora_rank": 32,
-        "q_lora_rank": 48,
-        "qk_rope_head_dim": 16,
-        "qk_nope_head_dim": 32,
-        "v_head_dim": 24,
-        "num_key_value_heads": 4,
-        "index_topk": 16,
-        "index_n_heads": 2,
-        "index_head_dim": 32,
-        **_ROUTED,
-        **_GROUPS,
-    },
+    "deepseek_v3": {**_LATENT, **_ROUTED, **_GROUPS},
+    "deepseek_v32": _INDEXED,
+    "glm_moe_dsa": _INDEXED,
     "gemma4_text": {
         "global_head_dim": 64,
         **_WINDOWS,
@@ -107,15 +97,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "dots1": {**_ROUTED, **_GROUPS, "n_shared_experts": 1},
     "ernie4_5_moe": {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 64, "moe_layer_start_index": 1},
     "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2},
-    "minicpm3": {
-        "kv_lora_rank": 32,
-        "q_lora_rank": 48,
-        "qk_rope_head_dim": 16,
-        "qk_nope_head_dim": 32,
-        "v_head_dim": 24,
-        "num_key_value_heads": 4,
-        "dim_model_base": 64,
-    },
+    "minicpm3": {**_LATENT, "dim_model_base": 64},
     "nanochat": {"final_logit_softcapping": 15.0},
     "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 2},
     "lfm2_moe": {**_EXPERTS, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"] * 2},
@@ -173,7 +155,7 @@ def of_kind(kind: str) -> ModelSpec:
 def _shape(kind: str) -> dict[str, Any]:
     """Return the ``config.json`` of a small decoder."""
     config = {key: SHAPE[key] for key in _COMMON} | {"head_dim": 32, "num_hidden_layers": 4} | KINDS[kind]
-    absent = {"num_hidden_layers"} if kind == "nemotron_h" else {"head_dim"} if kind in ("deepseek_v3", "deepseek_v32") else set()
+    absent = {"num_hidden_layers"} if kind == "nemotron_h" else {"head_dim"} if kind in _COMPUTES_HEAD_DIM else set()
     ids = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
     return {"model_type": kind} | {key: value for key, value in config.items() if key not in absent} | ids
 

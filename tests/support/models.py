@@ -114,21 +114,23 @@ RECURRENT: dict[str, dict[str, Any]] = known(
     }
 )
 """Kinds of models with layers that carry a state from token to token."""
+INDEXED = {
+    **LATENT,
+    "head_dim": None,
+    "layer_types": None,
+    "index_topk": 8,
+    "index_n_heads": 16,  # with few, tokens have equal scores, of which padding decides which one is chosen
+    "index_head_dim": 16,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
 IN_ROWS: dict[str, dict[str, Any]] = known(
     {
         "llama4_text": {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 16, "num_experts_per_tok": 1},
-        "deepseek_v32": {
-            **LATENT,
-            "head_dim": None,
-            "layer_types": None,
-            "index_topk": 8,
-            "index_n_heads": 16,  # with few, tokens have equal scores, of which padding decides which one is chosen
-            "index_head_dim": 16,
-            "n_routed_experts": 4,
-            "n_group": 1,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-        },
+        "deepseek_v32": INDEXED,
+        "glm_moe_dsa": INDEXED,
     }
 )
 """Kinds of models in which documents of one row would see each other."""
