@@ -22,8 +22,8 @@ from so_tui.launch.exporting import ExportProgress, in_steps
 from so_tui.runs import create_run, read_spec
 from so_tui.runs.manifest import run_id
 from so_tui.spec import InputError, ModelSpec
+from so_tui_trainer import whole
 from so_tui_trainer.export import ExportMarker, Stage, export, refuse_foreign, refuse_without_room, replacing
-from so_tui_trainer.model import whole
 from so_tui_trainer.model.config import load_config
 from so_tui_trainer.tools.checkpoints import with_newest
 from so_tui_trainer.tools.export import export_run

@@ -19,17 +19,17 @@ from transformers import PreTrainedModel
 
 from so_tui.spec import ModelSpec
 from so_tui.spec.generation import LoadModel, Prompt, Sampling, Turn
+from so_tui_trainer import whole
 from so_tui_trainer.data.chat import Chat, chat_of, segments
 from so_tui_trainer.data.encoding import Encoder, leading_ids
 from so_tui_trainer.data.rows import TEXT, Message
 from so_tui_trainer.data.tokens import load_tokenizer, tokenizer_of
 from so_tui_trainer.export import marker_of
 from so_tui_trainer.generation import Detokenizer, Writer, Written, next_token, prompt_ids, stop_tokens
-from so_tui_trainer.model import whole
 from so_tui_trainer.model.config import load_config
 from so_tui_trainer.model.matching import meta_model
-from so_tui_trainer.model.whole import placed
 from so_tui_trainer.tools.generate import base_of, in_turn, of_folder
+from so_tui_trainer.whole import placed
 from tests.support.launching import tiny
 from tests.support.models import causal_model
 from tests.support.problems import refusal

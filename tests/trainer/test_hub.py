@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from so_tui_trainer.tools.hub import stay_offline_when_cut_off
+from so_tui_trainer.hub import stay_offline_when_cut_off
 from tests.support.waiting import LIMIT_S
 
 _PROXIES = ("HF_HUB_OFFLINE", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")

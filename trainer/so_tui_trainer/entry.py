@@ -20,7 +20,7 @@ from so_tui.runs import MetricsWriter, RunDirectory
 from so_tui.runs.records import PhaseRecord, RankBindingReport
 from so_tui.trust.decoding import read_json
 from so_tui_trainer import binding
-from so_tui_trainer.tools.hub import stay_offline_when_cut_off
+from so_tui_trainer.hub import stay_offline_when_cut_off
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -85,7 +85,7 @@ def _downloaded(model: ModelSpec, *, local_files_only: bool = False) -> Path:
         return given
     from huggingface_hub import snapshot_download
 
-    from so_tui_trainer.tools.hub import UNWANTED, WANTED
+    from so_tui_trainer.hub import UNWANTED, WANTED
 
     download: Any = snapshot_download
     wanted = {"allow_patterns": list(WANTED), "ignore_patterns": list(UNWANTED)}

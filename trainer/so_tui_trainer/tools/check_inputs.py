@@ -11,8 +11,8 @@ from pathlib import Path
 
 from so_tui.spec import InputError, Problem, RunSpec, resolve_source
 from so_tui.units import disk_size
+from so_tui_trainer.hub import missing_files, remote_files, stay_offline_when_cut_off
 from so_tui_trainer.tools.channel import Answer, problems_json, requested_spec, serve
-from so_tui_trainer.tools.hub import missing_files, remote_files, stay_offline_when_cut_off
 
 _CHECKED_ROWS = 100
 """Rows of each source that are tokenised as a test."""

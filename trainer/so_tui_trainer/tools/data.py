@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from so_tui.spec import RunSpec
 from so_tui.units import thousands
+from so_tui_trainer.hub import stay_offline_when_cut_off
 from so_tui_trainer.tools.channel import Answer, requested_spec, serve
-from so_tui_trainer.tools.hub import stay_offline_when_cut_off
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -17,9 +17,9 @@ import msgspec
 
 from so_tui.spec import InputError, ModelSpec, Problem, resolve_source
 from so_tui.spec.layers import packing_problem
+from so_tui_trainer.hub import remote_files, stay_offline_when_cut_off
 from so_tui_trainer.model.layer_types import kinds_of
 from so_tui_trainer.tools.channel import Answer, serve
-from so_tui_trainer.tools.hub import remote_files, stay_offline_when_cut_off
 from so_tui_trainer.tools.model_refusals import refuse, refuse_head, refuse_other_kinds, refuse_shape, refuse_unplannable, refuse_unreadable
 from so_tui_trainer.tools.model_section import QUANTISED, blocks_of, expert_blocks, ordered_tensors, shape_of
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from so_tui.spec import RunSpec, resolve_source
 from so_tui.units import disk_size, thousands
+from so_tui_trainer.hub import download, missing_files, remote_files
 from so_tui_trainer.tools.channel import Answer, requested_spec, serve
-from so_tui_trainer.tools.hub import download, missing_files, remote_files
 
 
 def fetch(request: Answer) -> Iterator[Answer]:

@@ -31,9 +31,9 @@ from so_tui.spec.generation import (
     Side,
 )
 from so_tui.trust.ownership import distrust_of_folder
+from so_tui_trainer.hub import stay_offline_when_cut_off
 from so_tui_trainer.tools import channel
 from so_tui_trainer.tools.checkpoints import refuse_code_of_others, with_newest
-from so_tui_trainer.tools.hub import stay_offline_when_cut_off
 
 if TYPE_CHECKING:
     import torch
@@ -142,10 +142,10 @@ def in_turn(iterators: Iterator[Iterator[Item]]) -> Iterator[Item]:
 
 def _loading(load: LoadModel) -> Generator[Event, None, Writers]:
     """Load the models of a request."""
+    from so_tui_trainer import whole
     from so_tui_trainer.data.chat import chat_of
     from so_tui_trainer.data.tokens import tokenizer_of
     from so_tui_trainer.generation import Writer, stop_tokens
-    from so_tui_trainer.model import whole
 
     tuned, model, facts = yield from (_of_run(load) if load.run else of_folder(load))
     models: dict[Side, PreTrainedModel] = {"tuned": tuned}
@@ -192,7 +192,7 @@ def base_of(load: LoadModel, model: ModelSpec) -> ModelSpec:
 
 def _of_run(load: LoadModel) -> Generator[Event, None, tuple[PreTrainedModel, ModelSpec, ModelFacts]]:
     from so_tui.runs import RunDirectory, read_spec
-    from so_tui_trainer.model import whole
+    from so_tui_trainer import whole
 
     run = RunDirectory(Path(load.run))
     spec = read_spec(run)
@@ -211,8 +211,8 @@ def of_folder(load: LoadModel) -> Generator[Event, None, tuple[PreTrainedModel, 
     Returns:
         The model, the one that its training began with (with random weights if that is not known), and facts about it.
     """
+    from so_tui_trainer import whole
     from so_tui_trainer.export import read_marker
-    from so_tui_trainer.model import whole
 
     folder = Path(load.folder)
     yield Progress(message=f"loading {folder}")

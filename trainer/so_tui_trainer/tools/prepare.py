@@ -13,10 +13,10 @@ import sys
 from collections.abc import Iterator
 
 from so_tui.units import thousands
+from so_tui_trainer.hub import stay_offline_when_cut_off
 from so_tui_trainer.tools import build_ops
 from so_tui_trainer.tools.channel import Answer, requested_spec, serve
 from so_tui_trainer.tools.fetch import fetch
-from so_tui_trainer.tools.hub import stay_offline_when_cut_off
 
 
 def prepare(request: Answer) -> Iterator[Answer]:
