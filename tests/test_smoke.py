@@ -107,7 +107,6 @@ def test_the_tiny_model_trains_survives_a_kill_resumes_and_is_exported(runs_dir:
 
     exported = so_tui("export", str(run.path), "--to", str(tmp_path / "model"))
     assert exported.returncode == 0, exported.stderr
-    code = "import sys; from transformers import AutoModelForCausalLM as A; print(A.from_pretrained(sys.argv[1]).num_parameters())"
-    loaded = subprocess.run([sys.executable, "-c", code, str(tmp_path / "model")], capture_output=True, text=True, check=False)
-    assert loaded.returncode == 0, loaded.stderr
-    assert int(loaded.stdout) > 1_000_000
+    from transformers import AutoModelForCausalLM
+
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").num_parameters() > 1_000_000

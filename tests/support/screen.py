@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
 
+import pytest
 from rich.text import Text
 from textual import events
 from textual.pilot import Pilot
@@ -28,8 +29,16 @@ from so_tui.ui.widgets.styled_lines import StyledLines
 from tests.support.make_run import quad_machine
 from tests.support.waiting import LIMIT_S
 
+NAP_S = 0.004
+"""How long Textual's pilot sleeps before it looks whether the application is idle; its own 20 ms add up to a minute over the tests."""
 SIZES = [(80, 24), (120, 36)]
 WidgetType = TypeVar("WidgetType", bound=Widget)
+
+
+def look_often(patch: pytest.MonkeyPatch) -> None:
+    """Wait for an application no longer than it takes."""
+    patch.setattr("textual._wait.SLEEP_GRANULARITY", NAP_S)
+    patch.setattr("textual._wait.SLEEP_IDLE", NAP_S / 2)
 
 
 class Driver:

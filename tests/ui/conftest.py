@@ -8,10 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from so_tui.ui.form import GROUPS
+from tests.support.screen import look_often
 from tests.support.shared_work import share_work
-
-NAP_S = 0.004
-"""How long Textual's pilot sleeps before it looks whether the application is idle; its own 20 ms add up to a minute over these tests."""
 
 
 @pytest.fixture(autouse=True)
@@ -29,8 +27,7 @@ def _no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_idle_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("textual._wait.SLEEP_GRANULARITY", NAP_S)
-    monkeypatch.setattr("textual._wait.SLEEP_IDLE", NAP_S / 2)
+    look_often(monkeypatch)
     monkeypatch.setattr("so_tui.ui.screens.dashboard.POLL_S", 0.1)
 
 
