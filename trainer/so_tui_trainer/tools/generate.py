@@ -226,7 +226,8 @@ def of_folder(load: LoadModel) -> Generator[Event, None, tuple[PreTrainedModel, 
 
 
 def _of_base(model: ModelSpec) -> Generator[Event, None, tuple[PreTrainedModel, ModelFacts]]:
-    from so_tui_trainer.model import pretrained, whole
+    from so_tui_trainer import whole
+    from so_tui_trainer.model import pretrained
 
     yield Progress(message=f"loading the base model, {model.id}")
     for line in pretrained.prepare_weights(model):
