@@ -15,7 +15,7 @@ import pytest
 from textual.widgets import Input
 
 from so_tui.runs import MetricsWriter
-from so_tui.runs.records import EvaluationRecord
+from so_tui.runs.records import EvaluationRecord, State
 from so_tui.ui.chart_layout import EMAS, GRIDS, ChartLayout, layout_path, load_layout, page_of, save_layout
 from so_tui.ui.chart_metrics import METRICS
 from so_tui.ui.dialogs.choose_metrics import ChooseMetrics, matching, weight_of
@@ -101,8 +101,9 @@ async def test_the_choice_of_metrics_of_a_run_without_gpus_ticks_what_is_shown(r
         assert load_layout() == ChartLayout(ema=0.5), "for runs with GPUs, their memory is shown as before"
 
 
-async def test_mfu_has_room_where_three_charts_stand_beside_each_other(runs_dir: Path) -> None:
-    run = write_run(runs_dir, steps=60, seconds_of_samples=2)
+@pytest.mark.parametrize("state", ["training", "finished"])
+async def test_mfu_has_room_where_three_charts_stand_beside_each_other(runs_dir: Path, state: State) -> None:
+    run = write_run(runs_dir, steps=60, seconds_of_samples=2, state=state)
     async with opened(runs_dir, (160, 45), open_run=run) as ui:
         await ui.until(lambda: len(shown(ui)) == 3)
         await ui.until(lambda: re.search(r"^speed +\d.* tok/s +MFU \d+\.\d %$", ui.heading("#throughput")))

@@ -227,7 +227,8 @@ class ChartPanel(Container, KeepsLines):
 def _lines(metric: Metric, chart: Chart, shown: Shown, *, coloured: bool) -> list[tuple[Line, str]]:
     """Return the lines of a metric with their names in the heading. Where nothing is ``coloured``, parts of a step have signs."""
     snapshot, axis = shown.snapshot, shown.axis
-    newest = "." if snapshot.training or shown.view.cursor is not None else "last"
+    crowded = metric.key == "throughput" and chart.heading_room < ROOMY  # MFU says more than that the run has ended
+    newest = "." if snapshot.training or shown.view.cursor is not None or crowded else "last"
     evaluations = [] if snapshot.evaluations is None else [snapshot.evaluations]
     if metric.key == EVALUATIONS:
         return [(line, newest) for line in evaluations]
