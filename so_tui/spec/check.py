@@ -46,6 +46,17 @@ _MISSING_REMEDIES = {
     "data.source": 'Give a hub id such as "tatsu-lab/alpaca", a file or a folder.',
 }
 
+_NAME_REMEDY = "Give at most 64 letters, digits, '.', '_', '-' and '@', without spaces."
+_TEXT_REMEDIES = {
+    "slurm.partition": "Give at most 64 letters, digits, '.', '_' and '-', without spaces.",
+    "slurm.account": _NAME_REMEDY,
+    "slurm.qos": _NAME_REMEDY,
+    "slurm.time_limit": "Give minutes, HH:MM:SS or D-HH.",
+    "slurm.constraint": "Give names of features, joined by '&', '|' or ',', without spaces.",
+    "slurm.site": "Give lower-case letters, digits and '-'.",
+}
+"""What texts may look like of which not every one is taken."""
+
 _PATH_KEYS = ("model.id", "model.tokenizer", "data.source", "data.evaluation", "checkpoint.folder")
 """Keys whose value may be a path."""
 
@@ -198,6 +209,8 @@ def _value_problem(code: str, path: str, value: Any, info: FieldInfo | None, mes
         return Problem(code=code, field=path, value=shown(value), message=message, remedy=REGENERATE)
     if info.path in _MISSING_REMEDIES and info.path != "data.source":
         return Problem(code=code, field=path, value=shown(value), message=message, remedy=_MISSING_REMEDIES[info.path])
+    if code == "invalid-text" and info.path in _TEXT_REMEDIES:
+        return Problem(code=code, field=path, value=shown(value), message=message, remedy=_TEXT_REMEDIES[info.path])
     hint = nearest(value, info.choices) if isinstance(value, str) else ""
     default = "" if info.required or info.default in (None, "", (), {}) else shown(info.default)
     return Problem(code=code, field=path, value=shown(value), message=message, remedy=f"{hint}Give {info.expected}.", default=default)

@@ -39,7 +39,7 @@ def problems_by_row(problems: Sequence[Problem]) -> dict[str, str]:
 def field_note(path: str, plan: Plan | None, machine: Machine | None, given_mode: str) -> str:
     """Return what the plan derives from a field, where that says more than its range. ``given_mode`` is the offload mode in the form."""
     if path == "gpus" and machine is not None:
-        return f"of {len(machine.gpus)}, or a list: 0,1" if machine.gpus else "ranks: no GPU here"
+        return f"of {len(machine.gpus)}, or a list" if machine.gpus else "ranks: no GPU here"
     if plan is None:
         return ""
     if path == "offload.mode" and plan.spec.offload.mode != given_mode:
@@ -51,7 +51,7 @@ def field_note(path: str, plan: Plan | None, machine: Machine | None, given_mode
         return plan_view.run_duration(plan)
     if path == "offload.cpu_adam_cores_fraction" and plan.binding and plan.binding[0].adam_cpus:
         rank = plan.binding[0]
-        return f"Adam {len(rank.adam_cpus)}, main {len(rank.main_cpus)} a rank"
+        return f"Adam {len(rank.adam_cpus)}, main {len(rank.main_cpus)}{' a rank' if len(plan.binding) > 1 else ''}"
     return ""
 
 

@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from textual import events
+from textual.binding import Binding
 from textual.message_pump import MessagePump
 from textual.screen import Screen
 
@@ -34,6 +35,11 @@ class KeysInOrder(PrintableApp[Result]):
 
     _settled_screen: Screen[object] | None = None
     """The screen that has opened, and has given the focus to its first widget."""
+
+    def get_key_display(self, binding: Binding) -> str:
+        """Return a key as keyboards name it: F5."""
+        shown = super().get_key_display(binding)
+        return shown.upper() if shown[1:].isdecimal() else shown
 
     async def on_event(self, event: events.Event) -> None:
         if isinstance(event, events.Key) and not event.is_forwarded:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
-from rich.cells import chop_cells, set_cell_size
+from rich.cells import cell_len, chop_cells, set_cell_size
 
 from so_tui.runs import RunDirectory
 from so_tui.runs.comparison import RESULTS, differing, result_text
@@ -40,14 +40,21 @@ def facts(row: RunRow, width: int, results: RunResults | None = None, exported: 
     if row.notes.note or row.notes.tags:
         tags = " ".join(f"#{tag}" for tag in row.notes.tags)
         lines.append(Content.assemble(("note ", "$faint"), brief_message(row.notes.note), " ", (tags, "$accent")))
-    lines.append(Content.assemble(("folder ", "$faint"), shorten_path(str(row.run.path), max(20, width - len("folder ")))))
+    lines.append(_place("folder", row.run.path, width))
     if exported is not None:
-        lines.append(Content.assemble(("exported ", "$faint"), shorten_path(str(exported), max(20, width - len("exported ")))))
+        lines.append(_place("exported", exported, width))
     measured = {} if results is None else {name: text for key, name in RESULTS.items() if (text := result_text(results, key))}
     if measured:
         lines.append(Content(""))
         lines += [Content.assemble((f"{name:<16}", "$faint"), text) for name, text in measured.items()]
     return Content("\n").join(lines)
+
+
+def _place(name: str, path: Path, width: int) -> Content:
+    """Return a path behind its name, or below it where the path's own name has no room beside it."""
+    below = len(name) + 1 + len("…/") + cell_len(path.name) > width
+    room = width - (2 if below else len(name) + 1)
+    return Content.assemble((f"{name}\n  " if below else f"{name} ", "$faint"), shorten_path(str(path), max(18, room)))
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,8 @@ class Comparison:
     @property
     def title(self) -> str:
         count = len(self.differing)
-        return f"{plural(len(self.names), 'run')}: {plural(count, 'setting')} that differ{'s' if count == 1 else ''}"
+        settings = f"{plural(count, 'setting')} that differ{'s' if count == 1 else ''}" if count else "no setting differs"
+        return f"{plural(len(self.names), 'run')}: {settings}"
 
     def table(self, width: int) -> str:
         """Return results and settings side by side in ``width`` cells, those that differ first, with long values wrapped.

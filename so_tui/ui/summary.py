@@ -44,5 +44,4 @@ def machine_facts(machine: Machine) -> list[str]:
     facts = [gpus_text(machine.gpus), nodes_text(machine)]
     if len(machine.allowed_cpus) < len(machine.online_cpus):
         facts.append(f"{len(machine.allowed_cpus)} of {len(machine.online_cpus)} cores available")
-    facts.append(f"MPAM {machine.mpam.state}")
     return facts

@@ -95,7 +95,8 @@ def shorten_path(path: str, width: int) -> str:
     if cell_len(line) <= width and len(path) <= width * _MOST_CHARACTERS_A_CELL:
         return line
     start = next((at for at in range(len(line)) if cell_len(line[at:]) < width), len(line))
-    return f"…{line[start:]}"
+    folder = line.find("/", start, -1)  # whole names are read more easily than the end of one
+    return f"…{line[folder if folder >= 0 else start :]}"
 
 
 def distinct(names: Sequence[str], width: int) -> list[str]:

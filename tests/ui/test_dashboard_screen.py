@@ -15,6 +15,7 @@ from so_tui.runs import MetricsWriter, read_state, write_state
 from so_tui.runs.control import pending, request
 from so_tui.runs.records import CheckpointRecord, EvaluationRecord, State
 from so_tui.ui.screens.help import key_groups
+from so_tui.ui.screens.panelled_page import PanelledPage
 from so_tui.ui.widgets.chart import Chart
 from so_tui.ui.widgets.log import LogView
 from so_tui.ui.widgets.numa_nodes import NumaNodes
@@ -126,6 +127,9 @@ async def test_time_left_and_newest_values_are_shown_only_while_the_run_trains(r
         request(run, "stop")
         await ui.state_shown("asked to stop")
         assert "left " not in ui.shown("#title")
+        write_state(run, msgspec.structs.replace(read_state(run), detail="asked to stop"))
+        await ui.until(lambda: known_detail(ui) == "asked to stop")
+        assert not ui.find("#news", StyledLines).display, "the title says it already"
         states: tuple[State, ...] = ("saving", "loading", "finished")
         for state in states:
             write_state(run, msgspec.structs.replace(read_state(run), state=state))
@@ -133,6 +137,12 @@ async def test_time_left_and_newest_values_are_shown_only_while_the_run_trains(r
             assert "left " not in ui.shown("#title")
             assert re.search(r"loss +last \d", headings())
             assert re.search(r"throughput .*last \d", headings())
+
+
+def known_detail(ui: Driver) -> str:
+    """Return what the state of the run that is drawn says of itself."""
+    snapshot = ui.screen.snapshot if isinstance(ui.screen, PanelledPage) else None
+    return snapshot.state.detail if snapshot is not None and snapshot.state is not None else ""
 
 
 async def test_news_that_come_again_are_drawn(runs_dir: Path) -> None:

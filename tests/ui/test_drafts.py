@@ -5,6 +5,7 @@ from __future__ import annotations
 from so_tui.spec import find_preset, with_values
 from so_tui.ui.drafts import Drafts
 from so_tui.ui.form import LENGTH
+from so_tui.ui.screens import changes
 
 TINY = find_preset("tiny").spec
 
@@ -62,3 +63,15 @@ def test_another_way_to_write_a_number_is_no_change() -> None:
     drafts.enter("data.sequence_length", f"{int(drafts.base_values['data.sequence_length']):,}")
     assert set(drafts.changes) == set(before) - {"data.sequence_length"}
     assert "offload.ratio" not in drafts.changes
+
+
+def test_the_title_cuts_no_word() -> None:
+    drafts = opened_with(offload__ratio="0.25", offload__states="bf16-moments")
+    titles = {width: changes.title(drafts, "this machine", width).plain for width in range(50, 121)}
+    assert all(len(text) <= width for width, text in titles.items())
+    assert list(dict.fromkeys(text.partition(", no changes")[2] for text in titles.values())) == [
+        "",
+        "   ★ 2 recommended",
+        "   ★ recommended for this machine: offload ratio and 1 more",
+        "   ★ recommended for this machine: offload ratio, Adam moments",
+    ]

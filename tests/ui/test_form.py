@@ -21,8 +21,9 @@ from so_tui.ui.panels.what_if import WhatIf, figures, strip_lines
 from so_tui.ui.screens.configure import ConfigureScreen
 from so_tui.ui.what_if import CORES, RATIO, Choice, Strip, strips_for
 from so_tui.ui.widgets.field import FieldRow
+from so_tui.ui.widgets.find_field import FindField
 from so_tui.ui.widgets.stepper import Stepper
-from tests.support.make_run import plan_for, quad_machine
+from tests.support.make_run import plan_for, quad_machine, write_run
 from tests.support.screen import Driver, opened
 
 pytestmark = pytest.mark.usefixtures("_short_form")
@@ -110,6 +111,22 @@ async def test_a_field_is_found_by_its_name_and_described(runs_dir: Path) -> Non
         assert len(form.rows) > 10
 
 
+@pytest.mark.parametrize(("page", "rows"), [("configure", "#form"), ("runs", "#table"), ("presets", "#table")])
+async def test_a_field_to_find_with_takes_no_columns(runs_dir: Path, page: str, rows: str) -> None:
+    write_run(runs_dir, steps=5, seconds_of_samples=1, state="finished")
+    async with opened(runs_dir, (80, 24)) as ui:
+        await ui.presets()
+        await ui.press({"presets": "1", "configure": "2", "runs": "4"}[page])
+        await ui.until(lambda: ui.app.current_mode == page and ui.find(rows, Widget).region.width > 0)
+        before = ui.find(rows, Widget).region
+        await ui.press("slash")
+        await ui.until(lambda: ui.screen.query_one(FindField).region.height == 1)
+        await ui.until(lambda: ui.find(rows, Widget).region.height < before.height or ui.find(rows, Widget).region.y > before.y)
+        after = ui.find(rows, Widget).region
+        assert (after.x, after.width) == (before.x, before.width)
+        assert after.y - before.y <= 1, "nothing is blank above it where rows are few"
+
+
 def is_whole(note: Widget) -> bool:
     return note.content_region.area >= len(str(note.render()))
 
@@ -164,8 +181,9 @@ def test_a_description_writes_numbers_as_the_row_does() -> None:
     assert not [about for about in numbers.values() if re.search(r"\d_\d", about)]
 
 
-async def test_left_and_right_step_what_the_plan_is_compared_with(runs_dir: Path) -> None:
-    async with opened(runs_dir, (160, 45)) as ui:
+@pytest.mark.parametrize("size", [(80, 24), (160, 45)])
+async def test_left_and_right_step_what_the_plan_is_compared_with(runs_dir: Path, size: tuple[int, int]) -> None:
+    async with opened(runs_dir, size) as ui:
         await ui.configure()
         form = ui.screen
         assert isinstance(form, ConfigureScreen)
@@ -176,8 +194,8 @@ async def test_left_and_right_step_what_the_plan_is_compared_with(runs_dir: Path
         before = strips.strips[0].present
         await ui.press("k")
         await ui.until(lambda: strips.has_focus)
+        await ui.until(lambda: "left and right step the value" in ui.text())
         await ui.press("left")
-        await ui.until(lambda: "ratio" in ui.shown("#form-title") or "changes" in ui.shown("#form-title"))
         await ui.until(lambda: strips.strips and strips.strips[0].present < before)
         await ui.until(lambda: f"ratio {strips.strips[0].present:.2f}" in ui.shown("#verdict"))
         assert form.unsaved()["qwen3-14b"] >= 1

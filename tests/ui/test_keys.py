@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from so_tui.ui.screens.help import key_groups
 from tests.support.make_run import write_run
 from tests.support.screen import opened
 
@@ -32,6 +33,16 @@ async def test_every_command_is_in_the_palette_and_the_help(runs_dir: Path) -> N
         await ui.press("escape", "1")
         await ui.presets()
         assert {"Launch", "Filter"} <= {command.title for command in ui.app.get_system_commands(ui.screen)}
+
+
+async def test_the_help_begins_with_what_a_screen_is_for(runs_dir: Path) -> None:
+    async with opened(runs_dir) as ui:
+        await ui.configure()
+        names = [name for _, name, _ in dict(key_groups(ui.screen))["This screen"]]
+        assert names[0] == "Launch"
+        assert names[-3:] == ["Larger panel", "Smaller panel", "Reset sizes"]
+        (to_runs,) = (command for command in ui.app.get_system_commands(ui.screen) if command.title == "Go to Runs")
+        assert to_runs.help == "key 4", "its title says the rest"
 
 
 async def test_one_key_means_one_thing_and_the_way_out_is_always_shown(runs_dir: Path) -> None:

@@ -38,7 +38,9 @@ async def test_runs_are_listed_previewed_compared_deleted_and_opened(runs_dir: P
         for word in ("✓ finished", "● training", "live", "old", "60 / 60", "D Delete"):
             assert word in text, word
         assert table.cursor_row == 0
-        await ui.press("space", "down", "space")
+        await ui.press("space", "equals_sign")
+        await ui.until(lambda: "that are not the default" in ui.text())
+        await ui.press("escape", "down", "space")
         assert len(ui.find("#overlay", Chart).lines) == 2
         await ui.press("equals_sign")
         await ui.until(lambda: re.search(r"data\.sequence_length +256 +4096 +[│\n]", ui.text()))

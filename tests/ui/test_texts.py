@@ -31,7 +31,7 @@ from so_tui.ui.panels.run_preview import drawn_looks
 from so_tui.ui.run_columns import COLUMNS, fitted, with_room
 from so_tui.ui.run_details import Comparison
 from so_tui.ui.summary import machine_facts
-from so_tui.ui.text import Content, count, disk, distinct, duration, mark_duration, memory, memory_of, rate, significant
+from so_tui.ui.text import Content, count, disk, distinct, duration, mark_duration, memory, memory_of, rate, shorten_path, significant
 from so_tui.ui.widgets import plan_view
 from so_tui.ui.widgets.bars import Part, cells_of, fill, stacked
 from so_tui.ui.widgets.heat import group_cores, heat_cells
@@ -148,6 +148,21 @@ def test_a_machine_in_a_line() -> None:
     facts = machine_facts(quad_machine())
     assert facts[0] == "4x GH200 120GB 95 GiB"
     assert facts[1] == "4 NUMA nodes x 72 cores, 117 GiB each"
+    assert len(facts) == 2, "what is the same on nearly every machine is on the Machine screen"
+
+
+@pytest.mark.parametrize(
+    ("path", "width", "shown"),
+    [
+        ("/home/me/runs/tiny-1126-2dde36", 30, "/home/me/runs/tiny-1126-2dde36"),
+        ("/home/me/runs/tiny-1126-2dde36", 25, "…/runs/tiny-1126-2dde36"),
+        ("/home/me/runs/tiny-1126-2dde36", 20, "…/tiny-1126-2dde36"),
+        ("/home/me/runs/tiny-1126-2dde36", 12, "…1126-2dde36"),
+        ("/home/me/a-long-folder/", 12, "…ong-folder/"),
+    ],
+)
+def test_a_shortened_path_keeps_whole_names(path: str, width: int, shown: str) -> None:
+    assert shorten_path(path, width) == shown
 
 
 def test_a_plan_says_its_verdict_in_a_word_and_fits_its_width() -> None:

@@ -15,6 +15,7 @@ from textual.suggester import Suggester
 from textual.widgets import Button, Input, OptionList, Static
 
 from so_tui.spec.errors import InputError
+from so_tui.ui.form import problem_text
 from so_tui.ui.text import Content
 from so_tui.ui.widgets.entry import Entry
 
@@ -148,7 +149,7 @@ class AskText(ModalScreen[Answer | None]):
         try:
             answer = self._read(value)
         except InputError as error:
-            said = Content.assemble(("✗ ", "$error"), "\n".join(map(str, error.problems)))
+            said = Content.assemble(("✗ ", "$error"), "\n".join(map(problem_text, error.problems)))
             self.query_one("#said", Static).update(said)
             self.set_focus(self.query_one(Input))
         else:

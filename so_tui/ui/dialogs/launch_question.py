@@ -11,6 +11,7 @@ from textual.binding import Binding, BindingType
 from textual.widgets import Button, Input, Static
 
 from so_tui.ui.dialogs.basic import Question
+from so_tui.ui.form import problem_text
 from so_tui.ui.text import Content
 from so_tui.ui.widgets.entry import Entry
 
@@ -26,6 +27,8 @@ _CHANGED = "You have changed the batch script. It is submitted as you saved it."
 class LaunchQuestion(Question):
     """Asks whether to launch, and what the run is called. While that cannot be a name, the answer is not yes."""
 
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("r", "rename", "Rename")]
+
     def __init__(self, title: str, lines: Sequence[str | Content], launch: Launch) -> None:
         self.launch = launch
         super().__init__(title, lines, yes="Launch", default_yes=True)
@@ -35,6 +38,25 @@ class LaunchQuestion(Question):
         said = Static(id="said", classes="dialog-answer")
         said.display = False
         yield said
+
+    def buttons(self) -> ComposeResult:
+        yield from super().buttons()
+        yield Button("Rename  r", id="rename", compact=True)
+
+    @on(Button.Pressed, "#rename")
+    def action_rename(self) -> None:
+        """Give the keyboard to the name."""
+        self.set_focus(self.query_one("#called"))
+
+    def on_descendant_focus(self) -> None:
+        """Say with which key the answer is yes: y would be typed into the name."""
+        yes = self.query_one("#yes", Button)
+        yes.label = "Launch  enter" if isinstance(self.focused, Input) else "Launch  y"
+        yes.refresh(layout=True)
+
+    @on(Input.Changed, "#called")
+    def _typed(self) -> None:
+        self.query_one("#said").display = False
 
     @on(Input.Submitted, "#called")
     def _named(self) -> None:
@@ -57,7 +79,7 @@ class LaunchQuestion(Question):
         except InputError as error:
             said = self.query_one("#said", Static)
             said.display = True
-            said.update(Content.assemble(("✗ ", "$error"), str(error)))
+            said.update(Content.assemble(("✗ ", "$error"), *map(problem_text, error.problems)))
             self.set_focus(entry)
             return False
         return True

@@ -51,17 +51,18 @@ class PresetTable(FittedTable):
         filled = []
         for row in rows:
             cells = [self._cell(row.cells.get(ranks), room, wide=wide) for ranks in counts]
-            filled.append((row.preset, [*self._model(row, wide=wide, spacious=spacious), *cells]))
+            longest = 36 if spacious or (wide and len(counts) < 3) else 24 if wide or len(counts) < 3 else 16
+            filled.append((row.preset, [*self._model(row, longest, spacious=spacious), *cells]))
         self.fill([*titles, *columns], filled, dict.fromkeys(columns, 22 if wide else 14))
         column = self._fixed + count_at if count_at >= 0 else at.column
         self.move_cursor(row=self.get_row_index(preset) if preset in self.rows else at.row, column=column)
 
-    def _model(self, row: PlanRow, *, wide: bool, spacious: bool) -> list[Text]:
-        """Return the cells about a model."""
+    def _model(self, row: PlanRow, longest: int, *, spacious: bool) -> list[Text]:
+        """Return the cells about a model, whose name takes at most ``longest``."""
         size = count(row.parameters, 1)
         if row.active_parameters < row.parameters:
             size += f" MoE, {count(row.active_parameters, 1)} active" if spacious else " MoE"
-        cells = [Text(shorten(row.title, 36 if spacious else 24 if wide else 16)), Text(size, style=self._colour("$faint"))]
+        cells = [Text(shorten(row.title, longest)), Text(size, style=self._colour("$faint"))]
         return [*cells, Text(thousands(row.sequence_length), justify="right")] if spacious else cells
 
     def _cell(self, plan: Plan | None, room: int, *, wide: bool) -> Text:

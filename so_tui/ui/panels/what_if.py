@@ -81,10 +81,8 @@ class WhatIf(StyledLines, can_focus=True):
     def on_resize(self) -> None:
         self.draw_again()
 
-    def on_focus(self) -> None:
-        self.draw_again()
-
-    def on_blur(self) -> None:
+    def watch_has_focus(self, has_focus: bool) -> None:
+        super().watch_has_focus(has_focus)
         self.draw_again()
 
     def action_other(self) -> None:

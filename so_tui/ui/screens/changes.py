@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from rich.cells import cell_len
+
 from so_tui.ui.form import GROUPS, label
-from so_tui.ui.text import Content, plural, shorten
+from so_tui.ui.text import Content, plural
 
 if TYPE_CHECKING:
     from so_tui.ui.drafts import Drafts
@@ -14,15 +16,24 @@ if TYPE_CHECKING:
 
 
 def title(drafts: Drafts, machine: str, width: int) -> Content:
-    """Return the model, its preset, how many fields were changed, and what was recommended for the machine, in one line."""
+    """Return the model, its preset, how many fields were changed, and what was recommended for the machine, in one line.
+
+    Where those have no room, some are counted; = lists them all.
+    """
     assert drafts.base is not None
     changed = plural(len(drafts.changes), "change") if drafts.changes else "no changes"
     line = Content.assemble((drafts.base.label, "bold"), (f"   preset {drafts.base.name}, {changed}", "$faint"))
     shown = [path for _, paths in GROUPS for path in paths]  # in this order
     others = [path for path in drafts.recommended if path not in shown]
     recommended = [label(path) for path in (*shown, *others) if drafts.preset_value(path) is not None]
-    text = f"   ★ recommended for {machine}: {', '.join(recommended)}"
-    return line + Content.styled(shorten(text, max(0, width - line.cell_length)), "$faint") if recommended else line
+    if not recommended:
+        return line
+    count = len(recommended)
+    lists = [", ".join(recommended), *(f"{', '.join(recommended[:named])} and {count - named} more" for named in range(count - 1, 0, -1))]
+    for text in (*(f"   ★ recommended for {machine}: {names}" for names in lists), f"   ★ {count} recommended"):
+        if line.cell_length + cell_len(text) <= width:
+            return line + Content.styled(text, "$faint")
+    return line
 
 
 def show_differences(app: SharedApp, drafts: Drafts) -> None:

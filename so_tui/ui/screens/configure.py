@@ -223,6 +223,8 @@ class ConfigureScreen(ResizablePage):
         chosen = self.app.settings.panels.form
         self.form.styles.width = None if chosen is None or self.has_class("-narrow") else replace(self._form_size(), cells=chosen).grown(0)
         self.call_after_refresh(self.plan.lay_out)
+        if self._drafts.base is not None:
+            self._show_title()
 
     def size_of(self, panel: Widget | None) -> Size | None:
         """Return the columns of the form, unless the plan stands below it. The plan has what the form leaves."""
@@ -262,8 +264,10 @@ class ConfigureScreen(ResizablePage):
         self.form.open_find()
 
     def action_what_if(self) -> None:
-        if self.plan.what_if.display:
-            self.set_focus(self.plan.what_if)
+        if self.plan.what_if.strips:
+            self.set_focus(self.plan.what_if)  # which shows it where only the plan has room otherwise
+        else:
+            self.notify("What if compares offload ratios and Adam cores: this plan has none")
 
     def action_leave_field(self) -> None:
         if self.form.close_find():

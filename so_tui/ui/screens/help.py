@@ -10,6 +10,9 @@ from textual.binding import Binding
 from textual.dom import DOMNode
 from textual.screen import Screen, ScreenResultType
 
+SIZES = ("larger", "smaller", "reset-sizes")
+"""Keys that many screens have and few users look for: they come after a screen's own."""
+
 
 def _bindings(screen: Screen[ScreenResultType]) -> Iterator[tuple[DOMNode, Binding, bool]]:
     """Yield the application's own bindings, which have an id, once per action. Moving within tables and fields is Textual's."""
@@ -24,10 +27,12 @@ def _bindings(screen: Screen[ScreenResultType]) -> Iterator[tuple[DOMNode, Bindi
 def key_groups(screen: Screen[ScreenResultType]) -> list[tuple[str, list[tuple[str, str, str]]]]:
     """Return the keys of the screen, of the application, and for moving, each as key, name and details."""
     here: list[tuple[str, str, str]] = []
+    sizes: list[tuple[str, str, str]] = []
     everywhere: list[tuple[str, str, str]] = []
     for node, binding, _ in _bindings(screen):
         row = (screen.app.get_key_display(binding), binding.description, binding.tooltip)
-        (everywhere if node is screen.app else here).append(row)
+        (everywhere if node is screen.app else sizes if binding.id in SIZES else here).append(row)
+    here += sizes
     everywhere += [("^p", "Commands", "Every command by name"), ("^q", "Quit", "Also from a text field")]
     moving = [
         ("tab", "Next field or panel", ""),
@@ -45,6 +50,5 @@ def commands(app: App[None], screen: Screen[ScreenResultType]) -> Iterator[Syste
         if enabled:
             key = app.get_key_display(binding)
             title = f"Go to {binding.description}" if binding.action.startswith("show(") else binding.description
-            yield SystemCommand(
-                title, f"{binding.tooltip or binding.description}; key {key}", partial(app.run_action, binding.action, node)
-            )
+            more = f"{binding.tooltip}; " if binding.tooltip not in ("", title) else ""
+            yield SystemCommand(title, f"{more}key {key}", partial(app.run_action, binding.action, node))

@@ -98,8 +98,8 @@ def _memory_text(node: NumaNode) -> Content:
         return Content(memory(node.memory_total_bytes))
     used = node.memory_total_bytes - node.memory_free_bytes
     share = used / node.memory_total_bytes if node.memory_total_bytes else 0.0
-    cache = f", {memory(node.file_cache_bytes)} of it cache" if node.file_cache_bytes else ""
-    return fill(share, 16, usage_style(share)) + f"  {memory_of(used, node.memory_total_bytes)} in use{cache}"
+    cache = f", {memory(node.file_cache_bytes)} cache" if node.file_cache_bytes else ""
+    return fill(share, 16, usage_style(share)) + f"  {memory_of(used, node.memory_total_bytes)}{cache}"
 
 
 def _gpu_text(gpu: Gpu) -> Content:
@@ -152,8 +152,8 @@ def software_lines(machine: Machine, width: int) -> list[Content]:
         host.append(f"memory limit {memory(machine.memory_limit_bytes)}")
     if machine.shm_total_bytes is not None:
         host.append(f"/dev/shm {memory(machine.shm_total_bytes)}")
-    host.append(f"MPAM {machine.mpam.state}: {machine.mpam.evidence}")
-    return [*lines, Content("   ".join(host)), *(Content.assemble(("note ", "$warning"), note) for note in machine.notes)]
+    mpam = Content.assemble(("memory bandwidth partitions (MPAM) ", "$faint"), f"{machine.mpam.state}: {machine.mpam.evidence}")
+    return [*lines, Content("   ".join(host)), mpam, *(Content.assemble(("note ", "$warning"), note) for note in machine.notes)]
 
 
 WIDE = 160

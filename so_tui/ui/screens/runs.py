@@ -74,7 +74,7 @@ class RunsScreen(ResizablePage):
             "Compare",
             key_display="=",
             id="differences",
-            tooltip="Settings that differ, and results, of all marked runs; without marks, the settings of this one",
+            tooltip="Settings that differ, and results, of all marked runs; of one run, its settings",
         ),
         Binding("slash", "find", "Filter", key_display="/", id="find", tooltip="Show only runs whose name, model or state contains a text"),
         Binding("T", "note", "Note", id="note", tooltip="Write a note and tags on the run"),
@@ -232,9 +232,7 @@ class RunsScreen(ResizablePage):
     def action_differences(self) -> None:
         if len(self._marked) >= 2:
             self._compare([row for run in self._marked for row in self.app.runs if row.run == run])
-        elif self._marked:
-            self.notify("Mark more runs to compare them")
-        elif (run := self.chosen_run) is not None:
+        elif (run := self._marked[0] if self._marked else self.chosen_run) is not None:
             run_actions.show_settings(self.app, run)
 
     def _compare(self, rows: list[RunRow]) -> None:

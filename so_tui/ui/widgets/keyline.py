@@ -67,8 +67,7 @@ class KeyLine(KeepsLines):
         if binding.key == "enter":
             return "enter"
         if self._typing:  # a display for several keys would name some that type text
-            shown = self.app.get_key_display(replace(binding, key_display=None))
-            return shown.upper() if shown[1:].isdecimal() else shown
+            return self.app.get_key_display(replace(binding, key_display=None))
         return self.app.get_key_display(binding)
 
     def on_click(self, event: events.Click) -> None:

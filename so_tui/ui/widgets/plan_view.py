@@ -247,14 +247,14 @@ def named_sizes(sizes: Sequence[tuple[str, int]], width: int) -> Content:
     """Return names with their bytes in a line, as many as fit."""
     pieces: list[Content] = []
     used = 0
-    for name, size in sizes:
+    for index, (name, size) in enumerate(sizes, 1):
         piece = Content.assemble((name, "$faint"), f" {memory(size)}")
-        if used + piece.cell_length + 3 > width:
+        if used + piece.cell_length + (GAP + 1 if index < len(sizes) else 0) > width:
             pieces.append(Content.styled("…", "$faint"))
             break
         pieces.append(piece)
-        used += piece.cell_length + 3
-    return Content("   ").join(pieces)
+        used += piece.cell_length + GAP
+    return Content(" " * GAP).join(pieces)
 
 
 def step_parts(plan: Plan) -> list[Part]:
@@ -307,7 +307,7 @@ def terms_table(terms: Sequence[MemoryTerm], width: int) -> list[Content]:
     lines = []
     for term in shown:
         name = term.name if len(term.name) <= name_width else term.name[: name_width - 1] + "…"
-        sure = Content.styled({"exact": " exact", "calibrated": " measured", "estimate": " ~"}[term.confidence], "$faint")
+        sure = Content.styled({"exact": " exact", "calibrated": " measured", "estimate": " estimate"}[term.confidence], "$faint")
         lines.append(
             Content(f"{name:<{name_width}} {memory(term.bytes):>9} ")
             + Content.styled("━" * (max(1, round(term.bytes / most * bar)) if bar else 0), "$memory")

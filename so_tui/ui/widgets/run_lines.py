@@ -127,7 +127,7 @@ def news_line(snapshot: Snapshot) -> Content | None:
         last = snapshot.warnings[-1]
         more = f"   {brief_message(last.suggestion)}" if last.suggestion else ""
         return Content.assemble(("~ ", "$warning"), brief_message(last.message), (more, "$faint"))
-    if state is not None and state.detail:
+    if state is not None and state.detail and not snapshot.stop_asked:  # the title says that
         return Content.assemble((f"{state.state}: ", "$accent"), brief_message(state.detail))
     return None
 
