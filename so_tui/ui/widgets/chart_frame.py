@@ -74,7 +74,7 @@ class ChartFrame(NamedTuple):
         between = self.width - Segment.get_line_length([*left, *right])
         if heading.beside:  # its first two cells are blank: one of them belongs to the line
             between += 1
-            right = list(Strip(right).crop(1))
+            right[0] = Segment(right[0].text[1:], right[0].style)
         return Strip([*left, Segment("─" * between, line), *right]).adjust_cell_length(self.width, base)
 
     def row(self, row: Sequence[Segment]) -> Strip:
