@@ -16,6 +16,8 @@ class Drafts:
         self._edits: dict[str, dict[str, str]] = {}
         self._recommended: dict[str, dict[str, str]] = {}
         """The part of each draft that a recommendation filled in. It need not be saved: choosing the preset again brings it back."""
+        self._machines: dict[str, str] = {}
+        """The machine that a recommendation is for, in words, by preset."""
 
     @property
     def edits(self) -> dict[str, str]:
@@ -33,6 +35,11 @@ class Drafts:
         return self._recommended.get(self.base.name, {}) if self.base else {}
 
     @property
+    def recommended_for(self) -> str:
+        """The machine that the recommendation is for, which may not be the one that is planned for now."""
+        return self._machines.get(self.base.name, "") if self.base else ""
+
+    @property
     def changes(self) -> dict[str, str]:
         """What the user changed of the preset and its recommendation, by field."""
         return {path: self.values.get(path, "") for path in typed_over(self.edits, self.recommended)}
@@ -42,14 +49,14 @@ class Drafts:
         """The preset with its edits; None while there is none. Raises InputError."""
         return with_values(self.base, self.edits) if self.base else None
 
-    def open(self, base: RunSpec, wanted: RunSpec | None = None) -> None:
-        """Take a preset into the form; ``wanted``, a recommendation, is laid over its edits and replaces an earlier one."""
+    def open(self, base: RunSpec, wanted: RunSpec | None = None, machine: str = "") -> None:
+        """Take a preset into the form; ``wanted``, a recommendation for ``machine``, is laid over its edits and replaces an earlier one."""
         name = base.name
         self.base, self.base_values = base, values_of(base)
         if wanted is not None:
             edits = self._edits.get(name, {})
             typed = {path: edits[path] for path in typed_over(edits, self.recommended) if path in edits}
-            self._recommended[name] = edits_between(base, wanted)
+            self._recommended[name], self._machines[name] = edits_between(base, wanted), machine
             self._edits[name] = typed | self._recommended[name]
 
     def undo(self) -> None:

@@ -46,7 +46,8 @@ def refused_elsewhere(app: SharedApp, spec: RunSpec) -> bool:
 
     if not app.machine_file or app.machine is None or not executor_of(spec).here:
         return False
-    there = f"This plan is for {app.machine.label} ({app.machine_file}). Runs start on this machine only."
+    file = "" if app.machine_file == app.machine.label else f" ({app.machine_file})"
+    there = f"This plan is for {app.machine.label}{file}. Runs start on this machine only."
     back = "`o` with an empty name comes back to it; or start so-tui on that machine."
     app.post_message(messages.Failed(f"{spec.label} was not started", (there, back)))
     return True

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from textual.widgets import Button
+
 from so_tui.runs.answers import AnsweredPrompt, Asked, add_answers
 from so_tui.ui.dialogs.answers import AnswersScreen
 from tests.support.hostile import HOSTILE, unsafe
@@ -26,6 +28,8 @@ async def test_answers_are_gone_through_by_step(runs_dir: Path) -> None:
         await ui.until(lambda: "Cores and the memory next to them." in ui.text())
         assert "after step 5" in ui.text()
         assert "3 of 3" in ui.text()
+        for button in ui.screen.query(Button):
+            assert str(button.label) in ui.text()
         await ui.press("left")
         await ui.until(lambda: "after step 3" in ui.text())
         assert unsafe(ui.text()) == set()
@@ -42,5 +46,6 @@ async def test_a_run_without_prompts_says_how_to_have_some(runs_dir: Path) -> No
         await ui.state_shown("training")
         await ui.press("p")
         await ui.until(lambda: "prompts.every_steps=100" in ui.text())
+        assert [button.id for button in ui.screen.query(Button) if button.display] == ["close"], "there is nowhere to go"
         add_answers(run, asked(5, "It arrived meanwhile."))
         await ui.until(lambda: "It arrived meanwhile." in ui.text())

@@ -161,9 +161,10 @@ async def test_news_that_come_again_are_drawn(runs_dir: Path) -> None:
         await ui.until(lambda: "E exports the model" in ui.text())
 
 
-async def test_the_log_follows_its_end_is_searched_and_follows_again(runs_dir: Path) -> None:
+@pytest.mark.parametrize("size", [(80, 24), (120, 36)])
+async def test_the_log_follows_its_end_is_searched_and_follows_again(runs_dir: Path, size: tuple[int, int]) -> None:
     run = write_run(runs_dir, steps=150, seconds_of_samples=5)
-    async with opened(runs_dir, open_run=run) as ui:
+    async with opened(runs_dir, size, open_run=run) as ui:
         log = ui.find("LogView", LogView)
         await ui.until(lambda: log.lines and log.scroll_y == log.max_scroll_y)
         assert log.following
@@ -172,6 +173,7 @@ async def test_the_log_follows_its_end_is_searched_and_follows_again(runs_dir: P
         await ui.press("enter")
         assert log.matches == 1
         assert not log.following
+        await ui.until(lambda: "1 line with “step 42/”" in ui.text())
         found = next(index for index, line in enumerate(log.lines) if "step 42/" in line)
         assert log.scroll_y <= found < log.scroll_y + log.size.height
         await ui.press("f")

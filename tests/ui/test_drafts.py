@@ -12,7 +12,7 @@ TINY = find_preset("tiny").spec
 
 def opened_with(**recommended: str) -> Drafts:
     drafts = Drafts()
-    drafts.open(TINY, with_values(TINY, {path.replace("__", "."): text for path, text in recommended.items()}))
+    drafts.open(TINY, with_values(TINY, {path.replace("__", "."): text for path, text in recommended.items()}), "this machine")
     return drafts
 
 
@@ -67,7 +67,7 @@ def test_another_way_to_write_a_number_is_no_change() -> None:
 
 def test_the_title_cuts_no_word() -> None:
     drafts = opened_with(offload__ratio="0.25", offload__states="bf16-moments")
-    titles = {width: changes.title(drafts, "this machine", width).plain for width in range(50, 121)}
+    titles = {width: changes.title(drafts, width).plain for width in range(50, 121)}
     assert all(len(text) <= width for width, text in titles.items())
     assert list(dict.fromkeys(text.partition(", no changes")[2] for text in titles.values())) == [
         "",
@@ -75,3 +75,12 @@ def test_the_title_cuts_no_word() -> None:
         "   ★ recommended for this machine: offload ratio and 1 more",
         "   ★ recommended for this machine: offload ratio, Adam moments",
     ]
+
+
+def test_the_title_names_the_machine_that_a_recommendation_was_for() -> None:
+    drafts = opened_with(offload__ratio="0.25")
+    assert "recommended for this machine: offload ratio" in changes.title(drafts, 120).plain
+    drafts.open(TINY, with_values(TINY, {"offload.ratio": "0.5"}), "gh200-480")
+    assert "recommended for gh200-480: offload ratio" in changes.title(drafts, 120).plain
+    drafts.open(TINY)
+    assert "recommended for gh200-480: offload ratio" in changes.title(drafts, 120).plain, "nothing else was recommended since"

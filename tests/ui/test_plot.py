@@ -8,8 +8,11 @@ import random
 import re
 import time
 from array import array
+from typing import Any, cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.segment import Segment
 from rich.style import Style
 from textual.geometry import Region
@@ -18,6 +21,7 @@ from textual.strip import Strip
 from so_tui.ui.glyphs import GlyphName
 from so_tui.ui.series import Axis, Line, Series, TrailingMean
 from so_tui.ui.text import significant
+from so_tui.ui.widgets.chart_frame import Figure, arranged
 from so_tui.ui.widgets.drawing import Mark, axis_row, changed_parts, gutter_text, plot_rows, x_text
 from so_tui.ui.widgets.plot import GLYPHS, Canvas, Scale, fit_scale, round_values, spans, ticks, time_values
 
@@ -259,3 +263,17 @@ def test_what_is_repainted_of_a_row_is_all_that_changed(seed: int) -> None:
 
 def _cells(strip: Strip) -> list[Segment]:
     return [Segment(character, segment.style) for segment in strip for character in segment.text]
+
+
+@given(
+    figures=st.lists(st.tuples(st.integers(3, 24), st.sampled_from(["value", "raw", "note"])), max_size=6),
+    room=st.integers(8, 80),
+    height=st.integers(3, 20),
+)
+def test_no_figure_of_a_heading_is_cut(figures: list[tuple[int, str]], room: int, height: int) -> None:
+    made = [Figure([Segment(f"{index}".rjust(cells))], cast("Any", kind)) for index, (cells, kind) in enumerate(figures)]
+    heading = arranged([Segment("loss")], made, room, height)
+    assert Segment.get_line_length([*heading.title, *heading.beside]) <= room
+    assert Segment.get_line_length(heading.below) <= room
+    whole = [figure.segments[0] for figure in made]
+    assert all(segment in whole for segment in (*heading.beside, *heading.below))

@@ -54,7 +54,7 @@ class AnswersScreen(ModalScreen[None]):
                 yield CloseButton()
                 yield Button("Step before  ←", compact=True, action="screen.go(-1)")
                 yield Button("Next step  →", compact=True, action="screen.go(1)")
-                yield Button("Before training  home", compact=True, action="screen.go(-1000)")
+                yield Button("First  home", compact=True, action="screen.go(-1000)")
 
     def on_mount(self) -> None:
         self._read()
@@ -76,6 +76,8 @@ class AnswersScreen(ModalScreen[None]):
     def _show(self) -> None:
         asked = self._answers.asked
         title, text = self.query_one("#answers-title", Static), self.query_one("#answers", Static)
+        for button in self.query(Button).exclude("#close"):
+            button.display = bool(asked)
         if not asked:
             title.update("Prompts")
             text.update(Content(EMPTY))

@@ -100,6 +100,9 @@ class LogPanel(KeptVertical):
     def _show_heading(self) -> None:
         log = self.lines
         text = "following" if log.following else "paused, f or a click here follows"
-        if log.needle:
-            text += f"   {plural(log.matches, 'line')} with “{log.needle}”, n and N go through them"
-        self.heading.update("log", text)
+        if not log.needle:
+            self.heading.update("log", text)
+            return
+        found = f"{plural(log.matches, 'line')} with “{log.needle}”"
+        through = f"{found}, n and N go through them"
+        self.heading.update("log", f"{text}   {through}", through, found, text)

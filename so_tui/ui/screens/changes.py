@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from so_tui.ui.shared_app import SharedApp
 
 
-def title(drafts: Drafts, machine: str, width: int) -> Content:
-    """Return the model, its preset, how many fields were changed, and what was recommended for the machine, in one line.
+def title(drafts: Drafts, width: int) -> Content:
+    """Return the model, its preset, how many fields were changed, and what was recommended for which machine, in one line.
 
     Where those have no room, some are counted; = lists them all.
     """
@@ -30,7 +30,7 @@ def title(drafts: Drafts, machine: str, width: int) -> Content:
         return line
     count = len(recommended)
     lists = [", ".join(recommended), *(f"{', '.join(recommended[:named])} and {count - named} more" for named in range(count - 1, 0, -1))]
-    for text in (*(f"   ★ recommended for {machine}: {names}" for names in lists), f"   ★ {count} recommended"):
+    for text in (*(f"   ★ recommended for {drafts.recommended_for}: {names}" for names in lists), f"   ★ {count} recommended"):
         if line.cell_length + cell_len(text) <= width:
             return line + Content.styled(text, "$faint")
     return line
@@ -49,7 +49,7 @@ def show_differences(app: SharedApp, drafts: Drafts) -> None:
     app.push_screen(Notice(heading, lines or ["No field differs from the preset."], bad=False))
 
 
-def ask_to_undo(app: SharedApp, drafts: Drafts, machine: str, then: Callable[[], object]) -> None:
+def ask_to_undo(app: SharedApp, drafts: Drafts, then: Callable[[], object]) -> None:
     """Ask to undo the user's changes, or to give up what was recommended where there are none; call ``then`` once that is done."""
     if drafts.base is None or not (drafts.edits or drafts.changes):
         return
@@ -71,5 +71,5 @@ def ask_to_undo(app: SharedApp, drafts: Drafts, machine: str, then: Callable[[],
         kept = f" What was recommended stays: {recommended}." if recommended else ""
         lines, undo = [f"{plural(len(changed), 'change')} will be lost.{kept}"], "Undo all changes"
     else:
-        lines, undo = [f"What was recommended for {machine} is given up: {recommended}."], "Use the preset as it is"
+        lines, undo = [f"What was recommended for {drafts.recommended_for} is given up: {recommended}."], "Use the preset as it is"
     app.push_screen(Question(f"Back to preset {preset}?", lines, yes=undo), answered)

@@ -115,7 +115,7 @@ class ConfigureScreen(ResizablePage):
         catalog = self.app.catalog
         if catalog is None or preset not in catalog.presets:
             return
-        self._drafts.open(catalog.presets[preset].spec, wanted)
+        self._drafts.open(catalog.presets[preset].spec, wanted, self._machine_named)
         self.call_after_refresh(self._show_form, field)
 
     def continue_with(self, preset: str) -> None:
@@ -248,7 +248,7 @@ class ConfigureScreen(ResizablePage):
 
     def _show_title(self) -> None:
         title = self.query_one("#form-title", Static)
-        title.update(changes.title(self._drafts, self._machine_named, title.content_size.width or self.size.width))
+        title.update(changes.title(self._drafts, title.content_size.width or self.size.width))
 
     @property
     def _machine_named(self) -> str:
@@ -334,7 +334,7 @@ class ConfigureScreen(ResizablePage):
         changes.show_differences(self.app, self._drafts)
 
     def action_reset(self) -> None:
-        changes.ask_to_undo(self.app, self._drafts, self._machine_named, lambda: self.call_after_refresh(self._show_form))
+        changes.ask_to_undo(self.app, self._drafts, lambda: self.call_after_refresh(self._show_form))
 
     def action_copy(self) -> None:
         self._once_planned(self._copy)

@@ -40,7 +40,7 @@ def arranged(title: list[Segment], figures: Sequence[Figure], room: int, height:
     Args:
         title: The title, and what follows it whatever else there is.
         figures: Values and notes, in their order.
-        room: Cells of the title and of what stands beside it.
+        room: Cells of the title and of what stands beside it, and of the row below.
         height: Rows of the chart.
     """
     free = room - Segment.get_line_length(title)
@@ -48,12 +48,14 @@ def arranged(title: list[Segment], figures: Sequence[Figure], room: int, height:
         figures = [figure for figure in figures if figure.kind != "raw"]  # the least of what a chart says
     beside: list[Segment] = []
     below: list[Segment] = []
+    free_below = room
     for figure in figures:
         if figure.cells <= free and (figure.kind == "note" or not below):
             beside += figure.segments
             free -= figure.cells
-        elif figure.kind != "note":
+        elif figure.kind != "note" and figure.cells <= free_below:
             below += figure.segments
+            free_below -= figure.cells
     return Heading(title, beside, below)
 
 

@@ -16,11 +16,11 @@ class Rule(Grip):
 
     def __init__(self, title: str | Content = "", figure: str | Content = "", *, id: str | None = None) -> None:
         super().__init__(id=id)
-        self._shown = _faint(title), _faint(figure)
+        self._shown: tuple[Content, tuple[Content, ...]] = _faint(title), (_faint(figure),)
 
-    def update(self, title: str | Content, figure: str | Content = "") -> None:
-        """Show another title, and another figure at the right."""
-        shown = _faint(title), _faint(figure)
+    def update(self, title: str | Content, *figures: str | Content) -> None:
+        """Show another title, and at the right the first of these figures that fits."""
+        shown = _faint(title), tuple(map(_faint, figures))
         if shown != self._shown:
             self._shown = shown
             self.refresh()
@@ -30,13 +30,14 @@ class Rule(Grip):
         super().notify_style_update()
 
     def render(self) -> Content:
-        title, figure = self._shown
+        title, figures = self._shown
         left, right = ("╭", "╮") if framed(self) else ("─", "─")
         if not title.plain:
             return Content(left + "─" * (self.size.width - 2) + right)
         # A figure that does not fit is left out: cut, it would be another one.
         room = self.size.width - title.cell_length - 6
-        if not figure.plain or figure.cell_length + 3 > room:
+        figure = next((figure for figure in figures if figure.plain and figure.cell_length + 3 <= room), None)
+        if figure is None:
             return Content.assemble(f"{left}─ ", title, f" {'─' * max(0, room + 1)}{right}")
         if not framed(self):
             return Content.assemble(f"{left}─ ", title, "   ", figure, f" {'─' * max(0, room - figure.cell_length - 2)}{right}")
