@@ -11,7 +11,7 @@ import pytest
 from textual.css.stylesheet import Stylesheet
 from textual.dom import DOMNode
 from textual.widget import Widget
-from textual.widgets import Input, Select
+from textual.widgets import Input, Select, Static
 
 from so_tui.machine.types import Machine
 from so_tui.spec import Problem, field_index
@@ -173,6 +173,20 @@ async def test_the_note_of_the_selected_field_is_whole(runs_dir: Path) -> None:
             await ui.until(partial(reached, ui, path))
             await ui.until(partial(is_whole, row.query_one(".field-note")))
             assert ui.find("FormPanel", FormPanel).fields.region.contains_region(row.region)
+
+
+async def test_a_note_without_room_ends_with_a_whole_word(runs_dir: Path) -> None:
+    async with opened(runs_dir, (120, 36)) as ui:
+        await ui.configure()
+        await ui.until(lambda: "fits" in ui.shown("#verdict"))
+        row = ui.find("#field-offload-cpu_adam_cores_fraction", FieldRow)
+        note = row.query_one(".field-note", Static)
+        row.show_status(was=None, preset="0.9", problem="", note="Adam 64, main 8 on each")
+        assert str(note.content) == "★ preset: 0.9"
+        row.focus_control()
+        await ui.until(lambda: str(note.content) == "★ preset: 0.9 · Adam 64, main 8 on each")
+        await ui.press("escape")
+        await ui.until(lambda: str(note.content) == "★ preset: 0.9")
 
 
 def test_a_description_writes_numbers_as_the_row_does() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from rich.cells import cell_len
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -104,6 +105,8 @@ class FieldRow(Horizontal):
     def __init__(self, path: str, info: FieldInfo | None, key: str, value: str) -> None:
         """``key`` is the path that ``value`` is set under: for the length, which has no ``info``, one of LENGTH_KEYS, else ``path``."""
         self.path, self.info, self._key, self._value = path, info, key, value
+        self._pieces: list[str] = []
+        """What the note says, the most important first."""
         self.problem = ""
         """What is wrong with the value, in words."""
         super().__init__(id="field-" + path.replace(".", "-"))
@@ -193,13 +196,25 @@ class FieldRow(Horizontal):
         self.problem = problem
         self.set_class(was is not None, "-changed")
         self.set_class(bool(problem), "-wrong")
-        text = f"✗ {problem}" if problem else note or self._note()
-        if was is not None and not problem:
-            text = f"was {was or 'empty'}" + (f" · {note}" if note else "")
-        elif preset is not None and not problem:
-            text = f"★ preset: {preset or 'empty'}" + (f" · {note}" if note else "")
-        self.query_one(".field-note", Label).update(Content(text))
+        if problem:
+            pieces = [f"✗ {problem}"]
+        elif was is not None or preset is not None:
+            pieces = [f"was {was or 'empty'}" if was is not None else f"★ preset: {preset or 'empty'}", note]
+        else:
+            pieces = [note or self._note()]
+        self._pieces = list(filter(None, pieces))
+        self._show_note()
         self.query_one(".field-name", Label).update(Content(("✗ " if problem else "• " if was is not None else "") + label(self.path)))
+
+    def _show_note(self) -> None:
+        """Show what there is to say of the selected field, which wraps it, and of others as much as fits."""
+        note = self.query_one(".field-note", Label)
+        whole, room = " · ".join(self._pieces), note.content_size.width
+        if not self._pieces:
+            return
+        text = whole if self.has_focus_within or not room or cell_len(whole) <= room else self._pieces[0]
+        if text != str(note.content):
+            note.update(Content(text))
 
     @on(Input.Changed)
     @on(Select.Changed)
@@ -222,12 +237,17 @@ class FieldRow(Horizontal):
             self.query_one(Input).value = after
 
     def on_descendant_focus(self) -> None:
-        self.set_class(self.has_focus_within, "-selected")
+        self._select()
 
     def on_descendant_blur(self) -> None:
+        self._select()
+
+    def _select(self) -> None:
         self.set_class(self.has_focus_within, "-selected")
+        self._show_note()
 
     def on_resize(self) -> None:
+        self.call_after_refresh(self._show_note)
         if self.has_focus_within:  # its note is whole now, maybe in two lines
             self.scroll_visible(animate=False)
 
