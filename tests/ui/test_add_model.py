@@ -30,6 +30,7 @@ async def test_a_model_is_added_and_selected(runs_dir: Path, tmp_path: Path) -> 
         field.value = str(tmp_path / "absent")
         await ui.press("enter")
         await ui.until(lambda: "there is no such folder" in ui.shown("#said"), SLOW_S)
+        assert "model.id =" not in ui.shown("#said"), "the field is in front of the reader"
         assert field.value == str(tmp_path / "absent"), "what was typed stays"
         field.value = str(model)
         await ui.press("enter")

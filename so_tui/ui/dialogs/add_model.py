@@ -14,6 +14,7 @@ from textual.widgets import Button, Input, Static
 from textual.worker import get_current_worker
 
 from so_tui.ui.dialogs.basic import CloseButton
+from so_tui.ui.form import problem_text
 from so_tui.ui.text import Content
 from so_tui.ui.widgets.entry import Entry
 
@@ -61,7 +62,7 @@ class AddModel(ModalScreen[str | None]):
     def add_model(self, model: str, name: str) -> None:
         """Describe the model and save the preset, unless the dialog was cancelled meanwhile."""
         from so_tui.launch.new_preset import add_preset, describe_model
-        from so_tui.spec.errors import SoTuiError
+        from so_tui.spec.errors import InputError, SoTuiError
 
         worker = get_current_worker()
         try:
@@ -69,6 +70,8 @@ class AddModel(ModalScreen[str | None]):
             if not worker.is_cancelled:
                 add_preset(described)
                 self.post_message(Answered(described.spec.name, described.notes))
+        except InputError as error:
+            self.post_message(Answered("", tuple(map(problem_text, error.problems))))
         except SoTuiError as error:
             self.post_message(Answered("", tuple(str(error).splitlines())))
 

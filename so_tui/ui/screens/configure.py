@@ -328,7 +328,7 @@ class ConfigureScreen(ResizablePage):
         try:
             self.app.push_screen(DataPreviewScreen(with_values(self._drafts.base, self._drafts.edits)))
         except InputError as error:
-            self.app.post_message(Failed("Correct these fields before previewing the data", tuple(map(str, error.problems))))
+            self.app.post_message(Failed("Correct these fields before previewing the data", tuple(map(problem_text, error.problems))))
 
     def action_differences(self) -> None:
         changes.show_differences(self.app, self._drafts)
