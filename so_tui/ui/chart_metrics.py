@@ -114,8 +114,8 @@ STEP_METRICS: tuple[Metric, ...] = (
     Metric("hardware", "hardware TFLOPS", "with recomputation and padding", ("hw_tflops_per_gpu",), zero=True, role="gpu"),
     Metric(
         "example",
-        "TFLOPS by DeepSpeed's example",
-        "summed over GPUs, as published figures are",
+        "DeepSpeed TFLOPS",
+        "by its example's formula, all GPUs, as published",
         ("seed_tflops_total",),
         zero=True,
         role="gpu",

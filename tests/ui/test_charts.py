@@ -17,11 +17,12 @@ from textual.widgets import Input
 from so_tui.runs import MetricsWriter
 from so_tui.runs.records import EvaluationRecord, State
 from so_tui.ui.chart_layout import EMAS, GRIDS, ChartLayout, layout_path, load_layout, page_of, save_layout
-from so_tui.ui.chart_metrics import METRICS
+from so_tui.ui.chart_metrics import METRICS, STEP_METRICS
 from so_tui.ui.dialogs.choose_metrics import ChooseMetrics, matching, weight_of
 from so_tui.ui.line_looks import RUN_ROLES, SIGNS, look_of
 from so_tui.ui.overlay import steps_at
 from so_tui.ui.panels.charts import ChartPanel
+from so_tui.ui.panels.details import detail_lines
 from so_tui.ui.panels.legend import RunLegend, wrapped
 from so_tui.ui.series import ExponentialMean
 from so_tui.ui.step_series import StepSeries
@@ -107,6 +108,13 @@ async def test_mfu_has_room_where_three_charts_stand_beside_each_other(runs_dir:
     async with opened(runs_dir, (160, 45), open_run=run) as ui:
         await ui.until(lambda: len(shown(ui)) == 3)
         await ui.until(lambda: re.search(r"^speed +\d.* tok/s +MFU \d+\.\d %$", ui.heading("#throughput")))
+
+
+def test_every_name_is_whole_in_the_details_of_a_step() -> None:
+    record = step_record(1)
+    known = {field: 1.0 for metric in STEP_METRICS for field in metric.fields if getattr(record, field) is None}
+    names = " ".join(line.plain for line in detail_lines(msgspec.structs.replace(record, **known), 40))
+    assert all(metric.title in names for metric in STEP_METRICS if len(metric.fields) == 1)
 
 
 async def test_every_metric_is_drawn_or_says_why_not(runs_dir: Path) -> None:
