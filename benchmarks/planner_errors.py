@@ -22,6 +22,8 @@ from so_tui.validation.report import MachineFound, Report, trained
 FOLDER = RESULTS.parent
 SWEEPS = tuple(sorted(FOLDER.glob("planner-sweep-*.json")))
 REPORTS = tuple(sorted(FOLDER.glob("validate-*.json")))
+LONG = (*sorted(FOLDER.glob("length-*.json")), FOLDER / "attention-h200-second.json")
+MIXTURES = FOLDER / "moe-h200-x2.json"
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,8 @@ class Row:
 
 
 def rows() -> list[Row]:
-    """Return every setting whose step was measured and is predicted again by today's constants, and those of validations."""
-    return [*_planned_again(), *_validated()]
+    """Return every setting whose step was measured and is predicted again by today's constants, and those of other reports."""
+    return [*_planned_again(), *_validated(), *_beside_their_plans()]
 
 
 def _planned_again() -> Iterator[Row]:
@@ -102,6 +104,33 @@ def _validated() -> Iterator[Row]:
                     calibrated_s=found.predicted.step_s,
                     published_s=None,
                 )
+
+
+def _beside_their_plans() -> Iterator[Row]:
+    """Yield steps of long sequences, and of mixtures of experts, as they were planned when they were measured."""
+    for path in (*LONG, MIXTURES):
+        for row in json.loads(path.read_text()):
+            if path != MIXTURES and row["what"] != "step":
+                continue
+            expected, found = (
+                (row["predicted"]["step_s"], row["measured"]["figures"]["step_s"])
+                if path == MIXTURES
+                else (row["planned_step_s"], row["step_s"])
+            )
+            calibrated = bool((row.get("speed_source") or {}).get("calibrated"))
+            yield Row(
+                machine=path.stem,
+                model=row["preset"],
+                gpu=row["gpus"][0]["name"] if path == MIXTURES else row["device"],
+                gpus=len(row["gpus"]) if path == MIXTURES else row.get("gpus", 1),
+                setting=json.dumps(row["set"]),
+                searched=False,
+                checks=True,
+                tokens=1,
+                measured_s=found,
+                calibrated_s=expected if calibrated else None,
+                published_s=None if calibrated else expected,
+            )
 
 
 def errors(measured: Iterable[Row], *, calibrated: bool) -> list[float]:

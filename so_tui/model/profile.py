@@ -126,6 +126,12 @@ class ModelProfile:
         return any(name in tensor.name for block in self._layers() for tensor in block.tensors for name in _NORMS_AFTER_MLP)
 
     @cached_property
+    def unrepeated_parameters(self) -> int:
+        """Parameters of the layers' last products, which recomputation leaves out: only the sum after them needs their results."""
+        shape = self.architecture
+        return 0 if shape.experts or self.norm_after_mlp else shape.layers * shape.hidden * shape.intermediate
+
+    @cached_property
     def activations(self) -> dict[Policy, ActivationSizes]:
         shape, fused = self.architecture, self.fused
         block = block_bytes(shape, fused=fused)

@@ -14,12 +14,12 @@ CALIBRATED = 0.12
 """Error of a step that is predicted with the rates of its machine, as a share of the prediction."""
 PUBLISHED = 0.15
 """The same with rates that are published for the GPU."""
-ALIKE = 0.05
+ALIKE = 0.04
 """Settings of one run whose predicted speeds differ by less count as equally fast: half of the ratios between measured settings of a model
 on one machine were off by more. It is less than the error of a step, since whatever all settings share cancels out."""
 SURE = 0.10
 """Share from which on a planned difference is worth a price. Where 10 to 20 % were planned, the setting that was planned to be faster was
-faster in nine of ten pairs; where 5 to 10 % were, in two of three."""
+faster in nine of ten pairs; where 4 to 10 % were, in seven of ten."""
 CHECKED_GPUS = ("NVIDIA H100 80GB HBM3", "NVIDIA H200")
 """On which steps were measured beside their plans."""
 

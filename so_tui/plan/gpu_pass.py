@@ -110,9 +110,10 @@ class PassModel:
         attention_forward, attention_backward = self._attention_s()
         unfused_experts = shape.experts and not profile.fused
         expert_products = 6.0 * tokens * shape.hidden * shape.active_intermediate * shape.layers / rate if unfused_experts else 0.0
+        again = products - 2.0 * tokens * profile.unrepeated_parameters / rate
         repeated = {
-            "full": products + elementwise + attention_forward,
-            "attention": products + elementwise,
+            "full": again + elementwise + attention_forward,
+            "attention": again + elementwise,
             "selective": elementwise + expert_products,
             "none": 0.0,
         }

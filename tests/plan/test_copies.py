@@ -67,7 +67,7 @@ def seconds_of_1000_steps(plan: Plan) -> float:
 
 @pytest.mark.parametrize(
     ("model", "gpus", "machine", "minutes"),
-    [("gpt-oss-20b", 1, BIG, (54, 77)), ("llama-3.1-8b", 1, QUAD, (32, 33)), ("qwen3-14b", 4, QUAD, (68, 67))],
+    [("gpt-oss-20b", 1, BIG, (54, 77)), ("llama-3.1-8b", 1, QUAD, (32, 33)), ("phi-4", 1, BIG, (59, 75)), ("phi-4", 2, QUAD, (70, 70))],
 )
 def test_memory_gains_more_as_second_states_than_as_copies(model: str, gpus: int, machine: Machine, minutes: tuple[int, int]) -> None:
     """The minutes of 1000 steps in docs/checkpoints.md: as planned, and with copies first, which leaves these hosts no second states."""

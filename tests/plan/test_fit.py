@@ -117,7 +117,7 @@ def test_a_check_holds_for_the_plans_of_today(row: dict[str, Any]) -> None:
             assert abs(new - measured) < abs(old - measured), name
             assert new == pytest.approx(measured, rel=0.15 if name.endswith("_s") else 0.05), name
         elif name in row.get("since_refitted", []):
-            assert new == pytest.approx(old, rel=0.03 if name == "step_s" else 0.25), name
+            assert new == pytest.approx(old, rel=0.04 if name == "step_s" else 0.4), name
         elif name not in row.get("since_changed", []):
             assert new == pytest.approx(old, rel=2e-3), name  # the order of sub-groups has changed since, and the rate of norms a little
 

@@ -355,7 +355,7 @@ def long(length: int, /, **changes: str) -> Plan:
 def test_long_documents_are_planned_by_backend(length: int, attention: str, policy: str, measured_s: float) -> None:
     """Measured on H200s: benchmarks/results/attention-h200.json."""
     found = long(length, model__attention=attention, model__activation_checkpointing=policy)
-    assert found.step_s == pytest.approx(measured_s, rel=0.04)
+    assert found.step_s == pytest.approx(measured_s, rel=0.05)
 
 
 LONG = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "length-h200.json").read_text())
