@@ -32,6 +32,7 @@ def plan() -> Plan:
     return make_plan(run, inspect_machine())
 
 
+@pytest.mark.slow
 def test_training_changes_everything_but_the_indexers(plan: Plan) -> None:
     """Weight decay of 0.9 would take 1 % of each weight in a step."""
     run = plan.spec

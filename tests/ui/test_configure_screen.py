@@ -42,7 +42,7 @@ async def test_a_refused_launch_is_said_where_the_wrong_field_is_described_and_n
         await ui.configure()
         await ui.press("slash")
         prompt = ui.find("#find", Input)
-        assert len(prompt.placeholder) < prompt.content_size.width, "it is not cut"
+        await ui.until(lambda: len(prompt.placeholder) < prompt.content_size.width)  # it is not cut
         await ui.press("escape")
         row = await ui.edit("train.learning_rate", "abc")
         await ui.until(lambda: row.has_class("-wrong"))

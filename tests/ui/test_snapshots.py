@@ -221,6 +221,8 @@ async def at_rest(ui: Driver) -> None:
     for screen in ui.app.screen_stack[:-1]:
         for _ in range(2):
             await heard(screen)
+            if isinstance(screen, DashboardScreen):
+                await screen.on_resize()  # was laid out with the rows of another size since; the next snapshot of the run does the same
             screen._refresh_layout()
             await ui.pilot.pause()
     ui.screen.refresh(layout=True)
