@@ -37,6 +37,17 @@ async def test_a_wrong_field_is_marked_and_nothing_can_be_launched(runs_dir: Pat
         assert gpus.has_class("-wrong"), "there are four"
 
 
+async def test_a_field_that_is_as_it_was_says_nothing_of_its_change(runs_dir: Path) -> None:
+    async with opened(runs_dir) as ui:
+        await ui.configure()
+        row = await ui.edit("data.split", "other")
+        note = row.query_one(".field-note", Static)
+        await ui.until(lambda: row.has_class("-changed") and "was" in str(note.content))
+        await ui.type_text("train", replace=True)
+        await ui.until(lambda: not row.has_class("-changed"))
+        assert not str(note.content), "as before: there is nothing to say of it"
+
+
 async def test_a_refused_launch_is_said_where_the_wrong_field_is_described_and_nothing_covers_it(runs_dir: Path) -> None:
     async with opened(runs_dir) as ui:
         await ui.configure()

@@ -210,8 +210,6 @@ class FieldRow(Horizontal):
         """Show what there is to say of the selected field, which wraps it, and of others as much as fits."""
         note = self.query_one(".field-note", Label)
         whole, room = " · ".join(self._pieces), note.content_size.width
-        if not self._pieces:
-            return
         text = whole if self.has_focus_within or not room or cell_len(whole) <= room else self._pieces[0]
         if text != str(note.content):
             note.update(Content(text))
