@@ -15,7 +15,11 @@ class FindField(Entry):
     BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "submit", "Go there"), Binding("escape", "screen.leave_field", "Clear")]
 
     DEFAULT_CSS = """
-    FindField { display: none; }
+    FindField {
+        display: none;
+        /* Not a margin, which would narrow the widgets beside it, too. */
+        &.-textual-compact { padding: 0 1; }
+    }
     """
 
     def __init__(self, placeholder: str, *, id: str | None = None) -> None:
