@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from statistics import median
+from typing import Any
 
 from benchmarks.planner_fit import CHECKED, RESULTS, case_of, predicted
 from so_tui.plan import accuracy
@@ -57,7 +58,7 @@ class Row:
 
 def rows() -> list[Row]:
     """Return every setting whose step was measured and is predicted again by today's constants, and those of other reports."""
-    return [*_planned_again(), *_validated(), *_beside_their_plans()]
+    return [*_planned_again(), *_validated(), *_long(), *_mixtures()]
 
 
 def _planned_again() -> Iterator[Row]:
@@ -106,31 +107,36 @@ def _validated() -> Iterator[Row]:
                 )
 
 
-def _beside_their_plans() -> Iterator[Row]:
-    """Yield steps of long sequences, and of mixtures of experts, as they were planned when they were measured."""
-    for path in (*LONG, MIXTURES):
+def _long() -> Iterator[Row]:
+    """Yield steps of long sequences as they were planned when they were measured."""
+    for path in LONG:
         for row in json.loads(path.read_text()):
-            if path != MIXTURES and row["what"] != "step":
-                continue
-            expected, found = (
-                (row["predicted"]["step_s"], row["measured"]["figures"]["step_s"])
-                if path == MIXTURES
-                else (row["planned_step_s"], row["step_s"])
-            )
-            calibrated = bool((row.get("speed_source") or {}).get("calibrated"))
-            yield Row(
-                machine=path.stem,
-                model=row["preset"],
-                gpu=row["gpus"][0]["name"] if path == MIXTURES else row["device"],
-                gpus=len(row["gpus"]) if path == MIXTURES else row.get("gpus", 1),
-                setting=json.dumps(row["set"]),
-                searched=False,
-                checks=True,
-                tokens=1,
-                measured_s=found,
-                calibrated_s=expected if calibrated else None,
-                published_s=None if calibrated else expected,
-            )
+            if row["what"] == "step":
+                calibrated = bool((row.get("speed_source") or {}).get("calibrated"))
+                yield _then(path.stem, row, row["device"], row.get("gpus", 1), row["step_s"], row["planned_step_s"], calibrated=calibrated)
+
+
+def _mixtures() -> Iterator[Row]:
+    """Yield steps of mixtures of experts as they were planned when they were measured, at published rates."""
+    for row in json.loads(MIXTURES.read_text()):
+        measured_s, planned_s = row["measured"]["figures"]["step_s"], row["predicted"]["step_s"]
+        yield _then(MIXTURES.stem, row, row["gpus"][0]["name"], len(row["gpus"]), measured_s, planned_s, calibrated=False)
+
+
+def _then(machine: str, row: dict[str, Any], gpu: str, gpus: int, measured_s: float, planned_s: float, *, calibrated: bool) -> Row:
+    return Row(
+        machine=machine,
+        model=row["preset"],
+        gpu=gpu,
+        gpus=gpus,
+        setting=json.dumps(row["set"]),
+        searched=False,
+        checks=True,
+        tokens=1,
+        measured_s=measured_s,
+        calibrated_s=planned_s if calibrated else None,
+        published_s=None if calibrated else planned_s,
+    )
 
 
 def errors(measured: Iterable[Row], *, calibrated: bool) -> list[float]:

@@ -156,8 +156,7 @@ def tiled_block_bytes(shape: Architecture, *, fused: bool) -> int:
     no more than fused ones outside their tile: 10 h, which counting live tensors on a CPU confirms.
     """
     h, q, kv = shape.hidden, shape.query_width, shape.key_value_width
-    beside = 10 * h + 6 * (q + kv if fused else q + 2 * kv)
-    return max(beside, 6 * h + 14 * q + 10 * kv)
+    return max(10 * h + _head_bytes(shape, fused=fused), 6 * h + 14 * q + 10 * kv)
 
 
 def tile_bytes(shape: Architecture, *, fused: bool) -> int:
@@ -169,8 +168,13 @@ def tile_bytes(shape: Architecture, *, fused: bool) -> int:
 
 
 def _bytes_beside_mlp(shape: Architecture, *, fused: bool) -> int:
-    h, q, kv = shape.hidden, shape.query_width, shape.key_value_width
-    return 10 * h + 6 * (q + kv) if fused else 24 * h + 6 * (q + 2 * kv)
+    return (10 if fused else 24) * shape.hidden + _head_bytes(shape, fused=fused)
+
+
+def _head_bytes(shape: Architecture, *, fused: bool) -> int:
+    """Return the part of ``block_bytes`` that queries, keys and values take."""
+    q, kv = shape.query_width, shape.key_value_width
+    return 6 * (q + kv if fused else q + 2 * kv)
 
 
 def elementwise_bytes(shape: Architecture, *, fused: bool) -> int:
