@@ -55,7 +55,7 @@ _TEXT_REMEDIES = {
     "slurm.constraint": "Give names of features, joined by '&', '|' or ',', without spaces.",
     "slurm.site": "Give lower-case letters, digits and '-'.",
 }
-"""What texts may look like of which not every one is taken."""
+"""What to give where a text must have a certain form."""
 
 _PATH_KEYS = ("model.id", "model.tokenizer", "data.source", "data.evaluation", "checkpoint.folder")
 """Keys whose value may be a path."""

@@ -15,8 +15,9 @@ from so_tui.machine.memory import pss_bytes
 
 _INTERVAL_S = 20.0
 _SETTLES_S = 120.0
-"""For so long it is read at each interval: memory is touched for the first time. After that each read may take this share of the time:"""
+"""While memory is touched for the first time, it is read at each interval, whatever that costs."""
 _COST_SHARE = 0.01
+"""Most of the time that reads may take after that."""
 
 
 def rank_memory_bytes() -> int:
