@@ -31,7 +31,7 @@ from so_tui.ui.widgets.numa_nodes import NumaNodes
 from so_tui.ui.widgets.styled_lines import StyledLines
 from tests.support.hostile import HOSTILE, SURROGATE, HostileWorld, hostile_world
 from tests.support.make_run import write_run
-from tests.support.screen import Driver, look_often, opened
+from tests.support.screen import Driver, opened, wait_for_what_runs
 
 WAYS = {
     "presets": ["1", "slash", *"owned", "enter"],
@@ -56,7 +56,7 @@ DIALOGS = ("help", "delete", "settings", "data", "add a model", "another machine
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HostileWorld:
     """The hostile texts."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    look_often(monkeypatch)
+    wait_for_what_runs(monkeypatch)
     return hostile_world(tmp_path / "world")
 
 

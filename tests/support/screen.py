@@ -29,16 +29,31 @@ from so_tui.ui.widgets.styled_lines import StyledLines
 from tests.support.make_run import quad_machine
 from tests.support.waiting import LIMIT_S
 
-NAP_S = 0.004
-"""How long Textual's pilot sleeps before it looks whether the application is idle; its own 20 ms add up to a minute over the tests."""
+DRAINED_WITHIN_S = 10.0
 SIZES = [(80, 24), (120, 36)]
 WidgetType = TypeVar("WidgetType", bound=Widget)
 
 
-def look_often(patch: pytest.MonkeyPatch) -> None:
-    """Wait for an application no longer than it takes."""
-    patch.setattr("textual._wait.SLEEP_GRANULARITY", NAP_S)
-    patch.setattr("textual._wait.SLEEP_IDLE", NAP_S / 2)
+async def settled(min_sleep: float = 0, max_sleep: float = DRAINED_WITHIN_S) -> None:
+    """Wait until the event loop has nothing left to run before a timer, a thread or another process has something for it.
+
+    Textual's pilot looks whether the process uses the CPU instead. It waits 20 ms at least, and takes a process that gets no CPU time on a
+    busy machine for one that is idle.
+
+    Raises:
+        TimeoutError: There is something to run all the time.
+    """
+    ready = asyncio.get_running_loop()._ready  # type: ignore[attr-defined]
+    async with asyncio.timeout(max_sleep):
+        await asyncio.sleep(min_sleep)
+        while ready:
+            await asyncio.sleep(0)
+
+
+def wait_for_what_runs(patch: pytest.MonkeyPatch) -> None:
+    """Let the pilot wait until what it did has had its effects, on an idle machine as on a busy one."""
+    patch.setattr("textual.app.wait_for_idle", settled)
+    patch.setattr("textual.pilot.wait_for_idle", settled)
 
 
 class Driver:
@@ -54,6 +69,11 @@ class Driver:
     async def press(self, *keys: str) -> None:
         """Press keys one after the other, each when the one before has had its effect."""
         await self.pilot.press(*keys)
+
+    async def resize(self, width: int, height: int) -> None:
+        """Give the terminal another size, and wait until the screen has it: Textual waits for further sizes first."""
+        await self.pilot.resize_terminal(width, height)
+        await self.until(lambda: self.app._resize_event is None and self.screen._size == (width, height))
 
     async def type_text(self, text: str, *, replace: bool = False) -> None:
         """Type into the text field with the focus, as fast as a terminal pastes; ``replace`` what stands in it."""

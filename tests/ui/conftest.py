@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from so_tui.ui.form import GROUPS
-from tests.support.screen import look_often
+from tests.support.screen import wait_for_what_runs
 from tests.support.shared_work import share_work
 
 
@@ -27,7 +27,7 @@ def _no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_idle_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    look_often(monkeypatch)
+    wait_for_what_runs(monkeypatch)
     monkeypatch.setattr("so_tui.ui.screens.dashboard.POLL_S", 0.1)
 
 

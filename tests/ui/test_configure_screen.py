@@ -190,10 +190,10 @@ async def test_the_plan_follows_the_width_of_the_terminal(runs_dir: Path) -> Non
         await ui.press("enter")
         await ui.until(lambda: "fits" in ui.shown("#verdict"))
         wide = bars()
-        await ui.pilot.resize_terminal(110, 50)
+        await ui.resize(110, 50)
         await ui.until(lambda: bars() != wide)
         assert max(map(len, bars())) <= ui.screen.query_one("#plan-pane").content_size.width
-        await ui.pilot.resize_terminal(200, 50)
+        await ui.resize(200, 50)
         await ui.until(lambda: bars() == wide)
 
 

@@ -45,7 +45,7 @@ async def test_findings_about_another_host_stand_beside_it_where_there_is_room(r
         machine, doctor = ui.find("#machine", VerticalScroll), ui.find("#doctor", Vertical)
         assert doctor.region.y >= machine.region.bottom
         assert doctor.region.x == 0
-        await ui.pilot.resize_terminal(160, 36)
+        await ui.resize(160, 36)
         await ui.until(lambda: doctor.region.x >= machine.region.right)
         assert doctor.region.y == machine.region.y
         assert doctor.region.right == 160

@@ -130,11 +130,12 @@ async def test_another_machine_is_planned_for_but_nothing_is_started_there(runs_
 
 
 async def test_a_late_inspection_of_this_machine_does_not_replace_another(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    late = threading.Event()
+    begun, late = threading.Event(), threading.Event()
     answers: list[Machine] = []
     make = messages.Loaded.__init__
 
     def inspected() -> Machine:
+        begun.set()
         late.wait(LIMIT_S)
         return inspect_machine()
 
@@ -146,6 +147,7 @@ async def test_a_late_inspection_of_this_machine_does_not_replace_another(runs_d
         monkeypatch.setattr("so_tui.machine.inspect_machine", inspected)
         monkeypatch.setattr(messages.Loaded, "__init__", noted)
         await ui.press("5", "g")
+        await ui.until(begun.is_set)
         ui.app.plan_for(quad_machine(), "quad.json")
         await ui.until(lambda: "quad-gh200  planning for another machine" in ui.text())
         late.set()
@@ -216,7 +218,7 @@ async def test_a_machine_without_a_gpu_says_what_to_do_and_trains_tiny_with_one_
         await ui.until(lambda: "4 GPUs" in ui.text())
         told = ui.shown("#about-machine")
         assert all(word in told for word in ("gh200-quad-120", "not measured", MACHINES["gh200-quad-120"].source))
-        await ui.pilot.resize_terminal(80, 24)
+        await ui.resize(80, 24)
         await ui.until(lambda: ui.find("#about-machine", Static).size.height == 1)
         assert all(word in ui.shown("#about-machine") for word in ("gh200-quad-120", "not measured"))
 
@@ -301,7 +303,7 @@ async def test_the_cursor_stays_on_its_plan_when_the_terminal_gets_wider(runs_di
         await ui.press("right")
         await ui.until(lambda: ui.shown("#detail-title") != before)
         chosen = ui.shown("#detail-title").split()
-        await ui.pilot.resize_terminal(200, 50)
+        await ui.resize(200, 50)
         await ui.until(lambda: len(table.columns) > columns)
         assert ui.shown("#detail-title").split() == chosen
 

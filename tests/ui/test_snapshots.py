@@ -257,7 +257,7 @@ async def test_pictures(walk: Walk, snapshot: SnapshotAssertion, monkeypatch: py
         for picture in walk.pictures:
             await go_to(ui, picture)
             for width, height in picture.sizes:
-                await ui.pilot.resize_terminal(width, height)
+                await ui.resize(width, height)
                 await at_rest(ui)
                 name = f"{picture.name}-{width}x{height}"
                 if picture_of(ui.app) != snapshot(name=name, extension_class=SvgExtension):

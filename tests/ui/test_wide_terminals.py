@@ -50,13 +50,12 @@ async def test_details_and_log_stand_at_the_right_and_nodes_in_two_columns(runs_
         assert log.region.y > details.region.y
         assert log.region.x == details.lines.region.x > nodes.region.right
         await ui.press("i", "left", "left")
-        await ui.until(lambda: "at the cursor" in str(details.heading.render()))
-        assert details.lines.content.plain != newest
-        await ui.pilot.resize_terminal(120, 36)
+        await ui.until(lambda: "at the cursor" in str(details.heading.render()) and details.lines.content.plain != newest)
+        await ui.resize(120, 36)
         await ui.until(lambda: not details.display)
         assert log.region.y > nodes.region.y
         assert "node 1" not in nodes.render_line(0).text
-        await ui.pilot.resize_terminal(220, 50)
+        await ui.resize(220, 50)
         gpus = ui.find("#gpus", StyledLines)
         await ui.until(lambda: gpus.size.width > 120 and gpus.rows == 4)
         assert gpus.size.height == 4
@@ -83,7 +82,7 @@ async def test_panels_are_resized_by_keys_and_mouse_kept_and_reset(runs_dir: Pat
         assert "tokens/s" in ui.shown("#facts")
         await ui.press("right_curly_bracket")  # the list has the focus
         await ui.until(lambda: preview.size.width == columns - 4 and kept("run_beside") == columns - 3)
-        await ui.pilot.resize_terminal(120, 36)
+        await ui.resize(120, 36)
         body = ui.find("#preview", Container)
         await ui.until(lambda: body.region.y > ui.screen.query_one("#table").region.y)
         rows = body.size.height
