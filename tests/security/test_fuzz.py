@@ -119,7 +119,7 @@ def test_any_file_of_a_run(valid_run: RunDirectory, tmp_path: Path) -> None:
     assert {"run.json", "state.json", "spec.json"} <= {str(name) for name in names}
     copy = RunDirectory(shutil.copytree(valid_run.path, tmp_path / "runs" / "fuzzed"))
 
-    @settings(tried, max_examples=25)
+    @settings(tried, max_examples=12)
     @given(st.sampled_from(names).flatmap(lambda name: st.tuples(st.just(name), harmed(valid_run.path / name))))
     def try_one(change: tuple[Path, bytes]) -> None:
         name, content = change

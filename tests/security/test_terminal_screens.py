@@ -79,7 +79,7 @@ def test_every_screen_is_tried() -> None:
     assert {name for name, _ in PAGES} <= set(WAYS)
 
 
-@pytest.mark.parametrize("size", [(80, 24), (160, 50)])
+@pytest.mark.parametrize("size", [(80, 24), pytest.param((160, 50), marks=pytest.mark.slow)])
 async def test_screens_show_only_printable_characters(size: tuple[int, int], world: HostileWorld) -> None:
     async with opened(world.runs_dir, size, machine=world.machine) as driver:
         await driver.until(lambda: driver.app.runs and driver.app.findings is not None)

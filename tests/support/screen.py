@@ -30,7 +30,8 @@ from tests.support.make_run import quad_machine
 from tests.support.waiting import LIMIT_S
 
 DRAINED_WITHIN_S = 10.0
-SIZES = [(80, 24), (120, 36)]
+SIZES = [(80, 24), pytest.param((120, 36), marks=pytest.mark.slow)]
+"""The smallest terminal, and a common one; what is tried at both is tried at the second in the slow tier."""
 WidgetType = TypeVar("WidgetType", bound=Widget)
 
 
