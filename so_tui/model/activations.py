@@ -53,6 +53,11 @@ def tiles_mlp(model: ModelSpec) -> bool:
     return model.tiled_mlp == "on" and policy_of(model) in TILED_POLICIES
 
 
+def in_tiles(model: ModelSpec, shape: Architecture, tokens: int) -> bool:
+    """Return whether dense feed-forward blocks compute a micro-batch of ``tokens`` in more than one tile."""
+    return tiles_mlp(model) and not shape.experts and tokens > MLP_TILE_TOKENS
+
+
 def block_input_bytes(shape: Architecture) -> int:
     """Return the bytes of one block's input: 2 h."""
     return 2 * shape.hidden

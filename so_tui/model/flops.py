@@ -1,7 +1,8 @@
 """Floating-point operations of a training step, three ways of counting them, and what GPUs can do at most.
 
 - model: 6 per active matmul parameter and token, plus causal attention within each document. No recompute. MFU is this over the peak.
-- hardware: what is executed; activation checkpointing runs the forward of every block again (8 per parameter and token).
+- hardware: what is executed; activation checkpointing runs the forward of every block again (8 per parameter and token), but for the last
+  product of a dense feed-forward block, since only the sum after it needs the result.
 - seed: the formula of the DeepSpeedExamples SuperOffload script, for comparison with published figures. It counts padding, recompute,
   the embedding table and full attention on ``hidden_size``.
 
@@ -34,6 +35,8 @@ PEAK_BF16_FLOPS: tuple[tuple[str, float], ...] = (
     (r"L4", 121e12),
     (r"MI300A", 980.6e12),
 )
+_NORMS_AFTER_MLP = ("post_feedforward_layernorm", "post_mlp_layernorm")
+"""transformers' names: Gemma 2 and 3, OLMo 2, EXAONE 4, GLM 4."""
 
 
 class Flops(Struct, frozen=True, kw_only=True):
@@ -50,6 +53,10 @@ class Flops(Struct, frozen=True, kw_only=True):
     window: int | None
     windowed_attention_width: int = 0
     """That of layers with a window, if it is another."""
+    last_products: int = 0
+    """Parameters of the last products of all dense feed-forward blocks; 0 with experts."""
+    norm_after_mlp: bool = False
+    """Whether a norm in the layer needs the results of these products."""
 
     @property
     def attention_layers(self) -> tuple[tuple[int, int, int | None], ...]:
@@ -57,6 +64,16 @@ class Flops(Struct, frozen=True, kw_only=True):
         windowed = self.windowed_attention_width or self.attention_width
         kinds = ((self.full_layers, self.attention_width, None), (self.windowed_layers, windowed, self.window))
         return tuple(kind for kind in kinds if kind[0])
+
+    def repeated(self, *, tiled: bool = False) -> int:
+        """Return the parameters whose products backward computes again where layers are checkpointed.
+
+        A feed-forward block in tiles computes its last product again for each tile, or all three where a norm needs the result before that.
+        """
+        blocks = self.active_parameters - self.head_parameters
+        if self.norm_after_mlp:
+            return blocks + (3 * self.last_products if tiled else 0)
+        return blocks - (0 if tiled else self.last_products)
 
     def attention_forward(self, document_lengths: Iterable[int]) -> float:
         """Return the FLOPs of QK^T and AV in one forward over documents of these lengths (tokens): 4 x width x pairs, all layers."""
@@ -82,6 +99,8 @@ def flops_for(blocks: tuple[ParameterBlock, ...], shape: Architecture) -> Flops:
         windowed_layers=shape.windowed_layers,
         window=shape.window,
         windowed_attention_width=shape.windowed_query_width,
+        last_products=0 if shape.experts else shape.layers * shape.hidden * shape.intermediate,
+        norm_after_mlp=any(name in tensor.name for block in blocks for tensor in block.tensors for name in _NORMS_AFTER_MLP),
     )
 
 
@@ -123,20 +142,25 @@ def hw_flops(
     document_lengths: Iterable[int],
     *,
     checkpointing: bool,
-    head_recomputed: bool = False,
     attention_recomputed: bool = True,
+    tiled: bool = False,
 ) -> float:
-    """Return the FLOPs that the GPU executes for ``tokens`` positions, padding included: with ``checkpointing`` 8 N T + 4 x attention.
+    """Return the FLOPs that the GPU executes for ``tokens`` positions, padding included.
 
-    ``head_recomputed``: whether the output head runs again in backward. The trainer's does not: its loss forms gradients in the forward,
-    and multiplies again only what ``so_tui.model.loss`` counts. ``attention_recomputed``: whether attention does, with ``checkpointing``.
+    6 N T + 3 x attention, and with ``checkpointing`` 2 T for each parameter that is repeated, and attention once more. The output head is
+    not repeated: the loss forms gradients in the forward, and multiplies again only what ``so_tui.model.loss`` counts.
+
+    Args:
+        flops: What one token costs.
+        tokens: Positions.
+        document_lengths: Tokens of each document.
+        checkpointing: Whether backward computes layers again.
+        attention_recomputed: Whether it does attention, too.
+        tiled: Whether feed-forward blocks are computed in tiles.
     """
-    attention = flops.attention_forward(document_lengths)
-    blocks, head = flops.active_parameters - flops.head_parameters, flops.head_parameters
-    passes = 4.0 if checkpointing else 3.0
-    head_passes = passes if head_recomputed else 3.0
-    attention_passes = passes if attention_recomputed else 3.0
-    return 2.0 * tokens * (passes * blocks + head_passes * head) + attention_passes * attention
+    repeated = flops.repeated(tiled=tiled) if checkpointing else 0
+    attention_passes = 4.0 if checkpointing and attention_recomputed else 3.0
+    return 2.0 * tokens * (3.0 * flops.active_parameters + repeated) + attention_passes * flops.attention_forward(document_lengths)
 
 
 def seed_flops_per_sequence(parameters: int, layers: int, hidden: int, sequence_length: int, *, checkpointing: bool) -> float:

@@ -39,9 +39,6 @@ _MOST_LAYOUTS = 1024
 """Entries of one cache of a profile, which is emptied when it has as many."""
 
 
-_NORMS_AFTER_MLP = ("post_feedforward_layernorm", "post_mlp_layernorm")
-
-
 class ActivationSizes(Struct, frozen=True, kw_only=True):
     """Bytes per token of one layer."""
 
@@ -119,17 +116,6 @@ class ModelProfile:
     def tied_head(self) -> bool:
         """Whether the output head is the embedding, whose gradient is complete only at the end of backward."""
         return any(tensor.tied for block in self.blocks for tensor in block.tensors)
-
-    @cached_property
-    def norm_after_mlp(self) -> bool:
-        """Whether a norm follows the feed-forward block in a layer, by transformers' names: Gemma 2 and 3, OLMo 2, EXAONE 4, GLM 4."""
-        return any(name in tensor.name for block in self._layers() for tensor in block.tensors for name in _NORMS_AFTER_MLP)
-
-    @cached_property
-    def unrepeated_parameters(self) -> int:
-        """Parameters of the layers' last products, which recomputation leaves out: only the sum after them needs their results."""
-        shape = self.architecture
-        return 0 if shape.experts or self.norm_after_mlp else shape.layers * shape.hidden * shape.intermediate
 
     @cached_property
     def activations(self) -> dict[Policy, ActivationSizes]:

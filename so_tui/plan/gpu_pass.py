@@ -110,14 +110,14 @@ class PassModel:
         attention_forward, attention_backward = self._attention_s()
         unfused_experts = shape.experts and not profile.fused
         expert_products = 6.0 * tokens * shape.hidden * shape.active_intermediate * shape.layers / rate if unfused_experts else 0.0
-        again = products - 2.0 * tokens * profile.unrepeated_parameters / rate
+        again = 2.0 * tokens * profile.flops.repeated(tiled=placement.tiled) / rate
         repeated = {
             "full": again + elementwise + attention_forward,
             "attention": again + elementwise,
             "selective": elementwise + expert_products,
             "none": 0.0,
         }
-        in_tiles = self._tiled_again_s(tokens, rate) if placement.tiled else 0.0
+        in_tiles = self._norms_again_s() if placement.tiled else 0.0
         exchange = self._exchange_s()
         policy = policy_of(placement.spec.model)
         return _Layers(
@@ -126,16 +126,11 @@ class PassModel:
             repeated=repeated[policy] + (exchange if policy != "none" else 0.0),
         )
 
-    def _tiled_again_s(self, tokens: float, rate: float) -> float:
-        """Return the seconds of what backward of tiles computes again: norms in tiles, and of a feed-forward block its last product.
-
-        Where a norm follows, whose input is recomputed, it is all three.
-        """
+    def _norms_again_s(self) -> float:
+        """Return the seconds of norms that tiles of feed-forward blocks compute again."""
         profile, shape = self.placement.profile, self.placement.profile.architecture
         norms = 0 if profile.fused else norm_bytes(shape, fused=False)
-        products = 3 if profile.norm_after_mlp else 1
-        products_s = products * 2.0 * tokens * shape.hidden * shape.intermediate * shape.layers / rate
-        return products_s + tokens * shape.layers * norms / self._moved_bytes_per_s
+        return self._computed_tokens * shape.layers * norms / self._moved_bytes_per_s
 
     def _exchange_s(self) -> float:
         """Return the seconds of trading tokens for heads and back in one pass over all layers, where ranks share sequences.

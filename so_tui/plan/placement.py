@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from so_tui.model.activations import MLP_TILE_TOKENS, tiles_mlp
+from so_tui.model.activations import in_tiles
 from so_tui.model.layout import StateLayout
 from so_tui.model.profile import ModelProfile
 from so_tui.model.sharding import OWN_LARGEST_BUCKET
@@ -52,7 +52,7 @@ class Placement:
     @property
     def tiled(self) -> bool:
         """Whether feed-forward blocks compute a micro-batch in more than one tile."""
-        return tiles_mlp(self.spec.model) and not self.profile.architecture.experts and self.tokens > MLP_TILE_TOKENS
+        return in_tiles(self.spec.model, self.profile.architecture, self.tokens)
 
     @property
     def gradient_bytes(self) -> int:

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from so_tui.machine.described import named_machine
 from so_tui.machine.types import Machine
+from so_tui.model.activations import in_tiles
 from so_tui.model.architecture import architecture
 from so_tui.model.flops import hw_flops
 from so_tui.model.profile import profile_of
@@ -231,6 +232,7 @@ def _counted(figure: Published) -> float:
         [length] * sequences,
         checkpointing=plan.spec.model.repeats_products,
         attention_recomputed=plan.spec.model.repeats_attention,
+        tiled=in_tiles(plan.spec.model, profile.architecture, plan.spec.micro_batch_tokens),
     )
     return _tflops(plan, 1.0) * 1e12 / executed
 

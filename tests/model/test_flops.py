@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from so_tui.model.architecture import architecture
 from so_tui.model.flops import (
@@ -35,7 +36,23 @@ def test_recompute_counts_as_executed_but_not_as_the_models() -> None:
     assert hw_flops(DENSE, 8, [8], checkpointing=False) == 6 * 1000 * 8 + 3 * attention == model_flops(DENSE, 8, [8])
     assert hw_flops(DENSE, 8, [8], checkpointing=True) == 8 * 900 * 8 + 6 * 100 * 8 + 4 * attention
     assert hw_flops(DENSE, 8, [8], checkpointing=True, attention_recomputed=False) == 8 * 900 * 8 + 6 * 100 * 8 + 3 * attention
-    assert hw_flops(DENSE, 8, [8], checkpointing=True, head_recomputed=True) == 8 * 1000 * 8 + 4 * attention
+
+
+def test_the_last_product_of_a_block_is_not_executed_again_unless_a_norm_or_tiles_need_it() -> None:
+    shape = PRESETS["llama-3.1-8b"].spec.model
+    dense = flops_of(shape)
+    last = 32 * 4096 * 14336
+    blocks = dense.active_parameters - dense.head_parameters
+
+    def executed(flops: Flops, *, tiled: bool = False) -> float:
+        return hw_flops(flops, 1, [], checkpointing=True, tiled=tiled) - 6 * dense.active_parameters
+
+    assert executed(dense) == 2 * (blocks - last)
+    assert executed(dense, tiled=True) == 2 * blocks
+    normed = replace(dense, norm_after_mlp=True)
+    assert executed(normed) == 2 * blocks
+    assert executed(normed, tiled=True) == 2 * (blocks + 3 * last)
+    assert flops_of(PRESETS["qwen3-30b-a3b"].spec.model).last_products == 0, "experts are computed again as a whole"
 
 
 def test_latent_attention_is_counted_by_the_heads_that_it_is_unfolded_to() -> None:

@@ -15,6 +15,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from so_tui.model.activations import in_tiles
 from so_tui.model.architecture import Architecture, architecture
 from so_tui.model.flops import Flops, flops_of, hw_flops, model_flops, peak_flops, seed_tflops_total
 from so_tui.model.loss import recomputed_logits
@@ -226,8 +227,14 @@ class Metrics:
 def executed_flops(spec: RunSpec, flops: Flops, shape: Architecture, counts: StepCounts) -> float:
     """Return the FLOPs that all GPUs execute in a step, with recomputation and padding. The head runs on trained tokens only."""
     lengths = counts.document_lengths.tolist()
-    products, attention = spec.model.repeats_products, spec.model.repeats_attention
-    executed = hw_flops(flops, counts.computed_tokens, lengths, checkpointing=products, attention_recomputed=attention)
+    executed = hw_flops(
+        flops,
+        counts.computed_tokens,
+        lengths,
+        checkpointing=spec.model.repeats_products,
+        attention_recomputed=spec.model.repeats_attention,
+        tiled=in_tiles(spec.model, shape, spec.micro_batch_tokens),
+    )
     executed -= 6.0 * flops.head_parameters * (counts.computed_tokens - counts.trained_tokens)
     micro_batches = spec.gradient_accumulation_steps * spec.ranks
     twice = recomputed_logits(counts.trained_tokens // micro_batches, shape.vocabulary)
