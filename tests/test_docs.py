@@ -24,6 +24,7 @@ from tests.support.python_path import ROOT
 
 PAGES = [*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY")), *sorted((ROOT / "docs").rglob("*.md"))]
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+TO_HEADING = re.compile(r"\]\(([^)#]*)#([^)]*)\)")
 CODE = re.compile(r"`([^`\n]+)`")
 DOCTOR = ROOT / "so_tui" / "machine" / "doctor"
 OUR_FOLDERS = ("so_tui/", "trainer/", "tests/", "benchmarks/", "presets/", "docs/", "locks/", "screenshots/", "containers/")
@@ -37,6 +38,19 @@ def names(pages: list[Path]) -> list[str]:
 def test_every_relative_link_leads_to_a_file(page: Path) -> None:
     targets = [target for target in LINK.findall(page.read_text()) if "://" not in target]
     assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, made as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_every_link_to_a_heading_leads_to_one(page: Path) -> None:
+    """A link whose address is broken over two lines leads nowhere."""
+    links = [link for link in TO_HEADING.findall(page.read_text()) if "://" not in link[0]]
+    assert [(file, anchor) for file, anchor in links if anchor not in anchors(page.parent / file if file else page)] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
@@ -78,9 +92,9 @@ def listed_codes(module: str) -> set[str]:
     return set(re.split(r",\s+", match.group(1))) if match else set()
 
 
-def planned(home: Path, *arguments: str) -> str:
+def planned(home: Path, *arguments: str, columns: int = 80) -> str:
     """Return what ``so-tui plan`` prints without measurements of this machine."""
-    environment = os.environ | {f"XDG_{kind}_HOME": str(home) for kind in ("CONFIG", "STATE", "CACHE")} | {"COLUMNS": "80"}
+    environment = os.environ | {f"XDG_{kind}_HOME": str(home) for kind in ("CONFIG", "STATE", "CACHE")} | {"COLUMNS": str(columns)}
     done = subprocess.run([sys.executable, "-m", "so_tui", "plan", *arguments], env=environment, capture_output=True, text=True, check=True)
     return done.stdout
 
@@ -92,6 +106,15 @@ def test_the_table_of_plans_that_is_explained_is_what_so_tui_prints(tmp_path: Pa
     for options, explained in (((), rows[:4]), (("--nodes", "3"), rows[4:])):
         printed = [line.split() for line in planned(tmp_path, "--machine", "gh200-quad-120", *options).splitlines()]
         assert [row for row in explained if row.split() not in printed] == []
+
+
+def test_the_plan_that_is_explained_line_by_line_is_what_so_tui_prints(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "planner.md").read_text()
+    ((arguments, shown),) = re.findall(r"^Some lines of `so-tui plan (.*)`:\n\n```\n(.*?)```$", page, re.MULTILINE | re.DOTALL)
+    printed = [line.split() for line in planned(tmp_path, *arguments.split(), columns=250).splitlines()]
+    explained = [line for line in shown.splitlines() if line != "..."]
+    assert len(explained) == 7
+    assert [line for line in explained if line.split() not in printed] == []
 
 
 def test_the_memory_in_the_figure_is_that_of_the_plan(tmp_path: Path) -> None:
