@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import mmap
+import subprocess
 import threading
 
 import pytest
 
+from so_tui_trainer import host_memory
 from so_tui_trainer.host_memory import HostMemory, rank_memory_bytes
 from tests.support.waiting import wait_until
 
@@ -66,3 +68,29 @@ def test_it_counts_what_has_been_touched() -> None:
     with mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory.write(b"\1" * len(memory))
         assert rank_memory_bytes() - before > 60 << 20
+
+
+def test_threads_that_end_meanwhile_do_not_hide_adams_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training process has threads that come and go."""
+    ended = threading.Event()
+
+    def come_and_go() -> None:
+        while not ended.is_set():
+            short = [threading.Thread(target=int) for _ in range(30)]
+            for thread in short:
+                thread.start()
+            for thread in short:
+                thread.join()
+
+    busy = [threading.Thread(target=come_and_go) for _ in range(3)]
+    with subprocess.Popen(["sleep", "1000"]) as worker:
+        monkeypatch.setattr(host_memory, "pss_bytes", lambda pid: int(pid == worker.pid))
+        try:
+            for thread in busy:
+                thread.start()
+            assert [rank_memory_bytes() for _ in range(300)] == [1] * 300
+        finally:
+            ended.set()
+            for thread in busy:
+                thread.join()
+            worker.kill()

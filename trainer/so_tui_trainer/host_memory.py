@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from so_tui.machine.memory import pss_bytes
@@ -59,9 +60,15 @@ class HostMemory:
 def _process_tree(pid: int) -> Iterator[int]:
     """Yield a process and its descendants."""
     yield pid
-    try:
-        children = [child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
-    except OSError:  # The process has ended.
-        return
-    for child in children:
-        yield from _process_tree(int(child))
+    for child in _children(pid):
+        yield from _process_tree(child)
+
+
+def _children(pid: int) -> set[int]:
+    """Return the children of all threads of a process."""
+    found: set[int] = set()
+    with suppress(OSError):  # The process has ended.
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError):  # The thread has ended. Another one has its children now.
+                found.update(map(int, (task / "children").read_text().split()))
+    return found
