@@ -13,7 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from so_tui_trainer.model import kernels, recompute, tiles
-from tests.support.small_training import MIXTURES, SHAPE, TOKENS, Products, forward, model_of, trained
+from so_tui_trainer.model.config import load_config
+from tests.support.models import another, causal_model
+from tests.support.small_training import MIXTURES, SHAPE, TOKENS, forward, model_of, trained
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "phi3", "gemma3_text", "gpt2"])
@@ -128,17 +130,43 @@ def test_experts_are_not_cut_into_tiles(model_type: str) -> None:
     assert tiles.install(model_of("full", model_type), 100) == 0
 
 
+class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the multiplications of matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            one, other = arguments[-2:]
+            self.count += one.numel() * other.shape[1]
+        return function(*arguments, **(keywords or {}))
+
+
+def work_of(model_type: str, tile: int) -> int:
+    causal = model_of("full", model_type, tile=tile)
+    with Work() as work:
+        torch.autograd.backward(forward(causal))
+    return int(work.count)
+
+
 @pytest.mark.parametrize(("model_type", "again"), [("qwen3", 1), ("gemma3_text", 3)])
 def test_tiles_repeat_no_product_but_the_last_of_each_block(model_type: str, again: int) -> None:
-    """All three where a norm follows the block."""
-    causal = model_of("full", model_type, tile=1000)
-    with Products() as products:
-        loss = forward(causal)
-        products.label = "backward"
-        torch.autograd.backward(loss)
-    with Products() as whole:
-        loss = forward(model_of("full", model_type))
-        whole.label = "backward"
-        torch.autograd.backward(loss)
-    assert products.counts["forward"] == whole.counts["forward"]
-    assert products.counts["backward"] == whole.counts["backward"] + again * SHAPE["num_hidden_layers"]
+    """All three where a norm follows the block; none where one tile holds all tokens."""
+    whole = work_of(model_type, 0)
+    product = TOKENS * SHAPE["hidden_size"] * SHAPE["intermediate_size"]
+    assert work_of(model_type, 100) == whole + again * SHAPE["num_hidden_layers"] * product
+    assert work_of(model_type, TOKENS) == whole
+
+
+def test_attention_is_not_cut_where_a_layer_lists_it_last() -> None:
+    """Tokens meet in it."""
+    causal = causal_model(load_config(another("falcon_h1")), dtype=torch.float32, attention="eager")
+    layers: Any = recompute.checkpointed_layers(causal)
+    assert list(dict(layers[0].named_children())).index("self_attn") > list(dict(layers[0].named_children())).index("feed_forward")
+    before = [(layer.self_attn.forward, layer.feed_forward.forward) for layer in layers]
+    assert tiles.install(causal, 100) == len(layers)
+    for layer, (attention, feed_forward) in zip(layers, before, strict=True):
+        assert layer.self_attn.forward == attention
+        assert layer.feed_forward.forward != feed_forward

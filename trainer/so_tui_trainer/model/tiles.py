@@ -53,10 +53,16 @@ def _norms(layer: nn.Module) -> list[nn.Module]:
 
 
 def _feed_forward(layer: nn.Module) -> nn.Module | None:
-    """Return a layer's last block, if it has nothing but linear layers and functions, so that tokens do not meet in it."""
+    """Return a layer's last block beside attention, if it has nothing but linear layers and functions, so that tokens do not meet in it.
+
+    Some layers list attention after it (Falcon-H1). transformers tells what has a cache, where tokens meet, its layer's number.
+    """
     parents = [name.rpartition(".")[0] for name, module in layer.named_modules() if type(module) in _LINEAR]
-    blocks = [parent for parent in parents if parent]
-    if len(set(blocks)) < 2:
+    if len(set(filter(None, parents))) < 2:
+        return None
+    mixing = tuple(f"{name}." for name, module in layer.named_modules() if name and hasattr(module, "layer_idx"))
+    blocks = [parent for parent in parents if parent and not f"{parent}.".startswith(mixing)]
+    if not blocks:
         return None
     found = layer.get_submodule(blocks[-1])
     plain = all(type(module) in _LINEAR or not list(module.parameters(recurse=False)) for module in found.modules())
@@ -65,6 +71,8 @@ def _feed_forward(layer: nn.Module) -> nn.Module | None:
 
 def _tiled(run: Block, parameters: tuple[nn.Parameter, ...], tile_tokens: int, inputs: Tensor) -> Tensor:
     rows = inputs.reshape(1, -1, inputs.shape[-1])
+    if rows.shape[1] <= tile_tokens:
+        return run(inputs)
     if not torch.is_grad_enabled():
         return _forward(run, tile_tokens, rows).view_as(inputs)
     keeper: list[Any] = []
@@ -115,8 +123,6 @@ class _Tiles(torch.autograd.Function):
 
 def _forward(run: Block, tile_tokens: int, inputs: Tensor) -> Tensor:
     first = run(inputs[:, :tile_tokens])
-    if inputs.shape[1] <= tile_tokens:
-        return first
     result = torch.empty(inputs.shape, dtype=first.dtype, device=first.device)
     result[:, :tile_tokens] = first
     for tile in _tiles(inputs.shape[1], tile_tokens, tile_tokens):
