@@ -37,6 +37,8 @@ PEAK_BF16_FLOPS: tuple[tuple[str, float], ...] = (
 )
 _NORMS_AFTER_MLP = ("post_feedforward_layernorm", "post_mlp_layernorm")
 """transformers' names: Gemma 2 and 3, OLMo 2, EXAONE 4, GLM 4."""
+_MIXING = re.compile("attn|attention|mamba|mixer|conv")
+"""In names of blocks where tokens meet."""
 
 
 class Flops(Struct, frozen=True, kw_only=True):
@@ -99,9 +101,23 @@ def flops_for(blocks: tuple[ParameterBlock, ...], shape: Architecture) -> Flops:
         windowed_layers=shape.windowed_layers,
         window=shape.window,
         windowed_attention_width=shape.windowed_query_width,
-        last_products=0 if shape.experts else shape.layers * shape.hidden * shape.intermediate,
+        last_products=0 if shape.experts else sum(block.repeat * _last_product(block) for block in blocks),
         norm_after_mlp=any(name in tensor.name for block in blocks for tensor in block.tensors for name in _NORMS_AFTER_MLP),
     )
+
+
+def _last_product(block: ParameterBlock) -> int:
+    """Return the parameters of the product that ends a layer: the last of its feed-forward block, beside another block; else 0.
+
+    Some layers list their attention after it (Falcon-H1), or a projection of their own (Gemma 4).
+    """
+    linear = [tensor for tensor in block.tensors if tensor.kind == "linear" and len(tensor.shape) == 2 and "{i}." in tensor.name]
+    parents = {tensor.name: tensor.name.rsplit(".", 2)[0] for tensor in linear}
+    if len(set(parents.values())) < 2:
+        return 0
+    plain = [tensor for tensor in linear if not _MIXING.search(parents[tensor.name].partition("{i}")[2])]
+    inner = [tensor for tensor in plain if not parents[tensor.name].endswith("{i}")] or plain
+    return prod(inner[-1].shape) if inner else 0
 
 
 def active_parameters(blocks: Iterable[ParameterBlock], shape: Architecture) -> int:

@@ -20,7 +20,7 @@ from so_tui.model.flops import (
     seed_flops_per_sequence,
     seed_tflops_total,
 )
-from so_tui.spec import InputError, load_catalog
+from so_tui.spec import InputError, ParameterBlock, Tensor, load_catalog
 
 PRESETS = load_catalog().presets
 DENSE = Flops(active_parameters=1000, head_parameters=100, attention_width=64, full_layers=2, windowed_layers=0, window=None)
@@ -53,6 +53,30 @@ def test_the_last_product_of_a_block_is_not_executed_again_unless_a_norm_or_tile
     assert executed(normed) == 2 * blocks
     assert executed(normed, tiled=True) == 2 * (blocks + 3 * last)
     assert flops_of(PRESETS["qwen3-30b-a3b"].spec.model).last_products == 0, "experts are computed again as a whole"
+
+
+def layer(**tensors: tuple[int, ...]) -> ParameterBlock:
+    names = {name: name.replace("__", ".") for name in tensors}
+    found = tuple(
+        Tensor(name=f"model.layers.{{i}}.{names[name]}.weight", shape=shape, decay=True, kind="linear") for name, shape in tensors.items()
+    )
+    return ParameterBlock(repeat=2, tensors=found)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "product"),
+    [
+        pytest.param({"conv__out_proj": (64, 64), "feed_forward__w1": (96, 64), "feed_forward__w2": (64, 96)}, 64 * 96, id="LFM2"),
+        pytest.param({"mlp__up_proj": (96, 64), "mlp__down_proj": (64, 96), "self_attn__o_proj": (64, 32)}, 64 * 96, id="Falcon-H1"),
+        pytest.param({"self_attn__o_proj": (64, 32), "fc1": (96, 64), "fc2": (64, 96)}, 64 * 96, id="OPT"),
+        pytest.param({"self_attn__o_proj": (64, 32), "mlp__down_proj": (64, 96), "projection": (64, 8)}, 64 * 96, id="Gemma 4"),
+        pytest.param({"mixer__up_proj": (96, 64), "mixer__down_proj": (64, 96)}, 0, id="Nemotron-H"),
+    ],
+)
+def test_the_last_product_is_as_large_as_the_models_own(tensors: dict[str, tuple[int, ...]], product: int) -> None:
+    """Not as ``intermediate_size`` says, of which LFM2 takes two thirds, nor in layers without a feed-forward block beside another one."""
+    config = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 512, "intermediate_size": 144}
+    assert flops_for((layer(**tensors),), architecture(config)).last_products == 2 * product
 
 
 def test_latent_attention_is_counted_by_the_heads_that_it_is_unfolded_to() -> None:
