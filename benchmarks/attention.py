@@ -272,7 +272,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def planned_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return steps beside their plans as Markdown."""
+    """Return steps beside their plans as Markdown, without those of reports that have no plans."""
     lines = ["| tokens | documents | backend | recomputed, and other settings | s/step | planned | GPU memory | planned | model TFLOPS |"]
     lines.append("|---|---|---|---|---|---|---|---|---|")
     lines += [
@@ -280,6 +280,7 @@ def planned_table(rows: Sequence[dict[str, Any]]) -> str:
         f" {row['step_s']:.2f} | {row['planned_step_s']:.2f} | {row['gpu_reserved_gib']:.1f} GiB | {row['planned_reserved_gib']:.1f} |"
         f" {row['model_tflops']:.0f} |"
         for row in rows
+        if row["what"] == "step" and "planned_step_s" in row
     ]
     return "\n".join(lines)
 
