@@ -190,6 +190,8 @@ class SpeedSource(Struct, frozen=True, kw_only=True):
     """Offload modes of the probes that did. Of another mode than the plan's, they say nothing of its optimizer."""
     probed_weights: Literal["", "gpu", "host"] = ""
     """Where those probes kept the weights, if the plan keeps them in the other memory: they say nothing of fetching them."""
+    probed_passes: bool = True
+    """Whether those probes say anything of forward and backward. Where both waited for weights, they do not of a plan without fetching."""
 
 
 class Speed(Struct, frozen=True, kw_only=True, rename=JSON_NAMES):

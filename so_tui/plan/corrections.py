@@ -89,6 +89,16 @@ def _waited(name: PassName, probe: Probe) -> bool:
     return probe.computing is not None and getattr(probe.predicted, name) > _WAITS * getattr(probe.computing, name)
 
 
+def _tells_computing(probe: Probe) -> bool:
+    """Return whether a pass of a probe was predicted to take as long as its computation, whatever it fetched."""
+    return not all(_waited(name, probe) for name in _NAMES)
+
+
+def corrects_passes(near: Sequence[Probe], *, host_weights: bool) -> bool:
+    """Return whether these probes say anything of the passes of a plan, which keeps its weights in host memory or not."""
+    return host_weights or any(_tells_computing(probe) for probe in near)
+
+
 def _shared_error(fetched: Sequence[Probe]) -> float:
     """Return what probes that fetched weights say of passes that do not: measured over predicted seconds of what is computed.
 
@@ -97,7 +107,7 @@ def _shared_error(fetched: Sequence[Probe]) -> float:
     """
     bounds = []
     for probe in fetched:
-        if (computing := probe.computing) is None or all(_waited(name, probe) for name in _NAMES):
+        if (computing := probe.computing) is None or not _tells_computing(probe):
             continue
         pairs = [(getattr(probe.actual, name), getattr(computing, name)) for name in _NAMES]
         if ratios := [actual / predicted for actual, predicted in pairs if actual > 0 and predicted > 0]:

@@ -22,8 +22,6 @@ from so_tui.plan.binding import whole_gpus
 from so_tui.plan.blockers import blockers
 from so_tui.plan.cautions import cautions
 from so_tui.plan.choices import choices
-from so_tui.plan.constants import SpeedSource
-from so_tui.plan.corrections import correcting
 from so_tui.plan.example import as_read
 from so_tui.plan.facts.choices import (
     AttentionFallsBack,
@@ -43,11 +41,11 @@ from so_tui.plan.fastest_ratio import rate
 from so_tui.plan.fit import Assessment, Target, assess, held_back_step, in_mode, mode_without_gpu, pass_model, target_of
 from so_tui.plan.hosts import across_hosts
 from so_tui.plan.interval import checkpoint_interval
-from so_tui.plan.placement import keeps_weights_on_host
 from so_tui.plan.remedies import gpus_with_margin, remedies
 from so_tui.plan.resources import Resources, rank_counts
 from so_tui.plan.search import best_settings, fastest_policy, larger_steps, or_faster_on_host, or_with_less_memory, with_fitting_cores
 from so_tui.plan.speculation import can_speculate, second_states_bytes
+from so_tui.plan.speed_source import speed_source_of
 from so_tui.plan.terms import OUTSIDE_ALLOCATOR, TERM_NAMES, MemoryTerm, TermKind
 from so_tui.plan.types import OptionalMemory, Plan, PlanRow
 from so_tui.plan.verdict import node_needs
@@ -232,7 +230,7 @@ def _plan(spec: RunSpec, found: Assessment, decided: Sequence[Choice], *, search
         tokens_per_step=tokens,
         useful_tokens_per_s_total=tokens * target.workload.useful_share / step.total_s if step else None,
         model_tflops_per_gpu=_tflops(target, spec.data.sequence_length, sequences, step.total_s) if step else None,
-        speed_source=_speed_source(target, found.spec) if step else None,
+        speed_source=speed_source_of(target, found.spec) if step else None,
         binding=resources.bindings(offload.mode),
         spec=_resolved(found, resources),
     )
@@ -320,20 +318,6 @@ def _second_states_bytes(found: Assessment) -> int:
 
 def _named(term: MemoryTerm) -> MemoryTerm:
     return replace(term, name=TERM_NAMES[term.kind], formula=str(term.formula))
-
-
-def _speed_source(target: Target, spec: RunSpec) -> SpeedSource:
-    speed, mode = target.resources.speed, cast(Mode, spec.offload.mode)
-    host_weights = keeps_weights_on_host(spec)
-    near = correcting(mode, target.ranks, target.probes, host_weights=host_weights)
-    return SpeedSource(
-        calibrated=speed.calibrated if speed else None,
-        published=speed.source if speed else "",
-        workload=None if target.workload == Workload() else target.workload,
-        probed=bool(near),
-        probed_modes=tuple(dict.fromkeys(probe.mode for probe in near)),
-        probed_weights="" if not near or near[0].host_weights == host_weights else "gpu" if host_weights else "host",
-    )
 
 
 def _resolved(found: Assessment, resources: Resources) -> RunSpec:

@@ -20,6 +20,8 @@ def speed_source_text(source: SpeedSource | str, mode: str) -> str:
     if same_mode and not source.probed_weights:
         return f"{text}; corrected by a probe of this model here"
     probe = "a probe of this model here" if same_mode else f"a probe of this model here with {' and '.join(source.probed_modes)}"
+    if not source.probed_passes:
+        return f"{text}; the optimizer corrected by {probe} that waited for weights from host memory, the rest as predicted"
     memory = "" if source.probed_weights == "host" else " and memory"
     fetched = {"": "", "gpu": " whose GPU had the weights", "host": " that fetched weights from host memory"}[source.probed_weights]
     own = [*(["the optimizer"] if not same_mode else []), *{"": [], "gpu": ["fetching"], "host": ["memory"]}[source.probed_weights]]

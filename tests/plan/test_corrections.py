@@ -141,6 +141,11 @@ def test_where_both_passes_waited_for_weights_nothing_is_known_of_what_is_comput
     assert probe.predicted.backward_s > probe.computing.backward_s
     found, predicted = step_of(LONG), step_of(LONG, probed=False)
     assert (found.forward_s, found.backward_s) == (predicted.forward_s, predicted.backward_s)
+    source = source_of(make_plan(LONG, H200, workload=WORKLOAD))
+    assert (source.probed, source.probed_passes) == (True, False), "of the optimizer only"
+    assert speed_source_text(source, "superoffload") != speed_source_text(replace(source, probed_passes=True), "superoffload")
+    other_mode = source_of(make_plan(with_values(LONG, {"offload.mode": "gpu"}), H200, workload=WORKLOAD))
+    assert not other_mode.probed
     found, predicted = step_of(on_host(SHORT)), step_of(on_host(SHORT), probed=False)
     assert (found.forward_s, found.backward_s) == pytest.approx((1.4 * predicted.forward_s, 1.4 * predicted.backward_s))
 
