@@ -18,9 +18,10 @@ from so_tui.model.activations import stored_bytes
 from so_tui.model.architecture import architecture
 from so_tui_trainer.failures import TrainingError
 from so_tui_trainer.model import attention, kernels, recompute
+from so_tui_trainer.model.config import load_config
 from so_tui_trainer.model.host_activations import HostActivations, Room
 from tests.support.attention import PLAIN
-from tests.support.models import causal_model
+from tests.support.models import another, causal_model
 from tests.support.small_training import EXPERTS, MIXTURES, QUERIES, SHAPE, Products, forward, model_of, trained
 
 
@@ -254,6 +255,25 @@ def test_selective_repeats_no_matrix_product(
     layers = SHAPE["num_hidden_layers"]
     assert products.counts["forward"] == 7 * layers
     assert products.counts["backward"] == (14 + repeated) * layers
+
+
+@pytest.mark.parametrize(("policy", "repeated"), [("selective", 0), ("full", 8)])
+def test_the_last_product_is_not_repeated_where_a_layer_lists_attention_after_it(
+    policy: recompute.Policy, repeated: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer of Falcon-H1 has nine products: its feed-forward block's come last, and are listed first."""
+    monkeypatch.setattr(torch.nn.functional, "linear", zero3_linear_wrap)
+    torch.manual_seed(0)
+    causal = causal_model(load_config(another("falcon_h1")), dtype=torch.float32, attention="eager")
+    recompute.install(causal, policy)
+    causal.train()
+    with Products() as products:
+        hidden = causal.base_model(input_ids=torch.arange(16)[None], use_cache=False).last_hidden_state
+        products.label = "backward"
+        torch.autograd.backward(hidden.sum())
+    layers = len(recompute.checkpointed_layers(causal))
+    assert products.counts["forward"] == 9 * layers
+    assert products.counts["backward"] == (18 + repeated) * layers
 
 
 @pytest.mark.parametrize("model_type", MIXTURES)

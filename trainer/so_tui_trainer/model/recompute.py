@@ -173,12 +173,17 @@ def _with_store(store: ResultStore) -> Iterator[None]:
 def _linear_layers(layer: nn.Module) -> tuple[list[nn.Linear], list[nn.Linear]]:
     """Return the linear layers within a layer, and the one that ends it, if any.
 
-    The last linear layer ends it if it belongs to a feed-forward block of its own, after attention.
+    The last linear layer beside attention, which some list after it (Falcon-H1), ends it if it belongs to a feed-forward block of its own.
     """
     found = [(name.rpartition(".")[0], module) for name, module in layer.named_modules() if type(module) is nn.Linear]
-    modules = [module for _, module in found]
-    ends = len({block for block, _ in found}) > 1
-    return (modules[:-1], modules[-1:]) if ends else (modules, [])
+    within = mixing_blocks(layer)
+    ending = [module for block, module in found if not f"{block}.".startswith(within)][-1:] if len(dict(found)) > 1 else []
+    return [module for _, module in found if module not in ending], ending
+
+
+def mixing_blocks(layer: nn.Module) -> tuple[str, ...]:
+    """Return how names in a layer's blocks begin where tokens meet. transformers tells what has a cache its layer's number."""
+    return tuple(f"{name}." for name, module in layer.named_modules() if name and hasattr(module, "layer_idx"))
 
 
 def _saved_linear(module: nn.Linear, inputs: Tensor) -> Tensor:

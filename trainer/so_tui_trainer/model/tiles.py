@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from so_tui_trainer.model.kernels import is_fused_norm
-from so_tui_trainer.model.recompute import checkpointed_layers
+from so_tui_trainer.model.recompute import checkpointed_layers, mixing_blocks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -55,13 +55,13 @@ def _norms(layer: nn.Module) -> list[nn.Module]:
 def _feed_forward(layer: nn.Module) -> nn.Module | None:
     """Return a layer's last block beside attention, if it has nothing but linear layers and functions, so that tokens do not meet in it.
 
-    Some layers list attention after it (Falcon-H1). transformers tells what has a cache, where tokens meet, its layer's number.
+    Some layers list attention after it (Falcon-H1).
     """
     parents = [name.rpartition(".")[0] for name, module in layer.named_modules() if type(module) in _LINEAR]
     if len(set(filter(None, parents))) < 2:
         return None
-    mixing = tuple(f"{name}." for name, module in layer.named_modules() if name and hasattr(module, "layer_idx"))
-    blocks = [parent for parent in parents if parent and not f"{parent}.".startswith(mixing)]
+    within = mixing_blocks(layer)
+    blocks = [parent for parent in parents if parent and not f"{parent}.".startswith(within)]
     if not blocks:
         return None
     found = layer.get_submodule(blocks[-1])
