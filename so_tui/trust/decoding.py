@@ -20,7 +20,8 @@ LARGEST_FILE_BYTES = 16 << 20
 """Limit of a JSON file. A plan for 72 GPUs has about 1 MiB."""
 _LARGEST_INTEGER = 2**63 - 1
 
-_STRING_OR_BRACKET = re.compile(rb'"(?:[^"\\]|\\.)*+"|[\[\]{}]', re.DOTALL)
+# A string without an end is one, too: otherwise it would be read again from each quote in it, which takes days for a large file.
+_STRING_OR_BRACKET = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[\[\]{}]', re.DOTALL)
 # The parser needs time that is quadratic in the number of names in a key: 20,000 take ten seconds.
 _LONG_KEY = re.compile(r"""(?<![\w"'-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){32}""", re.ASCII)
 
