@@ -79,9 +79,10 @@ def _cpus(processes: Iterable[Process]) -> tuple[int, ...]:
     """Return the CPUs on which any thread of these processes may run."""
     found: set[int] = set()
     for process in processes:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # it has just ended
             for thread in os.listdir(f"/proc/{process.pid}/task"):  # noqa: PTH208 (names, not paths)
-                found |= os.sched_getaffinity(int(thread))
+                with contextlib.suppress(ProcessLookupError):  # this thread alone has
+                    found |= os.sched_getaffinity(int(thread))
     return tuple(sorted(found))
 
 

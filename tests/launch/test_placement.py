@@ -78,6 +78,15 @@ def test_a_real_process_is_found_where_it_was_put(sleeper: Process) -> None:
     assert sum(placement.node_bytes.values()) > 1 << 20
 
 
+def test_a_thread_that_ends_meanwhile_does_not_hide_the_others(sleeper: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training process has threads that come and go."""
+    cpus = tuple(sorted(os.sched_getaffinity(sleeper.pid)))
+    ended, listed = 1 << 30, os.listdir
+    monkeypatch.setattr(os, "listdir", lambda path: [str(ended), *listed(path)] if str(path).endswith("/task") else listed(path))
+    (placement,) = read_placements([sleeper])
+    assert placement.cpus == cpus
+
+
 def test_a_process_that_has_ended_is_nowhere() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as child:
         gone = Process(pid=child.pid, start_time=1, role="rank", rank=0)
