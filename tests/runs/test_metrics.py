@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import resource
@@ -407,3 +408,26 @@ def test_the_work_for_a_record_does_not_grow_with_the_number_of_events(
     reader.poll(limit_records=1000, limit_s=10.0)
     assert len(reader.evaluations) == 100
     assert len(passes) < 10
+
+
+def test_a_segment_that_fails_to_close_costs_no_later_record(run: RunDirectory, step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network file system may say only then that a quota is used up; the descriptor is free all the same, and another file may get it."""
+    writer = write(run, 1, [step(1)], close=False, segment_bytes=1000)
+    close, closed = os.close, []
+
+    def failing(descriptor: int) -> None:
+        closed.append(descriptor)
+        close(descriptor)
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr("so_tui.runs.segments.os.close", failing)
+    with pytest.raises(OSError, match="quota"):
+        writer.append(step(2, loss=float("1" * 300)))
+    monkeypatch.undo()
+    other = os.open(os.devnull, os.O_RDONLY)
+    assert closed == [other]
+    for number in range(3, 9):
+        writer.append(step(number))
+    writer.close()
+    os.close(other)  # is still open
+    assert [record.step for record in read_all(RunReader(run)) if isinstance(record, StepRecord)] == [1, *range(3, 9)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +13,7 @@ from msgspec import Struct
 from so_tui.plan.memory_advice import less_gpu_memory, less_host_memory
 from so_tui.plan.types import NOTHING_KNOWN, GivenMemory
 from so_tui.runs import RunDirectory
+from so_tui.runs.files import write_run_file
 from so_tui.spec import InputError, RunSpec, SoTuiError, first_line
 from so_tui.trust.decoding import read_json
 from so_tui.units import thousands
@@ -87,15 +89,17 @@ def report(failure: Failure, run: RunDirectory, attempt: int) -> None:
     Raises:
         OSError: It cannot be written.
     """
-    _path(run, attempt, failure.rank).write_bytes(msgspec.json.encode(failure))
+    write_run_file(run, _path(run, attempt, failure.rank), msgspec.json.encode(failure))
 
 
 def reported(run: RunDirectory, attempt: int, ranks: int) -> Failure | None:
-    """Return the failure that was reported first; later ones are mostly its consequences. None if no rank failed."""
-    paths = [path for rank in range(ranks) if (path := _path(run, attempt, rank)).exists()]
-    if not paths:
-        return None
-    return read_json(min(paths, key=lambda path: path.stat().st_mtime_ns), Failure)
+    """Return the failure that was reported first; later ones are mostly its consequences. None if no rank could report one."""
+    found = []
+    for rank in range(ranks):
+        path = _path(run, attempt, rank)
+        with contextlib.suppress(OSError, msgspec.DecodeError):  # mostly not there; its file system may be away
+            found.append((path.stat().st_mtime_ns, rank, read_json(path, Failure)))
+    return min(found)[2] if found else None
 
 
 def explanation(error: BaseException, spec: RunSpec, given: GivenMemory = NOTHING_KNOWN) -> Explanation:

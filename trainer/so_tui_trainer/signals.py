@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
+import traceback
 from collections.abc import Callable
 
 
@@ -27,8 +29,17 @@ def install_handlers(on_warning: Callable[[], None], on_terminate: Callable[[], 
     def wait() -> None:
         while (received := os.read(reading, 1)[0]) != signal.SIGTERM:
             if received == signal.SIGUSR1:
-                on_warning()
-        on_terminate()
+                _call(on_warning)
+        _call(on_terminate)
         os._exit(128 + signal.SIGTERM)
 
     threading.Thread(target=wait, name="signals", daemon=True).start()
+
+
+def _call(action: Callable[[], None]) -> None:
+    """Call a handler. Its error is shown and ends nothing: without the thread that calls it, SIGTERM would not end the process."""
+    try:
+        action()
+    except Exception:  # noqa: BLE001 -- whatever it is, later signals must be obeyed
+        traceback.print_exc()
+        sys.stderr.flush()

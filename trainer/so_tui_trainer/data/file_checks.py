@@ -26,7 +26,8 @@ _LONGEST_LIST_BYTES = 256 << 20
 """Of a file that is one JSON list: its reader holds all of it in memory, several times."""
 _CHECKED_BYTES = 1 << 30
 """Beyond this, the reader's own errors must do: reading all of a large file twice would double the time to open it."""
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
+"""Without its end, too, in a line that was cut off: otherwise it would be read again from each quote in it."""
 _STEPS = np.zeros(256, dtype=np.int8)
 _STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
 _CHUNK_BYTES = 1 << 20
