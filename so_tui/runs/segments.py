@@ -145,11 +145,11 @@ class SegmentWriter:
         self._incomplete = False
 
     def close(self) -> None:
-        """Close the current segment; no more lines are appended to it."""
+        """Close the current segment; no more lines are appended to it, even if an OSError says that some of it is lost."""
         if self._path is None:
             return
-        os.close(self._fd)
         closed, self._path, self._size, self._incomplete = self._path, None, 0, False
+        os.close(self._fd)  # once: after an error, too, its number is free for another file
         if self._on_closed is not None:
             self._on_closed(closed)
 
