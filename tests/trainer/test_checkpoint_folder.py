@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from contextlib import nullcontext
@@ -246,3 +247,23 @@ def test_large_files_of_a_removed_checkpoint_are_freed_a_piece_at_a_time_unless_
     assert not (tmp_path / "old").exists()
     assert (tmp_path / "kept").stat().st_size == 2 * gib
     assert (tmp_path / "target").read_bytes() == b"x"
+
+
+def test_a_checkpoint_that_cannot_be_removed_costs_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a network file system a folder stays as long as somebody has a file in it open, such as an export."""
+    spec = tiny(checkpoint__keep="1")
+    run = create_run(spec, tmp_path / "runs")
+    folder, own = claim(run, spec), run_id(run)
+    written(folder, 3, own, spec)
+
+    def held(path: Path) -> None:
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", held)
+        assert written(folder, 4, own, spec).name == "step-000004"
+        disk_room.make_room(folder, 0, "checkpoint.folder")
+    assert [path.name for path in checkpoint_folders(folder)] == ["step-000004"]
+    assert "step-000003.partial" in names(folder)
+    disk_room.make_room(folder, 0, "checkpoint.folder")
+    assert "step-000003.partial" not in names(folder)

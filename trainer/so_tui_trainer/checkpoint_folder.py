@@ -32,7 +32,7 @@ from so_tui.trust.decoding import decode_json
 from so_tui.trust.ownership import distrust_of_folder
 from so_tui.trust.printable import brief_message
 from so_tui.trust.reading import read_bounded
-from so_tui_trainer.disk_room import PARTIAL, remove
+from so_tui_trainer.disk_room import PARTIAL, retire
 from so_tui_trainer.failures import TrainingError
 
 SCHEMA = 2
@@ -288,7 +288,7 @@ def complete(partial: Path, manifest: Manifest) -> Path:
     _sync(final.parent)
     verify(final)
     for old in _own(final.parent, manifest.run)[: -manifest.spec.checkpoint.keep]:
-        remove(old.rename(old.with_name(old.name + PARTIAL)))  # Renamed first: half removed, it is no checkpoint.
+        retire(old)
     return final
 
 

@@ -31,7 +31,7 @@ def make_room(folder: Path, needed_bytes: int, field: str) -> None:
     folder.mkdir(exist_ok=True)
     for left in folder.glob(f"*{PARTIAL}"):
         if left.is_dir() and not left.is_symlink():
-            remove(left)
+            _remove_or_say(left)
         else:  # A link: what it points to is none of ours.
             left.unlink()
     free_bytes = shutil.disk_usage(folder).free
@@ -41,6 +41,25 @@ def make_room(folder: Path, needed_bytes: int, field: str) -> None:
             f"{field} = {folder}: a checkpoint needs {disk_size(needed_bytes)}, but only {disk_size(free_bytes)} are free",
             "Free some space there, of older checkpoints say, then resume. A new run can set `checkpoint.folder` to a larger disk.",
         )
+
+
+def retire(checkpoint: Path) -> None:
+    """Remove a checkpoint that is no longer needed. What cannot be removed now is said in the log; the next checkpoint tries again."""
+    half_removed = checkpoint.with_name(checkpoint.name + PARTIAL)
+    try:
+        checkpoint.rename(half_removed)  # first: half removed, it is no checkpoint
+    except OSError as error:
+        print(f"{checkpoint} is no longer needed and cannot be removed: {error}", flush=True)
+        return
+    _remove_or_say(half_removed)
+
+
+def _remove_or_say(checkpoint: Path) -> None:
+    """Remove a folder, or say why not: whoever has a file in it open on a network file system keeps it, and that costs no training."""
+    try:
+        remove(checkpoint)
+    except OSError as error:
+        print(f"{checkpoint} is no longer needed and cannot be removed: {error}", flush=True)
 
 
 def remove(checkpoint: Path) -> None:
