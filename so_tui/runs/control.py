@@ -53,8 +53,9 @@ def request(run: RunDirectory, action: Action, *, reason: str = "", warned: bool
 
 
 def pending(run: RunDirectory) -> frozenset[Action]:
-    """Return the requests that are not cleared yet. Cheap, because rank 0 calls it after every step."""
-    return frozenset(action for action in ACTIONS if (run.control_dir / action).exists())
+    """Return the requests that are not cleared yet; none while the file system is away. Cheap, because rank 0 calls it after every step."""
+    # Not Path.exists, which raises on a stale handle.
+    return frozenset(action for action in ACTIONS if os.path.exists(run.control_dir / action))  # noqa: PTH110
 
 
 def details(run: RunDirectory, action: Action) -> Request | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 import resource
 import shutil
 import threading
@@ -237,6 +239,25 @@ def test_the_clock_requests_a_checkpoint_of_the_next_step(tmp_path: Path, one_ra
     now[0] += 10
     assert [watched.poll() for _ in range(2)] == [frozenset(), frozenset()]
     control.request(run, "checkpoint")
+    assert [watched.poll() for _ in range(3)] == [frozenset(), {"checkpoint"}, frozenset()]
+    watched.close()
+
+
+@pytest.mark.parametrize("failing", ["stat", "unlink"])
+def test_a_file_system_that_is_away_costs_no_training(
+    failing: str, tmp_path: Path, one_rank: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDirectory(tmp_path)
+    watched = Control(run, one_rank)
+    control.request(run, "checkpoint")
+
+    def away(path: Any, *_: Any, **options: Any) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, failing, away)
+        before = [watched.poll(), watched.poll()]
+    assert before == [frozenset(), frozenset()]
     assert [watched.poll() for _ in range(3)] == [frozenset(), {"checkpoint"}, frozenset()]
     watched.close()
 

@@ -54,6 +54,8 @@ class Control:
         self._every_s, self._saved_at = every_s, time.monotonic()
         self._flags = torch.zeros(1, dtype=torch.int64)
         self._broadcast: dist.Work | None = None
+        self._told = False
+        """The log says that a request waits."""
         if ranks.first:  # Requests of an earlier attempt were meant for it.
             control.clear(run, "checkpoint")
 
@@ -75,15 +77,26 @@ class Control:
         if self._ranks.first:
             self._refuse_if_superseded()
             requested = control.pending(self._run)
-            self._flags[0] = _STOP * ("stop" in requested) | _CHECKPOINT * ("checkpoint" in requested)
+            # A request for a checkpoint is broadcast once; one to stop stays until the run ends.
+            self._flags[0] = _STOP * ("stop" in requested) | _CHECKPOINT * ("checkpoint" in requested and self._cleared())
             if self._every_s and time.monotonic() >= self._saved_at + self._every_s:
                 self._flags[0] |= _CHECKPOINT
                 self.saved()
-            if "checkpoint" in requested:  # Broadcast once; a stop request stays until the run ends.
-                control.clear(self._run, "checkpoint")
         self._broadcast = dist.broadcast(self._flags, src=0, group=self._ranks.group, async_op=True)
         actions: dict[control.Action, int] = {"stop": _STOP, "checkpoint": _CHECKPOINT}
         return frozenset(action for action, bit in actions.items() if received & bit)
+
+    def _cleared(self) -> bool:
+        """Remove the request for a checkpoint. While its folder cannot be written it has to wait: it would be carried out at every step."""
+        try:
+            control.clear(self._run, "checkpoint")
+        except OSError as error:
+            if not self._told:
+                print(f"the request for a checkpoint waits, because it cannot be removed: {error}", flush=True)
+            self._told = True
+            return False
+        self._told = False
+        return True
 
     def _refuse_if_superseded(self) -> None:
         if self._attempt and time.monotonic() >= self._newer_checked_at + _NEWER_CHECK_S:
