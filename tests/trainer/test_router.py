@@ -20,7 +20,7 @@ from so_tui_trainer.model.trained import TrainedModel
 from so_tui_trainer.tools.presets import parameter_table
 from tests.support.documents import documents, spec
 from tests.support.launching import log, records, start, tiny
-from tests.support.models import causal_model
+from tests.support.models import another, causal_model
 from tests.support.problems import refusal
 
 SMALL: dict[str, Any] = {
@@ -93,6 +93,20 @@ def test_it_is_that_of_transformers_whatever_is_packed_padded_or_computed_again(
     torch.autograd.backward(total)
     for key, gradient in gradients_of(causal).items():
         torch.testing.assert_close(gradient, language[key] + 0.5 * wanted.get(key, 0.0), rtol=1e-4, atol=1e-6, msg=key)
+
+
+def test_it_is_that_of_transformers_where_logits_are_not_what_a_router_returns_first() -> None:
+    """Llama 4's returns the scores of the chosen experts first."""
+    torch.manual_seed(0)
+    causal = causal_model(load_config(another("llama4_text")), dtype=torch.float32, attention="eager")
+    for parameter in causal.parameters():  # routers that choose
+        parameter.data.add_(0.1 * torch.randn_like(parameter))
+    router = RouterLoss(causal, 0.5)
+    with torch.no_grad(), router.watching() as logits:
+        recorded = causal.get_submodule("model")(input_ids=torch.arange(5, 45)[None], output_router_logits=True).router_logits
+    reference: Any = load_balancing_loss_func
+    expected = reference(tuple(layer.reshape(-1, 4) for layer in recorded), 4, 1)
+    torch.testing.assert_close(router(logits, torch.ones(1, 40, dtype=torch.bool)) / 40, expected)
 
 
 def test_a_model_without_experts_is_refused() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,8 +46,8 @@ class RouterLoss:
                     )
                 ]
             )
-        for router in routers:
-            router.register_forward_hook(self._notice)
+        for router, place in routers:
+            router.register_forward_hook(partial(self._notice, place))
 
     @contextmanager
     def watching(self) -> Iterator[list[Tensor]]:
@@ -82,9 +83,9 @@ class RouterLoss:
         tokens, layers = mask.sum(), len(logits)
         return experts * (chosen * probability).sum() / (tokens * layers**2)
 
-    def _notice(self, router: nn.Module, _: Any, output: Any) -> None:
+    def _notice(self, place: int, router: nn.Module, _: Any, output: Any) -> None:
         if self._seen is not None:
-            self._seen.append(output[0] if isinstance(output, tuple) else output)
+            self._seen.append(output[place] if isinstance(output, tuple) else output)
 
 
 class _ProbabilitySum(torch.autograd.Function):
@@ -104,9 +105,9 @@ class _ProbabilitySum(torch.autograd.Function):
         return wanted.to(logits.dtype), None
 
 
-def _routers(causal: PreTrainedModel) -> list[nn.Module]:
-    """Return the modules whose logits transformers itself would record."""
+def _routers(causal: PreTrainedModel) -> list[tuple[nn.Module, int]]:
+    """Return the modules whose logits transformers itself would record, and where in their result these are: second in Llama 4."""
     recorded = getattr(causal, "_can_record_outputs", None) or {}
     recorder = recorded.get("router_logits") or (getattr(decoder_of(causal), "_can_record_outputs", None) or {}).get("router_logits")
-    kind = getattr(recorder, "target_class", None)
-    return [] if kind is None else [module for module in causal.modules() if isinstance(module, kind)]
+    kind, place = getattr(recorder, "target_class", None), getattr(recorder, "index", 0)
+    return [] if kind is None else [(module, place) for module in causal.modules() if isinstance(module, kind)]
