@@ -60,6 +60,7 @@ OTHERS: dict[str, dict[str, Any]] = known(
         },
         "granite": {"layer_types": None, "logits_scaling": 4.0},
         "ernie4_5_moe": {"layer_types": None, "moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 0},
+        "hunyuan_v1_dense": {"layer_types": None},
         "jetmoe": {"layer_types": None, "head_dim": None, "kv_channels": 16},
         "gemma4_text": {
             "final_logit_softcapping": 2.0,

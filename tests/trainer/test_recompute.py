@@ -257,14 +257,16 @@ def test_selective_repeats_no_matrix_product(
     assert products.counts["backward"] == (14 + repeated) * layers
 
 
-@pytest.mark.parametrize(("policy", "repeated"), [("selective", 0), ("full", 8)])
-def test_the_last_product_is_not_repeated_where_a_layer_lists_attention_after_it(
-    policy: recompute.Policy, repeated: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("kind", "all_products"), [("falcon_h1", 9), ("hunyuan_v1_dense", 7)])
+@pytest.mark.parametrize("policy", ["selective", "full"])
+def test_the_last_product_is_not_repeated_where_a_layer_lists_attention_after_it_or_counts_its_blocks(
+    policy: recompute.Policy, kind: str, all_products: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A layer of Falcon-H1 has nine products: its feed-forward block's come last, and are listed first."""
+    """The feed-forward block of Falcon-H1 comes last, and is listed first; that of HunYuan knows its layer's number, as attention does."""
+    repeated = all_products - 1 if policy == "full" else 0
     monkeypatch.setattr(torch.nn.functional, "linear", zero3_linear_wrap)
     torch.manual_seed(0)
-    causal = causal_model(load_config(another("falcon_h1")), dtype=torch.float32, attention="eager")
+    causal = causal_model(load_config(another(kind)), dtype=torch.float32, attention="eager")
     recompute.install(causal, policy)
     causal.train()
     with Products() as products:
@@ -272,8 +274,8 @@ def test_the_last_product_is_not_repeated_where_a_layer_lists_attention_after_it
         products.label = "backward"
         torch.autograd.backward(hidden.sum())
     layers = len(recompute.checkpointed_layers(causal))
-    assert products.counts["forward"] == 9 * layers
-    assert products.counts["backward"] == (18 + repeated) * layers
+    assert products.counts["forward"] == all_products * layers
+    assert products.counts["backward"] == (2 * all_products + repeated) * layers
 
 
 @pytest.mark.parametrize("model_type", MIXTURES)

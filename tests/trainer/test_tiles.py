@@ -170,3 +170,13 @@ def test_attention_is_not_cut_where_a_layer_lists_it_last() -> None:
     for layer, (attention, feed_forward) in zip(layers, before, strict=True):
         assert layer.self_attn.forward == attention
         assert layer.feed_forward.forward != feed_forward
+
+
+def test_a_feed_forward_block_that_knows_its_layers_number_is_cut() -> None:
+    """As attention does, HunYuan's does."""
+    causal = causal_model(load_config(another("hunyuan_v1_dense")), dtype=torch.float32, attention="eager")
+    layers: Any = recompute.checkpointed_layers(causal)
+    assert all(hasattr(layer.mlp, "layer_idx") for layer in layers)
+    attention = [layer.self_attn.forward for layer in layers]
+    assert tiles.install(causal, 100) == len(layers)
+    assert [layer.self_attn.forward for layer in layers] == attention

@@ -11,6 +11,7 @@ varying number of copies, they never are.
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -182,8 +183,16 @@ def _linear_layers(layer: nn.Module) -> tuple[list[nn.Linear], list[nn.Linear]]:
 
 
 def mixing_blocks(layer: nn.Module) -> tuple[str, ...]:
-    """Return how names in a layer's blocks begin where tokens meet. transformers tells what has a cache its layer's number."""
-    return tuple(f"{name}." for name, module in layer.named_modules() if name and hasattr(module, "layer_idx"))
+    """Return how names in a layer's blocks begin where tokens meet: transformers tells what has a cache its layer's number.
+
+    It tells some feed-forward blocks, too (HunYuan), but these take hidden states alone, neither cache nor mask.
+    """
+    return tuple(f"{name}." for name, module in layer.named_modules() if name and hasattr(module, "layer_idx") and _takes_more(module))
+
+
+def _takes_more(module: nn.Module) -> bool:
+    """Return whether a module's own code, whatever replaces it, takes more than itself and hidden states."""
+    return len(inspect.signature(type(module).forward).parameters) > 2
 
 
 def _saved_linear(module: nn.Linear, inputs: Tensor) -> Tensor:
