@@ -28,7 +28,7 @@ from so_tui_trainer.model.host_activations import HostActivations
 from so_tui_trainer.model.matching import decoder_of
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 Policy = Literal["full", "attention", "selective", "none"]
 Operation = Literal["attention", "product"]
@@ -84,9 +84,9 @@ def install(causal: PreTrainedModel, policy: Policy, host: HostActivations | Non
     """Make every layer of ``causal`` save what ``policy`` says, and in ``host``, if given, its input and what else that has room for."""
     if policy == "none":
         return
-    # Not reentrant, which would run ZeRO-3's end-of-backward work several times per backward pass. There is no dropout to repeat, and the
-    # tests check that both passes save equal shapes.
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
+    # Not reentrant, which would run ZeRO-3's end-of-backward work several times per backward pass. There is no dropout to repeat, but some
+    # routers draw random numbers. The tests check that both passes save equal shapes.
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": _draws(causal.config), "determinism_check": "none"}
     options["context_fn"] = partial(_contexts, _SAVED[policy], host.results if host and host.keeps_results else _OnGpu)
     for layer in checkpointed_layers(causal):
         inner, ending = _linear_layers(layer)
@@ -96,6 +96,11 @@ def install(causal: PreTrainedModel, policy: Policy, host: HostActivations | Non
             module.forward = partial(_saved_linear, module)  # type: ignore[method-assign]
     run = partial(checkpoint, **options)
     causal._set_gradient_checkpointing(True, partial(host.checkpoint, run) if host else run)
+
+
+def _draws(config: PretrainedConfig) -> bool:
+    """Return whether routers draw random numbers in training: noise (Mixtral, if asked for), or the experts themselves (Phi-3.5-MoE)."""
+    return any(value for name, value in config.to_dict().items() if "jitter" in name)
 
 
 def save_or_reuse(operation: Operation, compute: Callable[[], Results]) -> Results:
