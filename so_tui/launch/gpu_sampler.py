@@ -60,7 +60,7 @@ class GpuSampler:
             device.close()
         self._devices = []
         if self._nvml is not None:
-            self._nvml.nvmlShutdown()
+            _asked(self._nvml, self._nvml.nvmlShutdown)  # it may fail once a GPU is lost
             self._nvml = None
 
 

@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+import pynvml
 import pytest
 
 from so_tui.launch.gpu_sampler import GpuSampler, throttling
@@ -15,6 +16,7 @@ from so_tui.launch.sampler import Sampler, busy_percent, oom_kills, read_cpu_tim
 from so_tui.machine import inspect_machine
 from so_tui.runs.process_stat import read_stat
 from so_tui.runs.sample import ForeignProcess
+from tests.support.machines import superchips
 from tests.support.waiting import LIMIT_S, wait_for_environment, wait_until
 
 STAT = "cpu  9 9 9 9 9 9 9 9 0 0\ncpu0 10 0 10 70 10 0 0 0 5 0\ncpu3 50 0 0 50 0 0 0 0 0 0\nintr 1 2 3\n"
@@ -124,6 +126,20 @@ def test_other_processes_that_compute_are_named() -> None:
 )
 def test_reasons_for_throttling(reasons: int, named: tuple[str, ...]) -> None:
     assert throttling(reasons) == named
+
+
+def test_a_driver_that_fails_at_the_end_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The supervisor closes its sampler before it concludes how the run ended, perhaps because this GPU was lost."""
+
+    def lost(*_: object) -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByPciBusId", lost)
+    monkeypatch.setattr(pynvml, "nvmlShutdown", lost)
+    sampler = GpuSampler(superchips(1).gpus)
+    assert sampler.sample() == ()
+    sampler.close()
 
 
 @pytest.mark.gpu
