@@ -35,8 +35,8 @@ PEAK_BF16_FLOPS: tuple[tuple[str, float], ...] = (
     (r"L4", 121e12),
     (r"MI300A", 980.6e12),
 )
-_NORMS_AFTER_MLP = ("post_feedforward_layernorm", "post_mlp_layernorm")
-"""transformers' names: Gemma 2 and 3, OLMo 2, EXAONE 4, GLM 4."""
+_NORMS_AFTER_MLP = ("post_feedforward_layernorm", "post_mlp_layernorm", "post_norm2")
+"""transformers' names: Gemma 2 and 3, OLMo 2, EXAONE 4, GLM 4, HyperCLOVA X."""
 _MIXING = re.compile("attn|attention|mamba|mixer|conv")
 """In names of blocks where tokens meet."""
 

@@ -79,6 +79,17 @@ def test_the_last_product_is_as_large_as_the_models_own(tensors: dict[str, tuple
     assert flops_for((layer(**tensors),), architecture(config)).last_products == 2 * product
 
 
+@pytest.mark.parametrize("after", ["post_feedforward_layernorm", "post_norm2", None])
+def test_a_norm_that_needs_the_last_product_has_it_computed_again(after: str | None) -> None:
+    """HyperCLOVA X calls it ``post_norm2``."""
+    config = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 512, "intermediate_size": 96}
+    plain = layer(self_attn__o_proj=(64, 32), mlp__up_proj=(96, 64), mlp__down_proj=(64, 96))
+    norms = (Tensor(name=f"model.layers.{{i}}.{after}.weight", shape=(64,), decay=False, kind="other"),) if after else ()
+    head = ParameterBlock(tensors=(Tensor(name="lm_head.weight", shape=(512, 64), decay=True, kind="linear"),))
+    found = flops_for((replace(plain, tensors=plain.tensors + norms), head), architecture(config))
+    assert found.repeated() == 2 * (64 * 32 + 96 * 64 + (64 * 96 if after else 0))
+
+
 def test_latent_attention_is_counted_by_the_heads_that_it_is_unfolded_to() -> None:
     shape = {"hidden_size": 7168, "num_attention_heads": 128, "num_hidden_layers": 61, "vocab_size": 129280, "intermediate_size": 18432}
     latent = {"model_type": "deepseek_v3", "head_dim": 64, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
