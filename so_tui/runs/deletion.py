@@ -2,7 +2,7 @@
 
 Problem and refusal codes:
     run-is-live, run-may-be-live, not-your-run: see ``ended`` and ``own``.
-    not-deletable: The run directory cannot be deleted.
+    not-deletable: The run directory, or a part of it, cannot be deleted.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from so_tui.runs.directory import RunDirectory
 from so_tui.runs.ended import ended_state, lock_held
 from so_tui.runs.host import host_of, sees_processes_of, this_host
 from so_tui.runs.leftovers import remove_leftovers
+from so_tui.runs.listing import DELETED
 from so_tui.runs.own import refuse_another_users
 from so_tui.runs.records import RunState
 from so_tui.runs.run_lock import run_lock
 from so_tui.runs.state import read_state
 from so_tui.spec.errors import InputError, Problem
+from so_tui.trust.printable import printable_line
 
 
 def delete_run(run: RunDirectory, *, assume_dead: bool = False) -> None:
@@ -55,6 +57,11 @@ def _ended(run: RunDirectory, assume_dead: bool) -> RunState:
 def _remove(run: RunDirectory) -> None:
     import shutil  # imports every compression module, which listing runs does not need
 
-    hidden = run.path.with_name(f".{run.name}.deleted")
+    hidden = run.path.with_name(f".{run.name}{DELETED}")
     run.path.rename(hidden)  # hides the run from readers immediately; deleting may take long
-    shutil.rmtree(hidden)
+    try:
+        shutil.rmtree(hidden)
+    except OSError as error:
+        message = f"is what is left of the run {printable_line(run.name)}, which is no longer listed: {error.strerror}"
+        remedy = "Remove this folder once nobody uses a file in it."
+        raise InputError([Problem(code="not-deletable", field="run", value=str(hidden), message=message, remedy=remedy)]) from error

@@ -36,6 +36,8 @@ LATEST = "latest"
 LONGEST_NAME = 48
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{LONGEST_NAME - 1}}}")
 """What a run is called becomes the name of folders and of a job."""
+DELETED = ".deleted"
+"""Ends the hidden name of a run's folder while it is being deleted, or if a part of it could not be."""
 _SUFFIX_BYTES = 3
 """Random bytes at the end of a run's name: people share folders of checkpoints, where two runs of one name would meet."""
 
@@ -153,6 +155,8 @@ def _runs_in(folder: Path) -> list[tuple[RunDirectory, int]]:
     found = []
     with contextlib.suppress(OSError), os.scandir(folder) as entries:  # also a file system that is away: what it told so far remains
         for entry in entries:
+            if entry.name.startswith(".") and entry.name.endswith(DELETED):
+                continue
             run = RunDirectory(Path(entry.path))
             try:
                 found.append((run, run.spec_path.stat().st_mtime_ns))

@@ -222,6 +222,22 @@ def test_an_ended_run_can_be_deleted_and_a_live_one_cannot(spec: RunSpec) -> Non
         delete_run(ended)
 
 
+def test_what_a_deletion_leaves_is_named(spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run is gone from every list, and only this says where its checkpoints still take up space."""
+    run = create_run(spec)
+
+    def held(path: Path) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), "states")
+
+    monkeypatch.setattr("shutil.rmtree", held)
+    with pytest.raises(InputError) as caught:
+        delete_run(run)
+    (problem,) = caught.value.problems
+    assert problem.code == "not-deletable"
+    assert Path(problem.value).is_dir()
+    assert list_runs() == ()
+
+
 def test_a_run_whose_job_waits_in_a_queue_cannot_be_deleted(spec: RunSpec) -> None:
     run = create_run(spec)
     write_state(run, msgspec.structs.replace(read_state(run), state="queued"))
