@@ -85,6 +85,25 @@ def test_other_data_and_other_options_are_another_entry(tmp_path: Path, change: 
     assert prepare(spec_of(path, **change), tmp_path / "cache") != folder
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"instruction": "Ask.", "output": "Answer."}, {"output": "Ask.", "instruction": "Answer."}),
+        ({"text": "Trained.", "title": "Not."}, {"title": "Trained.", "text": "Not."}),
+        (
+            {"messages": [{"role": "user", "content": "Ask."}, {"role": "assistant", "content": "Answer."}]},
+            {"conversations": [{"from": "user", "value": "Ask."}, {"from": "assistant", "value": "Answer."}]},
+        ),
+    ],
+)
+def test_the_same_values_under_other_names_are_another_entry(one: dict[str, object], other: dict[str, object], tmp_path: Path) -> None:
+    folders = set()
+    for number, row in enumerate((one, other)):
+        (path := tmp_path / f"{number}.jsonl").write_text(json.dumps(row))
+        folders.add(prepare(spec_of(path), tmp_path / "cache"))
+    assert len(folders) == 2
+
+
 def test_a_file_that_changed_and_kept_its_time_is_read_again(tmp_path: Path) -> None:
     folders = set()
     for output in ("One", "Two"):

@@ -65,6 +65,7 @@ def fingerprint(sources: Sequence[Opened], tokenizer: PreTrainedTokenizerBase, s
     for opened in sources:
         digest.update(f"{opened.layout.name} {opened.source.format} {len(opened.rows)} {opened.warnings} ".encode())
         for batch in opened.rows.with_format("arrow").iter(batch_size=10_000):
+            digest.update(batch.schema.remove_metadata().serialize())  # the names: rows are serialized without them
             for part in batch.to_batches():
                 digest.update(part.serialize())
     rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else repr(sorted(tokenizer.get_vocab().items()))
