@@ -334,6 +334,19 @@ def test_a_learning_rate_in_a_tensor_that_changes_too_late_is_refused() -> None:
         assert caught.value.code == "learning-rate-changed"
 
 
+def test_a_step_keeps_its_learning_rate_when_its_tensor_gets_the_next_one(tmp_path: Path) -> None:
+    """Most of a step's commands leave later, while the scheduler already writes the next step's rate."""
+    found: list[bytes] = []
+    for rate in (torch.tensor(0.5), 0.5):
+        with support.engine(support.spec("superoffload", 1.0, clipping=1e-3)) as made:
+            superoffload.set_learning_rate(made, rate)  # type: ignore[arg-type]
+            support.train(made, support.batches(1))
+            if isinstance(rate, torch.Tensor):
+                rate.fill_(0.25)
+            found.append(support.states(made, tmp_path / str(len(found))))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("ratio", [0.0, 0.37, 1.0])
 def test_sub_groups_are_those_of_the_plan(ratio: float) -> None:
     """Compare names, sizes and devices: if they differed, the planner would predict another optimizer's memory and speed."""

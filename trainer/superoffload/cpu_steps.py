@@ -134,17 +134,18 @@ class CpuSteps:
     def _send(self, index: int, step: int, scale: float = 1.0, operation: Operation = Operation.STEP) -> None:
         group = self._adamw.param_groups[self._sub_groups[index].parameter_group]
         gradient = self.gradients[index]
+        rate = float(group["lr"])  # now: it may be a tensor that a scheduler writes to before the command leaves
         command = Command(
             operation,
             self._cpu.slot[index],
             step,
             gradient=gradient.source,
             scale=scale,
-            learning_rate=group["lr"],
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
+            learning_rate=rate,
+            beta1=float(group["betas"][0]),
+            beta2=float(group["betas"][1]),
             epsilon=group["eps"],
             weight_decay=group["weight_decay"],
         )
-        self._learning_rates[index] = float(group["lr"])  # which may be a tensor that a scheduler writes to
+        self._learning_rates[index] = rate
         self._cpu.step(index, command, gradient.copied)
