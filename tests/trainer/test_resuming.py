@@ -6,12 +6,16 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from so_tui.runs import RunDirectory, create_run, read_state, write_state
 from so_tui.runs.manifest import run_id
-from so_tui_trainer import resuming
-from so_tui_trainer.checkpoint_folder import claim
+from so_tui.spec import DataSource, RunSpec
+from so_tui_trainer import checkpoint, checkpoint_folder, resuming
+from so_tui_trainer.checkpoint_folder import Found, claim
 from so_tui_trainer.failures import TrainingError
+from so_tui_trainer.ranks import Ranks
+from superoffload.resharding import Rounded
 from tests.support.checkpoints import written
 from tests.support.launching import tiny
 
@@ -77,6 +81,24 @@ def test_what_was_saved_and_is_gone_is_a_warning_or_where_all_is_gone_an_error(r
     with pytest.raises(TrainingError) as caught:
         resuming.newest(run, SPEC, told, start_over=False)
     assert caught.value.code == "checkpoint-missing"
+
+
+@pytest.mark.parametrize(
+    ("weights", "codes"),
+    [((1.0, 2.0), []), ((2.0, 4.0), []), ((2.0, 1.0), ["data-changed"])],
+)
+def test_other_shares_of_a_mixture_are_another_order(
+    weights: tuple[float, float], codes: list[str], run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def mixture(*weights: float) -> RunSpec:
+        sources = tuple(DataSource(source=f"part-{number}", weight=weight) for number, weight in enumerate(weights))
+        return msgspec.structs.replace(SPEC, data=msgspec.structs.replace(SPEC.data, source=sources))
+
+    monkeypatch.setattr(checkpoint, "load", lambda *unused: Rounded(0, 0))
+    path = written(claim(run, SPEC), 1, run_id(run), mixture(1.0, 2.0))
+    found, told = Found(path, checkpoint_folder.verify(path), ()), Warnings()
+    resuming.restore(found, None, mixture(*weights), found.manifest.data, Ranks(0, 1, torch.device("cpu"), None), told)  # type: ignore[arg-type]
+    assert told == codes
 
 
 def test_starting_over_sets_them_all_aside(run: RunDirectory) -> None:

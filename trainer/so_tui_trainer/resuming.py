@@ -84,13 +84,15 @@ def restore(found: Found, engine: Any, spec: RunSpec, fingerprint: str, ranks: R
     manifest = found.manifest
     if manifest.data != fingerprint or _order(manifest.spec) != _order(spec):
         message = f"the data or their order changed since the checkpoint; continuing at sequence {manifest.consumed_sequences + 1}"
-        suggestion = "Resume with the same data, seed, sequence length and packing to neither skip nor repeat sequences."
+        suggestion = "Resume with the same data, weights, seed, sequence length and packing to neither skip nor repeat sequences."
         warn("data-changed", message, suggestion)
     rounded = checkpoint.load(engine, found.path, manifest, ranks)
     for warning in rounding_warnings(manifest, spec, rounded):
         warn(*warning)
 
 
-def _order(spec: RunSpec) -> tuple[int, int, bool]:
+def _order(spec: RunSpec) -> tuple[int, int, bool, tuple[float, ...]]:
     """Return the settings that determine the order of the sequences, besides the documents."""
-    return spec.train.seed, spec.data.sequence_length, spec.data.packing
+    weights = [source.weight for source in spec.data.sources]
+    shares = tuple(weight / weights[0] for weight in weights)
+    return spec.train.seed, spec.data.sequence_length, spec.data.packing, shares
