@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -195,3 +198,20 @@ def test_the_doctor_knows_the_versions_that_the_engine_supports() -> None:
 
     bound = bound_of("deepspeed")
     assert (bound.oldest, bound.newest) == (OLDEST, NEWEST)
+
+
+@pytest.mark.parametrize("change", [("names", ("b", "a")), ("numels", (3, 4)), ("numel", 5)])
+def test_ranks_whose_files_are_laid_out_differently_are_not_joined(change: tuple[str, Any], tmp_path: Path) -> None:
+    """A parameter is looked up where the first rank has it: another's values would be read there, with the right checksums."""
+    same = checkpoint.SubGroupRecord(4, "cpu", 3, moments=True, names=("a", "b"), numels=(4, 4))
+    for rank, record in enumerate((same, msgspec.structs.replace(same, **dict([change])))):
+        described = checkpoint.Manifest(
+            deepspeed="0", mode="superoffload", engine="so-tui", ratio=1.0, rank=rank, ranks=2, sub_groups=(record,)
+        )
+        with closing(checkpoint.StatesFile(tmp_path, described)) as file:
+            file.write(0, (torch.ones(record.numel),) * 3)
+            file.finish()
+    for read in (superoffload.verify_state, lambda folder: list(resharding.saved_states(folder))):
+        with pytest.raises(superoffload.OffloadError) as caught:
+            read(tmp_path)
+        assert caught.value.code == "unreadable"

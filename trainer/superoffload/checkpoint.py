@@ -171,10 +171,18 @@ def manifests(folder: Path) -> tuple[Manifest, ...]:
             or manifest.ranks != ranks
             or ranks < 1
             or not all(_consistent(g, ranks) for g in manifest.sub_groups)
+            or (found and list(map(_layout, manifest.sub_groups)) != list(map(_layout, found[0].sub_groups)))
         ):
-            raise OffloadError(f"{path} contradicts itself or the other ranks: its ranks or sizes are impossible.", code="unreadable")
+            raise OffloadError(
+                f"{path} contradicts itself or the other ranks: its ranks, sizes or names are impossible.", code="unreadable"
+            )
         found.append(manifest)
     return tuple(found)
+
+
+def _layout(group: SubGroupRecord) -> tuple[object, ...]:
+    """Return what decides where a parameter is in a rank's file. It is the same for all ranks."""
+    return group.numel, group.moments, group.names, group.numels
 
 
 def _consistent(group: SubGroupRecord, ranks: int) -> bool:

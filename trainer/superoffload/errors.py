@@ -44,7 +44,7 @@ class Mismatch:
     """One reason why a saved state cannot be loaded."""
 
     code: str
-    """``schema``, ``byte-order``, ``no-moments``, ``different-steps``, ``different-ranks``, ``only-saved``, ``only-here`` or ``size``."""
+    """``schema``, ``byte-order``, ``no-moments``, ``different-steps``, ``only-saved``, ``only-here`` or ``size``."""
     message: str
     names: tuple[str, ...] = ()
     """The parameters concerned, where the reason is about parameters."""
