@@ -16,7 +16,7 @@ from typing import Any, Literal
 import msgspec
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig
 
 from so_tui.launch.exporting import ExportProgress, in_steps
 from so_tui.runs import create_run, read_spec
@@ -193,6 +193,22 @@ def test_what_belongs_to_the_weights_but_is_not_trained_is_exported(kind: str, t
     for found in (loaded, written):
         for name, tensor in kept.items():
             torch.testing.assert_close(found.state_dict()[name].float(), tensor, rtol=0.01, atol=0.01)
+
+
+@pytest.mark.skipif("apertus" not in CONFIG_MAPPING, reason="older transformers do not have it")
+def test_constants_that_only_a_constructor_knows_are_exported(tmp_path: Path) -> None:
+    """Apertus stores two of its activation, which no initialisation of weights touches."""
+    shape = tiny().model.config | {"model_type": "apertus", "hidden_act": "xielu"}
+    spec = tiny(data__sequence_length="128")
+    spec = msgspec.structs.replace(spec, model=msgspec.structs.replace(spec.model, config=shape))
+    model: Any = causal_model(load_config(spec.model), dtype=torch.float32)
+    kept = {name: tensor for name, tensor in model.named_buffers() if name in model.state_dict()}
+    assert kept
+    checkpoint_of(model, spec, tmp_path / "checkpoint")
+    export(tmp_path / "checkpoint", tmp_path / "model", "r", spec)
+    for found in (load_pretrained(tmp_path / "model")[0], whole.of_checkpoint(tmp_path / "checkpoint", spec)):
+        for name, tensor in kept.items():
+            assert torch.equal(found.state_dict()[name], tensor.bfloat16()), name
 
 
 def test_it_generates_as_the_model_did_and_stops_where_answers_end(tmp_path: Path) -> None:
