@@ -54,7 +54,7 @@ def test_positions_are_scaled_as_transformers_does_and_exported(name: str, kind:
     assert loaded.model.rotary_emb.attention_scaling == ours.model.rotary_emb.attention_scaling
 
 
-@pytest.mark.parametrize("kind", ["llama3", "several", "none", "own"])
+@pytest.mark.parametrize("kind", ["llama3", "several", "none", "own", "own-of-experts", "unused"])
 def test_positions_that_cannot_be_scaled_are_refused(kind: str) -> None:
     model = another("gemma3_text") if kind == "several" else scaled_down("llama-3.1-8b")
     if kind == "llama3":
@@ -66,6 +66,11 @@ def test_positions_that_cannot_be_scaled_are_refused(kind: str) -> None:
         model = msgspec.structs.replace(model, config={"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 4, "vocab_size": 99})
     if kind == "own":
         model = scaled_down("phi-4")
+    if kind == "own-of-experts":
+        model = msgspec.structs.replace(model, config=model.config | {"model_type": "phimoe"})
+    if kind == "unused":  # described, but no layer turns anything by its position
+        hybrid = {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"], "num_hidden_layers": 2}
+        model = msgspec.structs.replace(model, config=hybrid)
     scaled = msgspec.structs.replace(model, rope_scaling="yarn", rope_factor=2.0)
     problem = refusal(lambda: load_config(scaled))
     assert (problem.code, problem.field) == ("rope-not-scalable", "model.rope_scaling")
@@ -76,3 +81,10 @@ def test_a_scaling_needs_its_factor(given: dict[str, Any]) -> None:
     with pytest.raises(InputError) as caught:
         check_tree({"name": "x", "model": {"id": "m", **given}, "data": {"source": "x"}, "train": {"steps": 1}})
     assert [problem.code for problem in caught.value.problems] == ["rope-factor"]
+
+
+def test_hybrids_with_rotary_positions_are_scaled() -> None:
+    shape = {"model_type": "granitemoehybrid", "position_embedding_type": "rope", "layer_types": ["attention"], "num_hidden_layers": 1}
+    model = msgspec.structs.replace(scaled_down("qwen3-14b"), config=shape, rope_scaling="linear", rope_factor=2.0)
+    rope: Any = load_config(model)
+    assert rope.rope_parameters["factor"] == 2.0

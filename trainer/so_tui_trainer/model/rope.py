@@ -22,7 +22,7 @@ def scale(config: PretrainedConfig, model: ModelSpec) -> None:
     """
     own: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     positions = getattr(config, "max_position_embeddings", None)
-    if not own or not positions:
+    if not own or not positions or _has_other_positions(config):
         raise _refusal(model, "the model has no rotary positions")
     if any(isinstance(value, dict) for value in own.values()):
         raise _refusal(model, "the model has other rotary positions in each kind of layer")
@@ -36,8 +36,13 @@ def scale(config: PretrainedConfig, model: ModelSpec) -> None:
     changed.max_position_embeddings = round(positions * model.rope_factor)
     try:
         changed.validate_rope()
-    except (ValueError, KeyError) as error:  # Phi-3 knows only its own way of scaling.
+    except (ValueError, KeyError, TypeError) as error:  # Phi-3 and Phi-3.5-MoE know only their own way of scaling.
         raise _refusal(model, f"transformers does not scale this model's positions so ({first_line(error)})") from error
+
+
+def _has_other_positions(config: PretrainedConfig) -> bool:
+    """Return whether a model has none although its configuration describes them, as Granite 4's hybrids do by default."""
+    return getattr(config, "position_embedding_type", "rope") != "rope"
 
 
 def _refusal(model: ModelSpec, message: str) -> InputError:
