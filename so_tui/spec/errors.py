@@ -96,5 +96,9 @@ class Refused(SoTuiError):  # noqa: N818 - the documented name of this exit stat
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of a third-party error, to quote in a message; the name of its type if it has no text."""
-    return without_credentials((str(error).strip().splitlines() or [type(error).__name__])[0])
+    """Return the first line of a third-party error, to quote in a message; the name of its type if it has no text.
+
+    It is that of its cause where the error itself names only a place ("Validation error for field 'layer_types':").
+    """
+    first: str = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return first_line(error.__cause__) if first.endswith(":") and error.__cause__ else without_credentials(first)

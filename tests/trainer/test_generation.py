@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -205,6 +205,15 @@ def test_a_damaged_folder_is_named(name: str, content: bytes, code: str, tmp_pat
     assert refusal(load).code == code
     if name == "config.json":
         assert refusal(lambda: load_config(model)).code == "model-config-unreadable"
+
+
+@pytest.mark.parametrize("weights", ["pretrained", "random"])
+def test_a_shape_that_contradicts_itself_is_refused_with_what_contradicts(weights: Literal["pretrained", "random"], tmp_path: Path) -> None:
+    shape = {"model_type": "qwen3", "num_hidden_layers": 4, "layer_types": ["full_attention"] * 3}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    problem = refusal(lambda: load_config(ModelSpec(id=str(tmp_path), weights=weights, config=shape)))
+    assert (problem.code, problem.field) == ("model-config-unreadable", "model.config" if weights == "random" else "model.id")
+    assert all(part in problem.message for part in ("layer_types", "num_hidden_layers", "4", "3"))
 
 
 def test_a_kernel_that_a_model_names_is_not_loaded(tmp_path: Path, causal: PreTrainedModel) -> None:

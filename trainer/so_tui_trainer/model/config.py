@@ -68,6 +68,18 @@ def _given_config(model: ModelSpec) -> PretrainedConfig:
         raise InputError([problem]) from error
     except Exception as error:  # a damaged config.json raises whatever it leads to
         message = f"cannot be read ({first_line(error)})"
+        if model.weights == "random":
+            raise InputError(
+                [
+                    Problem(
+                        code="model-config-unreadable",
+                        field="model.config",
+                        value=str(model.config.get("model_type", "")),
+                        message=message,
+                        remedy="Correct it: it is to be a `config.json` of this kind of model.",
+                    )
+                ]
+            ) from error
         remedy = "Check the name and the network, log in with `hf auth login` if it is gated, or download it first with `so-tui fetch`."
         raise InputError([model_problem("model-config-unreadable", model, message, remedy)]) from error
 

@@ -120,6 +120,4 @@ def _names(mapping: Mapping[str, str | tuple[str, ...]]) -> Iterator[str]:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the first line of an error, or of its cause if it only names a location."""
-    first = f"it lacks {error}" if isinstance(error, KeyError) else first_line(error)
-    return _reason(error.__cause__) if first.endswith(":") and error.__cause__ else first
+    return f"it lacks {error}" if isinstance(error, KeyError) else first_line(error)
