@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
+import deepspeed
 import pytest
 import torch
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 import superoffload
 from examples import own_loop
+from so_tui_trainer.engine_settings import engine_settings
 from tests.support import engine as support
 from tests.support.reference_adamw import core_of
 
@@ -69,3 +73,36 @@ def test_a_checkpoint_of_other_sub_groups_is_refused_and_changes_nothing(tmp_pat
         assert caught.value.code == "other-sub-groups"
         assert support.states(made, tmp_path / "after") == before
     shutil.rmtree(tmp_path / "theirs")
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1.0])
+@pytest.mark.parametrize("empty", [True, False])
+def test_a_group_without_trainable_parameters_lends_its_options_to_no_other(
+    ratio: float, empty: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed 0.18.9 and 0.19.0 count only the groups that have some; later versions note the place of each."""
+    original = DeepSpeedZeroOptimizer_Stage3._get_trainable_parameter_groups
+
+    def without_places(optimizer: Any) -> Any:
+        groups = original(optimizer)
+        return [{key: value for key, value in group.items() if key != "_ds_source_param_group_id"} for group in groups]
+
+    monkeypatch.setattr(DeepSpeedZeroOptimizer_Stage3, "_get_trainable_parameter_groups", without_places)
+    run = support.spec("superoffload", ratio)
+    settings = engine_settings(run, support.binding())
+    found: list[bytes] = []
+    for preceded in (False, True):
+        torch.manual_seed(0)
+        model = support.Model().to(support.DEVICE, torch.bfloat16)
+        frozen = [parameter.requires_grad_(False) for parameter in model.parameters() if parameter.dim() >= 2]
+        trained = {"params": [parameter for parameter in model.parameters() if parameter.requires_grad], "weight_decay": 0.0}
+        others = [{"params": [] if empty else frozen, "weight_decay": 0.5, "lr": 0.3}] if preceded else []
+        adamw = torch.optim.AdamW([*others, trained], lr=1e-2)
+        with superoffload.replacing_optimizers(settings):
+            made, *_ = deepspeed.initialize(model=model, optimizer=adamw, config=support.ds_config(run))
+        try:
+            support.train(made, support.batches(2))
+            found.append(support.states(made, tmp_path / str(preceded)))
+        finally:
+            superoffload.close(made)
+    assert found[0] == found[1]

@@ -155,13 +155,18 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             offsets.append(offsets[-1] + numel)
         return SubGroup(
             weights=weights,
-            parameter_group=self.sub_group_to_group_id[index],
+            parameter_group=self._parameter_group(parameters[0]),
             names=tuple(self.param_names[parameter] for parameter in parameters),
             offsets=tuple(offsets[:-1]),
             on_gpu=on_gpu,
             places=tuple(rank * parameter.partition_numel() for parameter in parameters),
             first_use=min(order[parameter.ds_id] for parameter in parameters),
         )
+
+    def _parameter_group(self, parameter: Any) -> int:
+        """Return the index of a parameter's group. DeepSpeed 0.18.9 and 0.19.0 themselves do not count groups of frozen parameters."""
+        groups = self.optimizer.param_groups
+        return next(index for index, group in enumerate(groups) if any(parameter is member for member in group["params"]))
 
     def partition_grads(self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]) -> None:
         gradients = [
