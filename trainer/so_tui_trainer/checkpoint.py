@@ -218,8 +218,8 @@ def _in_thread(work: Callable[[], Result]) -> Future[Result]:
 def load(engine: Any, checkpoint: Path, manifest: Manifest, ranks: Ranks) -> Rounded:
     """Restore the state of a checkpoint, which any number of ranks may have written.
 
-    With another number of ranks the random number generators stay as seeded; only dropout uses them in training. So they do with the
-    files of earlier versions, which were pickles: loading one can run any code.
+    With another number of ranks the random number generators stay as seeded; only some routers use them in training (Phi-3.5-MoE, noise in
+    Mixtral). So they do with the files of earlier versions, which were pickles: loading one can run any code.
 
     Returns:
         What ``superoffload.load_state`` returns, summed over all ranks.
