@@ -127,6 +127,17 @@ def test_the_models_of_2026_are_described_as_they_are_built(tmp_path: Path, kind
         assert [(problem.code, problem.field) for problem in caught.value.problems] == [("packing-mixes-documents", "data.packing")]
 
 
+def test_what_is_listed_layer_by_layer_is_read_where_layers_agree(tmp_path: Path) -> None:
+    """HunYuan may list how many experts each layer chooses."""
+    from so_tui_trainer.tools.describe_model import describe
+
+    shape = {"model_type": "hunyuan_v1_moe", "num_experts": 4, "moe_topk": [2, 2], "head_dim": 16}
+    answer = list(describe({"model": str(folder(tmp_path, "h", **GROUPED | shape | {"num_hidden_layers": 2}))}))[-1]
+    assert answer["model"]["config"]["num_experts_per_tok"] == 2
+    spec = check_tree({"name": "x", "model": answer["model"], "data": {"source": "x"}, "train": {"steps": 1}})
+    assert make_plan(spec, superchips(1)).fits
+
+
 @pytest.mark.usefixtures("in_this_process")
 def test_a_model_whose_documents_cannot_be_packed_gets_a_preset_without_packing(tmp_path: Path) -> None:
     described = describe_model(str(folder(tmp_path, "hybrid", **another("llama4_text").config)))

@@ -11,7 +11,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from so_tui.runs import create_run
 from so_tui.runs.records import StepRecord
-from so_tui.spec import RunSpec, load_catalog
+from so_tui.spec import ModelSpec, RunSpec, load_catalog
 from so_tui_trainer.data.batches import Batches
 from so_tui_trainer.model import recompute
 from so_tui_trainer.model.config import load_config
@@ -113,6 +113,31 @@ def test_a_model_without_experts_is_refused() -> None:
     assert refusal(lambda: tiny(train__router_loss_coefficient="0.001")).code == "no-experts"
     causal = causal_model(load_config(tiny().model))
     assert refusal(lambda: RouterLoss(causal, 0.001)).code == "model-without-routers"
+
+
+def hunyuan(chosen: int | list[int]) -> PreTrainedModel:
+    torch.manual_seed(0)
+    names = ("num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "sliding_window")
+    shape = {key: value for key, value in SMALL.items() if key not in names} | {"model_type": "hunyuan_v1_moe", "moe_topk": chosen}
+    return causal_model(load_config(ModelSpec(id="h", weights="random", config=shape)), dtype=torch.float32, attention="eager")
+
+
+def test_experts_that_are_chosen_may_be_listed_layer_by_layer() -> None:
+    """As in HunYuan, whose lists may have one value throughout."""
+    found = []
+    for causal in (hunyuan(2), hunyuan([2, 2, 2])):
+        router = RouterLoss(causal, 0.5)
+        with torch.no_grad(), router.watching() as logits:
+            causal(input_ids=torch.arange(5, 45)[None])
+        found.append(router(logits, torch.ones(1, 40, dtype=torch.bool)))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+    assert found[0] / 40 > 1.9
+    assert refusal(lambda: RouterLoss(hunyuan([1, 2, 2]), 0.5)).code == "model-without-routers"
+
+
+def test_routers_that_are_recorded_in_several_ways_are_refused() -> None:
+    causal = causal_model(load_config(another("jetmoe")))
+    assert refusal(lambda: RouterLoss(causal, 0.5)).code == "model-without-routers"
 
 
 def small_mixture(**changes: str) -> RunSpec:

@@ -1,8 +1,8 @@
-"""The kinds of a model's layers, by transformers' names."""
+"""What a model's configuration says of its layers: their kinds, by transformers' names, and what all of them share."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -11,3 +11,10 @@ if TYPE_CHECKING:
 def kinds_of(config: PretrainedConfig) -> tuple[str, ...]:
     """Return the kind of each layer; nothing where the model has only one and does not say which."""
     return tuple(getattr(config, "layer_types", None) or ())
+
+
+def same_in_all_layers(value: Any) -> Any:
+    """Return a value of a configuration, or that of each layer where they are listed and equal (HunYuan); None where they differ."""
+    if not isinstance(value, list):
+        return value
+    return value[0] if value and all(one == value[0] for one in value) else None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from so_tui.spec import InputError, Problem
+from so_tui_trainer.model.layer_types import same_in_all_layers
 from so_tui_trainer.model.matching import decoder_of
 
 if TYPE_CHECKING:
@@ -28,20 +29,20 @@ class RouterLoss:
         """Register hooks on the routers.
 
         Raises:
-            InputError: The model has no routers.
+            InputError: The model has no routers, records them in several ways (JetMoE), or their numbers of chosen experts differ.
         """
         self.coefficient = coefficient
-        self._experts_per_token = int(getattr(causal.config, "num_experts_per_tok", 0))
+        self._experts_per_token = int(same_in_all_layers(getattr(causal.config, "num_experts_per_tok", None)) or 0)
         self._seen: list[Tensor] | None = None
         routers = _routers(causal)
-        if not routers:
+        if not routers or not self._experts_per_token:
             raise InputError(
                 [
                     Problem(
                         code="model-without-routers",
                         field="train.router_loss_coefficient",
                         value=f"{coefficient:g}",
-                        message=f"a {causal.config.model_type} has no routers whose load could be balanced",
+                        message=f"a {causal.config.model_type} has no routers that transformers records and that choose equally many",
                         remedy="Set it to 0.",
                     )
                 ]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from so_tui.spec import ParameterBlock, Tensor, decays
 from so_tui.spec.layers import mixing_kinds, recurrent_kinds
 from so_tui.spec.sections.parameters import TensorKind, is_matrix
-from so_tui_trainer.model.layer_types import kinds_of
+from so_tui_trainer.model.layer_types import kinds_of, same_in_all_layers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -55,7 +55,7 @@ def shape_of(config: PretrainedConfig, causal: PreTrainedModel) -> dict[str, Any
 def planned_shape(config: PretrainedConfig, causal: PreTrainedModel) -> dict[str, Any]:
     """Return what the planner reads of a model, by the names that it uses."""
     own = _without_layers(config)
-    named = {key: getattr(own, key, None) for key in _SHAPE}
+    named = {key: same_in_all_layers(getattr(own, key, None)) for key in _SHAPE}
     named["intermediate_size"] = named["intermediate_size"] or _width(config, causal)
     named["num_key_value_heads"] = named["num_key_value_heads"] or getattr(config, "num_kv_heads", None)
     shape: dict[str, Any] = {key: value for key, value in named.items() if isinstance(value, int | float)}
