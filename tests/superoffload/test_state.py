@@ -215,3 +215,15 @@ def test_ranks_whose_files_are_laid_out_differently_are_not_joined(change: tuple
         with pytest.raises(superoffload.OffloadError) as caught:
             read(tmp_path)
         assert caught.value.code == "unreadable"
+
+
+@pytest.mark.parametrize("step", [-1, 2**70])
+def test_an_impossible_step_is_found_before_adam_would_divide_by_zero(step: int, tmp_path: Path) -> None:
+    record = checkpoint.SubGroupRecord(1, "cpu", step, moments=True, names=("a",), numels=(1,))
+    described = checkpoint.Manifest(deepspeed="0", mode="superoffload", engine="so-tui", ratio=1.0, rank=0, ranks=1, sub_groups=(record,))
+    with closing(checkpoint.StatesFile(tmp_path, described)) as file:
+        file.write(0, (torch.ones(1),) * 3)
+        file.finish()
+    with pytest.raises(superoffload.OffloadError) as caught:
+        superoffload.verify_state(tmp_path)
+    assert caught.value.code == "unreadable"

@@ -28,6 +28,7 @@ from superoffload.sub_groups import SubGroupState
 
 SCHEMA = 2
 _LARGEST_MANIFEST_BYTES = 64 << 20
+_MOST_STEPS = 2**31
 _SAMPLE_BYTES = 64 << 10
 _SAMPLE_DISTANCE_BYTES = 64 << 20
 """``verify`` reads only a thousandth of a file, so that checking hundreds of GB takes seconds. It detects a file that was cut short, never
@@ -174,7 +175,7 @@ def manifests(folder: Path) -> tuple[Manifest, ...]:
             or (found and list(map(_layout, manifest.sub_groups)) != list(map(_layout, found[0].sub_groups)))
         ):
             raise OffloadError(
-                f"{path} contradicts itself or the other ranks: its ranks, sizes or names are impossible.", code="unreadable"
+                f"{path} contradicts itself or the other ranks: its ranks, steps, sizes or names are impossible.", code="unreadable"
             )
         found.append(manifest)
     return tuple(found)
@@ -186,8 +187,13 @@ def _layout(group: SubGroupRecord) -> tuple[object, ...]:
 
 
 def _consistent(group: SubGroupRecord, ranks: int) -> bool:
-    """Return whether the parameters fit into the sub-group, whose size the file's must match: no tensor is larger than its file."""
-    if group.numel < 0 or len(group.names) != len(group.numels) or any(numel < 0 for numel in group.numels):
+    """Return whether the step is possible and the parameters fit into the sub-group: no tensor is larger than its file."""
+    if (
+        group.numel < 0
+        or not 0 <= group.step <= _MOST_STEPS
+        or len(group.names) != len(group.numels)
+        or any(numel < 0 for numel in group.numels)
+    ):
         return False
     return sum(partition_numel(numel, ranks) for numel in group.numels) <= group.numel
 
