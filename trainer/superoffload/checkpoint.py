@@ -175,7 +175,7 @@ def manifests(folder: Path) -> tuple[Manifest, ...]:
             or (found and list(map(_layout, manifest.sub_groups)) != list(map(_layout, found[0].sub_groups)))
         ):
             raise OffloadError(
-                f"{path} contradicts itself or the other ranks: its ranks, steps, sizes or names are impossible.", code="unreadable"
+                f"{path} contradicts itself or the other ranks: its ranks, steps, names or sizes are impossible.", code="unreadable"
             )
         found.append(manifest)
     return tuple(found)
