@@ -7,6 +7,7 @@ import pkgutil
 import re
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,8 @@ DIALOGS: dict[type[ModalScreen[Any]], Callable[[RunDirectory], ModalScreen[Any]]
     SettingsDialog: lambda _: SettingsDialog(Settings(), ()),
     ValidationScreen: lambda run: ValidationScreen(run.path),
 }
+READ_FIRST: dict[type[ModalScreen[Any]], str] = {AnswersScreen: "#answers-title", ValidationScreen: "#report-status"}
+"""What dialogs that read something fill then, which moves their buttons."""
 ELSEWHERE = {DataPreviewScreen}
 """Starts a process; it is closed by mouse in test_data_preview_screen.py."""
 
@@ -84,6 +87,8 @@ async def test_a_click_closes_every_dialog(runs_dir: Path, size: tuple[int, int]
         for kind, make in DIALOGS.items():
             await ui.app.push_screen(make(run))
             await ui.until(lambda: ui.screen is not below and ui.screen.query(CloseButton))
+            if filled := READ_FIRST.get(kind):
+                await ui.until(partial(ui.shown, filled))
             button = ui.screen.query_one(CloseButton)
             assert ui.screen.region.contains_region(button.region), kind.__name__
             assert await ui.pilot.click(button), f"{kind.__name__}: something covers it"
