@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.zero.config import ZeroStageEnum
 
 import superoffload
 from so_tui_trainer.engine_settings import engine_settings
@@ -185,6 +186,31 @@ def test_reading_a_checkpoint_runs_no_code_of_it(two_ranks: Path, tmp_path: Path
         superoffload.deepspeed_states(two_ranks)
     assert caught.value.code == "unsafe-pickle"
     assert not (tmp_path / "ran").exists()
+
+
+class Attribute:
+    """Is saved as the attribute of ``kind`` that ``getattr`` reads, as Python 3.11.2 saves the members of enums."""
+
+    def __init__(self, kind: object, name: str) -> None:
+        self._kind, self._name = kind, name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._kind, self._name)
+
+
+def test_the_stage_that_an_older_python_saved_is_read(two_ranks: Path) -> None:
+    file = two_ranks / "global_step7" / MODEL_FILE
+    model = torch.load(file, weights_only=True)
+    torch.save({**model, "zero_stage": Attribute(ZeroStageEnum, "weights")}, file)
+    assert superoffload.deepspeed_states(two_ranks).numels
+
+
+@pytest.mark.parametrize(("kind", "name"), [(ZeroStageEnum, "__class__"), (ZeroStageEnum, "mro"), (torch.Tensor, "numpy"), (1, "real")])
+def test_no_other_attribute_is_read(kind: object, name: str, two_ranks: Path) -> None:
+    torch.save({"param_shapes": Attribute(kind, name)}, two_ranks / "global_step7" / MODEL_FILE)
+    with pytest.raises(OffloadError) as caught:
+        superoffload.deepspeed_states(two_ranks)
+    assert caught.value.code == "unsafe-pickle"
 
 
 def test_a_parameter_cannot_be_written_outside_the_folder(two_ranks: Path, tmp_path: Path) -> None:

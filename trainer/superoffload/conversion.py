@@ -291,11 +291,23 @@ def _load(path: Path) -> Any:
         if not stat.S_ISREG(path.lstat().st_mode):
             raise OffloadError(f"{path} is a link or not a regular file.", code="unreadable")
         try:
-            with torch.serialization.safe_globals([LossScaler, DynamicLossScaler, ZeroStageEnum]):
+            # Python 3.11 before 3.11.4 saves the member of an enum as an attribute that getattr is to read.
+            known = [LossScaler, DynamicLossScaler, ZeroStageEnum, (_stage, "builtins.getattr")]
+            with torch.serialization.safe_globals(known):
                 return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except pickle.UnpicklingError as error:
             message = f"{path} holds more than tensors and plain values, and loading it could run code: {str(error).splitlines()[0]}"
             raise OffloadError(message, code="unsafe-pickle") from error
+
+
+def _stage(kind: object, name: str) -> object:
+    """Return a saved stage of ZeRO by its name, in the place of ``getattr``. Raises UnpicklingError if it would be anything else."""
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    stages: dict[str, object] = dict(ZeroStageEnum.__members__)
+    if kind is not ZeroStageEnum or name not in stages:
+        raise pickle.UnpicklingError(f"getattr of {kind!r} and {name!r}")
+    return stages[name]
 
 
 @contextmanager
