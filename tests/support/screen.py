@@ -94,8 +94,9 @@ class Driver:
             TimeoutError: It has not happened within ``limit_s`` seconds.
         """
         async with asyncio.timeout(limit_s):
+            await settled()  # a screen that has just been opened is not laid out yet
             while not happened():
-                await asyncio.sleep(0.03)
+                await settled(0.03)
         await self.pilot.pause()
 
     def find(self, selector: str, kind: type[WidgetType]) -> WidgetType:

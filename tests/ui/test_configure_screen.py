@@ -117,7 +117,7 @@ async def test_what_was_recommended_is_no_change_and_is_named(runs_dir: Path) ->
         await ui.until(titled(ui, "1 change"))
         await ui.press("escape", "u", "y")
         await ui.until(titled(ui, "no changes"))
-        assert "was" not in str(row.query_one(".field-note", Static).content)
+        await ui.until(lambda: "was" not in str(row.query_one(".field-note", Static).content))
         await ui.press("u", "y")
         await ui.until(lambda: "recommended" not in ui.shown("#form-title"))
         assert row.query_one(Input).value == "0.9"
