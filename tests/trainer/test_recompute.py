@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
@@ -12,7 +13,7 @@ import torch
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
 
 from so_tui.model.activations import stored_bytes
 from so_tui.model.architecture import architecture
@@ -258,6 +259,18 @@ class BetweenHostAndGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return function(*arguments, **(keywords or {}))
 
 
+def products_of_a_step(causal: PreTrainedModel, policy: recompute.Policy) -> Counter[str]:
+    """Return how many matrix products forward and backward compute."""
+    recompute.install(causal, policy)
+    causal.train()
+    with Products() as products:
+        hidden = causal.base_model(input_ids=torch.arange(16)[None], use_cache=False).last_hidden_state
+        products.label = "backward"
+        torch.autograd.backward(hidden.sum())
+    counts: Counter[str] = products.counts
+    return counts
+
+
 @pytest.mark.parametrize("linear", [torch._C._nn.linear, zero3_linear_wrap])
 @pytest.mark.parametrize(("policy", "repeated"), [("none", 0), ("selective", 0), ("attention", 6), ("full", 6)])
 def test_selective_repeats_no_matrix_product(
@@ -267,15 +280,10 @@ def test_selective_repeats_no_matrix_product(
     monkeypatch.setattr(torch.nn.functional, "linear", linear)  # DeepSpeed puts its own there under ZeRO-3
     torch.manual_seed(0)
     causal = causal_model(AutoConfig.for_model("qwen3", **SHAPE), dtype=torch.float32, attention="sdpa")
-    recompute.install(causal, policy)
-    causal.train()
-    with Products() as products:
-        hidden = causal.base_model(input_ids=torch.arange(16)[None], use_cache=False).last_hidden_state
-        products.label = "backward"
-        torch.autograd.backward(hidden.sum())
+    products = products_of_a_step(causal, policy)
     layers = SHAPE["num_hidden_layers"]
-    assert products.counts["forward"] == 7 * layers
-    assert products.counts["backward"] == (14 + repeated) * layers
+    assert products["forward"] == 7 * layers
+    assert products["backward"] == (14 + repeated) * layers
 
 
 @pytest.mark.parametrize(("kind", "all_products"), [("falcon_h1", 9), ("hunyuan_v1_dense", 7)])
@@ -288,15 +296,10 @@ def test_the_last_product_is_not_repeated_where_a_layer_lists_attention_after_it
     monkeypatch.setattr(torch.nn.functional, "linear", zero3_linear_wrap)
     torch.manual_seed(0)
     causal = causal_model(load_config(another(kind)), dtype=torch.float32, attention="eager")
-    recompute.install(causal, policy)
-    causal.train()
-    with Products() as products:
-        hidden = causal.base_model(input_ids=torch.arange(16)[None], use_cache=False).last_hidden_state
-        products.label = "backward"
-        torch.autograd.backward(hidden.sum())
+    products = products_of_a_step(causal, policy)
     layers = len(recompute.checkpointed_layers(causal))
-    assert products.counts["forward"] == all_products * layers
-    assert products.counts["backward"] == (2 * all_products + repeated) * layers
+    assert products["forward"] == all_products * layers
+    assert products["backward"] == (2 * all_products + repeated) * layers
 
 
 @pytest.mark.parametrize("model_type", MIXTURES)
@@ -307,12 +310,7 @@ def test_selective_repeats_no_product_of_experts(policy: recompute.Policy, repea
     config = AutoConfig.for_model(model_type, **SHAPE, **{key: value for key, value in EXPERTS.items() if key not in SHAPE})
     causal = causal_model(config, dtype=torch.float32, attention="eager")
     kernels.install(causal, [kernels.EXPERTS])
-    recompute.install(causal, policy)
-    causal.train()
-    with Products() as products:
-        hidden = causal.base_model(input_ids=torch.arange(16)[None], use_cache=False).last_hidden_state
-        products.label = "backward"
-        torch.autograd.backward(hidden.sum())
+    products = products_of_a_step(causal, policy)
     layers = SHAPE["num_hidden_layers"]
-    assert products.counts["experts' forward"] == 2 * layers
-    assert products.counts["experts' backward"] == (4 + repeated) * layers
+    assert products["experts' forward"] == 2 * layers
+    assert products["experts' backward"] == (4 + repeated) * layers

@@ -291,7 +291,7 @@ def _load(path: Path) -> Any:
         if not stat.S_ISREG(path.lstat().st_mode):
             raise OffloadError(f"{path} is a link or not a regular file.", code="unreadable")
         try:
-            # Python 3.11 before 3.11.4 saves the member of an enum as an attribute that getattr is to read.
+            # Python 3.11.2 (Debian 12) saves the member of an enum as an attribute that getattr is to read, 3.11.7 does not.
             known = [LossScaler, DynamicLossScaler, ZeroStageEnum, (_stage, "builtins.getattr")]
             with torch.serialization.safe_globals(known):
                 return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
