@@ -131,7 +131,7 @@ def _probe(arguments: argparse.Namespace, chosen: Plan, machine: Machine) -> int
     from so_tui.folders import probes_dir
     from so_tui.launch import prepare
     from so_tui.launch.preparation import plan_refused
-    from so_tui.launch.probe import compared, probe_of, probe_spec, run_to_end
+    from so_tui.launch.probe import compared, measured_of, probe_of, probe_spec, run_to_end
     from so_tui.launch.probe_rows import write_rows
     from so_tui.plan import make_plan, plans_json, workload
     from so_tui.plan.calibration import store
@@ -158,7 +158,7 @@ def _probe(arguments: argparse.Namespace, chosen: Plan, machine: Machine) -> int
     finally:
         if rows:
             rows.unlink()
-    probe = probe_of(run, launch.plan, machine)
+    probe = probe_of(measured_of(run, launch.plan), launch.plan, machine)
     path = store(machine, probe=probe)
     delete_run(run)
     corrected = make_plan(chosen.spec, machine)

@@ -204,10 +204,8 @@ def predicted_of(spec: RunSpec, machine: Machine, workload: Workload) -> tuple[P
     )
 
 
-def probe_of(run: RunDirectory, plan: Plan, machine: Machine) -> Probe:
+def probe_of(found: Measured, plan: Plan, machine: Machine) -> Probe:
     """Return the record of a finished probe: measured, and predicted for the same data and as many steps that waited for the norm."""
-    found = measured_of(run, plan)
-    predicted = _predicted_for(found, plan, machine)
     return Probe(
         measured=datetime.now(UTC).isoformat(timespec="seconds"),
         model=model_key(plan.spec.model),
@@ -215,7 +213,7 @@ def probe_of(run: RunDirectory, plan: Plan, machine: Machine) -> Probe:
         ranks=plan.gpus,
         settings=settings_text(plan),
         workload=found.workload,
-        predicted=predicted,
+        predicted=predicted_for(found, plan, machine),
         actual=found.figures,
         constants=digest(),
         step_parts=STEP_PARTS,
@@ -232,7 +230,7 @@ def _computing(spec: RunSpec, machine: Machine, workload: Workload) -> Passes | 
     return fetching.computing if fetching else None
 
 
-def _predicted_for(found: Measured, plan: Plan, machine: Machine) -> Figures:
+def predicted_for(found: Measured, plan: Plan, machine: Machine) -> Figures:
     """Return the predicted figures; times are medians over the measured steps, each predicted as it was taken.
 
     A step whose norm exceeds the limit takes longer, though the plan is right.

@@ -178,6 +178,13 @@ def _speeds(report: Report) -> Iterator[str]:
         for outcome, result in found
     ]
     yield from _table(headings, rows)
+    waited = [
+        f"- {outcome.title}: {result.held_back_steps} of {result.steps} steps waited for the norm of all gradients"
+        for outcome, result in found
+        if result.clipping and result.held_back_steps and result.settings.get("offload.engine") == "so-tui"
+    ]
+    if waited:
+        yield from [*waited, ""]
 
 
 def _agreement(report: Report) -> Iterator[str]:

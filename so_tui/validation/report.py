@@ -121,6 +121,8 @@ class TrainingFound(Struct, frozen=True, kw_only=True, tag="training"):
     clipping: float
     steps: int
     """Those that the figures are of, after the warm-up."""
+    held_back_steps: int | None = None
+    """Those of them without a speculative step that was final, all where nothing speculates. None in reports of older versions."""
     measured: Figures
     predicted: Figures
     workload: Workload | None = None

@@ -16,7 +16,7 @@ from so_tui.folders import probes_dir
 from so_tui.launch import partitioning
 from so_tui.launch.executors.local import LocalExecutor
 from so_tui.launch.preparation import launch_of, usable_machine
-from so_tui.launch.probe import MEASURED_STEPS, WARMUP_STEPS, probe_of, probe_spec, records_and_samples, run_to_end
+from so_tui.launch.probe import MEASURED_STEPS, WARMUP_STEPS, measured_of, probe_of, probe_spec, records_and_samples, run_to_end
 from so_tui.machine.numa import distance
 from so_tui.machine.types import Machine, NumaNode
 from so_tui.model.architecture import architecture
@@ -260,7 +260,8 @@ def _measure(
     run = run_to_end(launch_of(plan, usable), probes_dir(), report, executor=executor, limit_s=deadline - time.monotonic())
     if part.partitioned and not _was_partitioned(run):
         raise SoTuiError(f"the partitions were not made: `{so_tui_command('logs', str(run.path))}` shows why")
-    found = probe_of(run, plan, usable)
+    measured = measured_of(run, plan)
+    found = probe_of(measured, plan, usable)
     if part.placed == "bound" and not (part.published or part.partitioned or part.losses_only):
         calibration.store(machine, probe=found)
     state = read_state(run)
@@ -277,6 +278,7 @@ def _measure(
         placed=part.placed,
         clipping=plan.spec.train.gradient_clipping,
         steps=len(counted),
+        held_back_steps=measured.held_back_steps,
         partitioned=part.partitioned,
         measured=found.actual,
         predicted=found.predicted,

@@ -160,7 +160,7 @@ def test_steps_whose_norm_exceeds_the_limit_are_compared_with_their_own_predicti
     metrics.close()
     assert measured_of(run, plan).held_back_steps == {"within": 0, "above": 4, "mixed": 3}[norms]
 
-    probe = probe_of(run, plan, machine)
+    probe = probe_of(measured_of(run, plan), plan, machine)
     _, early = predicted_of(plan.spec, machine, probe.workload)
     _, waiting = predicted_of(with_values(plan.spec, {"offload.speculation": "off"}), machine, probe.workload)
     assert waiting.exposed_optimizer_s != early.exposed_optimizer_s
@@ -178,8 +178,8 @@ def test_a_probe_that_fetches_weights_records_what_was_predicted_without_fetchin
     for number in range(1, 7):
         metrics.append(step_record(number))
     metrics.close()
-    assert probe_of(run, plain, machine).computing is None
-    probe = probe_of(run, fetching, machine)
+    assert probe_of(measured_of(run, plain), plain, machine).computing is None
+    probe = probe_of(measured_of(run, fetching), fetching, machine)
     _, expected = predicted_of(plain.spec, machine, probe.workload)
     assert probe.computing is not None
     assert probe.host_weights

@@ -71,6 +71,15 @@ def test_losses_are_compared_step_by_step_with_those_of_the_same_clipping(tmp_pa
     valid("validate", (tmp_path / reports.FILE).read_text())
 
 
+@pytest.mark.parametrize(("clipping", "engine", "shown"), [(1.0, "so-tui", True), (0.0, "so-tui", False), (1.0, "deepspeed", False)])
+def test_steps_that_waited_for_the_norm_are_told_where_our_engine_clips(clipping: float, engine: str, shown: bool) -> None:
+    outcome = trained("clipped", (8.0, 7.0), clipping)
+    assert isinstance(outcome.result, TrainingFound)
+    found = replace(outcome.result, settings={"offload.engine": engine}, held_back_steps=3)
+    text = render.markdown(replace(EMPTY, outcomes=(replace(outcome, result=found),)))
+    assert ("3 of 4" in text) == shown
+
+
 def test_a_loss_that_is_not_finite_agrees_with_nothing() -> None:
     (found,) = reports.agreement_of([trained("gpu", (8.0, 7.0)), trained("ours", (8.0, None))])
     assert (found.by_step, found.largest) == ((0.0, None), None)
