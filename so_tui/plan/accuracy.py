@@ -19,7 +19,7 @@ ALIKE = 0.04
 on one machine were off by more. It is less than the error of a step, since whatever all settings share cancels out."""
 SURE = 0.10
 """Share from which on a planned difference is worth a price. Where 10 to 20 % were planned, the setting that was planned to be faster was
-faster in nine of ten pairs; where 4 to 10 % were, in seven of ten."""
+faster in nine of ten pairs; where 4 to 10 % were, in three of four."""
 CHECKED_GPUS = ("NVIDIA H100 80GB HBM3", "NVIDIA H200")
 """On which steps were measured beside their plans."""
 

@@ -31,8 +31,8 @@ def speed_of(gpu: str, *, calibrated: bool = False) -> Speed:
 
 
 def test_the_errors_are_those_that_were_measured() -> None:
-    assert round(quantile(errors(measured_rows(), calibrated=True), accuracy.WITHIN), 2) == accuracy.CALIBRATED
-    assert round(quantile(errors(measured_rows(), calibrated=False), accuracy.WITHIN), 2) == accuracy.PUBLISHED
+    for calibrated, most in ((True, accuracy.CALIBRATED), (False, accuracy.PUBLISHED)):  # rounded up to whole percents
+        assert most - 0.01 < quantile(errors(measured_rows(), calibrated=calibrated), accuracy.WITHIN) <= most
     assert round(ratio_error(pairs(measured_rows())), 2) == accuracy.ALIKE
     assert {row.gpu for row in measured_rows()} == set(accuracy.CHECKED_GPUS)
 
@@ -52,7 +52,7 @@ def test_a_difference_is_sure_from_where_the_faster_one_is_faster_in_nine_of_ten
     less = [pair.measured > 0 for pair in found if accuracy.ALIKE <= pair.predicted < accuracy.SURE]
     assert len(sure) > 100
     assert sum(sure) / len(sure) > 0.9
-    assert sum(less) / len(less) < 0.75
+    assert sum(less) / len(less) < 0.8
     assert surely_faster(1.1001, 1.0)
     assert not surely_faster(1.0999, 1.0)
 

@@ -358,7 +358,8 @@ def test_long_documents_are_planned_by_backend(length: int, attention: str, poli
     assert found.step_s == pytest.approx(measured_s, rel=0.05)
 
 
-LONG = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "length-h200.json").read_text())
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+LONG = [row for name in ("length-h200", "length-h200-x2") for row in json.loads((RESULTS / f"{name}.json").read_text())]
 
 
 def planned_row(row: dict[str, Any]) -> Plan:
@@ -367,14 +368,14 @@ def planned_row(row: dict[str, Any]) -> Plan:
     values |= row.get("chosen", {}) | {"model.activation_checkpointing": row["policy"], "model.attention": row["backend"]}
     values |= {"offload.mode": "superoffload", "offload.ratio": values.get("offload.ratio", "0.9"), "train.gradient_clipping": "0"}
     values |= {"train.gradient_accumulation": "1"}
-    spec = with_values(load_catalog().presets[row["preset"]].spec, {"gpus": "1", "train.micro_batch": "1"} | values)
-    machine = x86("NVIDIA H200", gpu_count=1, cores=16, memory_mib=125 * 1024)
+    spec = with_values(load_catalog().presets[row["preset"]].spec, {"gpus": str(row["gpus"]), "train.micro_batch": "1"} | values)
+    machine = x86("NVIDIA H200", gpu_count=row["gpus"], cores=16 * row["gpus"], memory_mib=125 * 1024 * row["gpus"])
     machine = replace(machine, software=replace(machine.software, flash_attn_4="4.0.0b36"))
     return make_plan(spec, machine, workload=Workload(attended_tokens=float(row["document"])))
 
 
 def named(row: dict[str, Any]) -> str:
-    return f"{row['preset']}-{row['sequence_length']}-{row['document']}-{row['backend']}"
+    return f"{row['preset']}-{row['gpus']}-{row['sequence_length']}-{row['document']}-{row['backend']}"
 
 
 @pytest.mark.parametrize("row", LONG, ids=named)
@@ -387,13 +388,17 @@ def test_gpu_memory_of_long_sequences_is_planned(row: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("row", LONG, ids=named)
 def test_each_part_of_a_long_sequences_step_is_planned_within_5_percent_of_the_step(row: dict[str, Any]) -> None:
-    """But for one row, whose Adam was 14 % slower than that of the same model with other documents."""
+    """But for one row, whose Adam was 14 % slower than that of the same model with other documents.
+
+    Where two GPUs share a sequence, within 6 %.
+    """
     step, measured_s = planned_row(row).step, row["step_s"]
     assert step is not None
     parts = {"forward": step.forward_s - row["forward_s"], "backward": step.backward_s - row["backward_s"]}
     if (row["sequence_length"], row["document"]) != (8192, 8192):
         parts |= {"optimizer": step.exposed_optimizer_s - row["optimizer_s"], "step": step.total_s - measured_s}
-    assert {name: error for name, error in parts.items() if abs(error) > 0.05 * measured_s} == {}
+    most_s = (0.05 if row["gpus"] == 1 else 0.06) * measured_s
+    assert {name: error for name, error in parts.items() if abs(error) > most_s} == {}
 
 
 def test_keeping_attention_is_chosen_where_documents_are_long_and_it_fits() -> None:

@@ -161,7 +161,7 @@ def test_deterministic_backward_passes_repeat_bit_for_bit(backend: Any) -> None:
 
 @pytest.mark.parametrize(
     ("results", "tables"),
-    [("attention-h200", table), ("attention-h200-second", table), ("length-h200", planned_table)],
+    [("attention-h200", table), ("attention-h200-second", table), ("length-h200", planned_table), ("length-h200-x2", planned_table)],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
 def test_the_docs_show_what_was_measured(results: str, tables: Callable[[list[dict[str, Any]]], str]) -> None:

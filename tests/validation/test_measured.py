@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from so_tui.launch.probe import predicted_of, probe_spec
+from so_tui.launch.probe import Measured, predicted_for, probe_spec
 from so_tui.machine.types import Gpu, Machine, Mpam, NumaNode
+from so_tui.plan import make_plan
 from so_tui.plan.calibration import store
 from so_tui.trust.decoding import read_json
 from so_tui.validation import render
@@ -20,9 +21,16 @@ DOCS = Path(__file__).parents[2] / "docs"
 RESULTS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("validate-*.json"))
 STEP, GPU_MEMORY, HOST_MEMORY = 0.15, 0.1, 0.15
 """Relative errors that a plan may have."""
-KNOWN = {("validate-h100-x2-second", "ours-2", "step_s"): 0.35}
+KNOWN = {
+    ("validate-h100-x2-second", "ours-2", "step_s"): 0.35,
+    ("validate-h200", "published", "step_s"): 0.26,
+    ("validate-h200", "published-unclipped", "step_s"): 0.29,
+}
 """Figures that plans are known to miss by more, and by how much. With a micro-batch of 2 x 4096 on two GPUs, 0.82 s were planned and 1.18 s
-measured: backward took 0.84 s where two workers' Adam and its copies should have left it at 0.48 s."""
+measured: backward took 0.84 s where two workers' Adam and its copies should have left it at 0.48 s.
+
+DeepSpeed's SuperOffload took 2 s longer after backward, with and without clipping, than on the host from which its plan was made: 7.13 and
+4.7 s a step there, 8.22 and 6.63 s here."""
 LOSS = 0.06
 """Largest relative difference between losses at a step. The first reports trained tiny at its own learning rate, where two runs of the same
 arithmetic differ by as much within 200 steps; at the lower one that later reports have, by 0.002."""
@@ -82,8 +90,16 @@ def test_what_was_measured_is_planned(path: Path) -> None:
         # Plans are for bound ranks. A model so small that its speed says nothing is not predicted by it.
         if found.placed != "bound" or found.losses_only or found.workload is None:
             continue
-        _, planned = predicted_of(probe_spec(spec_of(shape, parts[outcome.key]), "random"), machine, found.workload)
-        for figure, most in (("step_s", STEP), ("gpu_reserved_bytes", GPU_MEMORY), ("host_bytes", HOST_MEMORY)):
+        plan = make_plan(probe_spec(spec_of(shape, parts[outcome.key]), "random"), machine, workload=found.workload, probed=False)
+        planned = predicted_for(
+            Measured(figures=found.measured, workload=found.workload, steps=found.steps, held_back_steps=found.held_back_steps or 0),
+            plan,
+            machine,
+        )
+        figures = {"step_s": STEP, "gpu_reserved_bytes": GPU_MEMORY, "host_bytes": HOST_MEMORY}
+        if found.settings.get("offload.engine") == "so-tui" and found.clipping and found.held_back_steps is None:
+            del figures["step_s"]  # An older report: how many of its steps waited for the norm is not known.
+        for figure, most in figures.items():
             expected, measured = getattr(planned, figure), getattr(found.measured, figure)
             if expected and measured and abs(expected / measured - 1) > KNOWN.get((path.stem, outcome.key, figure), most):
                 wrong.append((outcome.key, figure, expected, measured))
