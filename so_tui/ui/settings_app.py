@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from textual import work
 from textual.binding import Binding, BindingType
-from textual.message import Message
 from textual.reactive import var
 from textual.theme import Theme
 from textual.widgets import DataTable
@@ -20,6 +18,7 @@ from so_tui.ui.glyphs import GlyphName, chosen_glyphs, environment_at_start
 from so_tui.ui.key_order import KeysInOrder
 from so_tui.ui.standard_themes import DARK
 from so_tui.ui.themes import THEMES, fallback_variables
+from so_tui.ui.writes import OrderedWrites
 
 if TYPE_CHECKING:
     from so_tui.settings.file import Loaded
@@ -29,15 +28,13 @@ Result = TypeVar("Result")
 VIM_KEYS = {"j": "down", "k": "up", "g": "home", "G": "end", "ctrl+d": "pagedown", "ctrl+u": "pageup"}
 """What each key of vim does, as the key that every widget knows. Where a screen has a command of its own on a key, that one wins."""
 COMPACT = ([(0, "-narrow"), (1 << 20, "-medium"), (1 << 20, "-wide")], [(0, "-short"), (1 << 20, "-tall"), (1 << 20, "-very-tall")])
-_WRITING = threading.Lock()
 
 
-class SettingsKept(Message):
-    """Changes were written to the user's settings file."""
+def _write(changes: dict[str, Any]) -> None:
+    """Write changes of settings, by dotted key. Raises InputError."""
+    from so_tui.settings.file import change_settings
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-        super().__init__()
+    change_settings(changes)
 
 
 class SettingsApp(KeysInOrder[Result]):
@@ -52,6 +49,7 @@ class SettingsApp(KeysInOrder[Result]):
 
     def __init__(self, loaded: Loaded | None = None) -> None:
         self._found_themes: dict[str, Theme | None] = {}
+        self._changes = OrderedWrites(_write)
         super().__init__()
         self._settings_problems: tuple[Problem, ...] = loaded.problems if loaded is not None else ()
         for theme in THEMES:
@@ -98,7 +96,8 @@ class SettingsApp(KeysInOrder[Result]):
     def keep(self, changes: Mapping[str, Any]) -> None:
         """Apply changes of settings, by dotted key, and write them to the user's file."""
         self.apply(changes)
-        self._write_settings(dict(changes))
+        self._changes.add(dict(changes))
+        self._write_settings()
 
     def apply(self, changes: Mapping[str, Any]) -> None:
         """Apply changes of settings, by dotted key, until the application is left."""
@@ -118,17 +117,13 @@ class SettingsApp(KeysInOrder[Result]):
         self.refresh(layout=True)
 
     @work(thread=True, group="settings", name="keep settings", exit_on_error=False)
-    def _write_settings(self, changes: dict[str, Any]) -> None:
-        from so_tui.settings.file import change_settings
+    def _write_settings(self) -> None:
         from so_tui.spec.errors import InputError
 
         try:
-            with _WRITING:
-                settings = change_settings(changes)
+            self._changes.write_added()
         except InputError as error:
             self.post_message(messages.Failed("The settings hold only until so-tui is left", tuple(map(str, error.problems))))
-        else:
-            self.post_message(SettingsKept(settings))
 
     # Commands.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from itertools import combinations
 from pathlib import Path
@@ -14,13 +15,15 @@ from so_tui.folders import settings_file
 from so_tui.settings.file import load_settings
 from so_tui.settings.types import KeySettings, ScreenSettings, Settings
 from so_tui.ui.accessible_themes import COLOUR_BLIND, CONTRAST
-from so_tui.ui.chart_layout import ChartLayout, save_layout
+from so_tui.ui.chart_layout import ChartLayout, load_layout, save_layout
+from so_tui.ui.panels.charts import ChartPanel
 from so_tui.ui.standard_themes import DARK
 from so_tui.ui.themes import THEMES
 from so_tui.ui.widgets.chart import Chart
 from so_tui.ui.widgets.find_field import FindField
 from so_tui.ui.widgets.styled_lines import StyledLines
 from so_tui.units import GIB, memory_size, show_memory_in
+from tests.support.held_threads import HeldThreads
 from tests.support.make_run import write_run
 from tests.support.screen import opened
 
@@ -42,6 +45,20 @@ async def test_settings_are_changed_in_the_application_and_kept(runs_dir: Path) 
         assert (kept.settings.screen.theme, kept.settings.screen.units) == (CONTRAST.name, "decimal")
         assert memory_size(96 * 10**9) == "96.0 GB"
         show_memory_in("binary")
+
+
+async def test_of_changes_after_each_other_the_last_is_kept_whichever_thread_is_first(runs_dir: Path) -> None:
+    run = write_run(runs_dir, steps=20, total=20, seconds_of_samples=2, state="finished", name="one")
+    async with opened(runs_dir, open_run=run) as ui:
+        await ui.state_shown("finished")
+        threads = HeldThreads()
+        asyncio.get_running_loop().set_default_executor(threads)
+        await ui.press("G", "G", "G")
+        layout = ui.find("ChartPanel", ChartPanel).chart_layout
+        await ui.press("4", "V", "V", "V")
+        threads.release()
+        assert load_layout().grid == layout.grid is not None
+        assert load_settings().settings.runs.group == ui.app.settings.runs.group == "tag"
 
 
 async def test_memory_has_the_chosen_units_everywhere_at_once(runs_dir: Path) -> None:

@@ -79,7 +79,7 @@ async def test_panels_are_resized_by_keys_and_mouse_kept_and_reset(runs_dir: Pat
         await ui.until(lambda: ui.find("RunPreview", RunPreview).size.width)
         preview = ui.find("RunPreview", RunPreview)
         columns = preview.size.width
-        assert "tokens/s" in ui.shown("#facts")
+        await ui.until(lambda: "tokens/s" in ui.shown("#facts"))  # its losses are read in a thread
         await ui.press("right_curly_bracket")  # the list has the focus
         await ui.until(lambda: preview.size.width == columns - 4 and kept("run_beside") == columns - 3)
         await ui.resize(120, 36)

@@ -21,6 +21,7 @@ from so_tui.ui.series import Axis
 from so_tui.ui.snapshot import Snapshot
 from so_tui.ui.view import View, extent_of
 from so_tui.ui.widgets.chart import Chart
+from so_tui.ui.writes import OrderedWrites
 
 
 class ChartedPage(Page):
@@ -52,6 +53,7 @@ class ChartedPage(Page):
         """Runs to lay over it."""
         self.overlays: tuple[Overlaid, ...] = ()
         """What is known of them."""
+        self._layouts = OrderedWrites(save_layout)
         super().__init__()
 
     def tick(self) -> None:
@@ -133,14 +135,15 @@ class ChartedPage(Page):
     async def _arrange(self, layout: ChartLayout, turned: int = 0) -> None:
         """Show and remember another layout of charts."""
         if layout != self.charts.chart_layout:
-            self._remember(layout)
+            self._layouts.add(layout)
+            self._remember()
         await self.charts.change(layout, turned)
         self.show_again()
         self.tick()
 
     @work(thread=True, group="remember", name="remember the charts", exit_on_error=False)
-    def _remember(self, layout: ChartLayout) -> None:
-        save_layout(layout)
+    def _remember(self) -> None:
+        self._layouts.write_added()
 
     async def action_log_scale(self) -> None:
         await self._arrange(self.charts.toggled("log"))

@@ -1,0 +1,37 @@
+"""Threads that begin late, and the last one first, as they may on a busy machine."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+
+class HeldThreads(ThreadPoolExecutor):
+    """Holds what it is given until it is released; then the newest begins first."""
+
+    def __init__(self) -> None:
+        super().__init__(max_workers=1)
+        self.held: list[tuple[Future[Any], Callable[[], Any]]] = []
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.held.append((future, partial(work, *args, **kwargs)))
+        return future
+
+    def release(self) -> None:
+        """Run everything that is held, one after the other, in another thread, and wait for it."""
+        thread = threading.Thread(target=self._run_all)
+        thread.start()
+        thread.join()
+
+    def _run_all(self) -> None:
+        while self.held:
+            future, work = self.held.pop()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(work())
+                except Exception as error:  # noqa: BLE001 - whoever waits for the result gets it
+                    future.set_exception(error)
