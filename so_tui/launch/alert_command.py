@@ -35,6 +35,11 @@ class AlertCommand:
         self._output = b""
         self._name = ""
 
+    @property
+    def pid(self) -> int | None:
+        """Of the command, if it is under way."""
+        return None if self._process is None else self._process.pid
+
     def request(self, command: Sequence[str], about: Mapping[str, str], text: str, timeout_s: float) -> None:
         """Have a command run soon.
 

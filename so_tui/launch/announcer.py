@@ -64,6 +64,11 @@ class Announcer:
         self._endpoint: Endpoint | None = None
         self._opened = False
 
+    @property
+    def command_pid(self) -> int | None:
+        """Of the user's command, if it is under way."""
+        return self._command.pid
+
     def tick(self, state: RunState, records: Iterable[MetricRecord], *, full: bool) -> tuple[Alert, ...]:
         """Return what is new; ``full`` says that the disk accepts nothing more."""
         settings, now = self._settings.current().alerts, time.monotonic()

@@ -18,7 +18,7 @@ from so_tui.launch.network import NetworkWatch
 from so_tui.launch.nodes import Nodes
 from so_tui.launch.outcome import Evidence
 from so_tui.launch.preparation import Launch
-from so_tui.launch.processes import FirstLoss, ProcessTree
+from so_tui.launch.processes import FirstLoss, ProcessTree, reap_orphans
 from so_tui.launch.sampler import Sampler, oom_kills
 from so_tui.launch.shutdown import Shutdown
 from so_tui.runs.directory import RunDirectory
@@ -98,6 +98,11 @@ class HostSupervisor(ABC):
         """Whether there is anything to watch."""
         return bool(self._tree.alive) or self._job.running()
 
+    @property
+    def _started(self) -> set[int | None]:
+        """Pids of the children that this supervisor has started itself, and collects where they are used."""
+        return {self._job.runner_pid}
+
     def _follow(self) -> None:
         """Scan, record and act once a second, and whenever a process ends, until none is left."""
         sampler = Sampler(self._job.launch.machine, self._tree, self._attempt)
@@ -126,9 +131,10 @@ class HostSupervisor(ABC):
         return TICK_S if seen >= len(self._job.launch.plan.binding) else _START_TICK_S
 
     def _tick(self) -> None:
-        before = {process.pid for process in self._tree.alive}
+        before = set(self._tree.alive)
         # In this order, so that everything a process wrote is read after the process was seen to be gone.
         self._tree.scan()
+        reap_orphans({*self._started, *(process.pid for process in self._tree.alive)})  # after the scan, which reads their exit codes
         with self._despite_errors_of("records"):
             self._read()
         self._check_losses(before)
@@ -154,7 +160,7 @@ class HostSupervisor(ABC):
         if self._network.missing(lines) and self._shutdown.broken_at is None:
             self._shutdown.broken_at = time.monotonic()
 
-    def _check_losses(self, before: set[int]) -> None:
+    def _check_losses(self, before: set[Process]) -> None:
         lost = self._first_loss.update(before, ending=self._shutdown.terminated_at is not None)
         if self._shutdown.broken_at is None and any(process.role != "rank" for process in lost):
             self._shutdown.broken_at = time.monotonic()

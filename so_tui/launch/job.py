@@ -130,6 +130,11 @@ class Job:
         """Return whether DeepSpeed's runner is alive, as far as it is our child."""
         return self._runner is not None and self._runner.poll() is None
 
+    @property
+    def runner_pid(self) -> int | None:
+        """Of DeepSpeed's runner, as far as it is our child."""
+        return None if self._runner is None else self._runner.pid
+
     def status(self) -> int | None:
         """Return the runner's exit status (below 0 for a signal); None while it runs or if it was not our child."""
         return self._runner.poll() if self._runner else None

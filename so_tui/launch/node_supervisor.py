@@ -23,7 +23,7 @@ from so_tui.launch.shutdown import request_stop
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.liveness import STALE_S, identify
 from so_tui.runs.outcome import OutcomeCode
-from so_tui.runs.records import FINAL_STATES
+from so_tui.runs.records import FINAL_STATES, Process
 from so_tui.runs.sample import Sample
 from so_tui.runs.state import read_state
 from so_tui.spec import InputError, SoTuiError
@@ -66,7 +66,7 @@ class NodeSupervisor(HostSupervisor):
     def _sampled(self, sample: Sample) -> None:
         pass  # alerts and causes of slowness are the first node's
 
-    def _check_losses(self, before: set[int]) -> None:
+    def _check_losses(self, before: set[Process]) -> None:
         super()._check_losses(before)
         roles = {process.role for process in self._tree.alive}
         if self._shutdown.ended_at is None and "launcher" in roles and "rank" not in roles and self._first_loss.process is not None:

@@ -11,6 +11,7 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
 
@@ -29,6 +30,10 @@ _YOUNG_TICKS = 5 * _TICKS_PER_S
 """A younger process may still change its command line (fork, numactl, exec), so its role is determined again."""
 _TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)
 """Exit codes of what SIGTERM ended; a rank obeys it by leaving with the second."""
+_LEADING: tuple[Role, ...] = ("runner", "launcher", "rank")
+"""What the others follow. Each starts once in an attempt."""
+_MOST_GONE = 1000
+"""So many ended processes are remembered: a run of days may start and end any number, such as data-loader workers."""
 _WORKER_SCRIPTS = ("/superoffload/worker.py", "/so_tui_trainer/offload/worker.py")
 """The second is the path in earlier versions: a run that they started may live through an upgrade."""
 
@@ -55,7 +60,7 @@ class OwnProcesses:
 
 
 class ProcessTree:
-    """Every process of a run, alive or ended.
+    """The processes of a run, alive or ended.
 
     A process of this user belongs to the run if its parent does, if its parent is the supervisor (a child subreaper, which inherits the
     run's orphans), or if its environment has the run's markers. A scan examines only pids that are new since the last one, so it costs one
@@ -66,8 +71,7 @@ class ProcessTree:
         self._markers = markers
         self._supervisor_pid = supervisor_pid
         self._living: dict[int, Process] = {}
-        self._gone: list[Process] = []
-        self._exit_codes: dict[int, int] = {}
+        self._gone: dict[Process, int | None] = {}
         self._stats: dict[int, Stat] = {}
         self._seen: set[int] = set()
         self._described: set[int] = set()
@@ -80,15 +84,15 @@ class ProcessTree:
 
     @property
     def gone(self) -> tuple[Process, ...]:
-        """The processes that have ended, in the order in which that was observed."""
+        """The processes that have ended, in the order in which that was observed: every runner, launcher and rank, of others the last."""
         return tuple(self._gone)
 
     def exit_code(self, process: Process) -> int | None:
         """Return the exit code of an ended process (below 0 for a signal). None if its parent collected it before we could read it."""
-        return self._exit_codes.get(process.pid)
+        return self._gone.get(process)
 
     def scan(self, *, thorough: bool = False) -> None:
-        """Find new and ended processes, and reap orphans. ``thorough`` examines every process of the host again."""
+        """Find new and ended processes. ``thorough`` examines every process of the host again."""
         present = pids()
         self._refresh()
         for pid in _parents_first(present) if thorough else sorted(present - self._seen):
@@ -100,7 +104,7 @@ class ProcessTree:
         poll = select.poll()
         with contextlib.ExitStack() as descriptors:
             for process in self._living.values():
-                if process.role in ("runner", "launcher", "rank"):
+                if process.role in _LEADING:
                     try:
                         descriptor = os.pidfd_open(process.pid)
                     except ProcessLookupError:
@@ -147,10 +151,10 @@ class ProcessTree:
                 if pid not in self._described or _age_ticks(stat) < _YOUNG_TICKS:
                     self._describe_again(pid, stat)
                 continue
-            if stat is not None and stat.start_time == process.start_time:
-                self._note_zombie(process, stat)
-            self._gone.append(self._living.pop(pid))
+            self._note_end(process, _exit_code(process, stat))
+            del self._living[pid]
             self._forget(pid)
+            self._seen.discard(pid)  # another process may have it by now
 
     def _describe_again(self, pid: int, stat: Stat) -> None:
         """Record the role of a process that may have begun another program; the alert command is none of ours as soon as it shows."""
@@ -165,13 +169,10 @@ class ProcessTree:
         self._stats.pop(pid, None)
         self._described.discard(pid)
 
-    def _note_zombie(self, process: Process, stat: Stat) -> None:
-        if stat.wait_status:
-            self._exit_codes[process.pid] = os.waitstatus_to_exitcode(stat.wait_status)
-        if stat.parent == self._supervisor_pid and process.role != "runner":
-            # We are the subreaper of this orphan. The runner is left to the code that started it and reads its exit code.
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(process.pid, os.WNOHANG)
+    def _note_end(self, process: Process, exit_code: int | None) -> None:
+        self._gone[process] = exit_code
+        if len(self._gone) > _MOST_GONE and (oldest := next((gone for gone in self._gone if gone.role not in _LEADING), None)):
+            del self._gone[oldest]
 
     def _examine(self, pid: int) -> None:
         stat = read_stat(pid)
@@ -206,16 +207,16 @@ class FirstLoss:
         self.unprompted = False
         """It ended before any process of the run had been told to end."""
 
-    def update(self, before: set[int], *, ending: bool) -> list[Process]:
+    def update(self, before: Collection[Process], *, ending: bool) -> list[Process]:
         """Return the runner, launcher and ranks that the last scan found gone.
 
         Args:
-            before: Pids that were alive before that scan.
+            before: What was alive before that scan.
             ending: The run's processes have been told to end.
         """
         present = {process.role for process in self._tree.alive} - {"rank"}
-        leading = {"runner", "launcher", "rank"} - present
-        lost = [process for process in self._tree.gone if process.pid in before and process.role in leading]
+        leading = set(_LEADING) - present
+        lost = [process for process in self._tree.gone if process in before and process.role in leading]
         if self.process is None and lost:
             self.process = min(lost, key=self._rank_of_cause)
             self.unprompted = not ending
@@ -245,6 +246,17 @@ def become_subreaper() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(36, 1, 0, 0, 0) != 0:
         print(f"not a subreaper: {os.strerror(ctypes.get_errno())}", file=sys.stderr)
+
+
+def reap_orphans(kept: Collection[int | None]) -> None:
+    """Collect the children of this process that have ended, which would stay zombies until its end: a subreaper's orphans.
+
+    Args:
+        kept: Pids of children that somebody else collects. One that has ended may let others wait until it is collected.
+    """
+    with contextlib.suppress(ChildProcessError):  # there are no children
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None and ended.si_pid not in kept:
+            os.waitpid(ended.si_pid, 0)
 
 
 def role_of(command: tuple[str, ...], parent: Role | None) -> Role:
@@ -290,6 +302,13 @@ def _is_alert_command(environ: frozenset[bytes]) -> bool:
     While a program is loaded its process has no environment, and on a busy host a scan may come just then.
     """
     return any(entry.startswith(_ALERT_ENTRY) for entry in environ)
+
+
+def _exit_code(process: Process, stat: Stat | None) -> int | None:
+    """Return the exit code of an ended process, by what the kernel says of its pid; None if that says nothing of it."""
+    if stat is None or stat.start_time != process.start_time or not stat.wait_status:
+        return None
+    return os.waitstatus_to_exitcode(stat.wait_status)
 
 
 def _rank(environ: frozenset[bytes]) -> int | None:

@@ -115,6 +115,10 @@ class Supervisor(HostSupervisor):
     def _watches(self) -> bool:
         return super()._watches and not self._handed_over
 
+    @property
+    def _started(self) -> set[int | None]:
+        return super()._started | {self._announcer.command_pid}
+
     def _refresh_locks(self) -> None:
         self._lock.refresh()
         super()._refresh_locks()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import signal
@@ -20,9 +21,9 @@ from so_tui.launch.marker import markers
 from so_tui.launch.processes import FirstLoss, OwnProcesses, ProcessTree, role_of, send
 from so_tui.runs import RunDirectory
 from so_tui.runs.manifest import new_manifest, write_manifest
-from so_tui.runs.process_stat import read_stat
+from so_tui.runs.process_stat import Stat, read_stat
 from so_tui.runs.records import Process
-from tests.support.waiting import LIMIT_S, wait_for_environment, wait_until
+from tests.support.waiting import LIMIT_S, running, wait_for_environment, wait_until
 
 
 def test_what_was_seen_between_fork_and_exec_is_known_even_if_nobody_looks_for_long(
@@ -177,6 +178,95 @@ class Lost:
 )
 def test_of_ranks_that_one_scan_found_gone_the_cause_is_not_one_that_the_launcher_ended(codes: dict[int, int | None], cause: int) -> None:
     first = FirstLoss(cast(ProcessTree, Lost(codes)))
-    first.update({100, 101}, ending=False)
+    first.update([Process(pid=100 + rank, start_time=1, role="rank", rank=rank) for rank in codes], ending=False)
     assert first.process is not None
     assert first.process.rank == cause
+
+
+def test_a_process_that_has_the_pid_of_an_ended_rank_is_not_that_rank() -> None:
+    first = FirstLoss(cast(ProcessTree, Lost({0: 1})))
+    assert first.update([Process(pid=100, start_time=2)], ending=False) == []
+    assert first.process is None
+
+
+def test_a_process_with_the_pid_of_an_ended_one_is_found_and_has_an_exit_code_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pids are reused, on a small host within minutes. Here the kernel is imitated: it says later that the process began later."""
+    with subprocess.Popen(["sh", "-c", "read line; exit 3"], stdin=subprocess.PIPE) as process:
+        wait_for_environment(process.pid)
+        tree = ProcessTree(frozenset({b"SO_TUI_RUN=/nowhere"}), os.getpid())
+        tree.scan()
+        (known,) = tree.alive
+        with monkeypatch.context() as patch:
+            patch.setattr(processes, "read_stat", lambda pid: _later(read_stat(pid)))
+            tree.scan()
+            (later,) = tree.alive
+            assert (later.pid, later.start_time) == (known.pid, known.start_time + 1)
+            assert list(tree.gone) == [known]
+            process.communicate(b"\n", timeout=LIMIT_S)
+            tree.scan()
+        assert list(tree.gone) == [known, later]
+
+
+def _later(stat: Stat | None) -> Stat | None:
+    return None if stat is None else dataclasses.replace(stat, start_time=stat.start_time + 1)
+
+
+def test_of_processes_that_come_and_go_for_days_only_the_last_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_MOST_GONE", 3)
+    tree = ProcessTree(frozenset({b"SO_TUI_RUN=/nowhere"}), os.getpid())
+    started: list[Process] = []
+    for arguments in (["--local_rank=0"], [], [], [], []):
+        with subprocess.Popen(["sh", "-c", "read line; exit 3", *arguments], stdin=subprocess.PIPE) as process:
+            wait_for_environment(process.pid)
+            tree.scan()
+            started += tree.alive
+            assert process.stdin is not None
+            process.stdin.close()
+            wait_until(lambda: not running(process.pid))
+            tree.scan()
+    assert tree.gone == (started[0], *started[-2:])
+    assert [tree.exit_code(process) for process in started] == [3, None, None, 3, 3]
+
+
+SUBREAPER = """
+import os, subprocess, sys, time
+from so_tui.launch.processes import ProcessTree, become_subreaper, reap_orphans
+
+def states():
+    found = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            fields = open(f"/proc/{name}/stat", "rb").read().rpartition(b")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == os.getpid():
+            found[int(name)] = fields[0].decode()
+    return found
+
+def wait_for(count):
+    while list(states().values()).count("Z") < count:
+        time.sleep(0.01)
+
+become_subreaper()
+own = subprocess.Popen(["sh", "-c", "read line; exit 5"], stdin=subprocess.PIPE)
+tree = ProcessTree(frozenset({b"MARK=none"}), os.getpid())
+tree.scan()
+for turn in range(3):
+    subprocess.run(["sh", "-c", "sh -c exit & sh -c exit & exit"], check=True)
+    wait_for(2)
+    tree.scan()
+    reap_orphans({own.pid, None})
+print(len(states()) - 1, len(tree.gone))
+own.stdin.close()
+wait_for(1)
+tree.scan()
+reap_orphans({own.pid, None})
+print(own.wait(), [tree.exit_code(process) for process in tree.gone])
+reap_orphans(set())
+print(states())
+"""
+
+
+def test_orphans_that_end_between_two_looks_do_not_stay_zombies_and_who_started_a_child_gets_its_exit_code() -> None:
+    done = subprocess.run([sys.executable, "-c", SUBREAPER], capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    assert done.stdout.splitlines() == ["0 0", "5 [5]", "{}"], done.stderr

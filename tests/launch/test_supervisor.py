@@ -17,17 +17,19 @@ from typing import Any
 import pytest
 
 from so_tui.launch import ensure_supervised, prepare, prepare_resume, resume, start, stop
+from so_tui.launch.process_loads import pids
 from so_tui.launch.sampler import MEMORY_INTERVAL_S
 from so_tui.launch.shutdown import request_stop, stop_request
 from so_tui.launch.time_limits import EXIT_GRACE_S
 from so_tui.machine import Machine
 from so_tui.runs import RunDirectory, alive, read_spec, read_state, state_with_truth
 from so_tui.runs.outcome import OutcomeCode
+from so_tui.runs.process_stat import read_stat
 from so_tui.runs.records import RunState
 from so_tui.runs.state import write_spec
 from so_tui.spec import InputError, SoTuiError, with_values
 from tests.support.fake_runs import Runs, ended, kill, process_of, release, wait_for, wait_for_end_of
-from tests.support.waiting import running
+from tests.support.waiting import running, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -342,9 +344,11 @@ def test_a_supervisor_that_cannot_start_leaves_nothing(runs: Runs, machine: Mach
     assert not list(runs.folder.iterdir())
 
 
-@pytest.mark.trains
+@pytest.mark.trains("forks")
 def test_the_supervisor_is_light(runs: Runs) -> None:
-    """While the run trains. Before its ranks are seen it looks five times as often, for the seconds that they take to start."""
+    """While the run trains. Before its ranks are seen it looks five times as often, for the seconds that they take to start. It keeps no
+    zombies.
+    """
     run, before = runs.training()
     assert before.supervisor is not None
     began = time.time()
@@ -357,4 +361,7 @@ def test_the_supervisor_is_light(runs: Runs) -> None:
     covered_s = sum(sample["interval_s"] for sample in samples)
     assert covered_s > MEMORY_INTERVAL_S, "the look at memory, which costs most, is in it"
     assert sum(sample["supervisor_cpu_s"] for sample in samples) < 0.01 * covered_s
+    wait_for(run, lambda state: state.step > 20)
+    parent = before.supervisor.pid
+    wait_until(lambda: all(stat is None or stat.alive or stat.parent != parent for stat in map(read_stat, pids())))
     assert stop(run, grace_s=30).state == "stopped"

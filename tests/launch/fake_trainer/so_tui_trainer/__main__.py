@@ -50,6 +50,8 @@ def train(run: RunDirectory, attempt: int) -> int:
         time.sleep(STEP_S)
         if writer:
             writer.append(step_record(attempt, step))
+        if "forks" in MANNERS and RANK == 0 and step <= 20:
+            os.system("true &")  # it ends at once, and nobody but its subreaper collects it
         if "crash" in MANNERS and RANK == 1 and step >= 3 and known(run):
             raise RuntimeError("the loss is a teapot")
         if "mourns" in MANNERS and RANK == 1 and step > 3 and not Path("/proc", (run.path / "rank0.pid").read_text(), "exe").exists():
