@@ -1,5 +1,5 @@
 """The user's own command, run for each alert. It cannot harm the run: it is never waited for while training goes on, it has a time limit,
-what it prints is cut, and its processes do not count as the run's.
+after which it is killed and not waited for at all, what it prints is cut, and its processes do not count as the run's.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ class AlertCommand:
     def __init__(self) -> None:
         self._waiting: deque[tuple[Sequence[str], Mapping[str, str], float]] = deque(maxlen=_MOST_WAITING)
         self._process: subprocess.Popen[bytes] | None = None
+        self._killed: list[subprocess.Popen[bytes]] = []
+        """Not collected yet. One that runs as another user may not be killed, and one that waits for a disk ends when the disk answers."""
         self._ends_at = 0.0
         self._output = b""
         self._name = ""
@@ -55,6 +57,7 @@ class AlertCommand:
 
     def tick(self) -> None:
         """Collect a command that has ended, kill one whose time is over, start the next. Never waits."""
+        self._killed = [process for process in self._killed if process.poll() is None]
         if self._process is not None:
             self._read()
             # Not collected yet: until then no other process can get its number, by which its group is ended.
@@ -112,9 +115,11 @@ class AlertCommand:
         assert process.stdout is not None
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
-        code = process.wait()
         process.stdout.close()
-        if code != 0 or not in_time:
-            end = f"ended with exit code {code}" if in_time else "took too long and was ended"
+        if not in_time:
+            self._killed.append(process)
+        code = process.wait() if in_time else None
+        if code != 0:
+            end = f"ended with exit code {code}" if in_time else "took too long"
             said = brief_message(self._output.decode(errors="replace"))
             log_line(f"the alert command {self._name} {end}{': ' + said if said else ''}")

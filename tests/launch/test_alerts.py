@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -21,13 +22,14 @@ from so_tui.launch.alert_watch import KEPT, AlertWatch, remembered
 from so_tui.launch.announcer import Announcer, OwnSettings, free_bytes
 from so_tui.launch.processes import ProcessTree
 from so_tui.runs import RunDirectory
+from so_tui.runs.process_stat import read_stat
 from so_tui.runs.records import Alert, RunState
 from so_tui.settings.file import change_settings
 from so_tui.settings.types import AlertSettings
 from so_tui.spec import InputError, find_preset, load_catalog
 from tests.support.fake_runs import Runs, ended, release, wait_for
 from tests.support.records import step_record
-from tests.support.waiting import wait_until
+from tests.support.waiting import running, wait_until
 
 TRAINING = RunState(name="r", state="training", attempt=1, step=5)
 
@@ -164,6 +166,51 @@ def test_a_command_under_way_is_not_waited_for_and_not_taken_for_a_process_of_th
     assert not any(b"sleep" in command for command in commands)
     monkeypatch.setattr("so_tui.launch.alert_command._END_S", 0.0)
     runner.finish()
+
+
+def test_a_command_without_its_environment_is_collected_where_it_was_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A supervisor sees a process of the run in it. Were it collected as such, no later command would be started."""
+    begun, go, runner = tmp_path / "begun", tmp_path / "go", AlertCommand()
+    script = f": > {begun}; until test -e {go}; do sleep 0.05; done; exit 3"
+    runner.request(["env", "-i", "/bin/sh", "-c", script], {"SO_TUI_ALERT_KIND": "loss"}, "so-tui: it", 600.0)
+    pid = runner.pid
+    assert pid is not None
+    wait_until(begun.exists)
+    tree = ProcessTree(frozenset({b"SO_TUI_RUN=/nowhere"}), os.getpid())
+    tree.scan()
+    assert pid in {process.pid for process in tree.alive}
+    go.touch()
+    wait_until(lambda: not running(pid))
+    tree.scan()
+    runner.tick()
+    assert runner.pid is None
+    assert "exit code 3" in capsys.readouterr().err
+
+
+def test_a_command_that_may_not_be_killed_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such as one that runs as another user, or waits for a disk. The kernel's refusal is imitated."""
+
+    def refuse(group: int, signum: int) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "killpg", refuse)
+    runner, started, go, told = AlertCommand(), time.monotonic(), tmp_path / "go", tmp_path / "told"
+    lasting = ["/bin/sh", "-c", f"for _ in $(seq 600); do test -e {go} && exit; sleep 0.05; done"]
+    runner.request(lasting, {"SO_TUI_ALERT_KIND": "loss"}, "so-tui: it", 0.1)
+    first = runner.pid
+    assert first is not None
+    runner.request(["/bin/sh", "-c", f"echo told > {told}"], {"SO_TUI_ALERT_KIND": "loss"}, "so-tui: it", 20.0)
+    runner.finish()
+    assert time.monotonic() - started < 15
+    assert told.read_text() == "told\n"
+    assert "took too long" in capsys.readouterr().err
+    assert running(first)
+    go.touch()
+    wait_until(lambda: not running(first))
+    runner.tick()
+    assert read_stat(first) is None
 
 
 def test_nothing_of_a_run_spec_or_preset_sets_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
