@@ -28,9 +28,17 @@ def checkpoints_folder(run: RunDirectory, spec: RunSpec) -> Path:
 def checkpoint_folders(folder: Path) -> tuple[Path, ...]:
     """Return the folders that have a checkpoint's name, by step; none if the folder is missing or cannot be read."""
     try:
+        return listed_checkpoints(folder)
+    except OSError:
+        return ()
+
+
+def listed_checkpoints(folder: Path) -> tuple[Path, ...]:
+    """Return the folders that have a checkpoint's name, by step; none if the folder is missing. Raises OSError if it cannot be read."""
+    try:
         with os.scandir(folder) as entries:
             names = [entry.name for entry in entries if _NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)]
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return ()
     return tuple(folder / name for name in sorted(names, key=step_of))
 

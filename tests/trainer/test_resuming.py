@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,7 +15,7 @@ import torch
 from so_tui.runs import RunDirectory, create_run, read_state, write_state
 from so_tui.runs.manifest import run_id
 from so_tui.spec import DataSource, RunSpec
-from so_tui_trainer import checkpoint, checkpoint_folder, resuming
+from so_tui_trainer import checkpoint, checkpoint_folder, patient_reading, resuming
 from so_tui_trainer.checkpoint_folder import Found, claim
 from so_tui_trainer.failures import TrainingError
 from so_tui_trainer.ranks import Ranks
@@ -60,6 +64,53 @@ def test_the_newest_is_taken_and_one_that_cannot_be_read_is_renamed(run: RunDire
     assert (found.path, told) == (paths[1], ["checkpoint-damaged"])
     assert not paths[2].exists()
     assert (paths[2].parent / "step-000003.damaged").exists()
+
+
+READ = ("checkpoints", "step-000003/checkpoint.json", "step-000003/optimizer/rank_00000.json", "rank_00000.states")
+"""How the paths end that are read."""
+
+
+class Away:
+    """A file system that does not let files of a name be opened, for some tries or for good; or folders be listed."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, name: str, code: int, tries: int) -> None:
+        self.left = tries
+        patch.setattr(patient_reading, "_PAUSES_S", (0.0, 0.0))
+        for function in ("open", "scandir"):
+            patch.setattr(os, function, self._refusing(getattr(os, function), name, code))
+
+    def _refusing(self, real: Callable[..., Any], name: str, code: int) -> Callable[..., Any]:
+        def refuse(path: Any, *rest: Any, **named: Any) -> Any:
+            if str(path).endswith(name) and self.left:
+                self.left -= 1
+                raise OSError(code, os.strerror(code), str(path))
+            return real(path, *rest, **named)
+
+        return refuse
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ETIMEDOUT, errno.EACCES])
+@pytest.mark.parametrize("name", READ)
+def test_one_that_cannot_be_read_for_a_moment_is_taken(name: str, code: int, run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths, told = saved(run, 1, 3), Warnings()
+    Away(monkeypatch, name, code, tries=1)
+    found = resuming.newest(run, SPEC, told, start_over=False)
+    assert found is not None
+    assert (found.path, told) == (paths[1], [])
+
+
+@pytest.mark.parametrize("name", READ)
+def test_one_that_cannot_be_read_for_long_is_left_and_nothing_is_trained(
+    name: str, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That says nothing about what is in it, and an older one would lose training."""
+    paths, told = saved(run, 1, 3), Warnings()
+    with monkeypatch.context() as patch:
+        Away(patch, name, errno.EIO, tries=100)
+        with pytest.raises(TrainingError) as caught:
+            resuming.newest(run, SPEC, told, start_over=False)
+    assert (caught.value.code, told) == ("checkpoint-read-failed", [])
+    assert all(path.exists() for path in paths)
 
 
 def test_one_of_another_run_is_named_and_left(run: RunDirectory) -> None:

@@ -25,7 +25,7 @@ from msgspec import Struct
 
 import superoffload
 from so_tui.runs import RunDirectory
-from so_tui.runs.checkpoints import checkpoint_folders, checkpoints_folder, step_of
+from so_tui.runs.checkpoints import checkpoint_folders, checkpoints_folder, listed_checkpoints, step_of
 from so_tui.runs.manifest import run_id
 from so_tui.spec import RunSpec
 from so_tui.trust.decoding import decode_json
@@ -34,6 +34,7 @@ from so_tui.trust.printable import brief_message
 from so_tui.trust.reading import read_bounded
 from so_tui_trainer.disk_room import PARTIAL, retire
 from so_tui_trainer.failures import TrainingError
+from so_tui_trainer.patient_reading import patiently
 
 SCHEMA = 2
 _DAMAGED = ".damaged"
@@ -142,12 +143,13 @@ def newest(folder: Path, run: str = "") -> Found | None:
         run: Its identity; empty for a run of an older version.
 
     Raises:
-        TrainingError: There are checkpoints but none can be read. Starting anew would lose their training.
+        TrainingError: There are checkpoints but none can be used (``checkpoints-unreadable``), or their file system does not let one be
+            read (``checkpoint-read-failed``). Starting anew, or from an older one, would lose training.
     """
     damaged: list[Damage] = []
-    for path in reversed(checkpoint_folders(folder)):
+    for path in reversed(patiently(listed_checkpoints, folder)):
         try:
-            manifest = verify(path)
+            manifest = patiently(verify, path)
         except (OSError, msgspec.DecodeError, RecursionError, superoffload.OffloadError) as error:
             if not path.is_dir():  # Not damaged: a running attempt has replaced it by a newer one.
                 return newest(folder, run)
