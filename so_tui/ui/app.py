@@ -137,8 +137,8 @@ class SoTuiApp(SharedApp):
             self.load()
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
-        """End the state of starting when its worker ends."""
-        if event.worker.group == "launch" and event.worker.is_finished:
+        """End the state of starting when its worker ends. A start that was refused may have been repeated before its thread has ended."""
+        if event.worker.group == "launch" and all(worker.is_finished for worker in self.workers if worker.group == "launch"):
             self.starting = ""
             go_back(self)
         self.report_failure(event)
@@ -160,6 +160,7 @@ class SoTuiApp(SharedApp):
             self.open_run(message.run)
 
     def on_not_launched(self, message: messages.NotLaunched) -> None:
+        self.starting = ""  # what the message offers may start it again at once
         go_back(self)
         if self._launch is not None and self.launched is None:
             self.refused = message.error

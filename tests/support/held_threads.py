@@ -1,4 +1,4 @@
-"""Threads that begin late, and the last one first, as they may on a busy machine."""
+"""Threads that begin or end late, as they may on a busy machine. An event loop takes them by ``set_default_executor``."""
 
 from __future__ import annotations
 
@@ -35,3 +35,34 @@ class HeldThreads(ThreadPoolExecutor):
                     future.set_result(work())
                 except Exception as error:  # noqa: BLE001 - whoever waits for the result gets it
                     future.set_exception(error)
+
+
+class LateThreads(ThreadPoolExecutor):
+    """Does what it is given at once, but nobody hears that it is done until the results are released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._late: list[tuple[Future[Any], Future[Any]]] | None = []
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done = super().submit(work, *args, **kwargs)
+        if self._late is None:
+            return done
+        future: Future[Any] = Future()
+        self._late.append((done, future))
+        return future
+
+    def release(self) -> None:
+        """Give results as soon as there are any, from now on."""
+        late, self._late = self._late or [], None
+        for done, future in late:
+            done.add_done_callback(partial(_pass_on, future))
+
+
+def _pass_on(future: Future[Any], done: Future[Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    if (error := done.exception()) is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(done.result())

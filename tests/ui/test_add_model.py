@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
 import pytest
 from textual.widgets import Input
 
-from so_tui.spec import find_preset
+from so_tui.spec import SoTuiError, find_preset
 from so_tui.ui.dialogs.add_model import AddModel
+from tests.support.held_threads import LateThreads
 from tests.support.screen import opened
 
 SLOW_S = 60
@@ -49,3 +51,26 @@ async def test_leaving_the_dialog_adds_nothing(runs_dir: Path) -> None:
         await ui.press("escape")
         await ui.until(lambda: not isinstance(ui.screen, AddModel))
         assert table.row_count == before
+
+
+async def test_after_a_failure_the_next_name_is_taken_at_once(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def describe(model: str, **_: object) -> None:
+        asked.append(model)
+        raise ZeroDivisionError(model) if model == "broken" else SoTuiError(f"no {model}")
+
+    monkeypatch.setattr("so_tui.launch.new_preset.describe_model", describe)
+    async with opened(runs_dir) as ui:
+        await ui.presets()
+        await ui.press("a")
+        threads = LateThreads()
+        asyncio.get_running_loop().set_default_executor(threads)
+        for model in ("first", "second", "broken"):
+            await ui.type_text(model, replace=True)
+            await ui.press("enter")
+            if model == "broken":
+                threads.release()
+            await ui.until(lambda: model in ui.shown("#said") and "reading" not in ui.shown("#said"))  # noqa: B023 - called before the next one
+        assert "ZeroDivisionError" in ui.shown("#said")
+    assert asked == ["first", "second", "broken"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from so_tui.spec import Refusal, Refused, RunSpec, find_preset
 from so_tui.ui.app import SoTuiApp
 from so_tui.ui.dialogs.basic import Notice, Question
 from so_tui.ui.widgets.chart import Chart
+from tests.support.held_threads import LateThreads
 from tests.support.make_run import write_run
 from tests.support.planning import CPU_ONLY
 from tests.support.screen import SIZES, Driver, opened
@@ -190,6 +192,30 @@ async def test_a_launch_that_is_refused_leads_back_to_where_it_was_confirmed(run
         assert ui.app.current_mode == "configure"
         await ui.press("escape", "3")
         assert "No run yet" in ui.text()
+
+
+async def test_a_launch_that_was_refused_is_started_anyway_before_its_thread_has_ended(runs_dir: Path) -> None:
+    anyway = Starter(runs_dir, ready=False)
+
+    def start(launch: Launch, **_: object) -> RunDirectory:
+        if not launch.forced:
+            raise Refused([Refusal("gpu-in-use", "GPU 0 is used by another run")], forceable=True)
+        return anyway(launch)
+
+    async with opened(runs_dir, start=start) as ui:
+        await ui.presets()
+        threads = LateThreads()
+        asyncio.get_running_loop().set_default_executor(threads)
+        await ui.press("l", "y")
+        await ui.until(lambda: isinstance(ui.screen, Notice))
+        await ui.pilot.click("#offer")
+        await ui.until(lambda: anyway.asked)
+        threads.release()
+        await ui.pilot.pause()
+        assert ui.app.starting, "what has ended is the thread of the refused one"
+        assert "▸ checks" in ui.text()
+        anyway.ready.set()
+        await ui.until(lambda: not ui.app.starting and ui.find("#loss", Chart).lines)
 
 
 async def test_quitting_says_that_a_start_goes_on(runs_dir: Path) -> None:

@@ -11,7 +11,7 @@ from textual.containers import Horizontal, Vertical
 from textual.message import Message
 from textual.screen import ModalScreen
 from textual.widgets import Button, Input, Static
-from textual.worker import get_current_worker
+from textual.worker import Worker, WorkerState, get_current_worker
 
 from so_tui.ui.dialogs.basic import CloseButton
 from so_tui.ui.form import problem_text
@@ -32,6 +32,9 @@ class AddModel(ModalScreen[str | None]):
 
     CSS_PATH = "dialogs.tcss"
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss(None)", "Cancel")]
+
+    _reading = False
+    """Whether an answer is awaited. The thread that has given one may take a moment more to end."""
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog"):
@@ -54,7 +57,8 @@ class AddModel(ModalScreen[str | None]):
         if not model:
             self._show_answer(Content.styled("Type a hub id or a folder first.", "$warning"))
             self.set_focus(self.query_one("#model", Input))
-        elif not any(worker.is_running for worker in self.workers if worker.node is self):
+        elif not self._reading:
+            self._reading = True
             self._show_answer(Content.styled(f"reading the shape of {model} …", "$faint"))
             self.add_model(model, name)
 
@@ -75,7 +79,12 @@ class AddModel(ModalScreen[str | None]):
         except SoTuiError as error:
             self.post_message(Answered("", tuple(str(error).splitlines())))
 
+    def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
+        if event.state is WorkerState.ERROR:
+            self.post_message(Answered("", (f"{type(event.worker.error).__name__}: {event.worker.error}",)))
+
     def on_answered(self, message: Answered) -> None:
+        self._reading = False
         if message.name:
             for note in message.lines:
                 self.app.notify(note, markup=False)
