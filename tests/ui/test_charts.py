@@ -261,6 +261,23 @@ async def test_evaluations_and_samples_of_other_runs_are_laid_over(runs_dir: Pat
         await ui.until(lambda: re.search(r"other \d{3}", legend.content.plain))
 
 
+@pytest.mark.parametrize("size", [(160, 45), (220, 50)])
+@pytest.mark.usefixtures("_unhurried_reading")
+async def test_the_legend_has_no_more_rows_than_it_takes_when_it_appears(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
+) -> None:
+    monkeypatch.setattr("so_tui.ui.screens.dashboard.POLL_S", 1000.0)
+    write_run(runs_dir, steps=30, seconds_of_samples=1, state="finished", name="other")
+    run = write_run(runs_dir, steps=40, seconds_of_samples=1, state="finished")
+    async with opened(runs_dir, size, open_run=run) as ui:
+        await ui.until(lambda: len(ui.app.runs) == 2)
+        await ui.state_shown("finished")
+        await ui.press("v", "a", "enter")
+        legend = ui.find("RunLegend", RunLegend)
+        await ui.until(lambda: "other" in legend.content.plain and legend.size.width)
+        assert legend.size == (legend.room, 1)
+
+
 @pytest.mark.parametrize("colours", [True, False])
 async def test_runs_that_no_colour_tells_apart_have_letters(runs_dir: Path, monkeypatch: pytest.MonkeyPatch, colours: bool) -> None:
     if not colours:

@@ -17,8 +17,11 @@ LONGEST_NAME = 34
 class RunLegend(StyledLines):
     """As many rows as it takes: no run is left out."""
 
+    room = 20
+    """Cells that it has, which is known before it is shown. Its own width is not."""
+
     def show(self, snapshot: Snapshot, overlays: tuple[Overlaid, ...], metric: Metric, axis: Axis | None, cursor: float | None) -> None:
-        """Name the followed run and those over it, with their newest values, or those at the cursor, in lines of the widget's width."""
+        """Name the followed run and those over it, with their newest values, or those at the cursor, in lines that fit."""
         self.display = bool(overlays)
         if not overlays:
             return
@@ -28,7 +31,7 @@ class RunLegend(StyledLines):
             role, sign = look_of(index, coloured=not self.app.no_color)
             entry = Content.assemble((f"{sign or '●'} ", f"${role}"), name)
             entries.append(entry + Content.styled(f" {_value_text(overlaid, metric, axis, cursor)}", "$faint"))
-        self.update(Content("\n").join(wrapped(entries, max(20, self.size.width))))
+        self.update(Content("\n").join(wrapped(entries, self.room)))
 
 
 def _value_text(overlaid: Overlaid, metric: Metric, axis: Axis | None, cursor: float | None) -> str:

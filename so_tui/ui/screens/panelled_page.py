@@ -91,6 +91,7 @@ class PanelledPage(ResizablePage, ChartedPage):
         self.header.show(snapshot, now, whole_width)
         self.step.show(snapshot, now, width)
         self.log_panel.show(snapshot)
+        self.legend.room = width
         self.show_charts(snapshot)
         self.numa.show(snapshot, self.axis, width, self.view.cursor)
         self.placement.show(snapshot, self.numa.inner(width), self.size.height)
