@@ -29,13 +29,12 @@ from so_tui.ui.widgets.styled_lines import StyledLines
 from tests.support.make_run import quad_machine
 from tests.support.waiting import LIMIT_S
 
-DRAINED_WITHIN_S = 10.0
 SIZES = [(80, 24), pytest.param((120, 36), marks=pytest.mark.slow)]
 """The smallest terminal, and a common one; what is tried at both is tried at the second in the slow tier."""
 WidgetType = TypeVar("WidgetType", bound=Widget)
 
 
-async def settled(min_sleep: float = 0, max_sleep: float = DRAINED_WITHIN_S) -> None:
+async def settled(min_sleep: float = 0, max_sleep: float = LIMIT_S) -> None:
     """Wait until the event loop has nothing left to run before a timer, a thread or another process has something for it.
 
     Textual's pilot looks whether the process uses the CPU instead. It waits 20 ms at least, and takes a process that gets no CPU time on a
