@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
 from so_tui.folders import validation_dir
+from so_tui.ui.dialogs import validation
 from so_tui.ui.dialogs.validation import report_lines
 from so_tui.validation import report as reports
 from so_tui.validation.report import Outcome
@@ -35,6 +38,28 @@ def test_every_line_fits_and_every_failure_is_named(width: int) -> None:
     assert "no time left" in text
     assert "not finite" in text
     assert "\x1b" not in text
+
+
+async def test_a_report_that_is_read_slowly_is_shown(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading takes longer than the time after which it is read again, as on a file system that hardly answers."""
+    begun, ended = threading.Event(), threading.Event()
+    calls = []
+
+    def read(folder: Path) -> reports.Report | None:
+        calls.append(folder)
+        begun.set()
+        ended.wait(60)
+        return FULL
+
+    monkeypatch.setattr(validation, "READ_EVERY_S", 0.01)
+    monkeypatch.setattr(reports, "read", read)
+    async with opened(runs_dir, (120, 36)) as ui:
+        await ui.press("5", "e")
+        await ui.until(begun.is_set)
+        await asyncio.sleep(0.2)
+        assert len(calls) == 1
+        ended.set()
+        await ui.until(lambda: "parts measured" in ui.shown("#report"))
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -25,7 +25,7 @@ from so_tui.units import duration, significant, thousands
 if TYPE_CHECKING:
     from so_tui.validation.report import Outcome, Report, State
 
-_READ_EVERY_S = 2.0
+READ_EVERY_S = 2.0
 _SIGNS: dict[State, tuple[str, str]] = {
     "measured": ("●", "$success"),
     "failed": ("✗ failed", "$error"),
@@ -116,6 +116,7 @@ class ValidationScreen(ModalScreen[None]):
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._report: Report | None = None
+        self._reading: Worker[None] | None = None
         super().__init__()
 
     def compose(self) -> ComposeResult:
@@ -128,12 +129,16 @@ class ValidationScreen(ModalScreen[None]):
 
     def on_mount(self) -> None:
         self.set_focus(self.query_one("#report-body"))
-        self.read_report()
-        self.set_interval(_READ_EVERY_S, self.read_report)
+        self._read_again()
+        self.set_interval(READ_EVERY_S, self._read_again)
 
-    @work(thread=True, exclusive=True, group="validation", name="read the validation", exit_on_error=False)
-    def read_report(self) -> None:
-        """Read the report."""
+    def _read_again(self) -> None:
+        """Have the report read, unless that is under way: a file system may take longer than a report is left alone."""
+        if self._reading is None or self._reading.is_finished:
+            self._reading = self._read_report()
+
+    @work(thread=True, group="validation", name="read the validation", exit_on_error=False)
+    def _read_report(self) -> None:
         from so_tui.validation import report as reports
 
         try:
