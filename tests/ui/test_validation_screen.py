@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.folders import validation_dir
+from so_tui.trust.decoding import read_json
 from so_tui.ui.dialogs import validation
 from so_tui.ui.dialogs.validation import report_lines
 from so_tui.validation import report as reports
@@ -38,6 +39,16 @@ def test_every_line_fits_and_every_failure_is_named(width: int) -> None:
     assert "no time left" in text
     assert "not finite" in text
     assert "\x1b" not in text
+
+
+@pytest.mark.parametrize("width", [74, 114])
+def test_parts_that_begin_alike_are_told_apart(width: int) -> None:
+    report = read_json(Path(__file__).parents[2] / "benchmarks" / "results" / "validate-h200.json", reports.Report)
+    lines = [line.plain for line in report_lines(report, width)]
+    training, losses = (next(index for index, line in enumerate(lines) if line.startswith(name)) for name in ("training", "losses"))
+    speeds, agreement = ({line.split("  ")[0] for line in part} for part in (lines[training + 1 : losses - 1], lines[losses + 1 :]))
+    assert len(speeds) == 12
+    assert len(agreement) == len(report.agreement)
 
 
 async def test_a_report_that_is_read_slowly_is_shown(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

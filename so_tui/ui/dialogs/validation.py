@@ -18,7 +18,7 @@ from textual.worker import Worker, WorkerState
 from so_tui.spec.errors import InputError
 from so_tui.ui.dialogs.basic import CloseButton
 from so_tui.ui.messages import answer
-from so_tui.ui.text import Content, shorten
+from so_tui.ui.text import Content, distinct, shorten
 from so_tui.ui.widgets.bars import fill
 from so_tui.units import duration, significant, thousands
 
@@ -71,7 +71,8 @@ def _speeds(report: Report, width: int) -> Iterator[Content]:
     bars = width >= _WIDE
     titles = min(_TITLE_CELLS, width - _COLUMN_CELLS * len(chosen) - (_BAR_CELLS + 2) * bars)
     yield Content.styled(f"{'training':<{titles}}" + "".join(f"{name:>{_COLUMN_CELLS}}" for name in chosen), "$faint")
-    for outcome, result in found:
+    names = distinct([outcome.title for outcome, _ in found], titles - 1)
+    for title, (_, result) in zip(names, found, strict=True):
         figures = {
             "GPUs": str(result.ranks),
             "s/step": significant(result.measured.step_s),
@@ -80,7 +81,7 @@ def _speeds(report: Report, width: int) -> Iterator[Content]:
         }
         bar = "  " + fill(result.useful_tokens_per_s / best, _BAR_CELLS) if bars else Content("")
         row = "".join(f"{figures[name]:>{_COLUMN_CELLS}}" for name in chosen)
-        yield Content(f"{shorten(outcome.title, titles - 1):<{titles}}{row}") + bar
+        yield Content(f"{title:<{titles}}{row}") + bar
     yield Content("")
 
 
@@ -92,11 +93,16 @@ def _losses(report: Report, width: int) -> Iterator[Content]:
     yield Content.styled(
         f"{'losses':<{room}}{shorten('compared with', room - 1):<{room}}{'steps':>{_COLUMN_CELLS}}{'differ by':>{_COLUMN_CELLS}}", "$faint"
     )
-    for one in report.agreement:
+    keys, references = (
+        distinct([titles.get(key, key) for key in of], room - 1)
+        for of in ([one.key for one in report.agreement], [one.reference for one in report.agreement])
+    )
+    for key, reference, one in zip(keys, references, report.agreement, strict=True):
         differ = "not finite" if one.largest is None else f"{100 * one.largest:.3f} %"
-        names = (f"{shorten(titles.get(key, key), room - 1):<{room}}" for key in (one.key, one.reference))
         steps = f"{len(one.by_step):>{_COLUMN_CELLS}}"
-        yield Content.assemble("".join(names) + steps, (f"{differ:>{_COLUMN_CELLS}}", "$error" if one.largest is None else ""))
+        yield Content.assemble(
+            f"{key:<{room}}{reference:<{room}}{steps}", (f"{differ:>{_COLUMN_CELLS}}", "$error" if one.largest is None else "")
+        )
 
 
 class ReportRead(Message):
