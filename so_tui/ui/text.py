@@ -118,7 +118,8 @@ def distinct(names: Sequence[str], width: int) -> list[str]:
 
 def _without_middle(text: str, width: int) -> str:
     """Return ``text`` as one line in at most ``width`` cells, with an ellipsis in place of its middle."""
-    line = printable_line(text)
+    most = width * _MOST_CHARACTERS_A_CELL
+    line = printable_line(text if len(text) <= 2 * most else text[:most] + text[-most:])
     if cell_len(line) <= width:
         return line
     head = max(0, width - 1) // 2

@@ -303,6 +303,14 @@ def test_names_that_are_shortened_together_stay_different(width: int) -> None:
     assert len(set(distinct(["same", "same"], width))) == 1
 
 
+def test_a_megabyte_of_a_name_is_shortened_at_once() -> None:
+    """A report or a run may have been written by anybody."""
+    shown = distinct(["x" * 1_000_000, "y" * 1_000_000], 30)
+    assert shown == [f"{'x' * 14}…{'x' * 15}", f"{'y' * 14}…{'y' * 15}"]
+    names = ["x" * 500_000 + middle + "x" * 500_000 for middle in "ab"]
+    assert len(set(distinct(names, 30))) == 2
+
+
 def test_marked_runs_have_the_colours_of_their_lines() -> None:
     runs = [RunDirectory(Path(name)) for name in "abcdef"]
     curves = dict.fromkeys(runs[1:], cast("LossCurve", None))
