@@ -15,7 +15,7 @@ import torch
 from so_tui.runs import RunDirectory, create_run, read_state, write_state
 from so_tui.runs.manifest import run_id
 from so_tui.spec import DataSource, RunSpec
-from so_tui_trainer import checkpoint, checkpoint_folder, patient_reading, resuming
+from so_tui_trainer import checkpoint, checkpoint_folder, read_retries, resuming
 from so_tui_trainer.checkpoint_folder import Found, claim
 from so_tui_trainer.failures import TrainingError
 from so_tui_trainer.ranks import Ranks
@@ -75,7 +75,7 @@ class Away:
 
     def __init__(self, patch: pytest.MonkeyPatch, name: str, code: int, tries: int) -> None:
         self.left = tries
-        patch.setattr(patient_reading, "_PAUSES_S", (0.0, 0.0))
+        patch.setattr(read_retries, "_PAUSES_S", (0.0, 0.0))
         for function in ("open", "scandir"):
             patch.setattr(os, function, self._refusing(getattr(os, function), name, code))
 

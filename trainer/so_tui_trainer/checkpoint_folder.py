@@ -34,7 +34,7 @@ from so_tui.trust.printable import brief_message
 from so_tui.trust.reading import read_bounded
 from so_tui_trainer.disk_room import PARTIAL, retire
 from so_tui_trainer.failures import TrainingError
-from so_tui_trainer.patient_reading import patiently
+from so_tui_trainer.read_retries import read_with_retries
 
 SCHEMA = 2
 _DAMAGED = ".damaged"
@@ -147,9 +147,9 @@ def newest(folder: Path, run: str = "") -> Found | None:
             read (``checkpoint-read-failed``). Starting anew, or from an older one, would lose training.
     """
     damaged: list[Damage] = []
-    for path in reversed(patiently(listed_checkpoints, folder)):
+    for path in reversed(read_with_retries(listed_checkpoints, folder)):
         try:
-            manifest = patiently(verify, path)
+            manifest = read_with_retries(verify, path)
         except (OSError, msgspec.DecodeError, RecursionError, superoffload.OffloadError) as error:
             if not path.is_dir():  # Not damaged: a running attempt has replaced it by a newer one.
                 return newest(folder, run)

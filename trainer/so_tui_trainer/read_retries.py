@@ -30,7 +30,7 @@ _SAYS_WHAT_IS_THERE = frozenset(
 )
 
 
-def patiently(read: Callable[[Path], T], path: Path) -> T:
+def read_with_retries(read: Callable[[Path], T], path: Path) -> T:
     """Return what a function reads, called again after pauses while the file system fails.
 
     Args:
