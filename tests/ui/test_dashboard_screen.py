@@ -94,6 +94,7 @@ async def test_a_maximised_panel_keeps_the_run_and_the_keys_in_sight(runs_dir: P
     run = write_run(runs_dir, steps=120, seconds_of_samples=5)
     async with opened(runs_dir, size, open_run=run) as ui:
         await ui.state_shown("training")
+        await ui.until(lambda: "● 1 run live" in ui.text())  # the runs are listed by a thread
         for number, panel in enumerate((Chart, Chart, NumaNodes, LogView)):
             await ui.press(*["tab"] * min(number, 1), "m")
             await ui.until(lambda: "m Back" in ui.key_line)
