@@ -189,11 +189,14 @@ def test_a_process_that_has_the_pid_of_an_ended_rank_is_not_that_rank() -> None:
     assert first.process is None
 
 
-def test_a_process_with_the_pid_of_an_ended_one_is_found_and_has_an_exit_code_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_with_the_pid_of_an_ended_one_is_found_and_has_an_exit_code_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Pids are reused, on a small host within minutes. Here the kernel is imitated: it says later that the process began later."""
-    with subprocess.Popen(["sh", "-c", "read line; exit 3"], stdin=subprocess.PIPE) as process:
+    environment = {**os.environ, RUN_MARKER: str(tmp_path)}
+    with subprocess.Popen(["sh", "-c", "read line; exit 3"], stdin=subprocess.PIPE, env=environment) as process:
         wait_for_environment(process.pid)
-        tree = ProcessTree(frozenset({b"SO_TUI_RUN=/nowhere"}), os.getpid())
+        tree = ProcessTree(markers(RunDirectory(tmp_path)), supervisor_pid=-1)
         tree.scan()
         (known,) = tree.alive
         with monkeypatch.context() as patch:
@@ -211,12 +214,14 @@ def _later(stat: Stat | None) -> Stat | None:
     return None if stat is None else dataclasses.replace(stat, start_time=stat.start_time + 1)
 
 
-def test_of_processes_that_come_and_go_for_days_only_the_last_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_processes_that_come_and_go_for_days_only_the_last_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_MOST_GONE", 3)
-    tree = ProcessTree(frozenset({b"SO_TUI_RUN=/nowhere"}), os.getpid())
+    environment = {**os.environ, RUN_MARKER: str(tmp_path)}
+    tree = ProcessTree(markers(RunDirectory(tmp_path)), supervisor_pid=-1)
     started: list[Process] = []
     for arguments in (["--local_rank=0"], [], [], [], []):
-        with subprocess.Popen(["sh", "-c", "read line; exit 3", *arguments], stdin=subprocess.PIPE) as process:
+        command = ["sh", "-c", "read line; exit 3", *arguments]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, env=environment) as process:
             wait_for_environment(process.pid)
             tree.scan()
             started += tree.alive

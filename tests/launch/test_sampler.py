@@ -74,9 +74,9 @@ def test_the_memory_of_the_only_node_is_the_one_that_inspection_finds(tmp_path: 
 def test_a_real_sample_sees_the_run_work(tmp_path: Path) -> None:
     machine = inspect_machine()
     program = "import time\nend = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
-    with subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "MARK": "me"}) as child:
+    with subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "MARK": str(tmp_path)}) as child:
         wait_for_environment(child.pid)
-        tree = ProcessTree(frozenset({b"MARK=me"}), supervisor_pid=os.getpid())
+        tree = ProcessTree(frozenset({f"MARK={tmp_path}".encode()}), supervisor_pid=-1)
         tree.scan(thorough=True)
         assert [process.pid for process in tree.alive] == [child.pid]
         sampler = Sampler(machine, tree, attempt=1)

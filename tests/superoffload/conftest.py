@@ -23,6 +23,8 @@ def _process_group_of_its_own() -> Iterator[None]:
     before = dict(os.environ)
     yield
     if dist.is_initialized():
-        dist.destroy_process_group()
+        import deepspeed.comm
+
+        deepspeed.comm.destroy_process_group()  # torch's own leaves DeepSpeed with groups that no longer exist
     os.environ.clear()
     os.environ.update(before)
