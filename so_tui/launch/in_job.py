@@ -86,23 +86,19 @@ def _supervise_run(run: RunDirectory, attempt: int, token: str, submission: Subm
         write_launch(run, attempt, launch)
     except SoTuiError as error:
         return _refused_here(run, attempt, submitted, error)
-    code = supervise(run, attempt, token, nodes)
-    if (rate := read_network_rate(run, attempt)) is not None:
-        keep_network(submission.cluster, submission.partition, machine, rate, len(launch.plan.binding))
-    if submitted.spec.slurm.continues:
-        _continue(run, before, submitted, submission.site, machine)
+    spec, over = submitted.spec, submitted.start_over
+
+    def ended() -> None:
+        if (rate := read_network_rate(run, attempt)) is not None:
+            keep_network(submission.cluster, submission.partition, machine, rate, len(launch.plan.binding))
+        if spec.slurm.continues and needs_successor(run, before, start_over=over) and not requeues(spec, load_site(submission.site)):
+            _submit_successor(run, machine)
+
+    code = supervise(run, attempt, token, nodes, ended)
+    ended_from_outside = needs_successor(run, before, start_over=over) or lost_a_node(run, before, start_over=over)
+    if spec.slurm.continues and ended_from_outside and requeues(spec, load_site(submission.site)):
+        put_back(run)  # last, for it ends what this job still does
     return code
-
-
-def _continue(run: RunDirectory, before: RunState, submitted: Launch, site: str, machine: Machine) -> None:
-    """Have this job start again, or another one follow, where the job's end or a lost node ended the run."""
-    warned = needs_successor(run, before, start_over=submitted.start_over)
-    if not warned and not lost_a_node(run, before, start_over=submitted.start_over):
-        return
-    if requeues(submitted.spec, load_site(site)):
-        put_back(run)
-    elif warned:
-        _submit_successor(run, machine)
 
 
 def planned_here(submitted: Launch, machine: Machine, node: int = 0) -> Launch:

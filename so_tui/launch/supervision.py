@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Callable
 
 from so_tui.launch import admission
 from so_tui.launch.attempt_files import read_launch
@@ -21,16 +22,20 @@ from so_tui.runs.state import read_state
 from so_tui.trust.sharing import umask_of
 
 
-def supervise(run: RunDirectory, attempt: int, token: str | None = None, nodes: Nodes = ALONE) -> int:
+def supervise(
+    run: RunDirectory, attempt: int, token: str | None = None, nodes: Nodes = ALONE, ended: Callable[[], None] = lambda: None
+) -> int:
     """Start an attempt, or attach to one whose supervisor has died, and watch it to its end. Return the run's exit code.
 
-    Return 0 immediately if the run has another supervisor.
+    Return 0 immediately if the run has another supervisor. At the end the run is free to be continued before the user's commands that tell
+    of it are waited for.
 
     Args:
         run: A run of this user.
         attempt: The number of the attempt.
         token: The starter's token. Without one nothing is started: the supervisor only attaches to living processes of the attempt.
         nodes: The nodes of the run, of which this is the first.
+        ended: Called once the run is free, before those commands are waited for.
 
     Raises:
         InputError, Refused: This may not be done here (see ``admission``).
@@ -52,7 +57,12 @@ def supervise(run: RunDirectory, attempt: int, token: str | None = None, nodes: 
             state = _concluded(run, state, assume_dead=assume_dead)
         supervisor = Supervisor(run, attempt, state, lock, nodes)
         become_subreaper()
-        return supervisor.watch()
+        code = supervisor.watch()
+    try:
+        ended()
+    finally:
+        supervisor.finish()
+    return code
 
 
 def _concluded(run: RunDirectory, before: RunState, *, assume_dead: bool) -> RunState:

@@ -64,7 +64,7 @@ class Supervisor(HostSupervisor):
         self._announcer = Announcer(run, attempt, self._host, launch.spec.checkpoint.folder)
 
     def watch(self) -> int:
-        """Run the attempt from its start to its end. Return the run's exit code."""
+        """Run the attempt from its start to its end. Return the run's exit code. ``finish`` follows."""
         self._install_signals()
         heartbeat_at = self._run.state_path.stat().st_mtime
         write_state(self._run, self._state)
@@ -82,6 +82,10 @@ class Supervisor(HostSupervisor):
         self._sweep()
         own, others = conclude(self._evidence()), None if self._superseded else self._others.wait()
         return self._finish(attributed(own, others, unprompted=self._first_loss.unprompted))
+
+    def finish(self) -> None:
+        """Wait for the user's commands that tell of the end; the run may have been continued meanwhile."""
+        self._announcer.finish()
 
     def _look(self) -> bool:
         self._check_superseded()
@@ -215,7 +219,6 @@ class Supervisor(HostSupervisor):
             with self._despite_errors_of("state"):
                 write_last_state(self._run, self._state)
         self._job.release()
-        self._announcer.finish()
         return outcome.run_exit_code
 
     def _first_state(self, found: RunState) -> RunState:

@@ -16,12 +16,16 @@ import msgspec
 import pytest
 
 from so_tui.folders import settings_file
+from so_tui.launch import prepare
 from so_tui.launch.alert_command import AlertCommand
 from so_tui.launch.alert_text import alert_text, known
 from so_tui.launch.alert_watch import KEPT, AlertWatch, remembered
 from so_tui.launch.announcer import Announcer, OwnSettings, free_bytes
+from so_tui.launch.attempt_files import write_launch
 from so_tui.launch.processes import ProcessTree
-from so_tui.runs import RunDirectory
+from so_tui.launch.starter import new_token, record_token
+from so_tui.machine import Machine
+from so_tui.runs import RunDirectory, create_run, new_attempt
 from so_tui.runs.process_stat import read_stat
 from so_tui.runs.records import Alert, RunState
 from so_tui.settings.file import change_settings
@@ -289,3 +293,43 @@ def test_a_real_supervisor_runs_the_command_without_a_screen_and_answers_prometh
     assert [alert.kind for alert in last.alerts] == ["loss", "ended"]
     wait_until(lambda: out.read_text() == "loss training\nended finished\n")
     assert "took too long" in log.read_text()
+
+
+SUPERVISED = """
+import sys
+from pathlib import Path
+from so_tui.launch import supervise
+from so_tui.runs import RunDirectory
+from so_tui.runs.run_lock import run_lock
+from so_tui.runs.state import read_state
+
+run = RunDirectory(sys.argv[1])
+
+def ended():
+    with run_lock(run) as lock:
+        free = lock is not None
+    Path(sys.argv[3]).write_text(f"{read_state(run).state} {'free' if free else 'locked'}")
+
+sys.exit(supervise(run, 1, sys.argv[2], ended=ended))
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_has_ended_is_continued_before_the_command_that_tells_of_it_has_ended(
+    runs: Runs, tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job that continues a run is submitted in the last seconds of a job, in which a command may hang."""
+    continued, told = tmp_path / "continued", tmp_path / "told"
+    script = f"until test -e {continued}; do sleep 0.05; done; mv {continued} {told}"
+    change_settings({"alerts.command": ["/bin/sh", "-c", script], "alerts.command_timeout_s": 50})
+    monkeypatch.setenv("FAKE_TRAINER", "steps=1")
+    launch = prepare(runs.spec, machine, force=True)
+    run = create_run(launch.spec, runs.folder)
+    runs.adopt(run)
+    write_launch(run, new_attempt(run), launch)
+    token = new_token()
+    record_token(run, 1, token)
+    assert (
+        subprocess.run([sys.executable, "-c", SUPERVISED, str(run.path), token, str(continued)], timeout=100, check=False).returncode == 0
+    )
+    assert told.read_text() == "finished free"

@@ -163,7 +163,9 @@ class ValidationScreen(ModalScreen[None]):
             status.update(Content("\n").join(Content.styled(line, "$error") for line in message.problems))
         elif message.report is None:
             status.update(
-                Content("There is no report yet. In a terminal, `so-tui validate` measures this machine in 20 minutes and writes one.")
+                Content(
+                    "There is no report yet. In a terminal, `so-tui validate` takes up to 20 minutes to measure this machine and write one."
+                )
             )
         else:
             took = duration(sum(outcome.seconds or 0.0 for outcome in message.report.outcomes))
