@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from so_tui.launch.alert_command import MARKER as ALERT_MARKER
 from so_tui.launch.placeholders import Placeholder, resolve
 from so_tui.machine.code_folders import code_folders
 from so_tui.machine.gpus import ROCM_VISIBLE_DEVICES
@@ -48,6 +49,7 @@ def variables(plan: Plan, machine: Machine, inherited: Mapping[str, str]) -> tup
         Variable(name=RUN_MARKER, value=Placeholder.RUN.value, reason="marks the processes of this run"),
         Variable(name=RUN_ID_MARKER, value=Placeholder.RUN_ID.value, reason="distinguishes this run from another one at the same path"),
         Variable(name=ATTEMPT_MARKER, value=Placeholder.ATTEMPT.value, reason="marks the processes of this attempt"),
+        *_alert(inherited),
         *_python(inherited),
         *_network(plan, machine, inherited),
         *_code_folders(plan.spec, inherited),
@@ -114,6 +116,11 @@ def allocator_variable(software: Software, *, deepspeed_engine: bool) -> Variabl
         return None
     name = "PYTORCH_ALLOC_CONF" if torch >= (2, 10) else "PYTORCH_CUDA_ALLOC_CONF"
     return Variable(name=name, value=",".join(options), reason="less fragmentation of GPU memory; no rounding up of pinned memory")
+
+
+def _alert(inherited: Mapping[str, str]) -> Iterator[Variable]:
+    if ALERT_MARKER in inherited:
+        yield Variable(name=ALERT_MARKER, value=None, reason="marks alert commands; one has started this run")
 
 
 def _python(inherited: Mapping[str, str]) -> Iterator[Variable]:

@@ -38,6 +38,14 @@ def test_marker_attempt_and_safe_path() -> None:
     assert shown["TOKENIZERS_PARALLELISM"] == "false"
 
 
+def test_a_run_that_an_alert_command_starts_is_no_part_of_that_command() -> None:
+    inherited = {"SO_TUI_ALERT_KIND": "failed", "HOME": "/home/me"}
+    variables = environment.variables(plan_of(spec_of(), cpus=(NODE,)), cpu_machine(), inherited)
+    applied = environment.apply(variables, inherited)
+    assert "SO_TUI_ALERT_KIND" not in applied
+    assert applied["HOME"] == "/home/me"
+
+
 def test_nothing_listens_on_a_network_whatever_a_site_names() -> None:
     shown = changes(quad_gh200(), {"NCCL_SOCKET_IFNAME": "hsn0", "NCCL_RAS_ENABLE": "1"})
     assert shown["SO_TUI_RENDEZVOUS"] == Placeholder.RENDEZVOUS
