@@ -20,9 +20,16 @@ _ENOUGH = 1.1
 class AlertWatch:
     """Notices each event once; one that can pass, such as a stall, again after it has passed."""
 
-    def __init__(self, attempt: int, now: float) -> None:
-        """``now`` is any clock's time in seconds that never goes back, as in each call."""
+    def __init__(self, attempt: int, now: float, told_step: int = 0) -> None:
+        """Prepare to watch an attempt.
+
+        Args:
+            attempt: The attempt.
+            now: Any clock's time in seconds that never goes back, as in each call.
+            told_step: The last step of which an earlier supervisor of the attempt has told.
+        """
         self._attempt = attempt
+        self._told_step = told_step
         self._last_step_at = now
         self._step_s = 0.0
         self._raised: set[AlertName] = set()
@@ -34,7 +41,7 @@ class AlertWatch:
             if isinstance(record, StepRecord) and record.attempt == self._attempt:
                 self._last_step_at, self._step_s = now, record.step_s
                 self._raised.discard("stall")
-                found += self._of_step(record, settings)
+                found += [alert for alert in self._of_step(record, settings) if alert.step > self._told_step]
         if state.state != "training":
             self._last_step_at = now
         waited_s = now - self._last_step_at

@@ -53,12 +53,13 @@ class OwnSettings:
 class Announcer:
     """Notices what happens to one attempt, runs the user's command for it, and returns it for the state, where the screen sees it."""
 
-    def __init__(self, run: RunDirectory, attempt: int, host: str, checkpoints: str) -> None:
+    def __init__(self, run: RunDirectory, attempt: int, host: str, checkpoints: str, told_step: int = 0) -> None:
+        """Prepare to tell of an attempt on a host, with its folder of checkpoints; ``told_step`` as for ``AlertWatch``."""
         self._run = run
         self._host = host
         self._folders = tuple(dict.fromkeys((str(run.path), checkpoints or str(run.path))))
         self._settings = OwnSettings()
-        self._watch = AlertWatch(attempt, time.monotonic())
+        self._watch = AlertWatch(attempt, time.monotonic(), told_step)
         self._command = AlertCommand()
         self._disks_due = 0.0
         self._endpoint: Endpoint | None = None

@@ -61,7 +61,9 @@ class Supervisor(HostSupervisor):
         self._directory_seen_at = time.monotonic()
         self._records: list[MetricRecord] = []
         self._slow = SlowWatch(launch.plan, launch.machine, attempt)
-        self._announcer = Announcer(run, attempt, self._host, launch.spec.checkpoint.folder)
+        # Before its first step, an attempt's state has the step of the one before.
+        told_step = found.step if self._takes_over and found.state not in ("starting", "loading") else 0
+        self._announcer = Announcer(run, attempt, self._host, launch.spec.checkpoint.folder, told_step)
 
     def watch(self) -> int:
         """Run the attempt from its start to its end. Return the run's exit code. ``finish`` follows."""

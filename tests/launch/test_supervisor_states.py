@@ -17,8 +17,12 @@ from so_tui.plan.types import OptionalMemory
 from so_tui.runs import RunDirectory, create_run, new_attempt, read_state
 from so_tui.runs.log import LogReader
 from so_tui.runs.outcome import OutcomeCode
+from so_tui.runs.records import Alert
 from so_tui.runs.run_lock import OwnerFiles, RunLock
+from so_tui.runs.writer import MetricsWriter
+from so_tui.settings.file import change_settings
 from so_tui.spec import InputError, Problem, RunSpec
+from tests.support.records import step_record
 
 
 @pytest.fixture(autouse=True)
@@ -110,3 +114,20 @@ def test_the_final_state_does_not_depend_on_the_plans_advice(
     )
     assert read_state(run).code == code
     assert len(asked) == (code != OutcomeCode.RANK_LOST)
+
+
+def test_a_supervisor_that_takes_over_tells_only_what_its_predecessor_could_not(
+    tmp_path: Path, two_ranks: RunSpec, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change_settings({"alerts.loss_above": 5.0, "alerts.on": ["loss", "not-finite"]})
+    looks = iter([True, False])
+    monkeypatch.setattr(job.Job, "running", lambda _: next(looks))
+    run = attempt(tmp_path, two_ranks, machine)
+    records = MetricsWriter(run, 1)
+    for step, loss in enumerate((9.0, 2.0, float("nan"), 2.0, 2.0, 8.0), start=1):
+        records.append(step_record(step, loss=loss))
+    records.close()
+    told = tuple(Alert(kind=kind, attempt=1, time=1.0, step=step) for kind, step in (("loss", 1), ("not-finite", 3)))
+    found = replace(read_state(run), state="training", attempt=1, step=4, alerts=told)
+    assert Supervisor(run, 1, found, RunLock(OwnerFiles(run))).watch() == 1
+    assert [(alert.kind, alert.step) for alert in read_state(run).alerts] == [("loss", 1), ("not-finite", 3), ("loss", 6)]
