@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from so_tui.spec import with_values
@@ -246,6 +246,24 @@ def test_tokenizers_that_put_a_space_before_every_text_get_it_whole() -> None:
     ((ids, flags),) = encoder.encode([segments(encoder.chat, talk)])
     assert ids.tolist() == tokenizer("[INST] Add [/INST] It is 5.</s>[INST] And [/INST] 5. is</s>")["input_ids"]
     assert tokenizer.convert_ids_to_tokens(ids[flags].tolist()) == ["▁It", "▁is", "▁5.", "</s>", "▁5.", "▁is", "</s>"]
+
+
+def test_spaces_of_an_answer_are_trained_where_spans_of_tokens_leave_them_out() -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = {word: index for index, word in enumerate(["</s>", *alphabet, "ĠĠ"])}
+    backend: Any = Tokenizer(models.BPE(words, [("Ġ", "Ġ")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    backend.post_processor = processors.ByteLevel(trim_offsets=True)
+    backend.decoder = decoders.ByteLevel()
+    make: Any = PreTrainedTokenizerFast
+    tokenizer = make(tokenizer_object=backend, eos_token="</s>", chat_template=BRACKETS)
+    assert not encodes_segments_apart(tokenizer)
+    answer = "if x:\n    ünd  😀 = 1 "
+    talk = (Message("user", "Code ,  please "), Message("assistant", answer), Message("user", "And"), Message("assistant", "  ?"))
+    encoder = Encoder(chat_of(tokenizer), "assistant", 256)
+    ((ids, flags),) = encoder.encode([segments(encoder.chat, talk)])
+    assert tokenizer.decode(ids[flags]) == f" {answer}</s>   ?</s>"
+    assert tokenizer.decode(ids[~flags]) == " [INST] Code ,  please  [/INST] [INST] And [/INST]"
 
 
 def test_a_folder_without_a_tokenizer_is_not_blamed_on_the_network(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from so_tui_trainer.data.sources import Opened
 
-_VERSION = 8
+_VERSION = 9
 _ARRAYS: dict[str, Any] = {"tokens": np.int32, "trained": np.bool_, "offsets": np.int64, "rows": np.int64}
 _BLOCK_BYTES = 1 << 22
 _STALE_S = 86_400.0

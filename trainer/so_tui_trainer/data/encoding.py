@@ -68,10 +68,10 @@ class Encoder:
         for parts, ids, spans in zip(batch, encoded["input_ids"], encoded["offset_mapping"], strict=True):
             ends = np.cumsum([len(part.text) for part in parts])
             trained = np.array([part.trained for part in parts])
+            # Only ends: byte-level tokenizers leave spaces out of spans, so that a token of spaces has an empty one, which ends behind it.
             last = np.array([end - 1 for _, end in spans])
             segment = np.minimum(np.searchsorted(ends, last, side="right"), len(parts) - 1)
-            empty = np.array([start == end for start, end in spans], dtype=np.bool_)
-            found.append((np.array(ids, dtype=np.int32), trained[segment] & ~empty))
+            found.append((np.array(ids, dtype=np.int32), trained[segment]))
         return found
 
     def documents(self, opened: Opened, first: int, last: int) -> Iterator[Encoded]:
