@@ -146,6 +146,7 @@ def _leave_queue(run: RunDirectory, state: RunState, *, assume_dead: bool) -> Ru
     Raises:
         Refused: It is another user's run.
         InputError: The scheduler cannot be asked (code ``run-may-be-live``), and the user does not say that the job will never start.
+        OSError: The run directory cannot be written.
     """
     refuse_unless_own(run)
     attempt = newest_attempt(run, state)
@@ -161,6 +162,7 @@ def _leave_queue(run: RunDirectory, state: RunState, *, assume_dead: bool) -> Ru
         alive = recorded.state != "queued" and sighting(run, recorded).liveness is Liveness.ALIVE
         if lock is None or recorded.state in FINAL_STATES or alive:  # it has started a moment ago, and the scheduler ends it
             return current_state(run)
+        request_stop(run)  # tells a job that Slurm starts again who ended the run
         state = left_queue(state, attempt)
         write_last_state(run, state)
     return state

@@ -19,6 +19,7 @@ from so_tui.launch.executors.slurm.job import Job
 from so_tui.launch.executors.slurm.script import batch_script
 from so_tui.launch.executors.slurm.site import Site
 from so_tui.launch.restarts import attempt_of_restart, put_back, restarts, told_attempt
+from so_tui.launch.run_state import queued_state
 from so_tui.launch.shutdown import request_stop
 from so_tui.launch.starter import new_token, record_token
 from so_tui.machine import inspect_machine
@@ -171,6 +172,21 @@ def test_a_job_that_waits_again_is_shown_and_can_be_cancelled(
     assert current_state(run).state == "queued"
     assert stop(run).state == "stopped"
     assert (cancelled, read_state(run).state) == (["7"], "stopped")
+
+
+def test_a_job_whose_run_a_person_took_out_of_the_queue_does_not_continue_it(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm was away when the person stopped the run, and starts its job again all the same."""
+
+    def away() -> tuple[Job, ...]:
+        raise SlurmError("no answer")
+
+    monkeypatch.setattr(commands, "own_jobs", away)
+    write_state(run, queued_state(replace(read_state(run), state="stopped", code=OutcomeCode.STOPPED)))
+    assert stop(run, assume_dead=True).state == "stopped"
+    with pytest.raises(InputError) as caught:
+        attempt_of_restart(run, 1, token_of(run), MACHINE, 1)
+    assert [problem.code for problem in caught.value.problems] == ["not-continued"]
+    assert run.attempts() == (1,)
 
 
 @pytest.mark.parametrize("refused", [False, True])
