@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -44,24 +45,23 @@ def supervise(
     admission.refuse_unknown_attempt(run, attempt)
     os.umask(umask_of(run.path))
     assume_dead = token is not None and read_launch(run, attempt, socket.gethostname()).assume_dead
-    with run_lock(run, assume_dead=assume_dead) as lock:
-        if lock is None:
-            return 0
-        state = read_state(run)
-        if state.attempt == attempt and state.state in FINAL_STATES:
-            return state.exit_code or 0
-        if token is None:
-            admission.refuse_attaching(run, attempt, state)
-        else:
-            admission.refuse_start(run, attempt, state, token)
-            state = _concluded(run, state, assume_dead=assume_dead)
-        supervisor = Supervisor(run, attempt, state, lock, nodes)
-        become_subreaper()
-        code = supervisor.watch()
-    try:
+    with contextlib.ExitStack() as last:
+        with run_lock(run, assume_dead=assume_dead) as lock:
+            if lock is None:
+                return 0
+            state = read_state(run)
+            if state.attempt == attempt and state.state in FINAL_STATES:
+                return state.exit_code or 0
+            if token is None:
+                admission.refuse_attaching(run, attempt, state)
+            else:
+                admission.refuse_start(run, attempt, state, token)
+                state = _concluded(run, state, assume_dead=assume_dead)
+            supervisor = Supervisor(run, attempt, state, lock, nodes)
+            last.callback(supervisor.finish)  # also where the lock cannot be given back
+            become_subreaper()
+            code = supervisor.watch()
         ended()
-    finally:
-        supervisor.finish()
     return code
 
 

@@ -22,6 +22,7 @@ from so_tui.runs.directory import RunDirectory
 from so_tui.runs.host import HostIdentity, sees_processes_of, this_host
 from so_tui.runs.liveness import OLD_S, STALE_S, alive, identify, now_of
 from so_tui.runs.records import Process
+from so_tui.runs.state import FULL, overwrite
 from so_tui.trust.decoding import decode_json
 from so_tui.trust.reading import read_bounded
 
@@ -91,15 +92,22 @@ class OwnerFiles:
         return RunLock(self, number)
 
     def release(self, number: int) -> None:
-        """Mark a file of this process as released, if the run still exists."""
-        with contextlib.suppress(FileNotFoundError), self._draft(replace(self._owner, released=True)) as draft:
-            draft.replace(self.path(number))
+        """Mark a file of this process as released, if the run still exists: on a full disk in place, where no space is needed."""
+        owner = replace(self._owner, released=True)
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                with self._draft(owner) as draft:
+                    draft.replace(self.path(number))
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                overwrite(self.path(number), msgspec.json.encode(owner))
 
     @contextlib.contextmanager
     def _draft(self, owner: Owner) -> Iterator[Path]:
         path = self._run.path / f".supervisor.owner.{os.urandom(4).hex()}"
-        path.write_bytes(msgspec.json.encode(owner))
         try:
+            path.write_bytes(msgspec.json.encode(owner))
             yield path
         finally:
             path.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import subprocess
@@ -175,6 +176,25 @@ def test_a_lock_is_free_again_after_each_of_many_holders(run: RunDirectory, monk
         with run_lock(run) as lock:
             assert lock is not None
             lock.refresh()
+
+
+def test_a_holder_lets_go_on_a_full_disk(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most runs whose disk is full end for that reason."""
+    monkeypatch.setattr("so_tui.runs.run_lock._excludes_others", lambda _: False)
+
+    def half(path: Path, content: bytes) -> int:
+        with path.open("wb") as file:
+            file.write(content[: len(content) // 2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with run_lock(run) as lock:
+        assert lock is not None
+        monkeypatch.setattr(Path, "write_bytes", half)
+    monkeypatch.undo()
+    monkeypatch.setattr("so_tui.runs.run_lock._excludes_others", lambda _: False)
+    with run_lock(run) as again:
+        assert again is not None
+    assert not list(run.path.glob(".supervisor.owner.*"))
 
 
 @pytest.mark.parametrize(("age_s", "taken"), [(STALE_S - 10, False), (STALE_S + 10, True)], ids=["a moment ago", "a minute ago"])
