@@ -106,7 +106,7 @@ class HostSupervisor(ABC):
     def _follow(self) -> None:
         """Scan, record and act once a second, and whenever a process ends, until none is left."""
         sampler = Sampler(self._job.launch.machine, self._tree, self._attempt)
-        samples = SampleWriter(self._run, self._host)
+        samples: SampleWriter | None = None
         due = time.monotonic() + TICK_S
         try:
             while self._watches:
@@ -119,11 +119,13 @@ class HostSupervisor(ABC):
                     with self._despite_errors_of("samples"):
                         sample = sampler.sample()
                         self._sampled(sample)
+                        samples = samples or SampleWriter(self._run, self._host)
                         samples.append(sample)
         finally:
             sampler.close()
             with self._despite_errors_of("samples"):
-                samples.close()
+                if samples is not None:
+                    samples.close()
 
     def _wait_s(self) -> float:
         """Return how long to wait for a loss. Until all ranks are known it is short: one that dies early must be seen to be cleaned up."""

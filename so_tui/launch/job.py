@@ -113,18 +113,27 @@ class Job:
         )
 
     def take_over(self) -> None:
-        """Take the locks of a supervisor that died, except those that its processes still hold. Raises LockTakenError or OSError."""
+        """Take the locks of a supervisor that died, except those that its processes still hold.
+
+        Raises:
+            OSError: One could not be taken, such as because another run has it by now. The others are.
+        """
         folder = locks.lock_folder()
         self._rendezvous = rendezvous_path(folder, self._run.path, self._attempt)
         holder = locks.Holder(run=str(self._run.path), pid=os.getpid())
+        lost: list[str] = []
         for gpu in self._gpus():
             try:
                 self._locks = (*self._locks, *locks.take_gpus(folder, [gpu], holder))
             except locks.LockTakenError as error:
                 if error.holder is None or error.holder.run != holder.run:
-                    raise
+                    lost.append(str(error))
+            except OSError as error:
+                lost.append(str(error))
         for line in self._partitioned():
             print(line, flush=True)
+        if lost:
+            raise OSError("; ".join(lost))
 
     def running(self) -> bool:
         """Return whether DeepSpeed's runner is alive, as far as it is our child."""

@@ -70,14 +70,19 @@ class Supervisor(HostSupervisor):
         self._install_signals()
         heartbeat_at = self._run.state_path.stat().st_mtime
         write_state(self._run, self._state)
-        try:
-            self._job.take_over() if self._takes_over else self._job.start()
-        except (locks.LockTakenError, SoTuiError, OSError) as error:
-            return self._finish(not_started(error))
+        if self._takes_over:
+            with self._despite_errors_of("locks"):  # what lives is watched, whoever has its locks
+                self._job.take_over()
+        else:
+            try:
+                self._job.start()
+            except (locks.LockTakenError, SoTuiError, OSError) as error:
+                return self._finish(not_started(error))
         self._tree.scan(thorough=self._takes_over)
         self._gone_unseen = self._takes_over and not self._tree.alive
         self._heartbeat_at = heartbeat_at if self._gone_unseen else None
-        self._take_lines(self._log.tail(LOG_LINES))
+        with self._despite_errors_of("log"):
+            self._take_lines(self._log.tail(LOG_LINES))
         self._follow()
         if self._handed_over:
             return 0  # the other supervisor watches the same processes

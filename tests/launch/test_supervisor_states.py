@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from so_tui.launch import evidence, host_supervisor, job, prepare
+from so_tui.launch import evidence, host_supervisor, job, locks, prepare
 from so_tui.launch.attempt_files import write_launch
+from so_tui.launch.locks import Holder, LockTakenError
 from so_tui.launch.outcome import Outcome
 from so_tui.launch.supervisor import Supervisor
 from so_tui.machine import Machine
+from so_tui.machine.types import Gpu
 from so_tui.plan.types import OptionalMemory
 from so_tui.runs import RunDirectory, create_run, new_attempt, read_state
 from so_tui.runs.log import LogReader
+from so_tui.runs.manifest import run_id
 from so_tui.runs.outcome import OutcomeCode
 from so_tui.runs.records import Alert
 from so_tui.runs.run_lock import OwnerFiles, RunLock
+from so_tui.runs.samples import SampleWriter
 from so_tui.runs.writer import MetricsWriter
 from so_tui.settings.file import change_settings
 from so_tui.spec import InputError, Problem, RunSpec
 from tests.support.records import step_record
+from tests.support.waiting import running
 
 
 @pytest.fixture(autouse=True)
@@ -131,3 +139,46 @@ def test_a_supervisor_that_takes_over_tells_only_what_its_predecessor_could_not(
     found = replace(read_state(run), state="training", attempt=1, step=4, alerts=told)
     assert Supervisor(run, 1, found, RunLock(OwnerFiles(run))).watch() == 1
     assert [(alert.kind, alert.step) for alert in read_state(run).alerts] == [("loss", 1), ("not-finite", 3), ("loss", 6)]
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), LockTakenError("GPU 0", Holder(run="/another", pid=1))]
+)
+def test_a_supervisor_that_cannot_take_the_locks_over_still_watches_what_lives(
+    error: Exception, tmp_path: Path, two_ranks: RunSpec, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(locks, "take_gpus", fail)
+    monkeypatch.setattr(job.Job, "_gpus", lambda _: [Gpu(index=0, name="a GPU", pci_bus_id="0000:01:00.0")])
+    run = attempt(tmp_path, two_ranks, machine)
+    environ = {**os.environ, "SO_TUI_RUN": str(run.path), "SO_TUI_ATTEMPT": "1", "SO_TUI_RUN_ID": run_id(run)}
+    with subprocess.Popen(["/bin/sh", "-c", "sleep 2"], env=environ) as process:
+        monkeypatch.setattr("so_tui.launch.processes.pids", lambda: {process.pid})
+        found = replace(read_state(run), state="training", attempt=1, host=machine.hostname)
+        Supervisor(run, 1, found, RunLock(OwnerFiles(run))).watch()
+        assert not running(process.pid)
+    assert read_state(run).code not in (OutcomeCode.NOT_STARTED, OutcomeCode.GPU_IN_USE)
+
+
+@pytest.mark.parametrize("what", [(LogReader, "tail"), (SampleWriter, "__init__")], ids=["log", "samples"])
+def test_a_file_system_that_is_away_after_the_start_leaves_nothing_unsupervised(
+    what: tuple[type, str], tmp_path: Path, two_ranks: RunSpec, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+
+    def away(*_: object) -> None:
+        asked.append(what)
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    looks = iter([True, True, False])
+    monkeypatch.setattr(host_supervisor, "TICK_S", 0.0)
+    monkeypatch.setattr(job.Job, "start", lambda _: None)
+    monkeypatch.setattr(job.Job, "running", lambda _: next(looks))
+    monkeypatch.setattr(*what, away)
+    run = attempt(tmp_path, two_ranks, machine)
+    assert Supervisor(run, 1, read_state(run), RunLock(OwnerFiles(run))).watch() == 1
+    assert read_state(run).state == "failed"
+    assert next(looks, None) is None
+    assert asked
