@@ -29,6 +29,7 @@ from so_tui.runs.records import Process
 from so_tui.runs.sample import Sample
 from so_tui.runs.samples import SampleWriter
 from so_tui.runs.state import FULL
+from so_tui.spec import Refused
 
 TICK_S = 1.0
 LOG_LINES = 400
@@ -229,13 +230,17 @@ class HostSupervisor(ABC):
 
     @contextlib.contextmanager
     def _despite_errors_of(self, what: str) -> Iterator[None]:
-        """Report an error of a full or broken file system once and continue: giving up would leave the processes without supervision."""
+        """Report an error of a full or broken file system once and continue: giving up would leave the processes without supervision.
+
+        So would a refusal to follow a link, where the run's folder has been moved.
+        """
         try:
             yield
-        except OSError as error:
-            if self._trouble.get(what) != error.errno:
+        except (OSError, Refused) as error:
+            number = error.errno if isinstance(error, OSError) else None
+            if what not in self._trouble or self._trouble[what] != number:
                 with contextlib.suppress(OSError):  # our log may be on the same full disk
                     print(f"{what} of {self._run.path}: {error}", file=sys.stderr, flush=True)
-            self._trouble[what] = error.errno
+            self._trouble[what] = number
         else:
             self._trouble.pop(what, None)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from so_tui.launch import prepare, supervise, supervision
 from so_tui.launch.attempt_files import write_launch
+from so_tui.launch.executors.local import supervisor_log
 from so_tui.launch.starter import new_token, record_token
 from so_tui.launch.supervisor import Supervisor
 from so_tui.machine import Machine
@@ -17,6 +19,8 @@ from so_tui.runs import create_run, new_attempt
 from so_tui.runs.run_lock import RunLock
 from so_tui.settings.file import change_settings
 from so_tui.spec import InputError, Problem, RunSpec
+from tests.support.fake_runs import Runs, ended, wait_for
+from tests.support.waiting import wait_until
 
 
 def test_the_command_that_tells_of_the_end_is_waited_for_although_the_lock_cannot_be_given_back(
@@ -48,3 +52,20 @@ def test_the_command_that_tells_of_the_end_is_waited_for_although_the_lock_canno
     finally:
         os.umask(umask)
     assert told.read_text() == "told\n"
+
+
+@pytest.mark.slow
+@pytest.mark.trains
+def test_a_run_whose_folder_was_moved_and_linked_keeps_its_supervisor_and_stops_when_it_is_back(runs: Runs) -> None:
+    """Requests are not written through links, which could lead anywhere."""
+    run, state = runs.training()
+    assert state.supervisor is not None
+    moved = run.path.with_name("moved")
+    run.path.rename(moved)
+    run.path.symlink_to(moved)
+    os.kill(state.supervisor.pid, signal.SIGTERM)
+    log = supervisor_log(run, 1)
+    wait_until(lambda: "link" in log.read_text())
+    run.path.unlink()
+    moved.rename(run.path)
+    assert wait_for(run, ended).state == "stopped"
