@@ -227,6 +227,8 @@ class HostSupervisor(ABC):
             signal.signal(signum, ask)
         # Not SIG_IGN, because the training processes would inherit that.
         signal.signal(signal.SIGHUP, lambda *_: None)
+        # Where whoever started this ignores it, nobody below could tell how a child ended.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
     @contextlib.contextmanager
     def _despite_errors_of(self, what: str) -> Iterator[None]:

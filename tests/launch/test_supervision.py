@@ -16,10 +16,11 @@ from so_tui.launch.starter import new_token, record_token
 from so_tui.launch.supervisor import Supervisor
 from so_tui.machine import Machine
 from so_tui.runs import create_run, new_attempt
+from so_tui.runs.outcome import OutcomeCode
 from so_tui.runs.run_lock import RunLock
 from so_tui.settings.file import change_settings
 from so_tui.spec import InputError, Problem, RunSpec
-from tests.support.fake_runs import Runs, ended, wait_for
+from tests.support.fake_runs import Runs, ended, kill, process_of, roles, wait_for
 from tests.support.waiting import wait_until
 
 
@@ -69,3 +70,17 @@ def test_a_run_whose_folder_was_moved_and_linked_keeps_its_supervisor_and_stops_
     run.path.unlink()
     moved.rename(run.path)
     assert wait_for(run, ended).state == "stopped"
+
+
+@pytest.mark.slow
+def test_the_end_of_a_rank_is_seen_although_the_starter_ignores_its_children(runs: Runs) -> None:
+    """Such a program's descendants cannot tell how theirs ended, DeepSpeed's launcher among them, until one of them changes that."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        run = runs.start()
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    state = wait_for(run, lambda state: state.step >= 2 and {"runner", "launcher", "rank"} <= roles(state))
+    kill(process_of(state, "rank", 1))
+    last = wait_for(run, ended)
+    assert (last.state, last.code, last.reason) == ("failed", OutcomeCode.RANK_LOST, "rank 1 was ended by SIGKILL")
