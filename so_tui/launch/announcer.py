@@ -77,7 +77,7 @@ class Announcer:
         if full or now >= self._disks_due:
             self._disks_due = now + _DISKS_S
             found += self._watch.disks(state, free_bytes(self._folders), settings, full=full)
-        self._tell(found, state)
+        self.tell(found, state)
         self._command.tick()
         return found
 
@@ -95,18 +95,11 @@ class Announcer:
             self._endpoint.publish(Figures(self._run.name, self._host, state, step, sample))
 
     def end(self, state: RunState) -> tuple[Alert, ...]:
-        """Return the alert of a final state. ``finish`` waits for its command."""
-        found = self._watch.end(state, self._settings.current().alerts)
-        self._tell(found, state)
-        return found
+        """Return the alert of a final state; ``tell`` follows, once the state is recorded, and ``finish`` waits for its command."""
+        return self._watch.end(state, self._settings.current().alerts)
 
-    def finish(self) -> None:
-        """Stop answering, and wait for the commands of the last alerts: a job ends with its supervisor."""
-        if self._endpoint is not None:
-            self._endpoint.close()
-        self._command.finish()
-
-    def _tell(self, alerts: Iterable[Alert], state: RunState) -> None:
+    def tell(self, alerts: Iterable[Alert], state: RunState) -> None:
+        """Have the user's command run for each of these alerts."""
         settings = self._settings.current().alerts
         for alert in alerts:
             text = alert_text(alert, self._run.name, state)
@@ -120,6 +113,12 @@ class Announcer:
                 "SO_TUI_ALERT_VALUE": "" if alert.value is None else f"{alert.value:g}",
             }
             self._command.request(settings.command, about, text, settings.command_timeout_s)
+
+    def finish(self) -> None:
+        """Stop answering, and wait for the commands of the last alerts: a job ends with its supervisor."""
+        if self._endpoint is not None:
+            self._endpoint.close()
+        self._command.finish()
 
 
 def free_bytes(folders: Iterable[str]) -> dict[str, int]:

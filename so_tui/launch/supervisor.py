@@ -30,7 +30,7 @@ from so_tui.runs.directory import RunDirectory, deleted
 from so_tui.runs.host import this_host
 from so_tui.runs.liveness import STALE_S, identify
 from so_tui.runs.metrics import MetricsReader
-from so_tui.runs.records import MetricRecord, RunState
+from so_tui.runs.records import Alert, MetricRecord, RunState
 from so_tui.runs.run_lock import RunLock
 from so_tui.runs.sample import Sample
 from so_tui.runs.state import read_state, write_last_state, write_state
@@ -220,11 +220,14 @@ class Supervisor(HostSupervisor):
         ended = time.time() if self._heartbeat_at is None else run_state.last_alive(self._reader, self._attempt, self._heartbeat_at)
         self._state = run_state.final_state(state, outcome, outcome_text(outcome, facts), ended)
         if not deleted(self._run) and not self._superseded:
+            new: tuple[Alert, ...] = ()
             with self._despite_errors_of("alerts"):
                 new = self._announcer.end(self._state)
                 self._state = msgspec.structs.replace(self._state, alerts=remembered(self._state.alerts, new))
             with self._despite_errors_of("state"):
                 write_last_state(self._run, self._state)
+            with self._despite_errors_of("alerts"):  # last, because the command may look at the state
+                self._announcer.tell(new, self._state)
         self._job.release()
         return outcome.run_exit_code
 

@@ -256,7 +256,10 @@ def test_an_announcer_tells_of_the_end(tmp_path: Path) -> None:
     script = 'printf "%s|%s|%s" "$SO_TUI_ALERT_KIND" "$SO_TUI_ALERT_STEP" "$SO_TUI_ALERT_TEXT" > ' + str(out)
     change_settings({"alerts.command": ["/bin/sh", "-c", script]})
     announcer = Announcer(RunDirectory(tmp_path), 1, "host", "")
-    assert kinds(announcer.end(RunState(name="x", state="failed", step=7))) == ["failed"]
+    last = RunState(name="x", state="failed", step=7)
+    new = announcer.end(last)
+    assert kinds(new) == ["failed"]
+    announcer.tell(new, last)
     announcer.finish()
     assert out.read_text() == f"failed|7|so-tui: {tmp_path.name} has failed at step 7"
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import subprocess
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -23,14 +25,15 @@ from so_tui.runs import RunDirectory, create_run, new_attempt, read_state
 from so_tui.runs.log import LogReader
 from so_tui.runs.manifest import run_id
 from so_tui.runs.outcome import OutcomeCode
-from so_tui.runs.records import Alert
+from so_tui.runs.records import Alert, RunState
 from so_tui.runs.run_lock import OwnerFiles, RunLock
 from so_tui.runs.samples import SampleWriter
+from so_tui.runs.state import write_last_state
 from so_tui.runs.writer import MetricsWriter
 from so_tui.settings.file import change_settings
 from so_tui.spec import InputError, Problem, RunSpec
 from tests.support.records import step_record
-from tests.support.waiting import running
+from tests.support.waiting import running, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -182,3 +185,21 @@ def test_a_file_system_that_is_away_after_the_start_leaves_nothing_unsupervised(
     assert read_state(run).state == "failed"
     assert next(looks, None) is None
     assert asked
+
+
+def test_a_command_that_tells_of_the_end_finds_it_recorded(
+    tmp_path: Path, two_ranks: RunSpec, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, found = attempt(tmp_path, two_ranks, machine), tmp_path / "found"
+    change_settings({"alerts.command": ["/bin/cp", str(run.state_path), str(found)]})
+
+    def slow(*arguments: Any) -> None:
+        with contextlib.suppress(AssertionError):
+            wait_until(found.exists, limit_s=1)
+        write_last_state(*arguments)
+
+    monkeypatch.setattr("so_tui.launch.supervisor.write_last_state", slow)
+    supervisor = Supervisor(run, 1, read_state(run), RunLock(OwnerFiles(run)))
+    supervisor._finish(Outcome(state="failed", code=OutcomeCode.RANK_LOST, who="rank", rank=0))
+    supervisor.finish()
+    assert msgspec.json.decode(found.read_bytes(), type=RunState).state == "failed"
