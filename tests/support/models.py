@@ -137,6 +137,14 @@ IN_ROWS: dict[str, dict[str, Any]] = known(
 """Kinds of models in which documents of one row would see each other."""
 
 
+LONGROPE: dict[str, Any] = {
+    "max_position_embeddings": 160,
+    "original_max_position_embeddings": 40,
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 4.0, 8.0]},
+}
+"""Of models whose heads turn 8 numbers: other frequencies in documents of more than 40 tokens."""
+
+
 def another(kind: str) -> ModelSpec:
     """Return a kind of model without a preset, with random weights."""
     shape = {key: value for key, value in (SMALL | (OTHERS | RECURRENT | IN_ROWS)[kind]).items() if value is not None}

@@ -38,7 +38,7 @@ from so_tui_trainer.model.trained import TrainedModel, parameter_groups
 from tests.support.attention import PLAIN
 from tests.support.documents import documents, spec
 from tests.support.engine import binding
-from tests.support.models import causal_model
+from tests.support.models import LONGROPE, causal_model
 from tests.support.rank_processes import leave
 
 SHAPE = {
@@ -79,6 +79,7 @@ CASES = (
     Case("qwen3", {"num_key_value_heads": 1}, policy="attention"),
     Case("qwen3", policy="full", settings={"data__packing": "false", "train__micro_batch": "4"}),
     Case("gemma3_text", ALTERNATING, policy="full"),
+    Case("phi3", LONGROPE, policy="full"),
     Case("gpt_oss", ALTERNATING, policy="selective"),
     Case("gpt_oss", ALTERNATING, policy="attention", settings={"train__gradient_accumulation": "2"}, uneven=True),
     Case("gemma3_text", ALTERNATING, policy="attention", tile=20, settings={"train__gradient_accumulation": "2"}, uneven=True),

@@ -24,7 +24,19 @@ from so_tui_trainer.model.supported import refuse_unlisted
 from so_tui_trainer.model.trained import TrainedModel
 from tests.support.attention import PLAIN
 from tests.support.documents import documents, spec
-from tests.support.models import IN_ROWS, ONE_OF_EACH, OTHERS, RECURRENT, another, causal_model, known, scaled_down
+from tests.support.models import (
+    IN_ROWS,
+    LATENT,
+    LONGROPE,
+    ONE_OF_EACH,
+    OTHERS,
+    RECURRENT,
+    SMALL,
+    another,
+    causal_model,
+    known,
+    scaled_down,
+)
 from tests.support.problems import refusal
 
 
@@ -42,6 +54,17 @@ def test_packed_documents_train_as_if_each_were_alone(model: ModelSpec) -> None:
 @pytest.mark.parametrize("kind", sorted(known(KINDS).keys() - {*ONE_OF_EACH, *OTHERS, *RECURRENT, *IN_ROWS}))
 def test_so_do_those_of_the_other_kinds_in_the_table(kind: str) -> None:
     check_packing(of_kind(kind))
+
+
+WITH_LONGROPE = known({"phi3": {"hidden_size": 32, "head_dim": None}, "minicpm3": LATENT | {"head_dim": None, "qk_rope_head_dim": 8}})
+
+
+@pytest.mark.parametrize("kind", WITH_LONGROPE)
+def test_frequencies_are_those_of_each_documents_own_length(kind: str) -> None:
+    """Short and long documents in one micro-batch: LongRoPE turns them differently."""
+    shape = SMALL | LONGROPE | {"layer_types": None} | WITH_LONGROPE[kind]
+    config = {"model_type": kind, "pad_token_id": 0, **{key: value for key, value in shape.items() if value is not None}}
+    check_packing(ModelSpec(id=kind, weights="random", config=config))
 
 
 def check_packing(model: ModelSpec) -> None:

@@ -53,6 +53,8 @@ class Batch:
     """The documents as rows of their own (``rows_apart``), if the model has layers that need them"""
     is_part: bool = False
     """Whether other ranks hold the rest of the row. ``boundaries`` and ``longest`` are those of the whole row."""
+    start: int = 0
+    """First token of a part, in the whole row."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -78,9 +80,14 @@ class Batch:
         start = position * each
         inside = (self.predictors >= start) & (self.predictors < start + each)
         ids, positions, real = (tensor[:, start : start + each].contiguous() for tensor in (self.input_ids, self.position_ids, self.real))
-        return Batch(
-            ids, positions, real, self.boundaries, self.predictors[inside] - start, self.targets[inside], self.longest, is_part=True
-        )
+        predictors, targets = self.predictors[inside] - start, self.targets[inside]
+        return Batch(ids, positions, real, self.boundaries, predictors, targets, self.longest, is_part=True, start=start)
+
+    def document_lengths(self) -> Tensor:
+        """Return the length of each token's document, [rows, width] int32, whichever part of it is here. Does not wait for the GPU."""
+        tokens = torch.arange(self.start, self.start + self.input_ids.numel(), dtype=torch.int32, device=self.boundaries.device)
+        documents = torch.bucketize(tokens, self.boundaries, right=True) - 1
+        return self.boundaries.diff()[documents].view_as(self.input_ids)
 
     def pinned(self) -> Batch:
         """Return the batch in pinned memory, from which ``to`` copies without waiting."""
@@ -88,7 +95,7 @@ class Batch:
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> Batch:
         ids, positions, real, boundaries, predictors, targets, *apart = map(change, self.tensors)
-        return Batch(ids, positions, real, boundaries, predictors, targets, self.longest, tuple(apart), self.is_part)
+        return Batch(ids, positions, real, boundaries, predictors, targets, self.longest, tuple(apart), self.is_part, self.start)
 
 
 @dataclass(frozen=True)

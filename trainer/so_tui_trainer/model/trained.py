@@ -11,6 +11,7 @@ from so_tui.spec.sections.parameters import decays
 from so_tui_trainer.data.batches import Batch
 from so_tui_trainer.model import attention, recurrent
 from so_tui_trainer.model.logits import logit_changes
+from so_tui_trainer.model.longrope import long_documents_of
 from so_tui_trainer.model.loss import HeadLoss
 from so_tui_trainer.model.matching import decoder_of
 from so_tui_trainer.model.router import RouterLoss
@@ -47,6 +48,7 @@ class TrainedModel(nn.Module):
         """
         self.router = router
         self._documents = recurrent.documents_of(causal)
+        self._long_documents = long_documents_of(causal)
         self.last_router_loss: Tensor | None = None
         """The router loss of the last forward pass, scaled but without its coefficient; detached."""
 
@@ -77,6 +79,7 @@ class TrainedModel(nn.Module):
 
     def _of_hidden(self, batch: Batch, targets: Tensor | None, scale: float = 1.0) -> Tensor:
         self._documents.rows = batch.apart
+        self._long_documents.look_at(batch)
         hidden = decoder_of(self.causal)(
             input_ids=batch.input_ids,
             use_cache=False,
