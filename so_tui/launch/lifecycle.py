@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import shutil
@@ -204,9 +203,10 @@ def _wait_for_supervisor(run: RunDirectory, attempt: int, handle: SupervisorHand
 
 def _never_supervised(run: RunDirectory) -> bool:
     """Return whether no supervisor has written a state, so that nothing runs and nothing is worth keeping."""
-    with contextlib.suppress(InputError):
+    try:
         return read_state(run).supervisor is None
-    return True
+    except InputError:  # its file system may be away for a moment
+        return False
 
 
 def _check(launch: Launch, executor: Executor, *, saved: int = 0, runs_dir: Path | str | None = None) -> None:

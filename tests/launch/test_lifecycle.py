@@ -18,7 +18,7 @@ from so_tui.machine import Machine
 from so_tui.runs import RunDirectory, control, read_spec, read_state, write_state
 from so_tui.runs.liveness import identify
 from so_tui.runs.records import RunState
-from so_tui.spec import Refused, RunSpec
+from so_tui.spec import InputError, Refused, RunSpec
 
 
 class Interrupted(LocalExecutor):
@@ -46,6 +46,19 @@ class Recording(LocalExecutor):
         self.launch = read_launch(self.run, attempt, socket.gethostname())
         supervisor = identify(os.getpid(), "supervisor")
         write_state(self.run, RunState(name=self.run.name, state="stopped", attempt=attempt, supervisor=supervisor))
+        return self
+
+    def exit_code(self) -> int | None:
+        return None
+
+
+class Unreadable(LocalExecutor):
+    """An executor whose supervisor takes over while the file system answers nobody here."""
+
+    def start(self, run: RunDirectory, attempt: int, token: str) -> SupervisorHandle:
+        Recording().start(run, attempt, token)
+        self.written = run.state_path.read_bytes()
+        run.state_path.write_bytes(self.written[:10])
         return self
 
     def exit_code(self) -> int | None:
@@ -118,3 +131,13 @@ def test_an_interrupted_start_leaves_nothing_or_stops_what_lives_already(tmp_pat
     run = RunDirectory(next(tmp_path.glob("*/spec.json")).parent)
     assert read_state(run).supervisor is not None
     assert control.pending(run) == {"stop"}
+
+
+def test_a_start_whose_state_cannot_be_read_deletes_nothing(tmp_path: Path, two_ranks: RunSpec, machine: Machine) -> None:
+    executor = Unreadable()
+    with pytest.raises(InputError) as caught:
+        start(prepare(two_ranks, machine, force=True), runs_dir=tmp_path, executor=executor)
+    assert [problem.code for problem in caught.value.problems] == ["unreadable-state"]
+    run = RunDirectory(next(tmp_path.glob("*/spec.json")).parent)
+    run.state_path.write_bytes(executor.written)
+    assert read_state(run).supervisor is not None
