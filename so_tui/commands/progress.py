@@ -7,7 +7,7 @@ import sys
 import time
 from datetime import datetime
 
-from so_tui.runs import RunDirectory, RunReader, control
+from so_tui.runs import RunDirectory, RunReader, Update, control, deleted
 from so_tui.runs.records import (
     ENDING,
     FINAL_STATES,
@@ -50,6 +50,7 @@ def follow(run: RunDirectory, *, owner: bool, quiet: bool = False) -> int:
 
     Raises:
         SoTuiError: The run directory was deleted.
+        OSError: It cannot be read at all. Later it may be away for a while.
     """
     from so_tui.launch import current_state, ensure_supervised
 
@@ -60,10 +61,11 @@ def follow(run: RunDirectory, *, owner: bool, quiet: bool = False) -> int:
     printer = _Printer(quiet=quiet)
     printer.note(printable_line(f"run {run.name} in {run.path}"))
     stopping, waiting = False, ""
+    update: Update | None = None
     checked = time.monotonic()
     while True:
         try:
-            update = reader.poll()
+            update = _polled(reader, update, printer)
             for record in update.records:
                 printer.show(record)
             if update.state is not None and update.state.state == "queued" and update.state.detail != waiting:
@@ -76,7 +78,7 @@ def follow(run: RunDirectory, *, owner: bool, quiet: bool = False) -> int:
             # The supervisor may have been killed; every reader replaces it.
             if time.monotonic() - checked > 5:
                 checked = time.monotonic()
-                if not run.spec_path.exists():
+                if deleted(run):
                     raise SoTuiError(f"the folder of {run.name} has been deleted; its supervisor ends the processes that are left")
                 ensure_supervised(run)
             time.sleep(POLL_S)
@@ -89,6 +91,21 @@ def follow(run: RunDirectory, *, owner: bool, quiet: bool = False) -> int:
             stopping = True
             control.request(run, "stop")
             printer.note("\nstopping after this step, with a checkpoint (interrupt again to stop watching)")
+
+
+def _polled(reader: RunReader, last: Update | None, printer: _Printer) -> Update:
+    """Return what is new, once the file system answers that had answered before."""
+    told = False
+    while True:
+        try:
+            return reader.poll()
+        except OSError as error:
+            if last is None:
+                raise
+            if not told:
+                printer.note(brief_message(f"{reader.run.name} cannot be read at the moment: {error}"))
+                told = True
+            time.sleep(POLL_S)
 
 
 def _ask_to_stop(run: RunDirectory, received: signal.Signals) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from so_tui.runs import MetricsWriter, RunDirectory, control, create_run, read_state, write_state
+from so_tui.commands import progress
+from so_tui.runs import MetricsWriter, RunDirectory, RunReader, control, create_run, read_state, write_state
 from so_tui.runs.records import CheckpointRecord, RunState
 from so_tui.spec import find_preset
 from so_tui.units import duration
@@ -77,3 +82,33 @@ def test_a_lost_terminal_or_an_ended_watcher_does_not_affect_the_run(elsewhere: 
     follower.send_signal(signum)
     assert follower.wait(timeout=LIMIT_S) == -signum
     assert not control.pending(elsewhere)
+
+
+def test_a_file_system_that_is_away_for_a_moment_does_not_end_the_follower(
+    elsewhere: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a container or a batch script, what it ends with it is the run."""
+    polls, poll = 0, RunReader.poll
+
+    def away_at_times(reader: RunReader, **limits: Any) -> Any:
+        nonlocal polls
+        polls += 1
+        if polls in (2, 3):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(elsewhere.metrics_dir))
+        if polls == 4:
+            write_state(elsewhere, replace(read_state(elsewhere), state="finished"))
+        return poll(reader, **limits)
+
+    monkeypatch.setattr(RunReader, "poll", away_at_times)
+    monkeypatch.setattr(progress, "POLL_S", 0.01)
+    assert progress.follow(elsewhere, owner=False) == 0
+    assert capsys.readouterr().out.count(os.strerror(errno.ESTALE)) == 1
+
+
+def test_a_run_that_cannot_be_read_at_all_is_not_followed(elsewhere: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(*_: object, **_limits: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(elsewhere.metrics_dir))
+
+    monkeypatch.setattr(RunReader, "poll", closed)
+    with pytest.raises(PermissionError):
+        progress.follow(elsewhere, owner=False)
