@@ -283,6 +283,22 @@ def test_a_step_whose_gradient_is_not_finite_is_skipped_with_a_warning(tmp_path:
     assert (end.state, end.step, Path(end.saved).name) == ("finished", 6, "step-000006")
 
 
+def test_a_gradient_that_is_not_finite_ends_a_run_that_cannot_skip_steps_though_its_loss_is(tmp_path: Path) -> None:
+    """What the first layer's feed-forward block computes is huge and comes to nothing, until the first step changes what it reads."""
+    causal = causal_model(load_config(tiny().model), dtype=torch.bfloat16)
+    layer = causal.model.layers[0]
+    causal.model.embed_tokens.weight.data[:, 0] = layer.self_attn.o_proj.weight.data[0] = 0.0
+    layer.mlp.up_proj.weight.data.zero_()[:, 0] = 1e30
+    layer.mlp.down_proj.weight.data.zero_()
+    causal.save_pretrained(tmp_path / "spoilt")
+    shape = {"model__id": str(tmp_path / "spoilt"), "model__tokenizer": "builtin:tiny", "model__weights": "pretrained"}
+    often = {"train__steps": "5", "train__log_interval": "5", "gpus": "1", "offload__mode": "zerooffload"}
+    run, code = train(tiny(**shape, **often), tmp_path / "runs")
+    end = end_of(records(run))
+    assert (code, end.state, end.code, end.step) == (1, "failed", "not-finite", 2)
+    assert not any(run.checkpoints_dir.glob("step-*"))
+
+
 def test_a_rank_that_fails_ends_the_run_with_reason_and_advice(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"question": "a", "answer": "b"}\n')

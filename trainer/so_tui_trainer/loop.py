@@ -24,7 +24,7 @@ from so_tui_trainer.control import Control, refuse_if_superseded
 from so_tui_trainer.data.batches import Batches, MicroBatch
 from so_tui_trainer.data.prefetcher import Prefetcher
 from so_tui_trainer.evaluation import Evaluation
-from so_tui_trainer.failures import TrainingError
+from so_tui_trainer.failures import NonFiniteError, TrainingError
 from so_tui_trainer.metrics import Metrics, Step
 from so_tui_trainer.prompts import Prompts
 from so_tui_trainer.ranks import Ranks
@@ -179,6 +179,8 @@ class Loop:
             loss -= self.spec.train.router_loss_coefficient * router_loss
         self.step = number
         if superoffload.skipped_step(self.engine) is None:
+            if not self.engine.was_step_applied():  # DeepSpeed's own optimizers skip it without a word
+                raise NonFiniteError(number, "gradient norm")
             self.useful_tokens += counts.useful_tokens
             self.trained_tokens += counts.trained_tokens
         return Step(number, counts, rate, loss, self.clock.end_step(), router_loss)
