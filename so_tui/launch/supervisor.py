@@ -33,7 +33,7 @@ from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import Alert, MetricRecord, RunState
 from so_tui.runs.run_lock import RunLock
 from so_tui.runs.sample import Sample
-from so_tui.runs.state import read_state, write_last_state, write_state
+from so_tui.runs.state import FULL, overwrite, read_state, write_last_state, write_state
 from so_tui.spec import InputError, SoTuiError
 
 _DELETED_S = 10.0
@@ -69,7 +69,7 @@ class Supervisor(HostSupervisor):
         """Run the attempt from its start to its end. Return the run's exit code. ``finish`` follows."""
         self._install_signals()
         heartbeat_at = self._run.state_path.stat().st_mtime
-        write_state(self._run, self._state)
+        self._write_first_state()
         if self._takes_over:
             with self._despite_errors_of("locks"):  # what lives is watched, whoever has its locks
                 self._job.take_over()
@@ -253,6 +253,15 @@ class Supervisor(HostSupervisor):
             start_over=self._job.launch.start_over,
             checks_s=self._job.launch.checks_s,
         )
+
+    def _write_first_state(self) -> None:
+        """Show who supervises from now on. On a full disk nothing is started, but what lives is watched. Raises OSError."""
+        try:
+            write_state(self._run, self._state)
+        except OSError as error:
+            if not self._takes_over or error.errno not in FULL:
+                raise
+            overwrite(self._run.state_path, msgspec.json.encode(self._state))
 
     def _write_state(self) -> None:
         """Write the state, except into a deleted run directory: that would look like a run, or prevent the deletion."""

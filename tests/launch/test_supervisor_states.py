@@ -22,13 +22,14 @@ from so_tui.machine import Machine
 from so_tui.machine.types import Gpu
 from so_tui.plan.types import OptionalMemory
 from so_tui.runs import RunDirectory, create_run, new_attempt, read_state
+from so_tui.runs.liveness import identify
 from so_tui.runs.log import LogReader
 from so_tui.runs.manifest import run_id
 from so_tui.runs.outcome import OutcomeCode
-from so_tui.runs.records import Alert, RunState
+from so_tui.runs.records import Alert, Process, RunState
 from so_tui.runs.run_lock import OwnerFiles, RunLock
 from so_tui.runs.samples import SampleWriter
-from so_tui.runs.state import write_last_state
+from so_tui.runs.state import write_last_state, write_state
 from so_tui.runs.writer import MetricsWriter
 from so_tui.settings.file import change_settings
 from so_tui.spec import InputError, Problem, RunSpec
@@ -203,3 +204,27 @@ def test_a_command_that_tells_of_the_end_finds_it_recorded(
     supervisor._finish(Outcome(state="failed", code=OutcomeCode.RANK_LOST, who="rank", rank=0))
     supervisor.finish()
     assert msgspec.json.decode(found.read_bytes(), type=RunState).state == "failed"
+
+
+def test_a_supervisor_takes_over_on_a_full_disk(
+    tmp_path: Path, two_ranks: RunSpec, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    run = attempt(tmp_path, two_ranks, machine)
+    write_state(
+        run, replace(read_state(run), state="training", attempt=1, host=machine.hostname, supervisor=Process(pid=1 << 21, start_time=1))
+    )
+    looks, seen = iter([True, False]), []
+
+    def lives(_: job.Job) -> bool:
+        seen.append(read_state(run))
+        return next(looks)
+
+    monkeypatch.setattr(job.Job, "running", lives)
+    monkeypatch.setattr("so_tui.launch.supervisor.write_state", full)
+    monkeypatch.setattr("so_tui.runs.state.write_state", full)
+    assert Supervisor(run, 1, read_state(run), RunLock(OwnerFiles(run))).watch() == 1
+    assert seen[0].supervisor == identify(os.getpid(), "supervisor")
+    assert read_state(run).code == OutcomeCode.DISK_FULL
