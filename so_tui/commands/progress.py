@@ -54,9 +54,10 @@ def follow(run: RunDirectory, *, owner: bool, quiet: bool = False) -> int:
     """
     from so_tui.launch import current_state, ensure_supervised
 
+    received: list[signal.Signals] = []
     if owner:
         for signum in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(signum, lambda received, _: _ask_to_stop(run, signal.Signals(received)))
+            signal.signal(signum, lambda number, _: received.append(signal.Signals(number)))
     reader = RunReader(run, state_of=current_state)
     printer = _Printer(quiet=quiet)
     printer.note(printable_line(f"run {run.name} in {run.path}"))
@@ -65,6 +66,8 @@ def follow(run: RunDirectory, *, owner: bool, quiet: bool = False) -> int:
     checked = time.monotonic()
     while True:
         try:
+            if received and _asked_to_stop(run, received[-1], printer):
+                received.clear()
             update = _polled(reader, update, printer)
             for record in update.records:
                 printer.show(record)
@@ -95,21 +98,24 @@ def follow(run: RunDirectory, *, owner: bool, quiet: bool = False) -> int:
 
 def _polled(reader: RunReader, last: Update | None, printer: _Printer) -> Update:
     """Return what is new, once the file system answers that had answered before."""
-    told = False
     while True:
         try:
             return reader.poll()
         except OSError as error:
             if last is None:
                 raise
-            if not told:
-                printer.note(brief_message(f"{reader.run.name} cannot be read at the moment: {error}"))
-                told = True
+            printer.note_once(brief_message(f"{reader.run.name} cannot be read at the moment: {error}"))
             time.sleep(POLL_S)
 
 
-def _ask_to_stop(run: RunDirectory, received: signal.Signals) -> None:
-    control.request(run, "stop", reason=f"so-tui received {received.name}")
+def _asked_to_stop(run: RunDirectory, received: signal.Signals, printer: _Printer) -> bool:
+    """Ask a run to stop because of a signal, and return whether that could be written: its disk may be full for a while."""
+    try:
+        control.request(run, "stop", reason=f"so-tui received {received.name}")
+    except (OSError, SoTuiError) as error:
+        printer.note_once(brief_message(f"{run.name} cannot be asked to stop at the moment: {error}"))
+        return False
+    return True
 
 
 class _Printer:
@@ -122,11 +128,18 @@ class _Printer:
         self._step_times: list[float] = []
         self._pending: StepRecord | None = None
         self._slow_because: tuple[str, ...] | None = None
+        self._noted = ""
 
     def note(self, text: str) -> None:
         """Print what is neither result nor error."""
         if not self._quiet:
             print(text, flush=True)
+
+    def note_once(self, text: str) -> None:
+        """Print what may be said again and again."""
+        if text != self._noted:
+            self._noted = text
+            self.note(text)
 
     def show(self, record: MetricRecord) -> None:
         if not isinstance(record, StepRecord):

@@ -84,6 +84,20 @@ def test_a_lost_terminal_or_an_ended_watcher_does_not_affect_the_run(elsewhere: 
     assert not control.pending(elsewhere)
 
 
+def test_a_signal_that_cannot_be_passed_on_yet_is_passed_on_later(elsewhere: RunDirectory) -> None:
+    elsewhere.control_dir.rmdir()
+    elsewhere.control_dir.write_text("in the way")
+    follower = followed(elsewhere, "owner")
+    assert follower.stdout is not None
+    follower.send_signal(signal.SIGUSR1)
+    while "asked to stop" not in (line := follower.stdout.readline()):
+        assert line, "it has ended"
+    elsewhere.control_dir.unlink()
+    wait_until(lambda: control.pending(elsewhere) == {"stop"})
+    write_state(elsewhere, replace(read_state(elsewhere), state="stopped"))
+    assert follower.wait(timeout=LIMIT_S) == 4
+
+
 def test_a_file_system_that_is_away_for_a_moment_does_not_end_the_follower(
     elsewhere: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
