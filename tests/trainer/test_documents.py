@@ -27,6 +27,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "prompt": [{"role": "user", "content": "Add 2 and 3."}],
         "completion": [{"role": "assistant", "content": "They make 5."}],
     },
+    "answers in a conversational prompt": {
+        "prompt": [
+            {"role": "user", "content": "Hi."},
+            {"role": "assistant", "content": "Hello.", "weight": 1},
+            {"role": "user", "content": "Add 2 and 3."},
+        ],
+        "completion": [{"role": "assistant", "content": "They make 5."}],
+    },
     "text parts": {
         "messages": [{"role": "user", "content": [{"type": "text", "text": "Add."}]}, {"role": "assistant", "content": "They make 5."}]
     },

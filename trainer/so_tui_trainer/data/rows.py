@@ -20,6 +20,8 @@ TEXT_COLUMNS = frozenset(("instruction", "input", "output", "prompt", "completio
 """Columns of rows, and keys of their turns, that hold text."""
 TOOLS = "tools"
 """Role of the message whose ``extra`` holds descriptions of tools, for chat templates that write them."""
+UNTRAINED = ("weight", 0)
+"""Key of an answer that is context."""
 
 
 class Message(NamedTuple):
@@ -34,7 +36,7 @@ class Message(NamedTuple):
     def answers(self) -> bool:
         """Whether the message has something for the model to learn."""
         said = bool(self.content.strip()) or any(name == "tool_calls" and calls for name, calls in self.extra)
-        return self.role in ("assistant", TEXT) and said and ("weight", 0) not in self.extra
+        return self.role in ("assistant", TEXT) and said and UNTRAINED not in self.extra
 
 
 Conversation = tuple[Message, ...]
@@ -81,10 +83,13 @@ def _history(row: Row) -> Iterator[Message]:
 
 
 def _prompt_completion(row: Row) -> Conversation:
-    sides: list[Message] = []
-    for column, role in (("prompt", "user"), ("completion", "assistant")):
-        sides += [Message(role, _text(row, column))] if isinstance(row[column], str | int | float | None) else _turns(row, column)
-    return tuple(sides)
+    """Read both columns. Answers in the prompt are context, as in TRL."""
+    prompt = (message._replace(extra=(*message.extra, UNTRAINED)) for message in _side(row, "prompt", "user"))
+    return *prompt, *_side(row, "completion", "assistant")
+
+
+def _side(row: Row, column: str, role: str) -> Conversation:
+    return (Message(role, _text(row, column)),) if isinstance(row[column], str | int | float | None) else _turns(row, column)
 
 
 def _plain(row: Row) -> Conversation:
