@@ -164,7 +164,8 @@ class SampleReader:
         paths = list(segments(self._folder, resolution.stem).values())
         starts = [self._start(resolution, path) for path in paths]
         for path, start, next_start in zip(paths, starts, [*starts[1:], math.inf], strict=False):
-            if start <= last and next_start > first:
+            set_back = next_start < start  # the clock, so that the next one's begin says nothing about this one's end
+            if start <= last and (next_start > first or set_back):
                 yield from self._rows_of(resolution, path, first, last)
 
     def _rows_of(self, resolution: Resolution, path: Path, first: float, last: float) -> Iterator[Rollup]:
@@ -183,14 +184,15 @@ class SampleReader:
                 yield row
 
     def _start(self, resolution: Resolution, path: Path) -> float:
-        """Return the time of a segment's first row; infinity if it has none yet."""
-        if path not in self._starts:
-            lines, _ = read_lines(path, 0, _FIRST_LINE_BYTES)
-            row = _as_rollup(resolution, lines[0]) if lines else None
-            if row is None:
-                return math.inf
-            self._starts[path] = row.mean.time
-        return self._starts[path]
+        """Return the time of a segment's first row; infinity if it has none yet. Lines before it may be damaged, as by a full disk."""
+        offset, reached = -1, 0
+        while path not in self._starts and reached > offset:
+            offset = reached
+            lines, reached = read_lines(path, offset, _FIRST_LINE_BYTES)
+            row = next((row for line in lines if (row := _as_rollup(resolution, line)) is not None), None)
+            if row is not None:
+                self._starts[path] = row.mean.time
+        return self._starts.get(path, math.inf)
 
 
 class _KnownLines:

@@ -41,13 +41,15 @@ class Announcements:
         self._live: dict[Path, bool] = {}
 
     def update(self, rows: Iterable[RunRow]) -> list[News]:
-        """Return what is new since the last list."""
+        """Return what is new since the last list. Of a run that cannot be read now, nothing is known."""
         from so_tui.runs.records import Alert
 
         first = self._known is None
         known = self._known = self._known or {}
         found = []
         for row in rows:
+            if not row.readable:
+                continue
             path, state = row.run.path, row.state
             alerts = list(state.alerts[-_KEPT:])
             ended_unseen = state.state == "lost" and self._live.get(path, False)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from so_tui.runs import RunDirectory
 from so_tui.runs.means import mean_name, mean_steps_of
 from so_tui.runs.metrics import MetricsReader
-from so_tui.runs.records import StepRecord
+from so_tui.runs.records import RunState, StepRecord
 from so_tui.runs.results import RunResults, results_of
 from so_tui.ui.runlist import RunRow
 from so_tui.ui.series import Line, Series
@@ -39,6 +39,12 @@ class LossCurve:
     unread_share: float = 0.0
     """Share of the run that is still to be read."""
     results: RunResults = _NO_RESULTS
+    state: RunState | None = None
+    """The state of the run before this was read."""
+
+    def outdated(self, row: RunRow) -> bool:
+        """Return whether there may be more of the run than was read: it lives, or has changed since, or is long."""
+        return row.live or self.unread_share > 0 or self.state != row.state
 
     @property
     def name(self) -> str:
@@ -91,6 +97,7 @@ class CurveReader:
             spark(line.series, line.length, SPARK_COLUMNS),
             reader.unread_share,
             results_of(reader, row.spec, row.state.total_steps),
+            row.state,
         )
 
 

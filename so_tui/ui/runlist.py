@@ -31,6 +31,8 @@ class RunRow:
     checking: bool = False
     """Whether the run still lives is not known yet."""
     notes: RunNotes = _NO_NOTES
+    readable: bool = True
+    """Whether ``state`` was read; otherwise it says why it was not."""
 
     @property
     def live(self) -> bool:
@@ -63,11 +65,10 @@ class RunLister:
             if known is not None and known[0] == changed:
                 rows.append(known[1])
                 continue
-            state = self._state(run)
-            row = RunRow(run, readable_spec(run), state, unconfirmed(run, state, self._watch), read_notes(run))
+            row = self._row(run)
             if row.live:
                 self._keep_supervised(run, own_processes)
-            if not row.live:
+            elif row.readable:  # otherwise its file system may be back at the next look, and nothing of it has changed
                 self._ended[run.path] = (changed, row)
             rows.append(row)
         return tuple(rows)
@@ -81,13 +82,16 @@ class RunLister:
             self._supervision_checked[run.path] = now
             ensure_supervised(run, own_processes)
 
-    def _state(self, run: RunDirectory) -> RunState:
+    def _row(self, run: RunDirectory) -> RunRow:
         from so_tui.launch import current_state
 
+        readable = True
         try:
-            return current_state(run, self._watch)
+            state = current_state(run, self._watch)
         except InputError as error:
-            return RunState(name=run.name, state="lost", reason=error.problems[0].message, suggestion=error.problems[0].remedy)
+            readable = False
+            state = RunState(name=run.name, state="lost", reason=error.problems[0].message, suggestion=error.problems[0].remedy)
+        return RunRow(run, readable_spec(run), state, unconfirmed(run, state, self._watch), read_notes(run), readable)
 
 
 def _changed_ns(run: RunDirectory) -> tuple[int, int]:

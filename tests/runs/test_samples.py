@@ -206,3 +206,25 @@ def test_a_moment_is_read_again_without_decoding_all_of_its_segment(run: RunDire
     assert len(decoded) < 10
     writer.append(sample(155))
     assert at(148, 160) == [148, 149, 155]
+
+
+def test_a_segment_that_begins_with_a_damaged_line_is_not_lost(run: RunDirectory) -> None:
+    """The disk was full when it was begun, or a crash left its first line incomplete."""
+    writer = SampleWriter(run, "node1")
+    for second in range(5):
+        writer.append(sample(second))
+    (path,) = run.samples_dir("node1").glob("raw-*")
+    for damage in (b"\n", b'{"v": 1, "atte\n', b"x" * 20_000 + b"\n"):
+        path.write_bytes(damage + b"".join(encode_line(sample(second)) for second in range(5)))
+        rows = SampleReader(run, "node1").history(BEGIN, BEGIN + 4, 100)
+        assert [row.mean.time - BEGIN for row in rows] == [0, 1, 2, 3, 4]
+
+
+def test_the_past_is_visible_before_a_clock_was_set_back(run: RunDirectory) -> None:
+    writer = SampleWriter(run, "node1", resolutions=SMALL)
+    for second in (*range(1000, 1030), *range(500, 530)):
+        writer.append(sample(second))
+    paths = sorted(run.samples_dir("node1").glob("raw-*"))
+    assert len(paths) > 2
+    rows = SampleReader(run, "node1", resolutions=SMALL).history(BEGIN + 1000, BEGIN + 1029, 1000)
+    assert [row.mean.time - BEGIN for row in rows] == list(range(1000, 1030))

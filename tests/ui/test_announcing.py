@@ -83,3 +83,17 @@ async def test_nothing_is_announced_of_another_users_run_or_if_it_is_not_wanted(
 )
 def test_each_terminal_gets_what_it_understands(how: str, environ: dict[str, str], expected: str) -> None:
     assert notification("so-tui: x", how, environ) == expected
+
+
+async def test_a_run_that_cannot_be_read_for_a_moment_has_not_failed(runs_dir: Path, sent: list[str]) -> None:
+    run = write_run(runs_dir, steps=3, seconds_of_samples=1, name="away")
+    async with opened(runs_dir) as ui:
+        await ui.until(lambda: ui.app.runs and ui.app.runs[0].live)
+        elsewhere = run.state_path.rename(run.path / "elsewhere")
+        await ui.until(lambda: not ui.app.runs[0].readable)
+        assert not ui.notes()
+        elsewhere.rename(run.state_path)
+        await ui.until(lambda: ui.app.runs[0].live)
+        assert not ui.notes()
+        write_state(run, replace(read_state(run), state="lost"))
+        await ui.until(lambda: len(ui.notes()) == 1)

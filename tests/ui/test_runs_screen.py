@@ -152,3 +152,35 @@ async def test_a_long_curve_is_read_on_while_nothing_else_happens(runs_dir: Path
         await ui.press("4")
         await ui.until(lambda: ui.find("#overlay", Chart).lines)
         await ui.until(lambda: (line := ui.find("#overlay", Chart).lines[0]).steps is not None and line.steps[0] < 10)
+
+
+async def test_a_run_that_was_resumed_and_ended_elsewhere_has_a_curve_to_its_new_end(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("so_tui.ui.app.RUNS_POLL_S", 0.1)
+    run = write_run(runs_dir, steps=10, total=30, seconds_of_samples=2, state="stopped", name="again")
+    async with opened(runs_dir) as ui:
+        await ui.press("4")
+        await ui.until(lambda: (lines := ui.find("#overlay", Chart).lines) and lines[0].steps and lines[0].steps[-1] == 10)
+        await ui.press("3")
+        writer = MetricsWriter(run, 2)
+        for step in range(11, 31):
+            writer.append(step_record(step, attempt=2, loss=1.0))
+        writer.close()
+        write_state(run, replace(read_state(run), state="finished", attempt=2, step=30))
+        await ui.until(lambda: ui.app.runs and ui.app.runs[0].state.step == 30)
+        await ui.press("4")
+        await ui.until(lambda: (lines := ui.find("#overlay", Chart).lines) and lines[0].steps and lines[0].steps[-1] == 30)
+
+
+async def test_a_run_whose_settings_cannot_be_read_is_not_resumed(runs_dir: Path) -> None:
+    """Those of another version, for example."""
+    run = write_run(runs_dir, steps=10, seconds_of_samples=2, state="failed", name="other")
+    run.spec_path.write_text('{"model": 3}')
+    async with opened(runs_dir) as ui:
+        await ui.press("4")
+        await ui.until(lambda: "r Resume" in ui.key_line)
+        await ui.press("r")
+        await ui.until(lambda: "other cannot be resumed" in ui.text())
+        await ui.press("escape")
+        assert ui.app.starting == ""

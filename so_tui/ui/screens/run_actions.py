@@ -190,13 +190,17 @@ def ask_to_resume(app: SharedApp, run: RunDirectory) -> None:
     if state.state not in FINAL_STATES:
         app.notify(f"{run.name} is live: {state.state}", markup=False)
         return
+    try:
+        place = "on this machine" if executor_of(read_spec(run)).here else "in a new job"
+    except InputError as error:
+        app.post_message(messages.Failed(f"{run.name} cannot be resumed", tuple(map(str, error.problems))))
+        return
     saved = f"step {thousands(state.saved_step)}" if state.saved_step is not None else "the beginning: nothing was saved"
 
     def answered(yes: bool | None) -> None:
         if yes:
             _start_resume(app, run)
 
-    place = "on this machine" if executor_of(read_spec(run)).here else "in a new job"
     lines = [f"It continues from {saved}, {place}."]
     app.push_screen(Question(f"Resume {run.name}?", lines, yes="Resume", default_yes=True), answered)
 

@@ -146,7 +146,8 @@ class RunsScreen(ResizablePage):
         if not self.is_current:
             return
         self._fill()
-        self._read_stale([row for row in self.table.shown if row.live or row.run not in self._curves or self._curves[row.run].unread_share])
+        curves = self._curves
+        self._read_stale([row for row in self.table.shown if row.run not in curves or curves[row.run].outdated(row)])
 
     def _read_stale(self, rows: list[RunRow]) -> None:
         if rows and not any(worker.group == "curve" and worker.is_running for worker in self.workers):
