@@ -17,6 +17,8 @@ _BINARY = ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
 _DECIMAL = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 _memory_units = _BINARY
 _DISK_UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
+_LONGEST = 15
+"""Digits of a number from which on its power of ten is written."""
 _TIME_UNITS = ((86_400, "d"), (3600, "h"), (60, "m"), (1, "s"))
 
 
@@ -31,7 +33,7 @@ def plural(number: int, noun: str) -> str:
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """Return a plain number with about ``digits`` significant digits: ``0.0512``, ``1.48``, ``431``, ``16,000``, ``1e-05``."""
+    """Return a plain number with about ``digits`` significant digits: ``0.0512``, ``1.48``, ``431``, ``16,000``, ``1e-5``, ``3.4e38``."""
     if math.isnan(value):
         return "NaN"
     if math.isinf(value):
@@ -41,6 +43,8 @@ def significant(value: float, digits: int = 3) -> str:
     magnitude = math.floor(math.log10(abs(value)))
     if magnitude < -4:
         return f"{value:.{max(0, digits - 2)}e}".replace("e-0", "e-")
+    if magnitude >= _LONGEST:
+        return f"{value:.{max(0, digits - 2)}e}".replace("e+", "e")
     if magnitude >= digits:
         return thousands(round(value))
     return f"{value:.{max(0, digits - 1 - magnitude)}f}"

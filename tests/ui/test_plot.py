@@ -277,3 +277,39 @@ def test_no_figure_of_a_heading_is_cut(figures: list[tuple[int, str]], room: int
     assert Segment.get_line_length(heading.below) <= room
     whole = [figure.segments[0] for figure in made]
     assert all(segment in whole for segment in (*heading.beside, *heading.below))
+
+
+EXTREMES = (0.0, 5e-324, 1e-310, 1e-45, 1.0, 1.0000000000000002, 1e16, 1e16 + 2, 3.4e38, 1.7e308, 1.79e308, -5e-324, -1.0, -1.79e308)
+
+
+@pytest.mark.parametrize("ceiling", [None, 1.0])
+@pytest.mark.parametrize("robust", [False, True])
+@pytest.mark.parametrize("log", [False, True])
+def test_values_at_the_limits_of_floats_are_drawn(log: bool, robust: bool, ceiling: float | None) -> None:
+    """A record may hold any value: it is another user's, or training has diverged."""
+    for low, high in itertools.combinations_with_replacement(sorted(EXTREMES), 2):
+        found = [(low, low), (low, high), (high, high)]
+        scale = fit_scale([found], log=log, robust=robust, ceiling=ceiling)
+        assert scale.low < scale.high
+        canvas = Canvas(10, 8, GLYPHS["braille"])
+        canvas.draw(found, [], scale, 0)
+        assert log or all(0 <= row < canvas.dots for pair in scale.heights(found, canvas.dots) if pair is not None for row in pair)
+        assert all(len(text) == 7 for text in gutter_text(scale, 8, significant))
+
+
+def test_values_that_differ_in_their_last_digit_only_have_a_logarithmic_scale() -> None:
+    """Such as means of a learning rate that does not change."""
+    for value in (1e-5, 3e-4, 1e5, 1e16):
+        scale = fit_scale([[(value, math.nextafter(value, math.inf))]], log=True)
+        assert 0 < scale.height(value, 100) < 99  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("top", [0.0011, 4.5e5, 1.2e6, 3e9, 2e20])
+def test_labels_are_the_values_where_they_stand(top: float) -> None:
+    scale = Scale(0.0, top)
+    texts = gutter_text(scale, 30, significant)
+    named = {29 - row: text.strip() for row, text in enumerate(texts) if text.strip()}
+    assert len(named) >= 4
+    for row, text in named.items():
+        value = float(text.replace(",", "").replace("k", "e3").replace("M", "e6"))
+        assert abs(value / top * 29 - row) <= 0.51, text

@@ -51,6 +51,7 @@ def test_numbers_have_units_and_no_noise() -> None:
         "1.0e-5",
         "0.0427",
     ]
+    assert significant(3.4e38) == "3.4e38"
     assert significant(float("nan")) == "NaN"
     assert (rate(31234), rate(4730), rate(940)) == ("31.2k", "4.73k", "940")
     assert (count(14_768_307_200, 1), count(3_100_000, 1)) == ("14.8 B", "3.1 M")

@@ -199,11 +199,22 @@ def gutter_text(scale: Scale, height: int, format_value: Callable[[float], str],
     for value in ticks(Scale(scale.low / per, scale.high / per, scale.log), max(2, height // 3 + 1)):
         row = scale.height(value * per, height)
         if row is not None:
-            text = format_value(value)
-            if len(text) >= GUTTER and "." in text:
-                text = text.rstrip("0")[: GUTTER - 1]
-            texts[height - 1 - row] = f"{text:>{GUTTER - 1}} "[-GUTTER:]
+            texts[height - 1 - row] = f"{_label(value, format_value(value)):>{GUTTER - 1}} "
     return texts
+
+
+def _label(value: float, text: str) -> str:
+    """Return a value in the cells of a label, where it is written too long as ``text``; empty if no other way is shorter.
+
+    None is cut, since a cut number is another number.
+    """
+    ways = [text]
+    if not text.strip("-0123456789,."):
+        mantissa, power = f"{value:e}".split("e")
+        ways += [text.rstrip("0")] if "." in text else []
+        ways += [f"{value / unit:g}{sign}" for unit, sign in ((1e6, "M"), (1e3, "k")) if 1 <= abs(value) / unit < 1e5]
+        ways.append(f"{mantissa.rstrip('0').rstrip('.')}e{int(power)}")
+    return next((way for way in ways if len(way) < GUTTER), "")
 
 
 def changed_parts(before: Sequence[Strip], after: Sequence[Strip], width: int) -> list[Region]:

@@ -19,6 +19,8 @@ OUTLIER_RANGES = 3.0
 
 SIGN_CELLS, SIGN_SHIFT = 24, 7
 """Cells between two signs on a line, and between those of two lines that follow each other."""
+LARGEST, SMALLEST = 1e300, 1e-300
+"""Range of what a scale shows: nearer to the limits of floats, its arithmetic would overflow."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Scale:
             share = (math.log10(value) - math.log10(self.low)) / (math.log10(self.high) - math.log10(self.low))
         else:
             share = (value - self.low) / (self.high - self.low)
-        return min(dots - 1, max(0, round(share * (dots - 1))))
+        return round(min(dots - 1, max(0, share * (dots - 1))))
 
     def heights(self, found: Sequence[Span | None], dots: int) -> list[tuple[int, int] | None]:
         """Return the lowest and highest dot row of each span; None where nothing can be shown."""
@@ -68,7 +70,7 @@ class Scale:
         return [
             None
             if span is None
-            else (min(top, max(0, round((span[0] - base) * factor))), min(top, max(0, round((span[1] - base) * factor))))
+            else (round(min(top, max(0, (span[0] - base) * factor))), round(min(top, max(0, (span[1] - base) * factor))))
             for span in found
         ]
 
@@ -117,20 +119,23 @@ def fit_scale(
     if robust and drawn:
         values = [value for span in drawn for value in span]
         if logarithmic:
-            low, high = (10**power for power in _without_outliers([math.log10(value) for value in values if value > 0]))
+            powers = _without_outliers([math.log10(min(LARGEST, value)) for value in values if value > 0])
+            low, high = (10**power for power in powers)
         else:
             low, high = _without_outliers(values)
+    low, high = (min(LARGEST, max(-LARGEST, value)) for value in (low, high))
     if logarithmic:
         positive = low if robust and drawn else min((value for span in drawn for value in span if value > 0), default=high)
-        if positive == high:
+        positive, high = (min(LARGEST, max(SMALLEST, value)) for value in (positive, high))
+        if math.log10(positive) == math.log10(high):  # as of values that differ in their last digit only
             return Scale(high / 2, high * 2, log=True)
         return Scale(positive, high, log=True)
     if zero:
         low = min(0.0, low)
     if ceiling is not None:
         high = max(ceiling, high)
-    if high == low:
-        pad = abs(high) * 0.1 or 1.0
+    if high - low < SMALLEST:
+        pad = abs(high) * 0.1 if abs(high) > SMALLEST else 1.0
         return Scale(low if zero else low - pad, high + pad)
     pad = (high - low) * 0.05
     return Scale(low if zero and low == 0 else low - pad, high if ceiling == high else high + pad)
