@@ -106,7 +106,7 @@ def _report(*messages: str) -> None:
 
 
 def _problem_of(error: OSError) -> Problem | None:
-    """Return the problem if the user can fix it: a name that is too long, or a full disk. None for any other error."""
+    """Return the problem if the user can fix it: a name that is too long, no permission, or a full disk. None for any other error."""
     from so_tui.spec.errors import Problem
     from so_tui.spec.wording import shown
 
@@ -114,6 +114,9 @@ def _problem_of(error: OSError) -> Problem | None:
         value = shown(str(error.filename)) if error.filename else ""
         message, remedy = "is too long for a file name", "Give a shorter one."
         return Problem(code="name-too-long", field="path", value=value, message=message, remedy=remedy)
+    if error.errno == errno.EACCES and error.filename:
+        message, remedy = "may not be opened (Permission denied)", "Check its rights and those of the folders above it, or name another."
+        return Problem(code="no-permission", field="path", value=shown(str(error.filename)), message=message, remedy=remedy)
     if error.errno not in _UNWRITABLE:
         return None
     field = str(error.filename) if error.filename else "output"

@@ -15,6 +15,7 @@ from so_tui.machine.described import MACHINES, Description, named_machine
 from so_tui.machine.doctor.types import Finding
 from so_tui.machine.types import Machine
 from so_tui.spec import InputError, Problem
+from so_tui.spec.files import is_folder
 
 _PARTITION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -60,7 +61,7 @@ def _inspected(arguments: argparse.Namespace) -> Machine:
     from so_tui.machine import inspect_machine
 
     sysroot = Path(arguments.sysroot) if arguments.sysroot else None
-    if sysroot is not None and not (sysroot / "sys").is_dir():
+    if sysroot is not None and not is_folder(sysroot / "sys"):
         remedy = "Give a folder with copies of /sys and /proc."
         problem = Problem(code="no-sysroot", field="--sysroot", value=str(sysroot), message="has no folder named sys", remedy=remedy)
         raise InputError([problem])

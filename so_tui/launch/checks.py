@@ -25,6 +25,7 @@ from so_tui.machine.system_files import SystemFiles
 from so_tui.machine.types import Gpu, Machine
 from so_tui.plan.types import Plan
 from so_tui.spec import InputError, Problem, Refusal, Refused, RunSpec, resolve_source, spec_tree
+from so_tui.spec.files import exists
 from so_tui.spec.local_paths import missing_paths
 from so_tui.units import disk_size, memory_size
 
@@ -140,7 +141,7 @@ def writable(wanted: Path, field: str) -> Path:
         InputError: Nothing can be written there (code ``not-writable``); it names ``field``.
     """
     path = wanted.expanduser().absolute()
-    folder = next(folder for folder in (path, *path.parents) if folder.exists())
+    folder = next(folder for folder in (path, *path.parents) if exists(folder))
     # A file system without any space (/proc, /sys) cannot be written, whatever its permissions are.
     if not folder.is_dir() or not os.access(folder, os.W_OK) or shutil.disk_usage(folder).total == 0:
         message, remedy = f"{folder} cannot be written", "Make it writable, or choose another folder."

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from so_tui.spec import Problem, RunSpec, resolve_source
+from so_tui.spec.files import exists
 from so_tui.trust.decoding import read_json
 from so_tui.trust.printable import so_tui_command
 from so_tui.trust.reading import read_bounded
@@ -86,7 +87,7 @@ def _data(spec: RunSpec) -> Iterator[tuple[str, str]]:
 
 
 def _on_hub(text: str) -> bool:
-    return resolve_source(text) == text and text.count("/") <= 1 and not Path(text).expanduser().exists()
+    return resolve_source(text) == text and text.count("/") <= 1 and not exists(Path(text).expanduser())
 
 
 def _missing_of_model(cache: HubCache, spec: RunSpec, field: str, name: str) -> str | None:

@@ -10,6 +10,7 @@ from so_tui.folders import user_folder
 from so_tui.launch.helpers import call_tool
 from so_tui.spec import InputError, Problem, RunSpec, check_tree, create_preset, load_catalog, with_values
 from so_tui.spec.catalog import BUILTIN
+from so_tui.spec.files import exists, is_folder
 from so_tui.spec.layers import layer_kinds, packing_problem
 
 _LONGEST_SEQUENCE = 4096
@@ -66,7 +67,7 @@ def add_preset(described: Described) -> Path:
 def preset_name(model: str) -> str:
     """Return a preset name for a model: ``qwen3-14b`` for ``Qwen/Qwen3-14B``, and a folder's own name, even for ``.``."""
     folder = Path(model.strip()).expanduser()
-    name = folder.resolve().name if folder.is_dir() else _last_part(model)
+    name = folder.resolve().name if is_folder(folder) else _last_part(model)
     words = re.sub(r"[^a-z0-9._-]+", "-", name.lower())
     return words.strip("-._")[:64] or "model"
 
@@ -107,6 +108,6 @@ def _refuse_taken(name: str) -> None:
     """Refuse a name that is taken before the model is read, which takes seconds."""
     older = load_catalog().presets.get(name)
     taken = older.path if older else str(user_folder() / f"{name}.toml")
-    if older or Path(taken).exists():
+    if older or exists(Path(taken)):
         remedy = "Use that preset, or give another name (--name)."
         raise InputError([Problem(code="name-taken", field="name", value=name, message=f"is taken by {taken}", remedy=remedy)])

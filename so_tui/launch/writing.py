@@ -7,6 +7,7 @@ Problem codes:
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from so_tui.launch.helpers import Cancel as EndProcess
 from so_tui.launch.helpers import ToolProcess
 from so_tui.runs import find_run
 from so_tui.spec import InputError, Problem
-from so_tui.spec.files import path_fault
+from so_tui.spec.files import exists, is_folder, path_fault
 from so_tui.spec.generation import Ask, Cancel, Device, Event, LoadModel, Prompt, Sampling
 
 _REMEDY = "Name a run (`so-tui runs` lists them), its folder, or a folder that `so-tui export` wrote."
@@ -39,8 +40,9 @@ def named_model(text: str, runs_dir: Path | None = None, *, compare: bool = Fals
         if fault := path_fault(given):
             raise InputError([Problem(code="invalid-path", field=field, value=given, message=fault, remedy=_REMEDY)])
     folder = Path(text).expanduser()
-    if folder.is_dir() and not (folder / "spec.json").exists() and ("/" in text or (folder / "config.json").exists()):
-        if not (folder / "config.json").is_file():
+    model = exists(folder / "config.json")
+    if is_folder(folder) and not exists(folder / "spec.json") and os.access(folder, os.X_OK) and ("/" in text or model):
+        if not model:
             message = "is neither the folder of a run nor that of a model"
             raise InputError([Problem(code="not-a-model", field="model", value=text, message=message, remedy=_REMEDY)])
         return LoadModel(folder=str(folder.absolute()), compare=compare or bool(base), base=base, device=device)

@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from so_tui.folders import state_home
 from so_tui.plan import state_files
+from so_tui.spec.files import exists
 from so_tui.spec.types import RunSpec
 from so_tui.structs import prepare
 
@@ -70,4 +71,4 @@ def remember(spec: RunSpec, found: Seen) -> Path:
 def _absolute(name: str) -> str:
     """Return a file or folder by its absolute path, which does not depend on the working directory; other names unchanged."""
     path = Path(name).expanduser()
-    return str(path.absolute()) if path.exists() else name
+    return str(path.absolute()) if exists(path) else name

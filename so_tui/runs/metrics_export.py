@@ -24,6 +24,7 @@ import msgspec
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import EvaluationRecord, StepRecord
 from so_tui.spec.errors import InputError, Problem
+from so_tui.spec.files import exists
 from so_tui.spec.wording import shown
 
 EVALUATION_LOSS = "evaluation_loss"
@@ -65,7 +66,7 @@ def export_rows(path: Path, columns: Sequence[str], rows: Sequence[tuple[Any, ..
 
 def _written(path: Path, write: Callable[[Path], int]) -> int:
     """Have a new file written under another name, and give it its own once it is complete."""
-    if path.exists():
+    if exists(path):
         raise _problem("file-exists", path, "exists already", "Choose another name, or remove it.")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

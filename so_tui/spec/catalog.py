@@ -28,9 +28,9 @@ from so_tui.folders import builtin_folder, user_folder
 from so_tui.spec.as_published import AS_PUBLISHED, as_published
 from so_tui.spec.check import check_tree
 from so_tui.spec.errors import InputError, Problem
-from so_tui.spec.files import path_fault
+from so_tui.spec.files import exists, is_folder, path_fault
 from so_tui.spec.local_paths import with_absolute_paths
-from so_tui.spec.preset_file import Origin, Source, no_preset, read_source
+from so_tui.spec.preset_file import Origin, Source, no_preset, preset_files, read_source
 from so_tui.spec.table import table_text
 from so_tui.spec.tree import Tree, complete_tree, differences, merged, spec_tree
 from so_tui.spec.types import Preset, RunSpec
@@ -78,7 +78,9 @@ def load_catalog(user_dir: Path | None = None) -> Catalog:
     problems: list[Problem] = []
     folders: tuple[tuple[Path, Origin], ...] = ((builtin_folder(), "built-in"), (user_dir or user_folder(), "user"))
     for folder, origin in folders:
-        for path in sorted(folder.glob("*.toml")):
+        paths, unreadable = preset_files(folder)
+        problems += unreadable
+        for path in paths:
             try:
                 source = read_source(path, origin)
                 if source.name in trees:
@@ -132,8 +134,8 @@ def find_preset(name_or_path: str, catalog: Catalog | None = None, *, table: boo
     broken = [problem for problem in catalog.problems if Path(problem.file).stem == name_or_path]
     if broken:
         raise InputError(broken)
-    if not fault and os.path.exists(name_or_path):  # noqa: PTH110 - unlike Path's, it answers where permission is missing
-        raise InputError([no_preset(Path(name_or_path), f"is a {'folder' if Path(name_or_path).is_dir() else 'file'}, not a preset")])
+    if not fault and exists(Path(name_or_path)):
+        raise InputError([no_preset(Path(name_or_path), f"is a {'folder' if is_folder(Path(name_or_path)) else 'file'}, not a preset")])
     raise InputError([_unknown_preset("preset", name_or_path, tuple(catalog.presets))])
 
 
@@ -176,7 +178,7 @@ def check_user_name(name: str, presets: Mapping[str, Preset], folder: Path | Non
         message = "is a built-in preset"
         raise InputError([Problem(code="builtin-name", field="name", value=shown(name), message=message, remedy="Choose another name.")])
     path = (folder or user_folder()) / f"{name}.toml"
-    if older is None and path.exists():  # a preset that cannot be read must not be overwritten
+    if older is None and exists(path):  # a preset that cannot be read must not be overwritten
         raise InputError([_name_taken(name, str(path), "Correct that file or choose another name.")])
 
 
@@ -219,7 +221,7 @@ def create_preset(spec: RunSpec, *, user_dir: Path | None = None) -> Path:
     folder = user_dir or user_folder()
     path = folder / f"{spec.name}.toml"
     older = load_catalog(folder).presets.get(spec.name)
-    taken = older.path if older else str(path) if path.exists() else ""
+    taken = older.path if older else str(path) if exists(path) else ""
     if taken:
         raise InputError([_name_taken(spec.name, taken)])
     own = spec_tree(msgspec.structs.replace(spec, model=msgspec.structs.replace(spec.model, parameters=())))

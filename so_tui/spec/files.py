@@ -1,4 +1,4 @@
-"""Atomic file writes, and checks of path names."""
+"""Atomic file writes, and checks of paths and their names."""
 
 from __future__ import annotations
 
@@ -28,6 +28,16 @@ def path_fault(text: str) -> str:
     except RuntimeError:
         return "begins with `~` and the name of an unknown user"
     return ""
+
+
+def exists(path: Path) -> bool:
+    """Return whether there is a file or folder that this user can see. Path's own method raises where permission is missing."""
+    return os.path.exists(path)  # noqa: PTH110
+
+
+def is_folder(path: Path) -> bool:
+    """Return whether there is a folder that this user can see. Path's own method raises where permission is missing."""
+    return os.path.isdir(path)  # noqa: PTH112
 
 
 def write_atomic(path: Path, content: bytes, *, mode: int = 0o600) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from so_tui.spec.errors import Problem
+from so_tui.spec.files import exists
 from so_tui.spec.sections.data import DataSource
 from so_tui.spec.types import RunSpec
 
@@ -35,9 +36,10 @@ def with_absolute_paths(spec: RunSpec) -> RunSpec:
 def missing_paths(spec: RunSpec) -> Iterator[Problem]:
     """Yield a problem (code ``path-not-found``) for each model, tokenizer or data path of the spec that does not exist."""
     for field, text in _named(spec):
-        if _is_path(text) and not Path(text).expanduser().exists():
+        if _is_path(text) and not exists(Path(text).expanduser()):
             remedy = "Check the path. A name on the hub has the form owner/name."
-            yield Problem(code="path-not-found", field=field, value=text, message="there is no such file or folder", remedy=remedy)
+            message = "there is no such file or folder, or you may not see it"
+            yield Problem(code="path-not-found", field=field, value=text, message=message, remedy=remedy)
 
 
 def _named(spec: RunSpec) -> Iterator[tuple[str, str]]:
@@ -60,4 +62,4 @@ def _absolute(text: str) -> str:
     if not text or text.startswith(_BUILTIN):
         return text
     path = Path(text).expanduser()
-    return str(path.absolute()) if path.exists() or _is_path(text) else text
+    return str(path.absolute()) if _is_path(text) or exists(path) else text

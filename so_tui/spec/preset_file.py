@@ -34,6 +34,18 @@ class Source(Struct, frozen=True):
     tree: Tree
 
 
+def preset_files(folder: Path) -> tuple[list[Path], list[Problem]]:
+    """Return the preset files of a folder, sorted, and the problem if it cannot be read. A folder that does not exist has none."""
+    try:
+        return sorted(path for path in folder.iterdir() if path.name.endswith(".toml")), []
+    except (FileNotFoundError, NotADirectoryError):
+        return [], []
+    except OSError as error:
+        message = f"cannot be read ({error.strerror}), so your own presets are left out"
+        remedy = "Check its rights and those of the folders above it."
+        return [], [Problem(code="unreadable", field="presets", value="", message=message, remedy=remedy, file=str(folder))]
+
+
 def read_source(path: Path, origin: Origin) -> Source:
     """Return a preset file as parsed. Raises InputError with the codes of ``catalog``."""
     try:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from so_tui.machine.doctor.types import CheckContext, Finding
 from so_tui.machine.memory import available_bytes
+from so_tui.spec.files import exists
 from so_tui.trust.printable import printable_line, so_tui_command
 from so_tui.units import disk_size, duration, memory_size
 
@@ -194,9 +195,9 @@ def check_job_time(context: CheckContext) -> Iterator[Finding]:
 
 
 def _existing_parent(folder: Path) -> Path:
-    """Return the folder, or its nearest parent that exists."""
+    """Return the folder, or its nearest parent that exists and may be seen."""
     path = folder.expanduser().absolute()
-    return next((parent for parent in (path, *path.parents) if parent.exists()), Path("/"))
+    return next((parent for parent in (path, *path.parents) if exists(parent)), Path("/"))
 
 
 CHECKS = (check_fits, check_memory_now, check_disk, check_checkpoints_in_memory, check_deepspeed_engine, check_job_time)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from so_tui.spec import DataSource, Problem, resolve_source
+from so_tui.spec.files import exists
 from so_tui_trainer.data.readers import files_read, is_saved_dataset, looks_like_path
 from so_tui_trainer.data.rows import bad_row
 
@@ -67,9 +68,9 @@ def _classify(source: DataSource, error: Exception, text: str) -> tuple[str, str
         return "data-not-utf8", NOT_UTF8_REMEDY
     if _MISSING_ZSTD.search(text):
         return "data-needs-zstandard", "Install the package zstandard, or decompress the file."
-    exists = Path(resolve_source(source.source)).expanduser().exists()
-    if looks_like_path(source.source) or exists:
-        code = "data-source-unreadable" if exists else "data-source-missing"
+    found = exists(Path(resolve_source(source.source)).expanduser())
+    if looks_like_path(source.source) or found:
+        code = "data-source-unreadable" if found else "data-source-missing"
         return code, "Name a JSON, JSONL, Parquet, CSV or TSV file, or a folder whose files have one layout."
     if "GatedRepoError" in names or _is_denied(error):
         return "hub-access-denied", "Accept its terms on the hub, then log in with `hf auth login` (or set HF_TOKEN)."

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from so_tui.spec import InputError, ModelSpec, Problem, resolve_source
+from so_tui.spec.files import exists, is_folder
 from so_tui.spec.layers import packing_problem
 from so_tui_trainer.hub import remote_files, stay_offline_when_cut_off
 from so_tui_trainer.model.layer_types import kinds_of
@@ -89,16 +90,16 @@ def _resolve_model(model: str) -> str:
     """
     text = resolve_source(model.strip())
     path = Path(text).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
+    if is_folder(path):
+        if not exists(path / "config.json"):
             code, message, remedy = "model-config-missing", "has no config.json", "Name the folder that `save_pretrained` wrote."
-            if (path / "adapter_config.json").is_file():
+            if exists(path / "adapter_config.json"):
                 code, message, remedy = "model-is-adapter", "is an adapter (LoRA), not a whole model", "Name the model it was made for."
             raise InputError([Problem(code=code, field="model.id", value=text, message=message, remedy=remedy)])
         return model.strip() if text != model.strip() else str(path.absolute())
-    if path.exists() or text.startswith(("/", "./", "../", "~")) or text.count("/") > 1 or not text:
-        code, message = "model-folder-missing", "there is no such folder"
-        if path.exists() and text:
+    if exists(path) or text.startswith(("/", "./", "../", "~")) or text.count("/") > 1 or not text:
+        code, message = "model-folder-missing", "there is no such folder, or you may not open it"
+        if exists(path) and text:
             code, message = "model-is-file", "is a file, not a folder"
         remedy = "Name a folder with a config.json, or a model on the hub (owner/name)."
         raise InputError([Problem(code=code, field="model.id", value=text, message=message, remedy=remedy)])
