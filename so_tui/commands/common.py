@@ -62,7 +62,7 @@ def given_gpus(text: str) -> int | list[int]:
     Raises:
         InputError: It is neither (code ``not-gpus``), or out of range.
     """
-    words = text.replace(" ", "")
+    words = re.sub(r"\s*,\s*", ",", text.strip())
     if not _GPUS.fullmatch(words):
         message, remedy = "is neither a number of GPUs nor a list of indices", "Give a number, or indices separated by commas: --gpus 0,2."
         raise InputError([Problem(code="not-gpus", field="--gpus", value=text, message=message, remedy=remedy)])

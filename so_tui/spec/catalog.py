@@ -255,7 +255,9 @@ def _preset_tree(spec: RunSpec, base: str | None, presets: Mapping[str, Preset])
 
 
 def _preset(source: Source, sources: Mapping[str, Source]) -> Preset:
-    spec = check_tree(_extended(source, sources, (source.name,)), source.path)
+    # A file is not among the presets by name: it may have the name of the one that it extends.
+    seen = () if source.origin == "file" else (source.name,)
+    spec = check_tree(_extended(source, sources, seen), source.path)
     return Preset(spec=spec, origin=source.origin, path=source.path)
 
 

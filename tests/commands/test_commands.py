@@ -239,7 +239,7 @@ def test_what_cannot_be_a_path_is_reported(argv: tuple[str, ...], capsys: pytest
 
 
 @pytest.mark.parametrize("preset", [(), ("tiny",)])
-@pytest.mark.parametrize("gpus", ["9" * 30, "²", ",", "0,a", "1000", "0", "-1"])
+@pytest.mark.parametrize("gpus", ["9" * 30, "²", ",", "0,a", "1000", "0", "-1", "0 1", "0, 1 2"])
 def test_an_invalid_number_of_gpus_is_reported(gpus: str, preset: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *preset, f"--gpus={gpus}"]) == 2
     printed = capsys.readouterr().err

@@ -63,6 +63,13 @@ def test_circular_bases_are_a_problem(tmp_path: Path) -> None:
     assert {"a -> b -> a" in problem.message for problem in problems} == {True, False}
 
 
+def test_a_file_may_have_the_name_of_the_preset_that_it_extends(tmp_path: Path) -> None:
+    (tmp_path / "tiny.toml").write_text('extends = "tiny"\n[train]\nmicro_batch = 3\n')
+    found = find_preset(str(tmp_path / "tiny.toml"))
+    assert (found.spec.name, found.spec.train.micro_batch) == ("tiny", 3)
+    assert found.spec.model == find_preset("tiny").spec.model
+
+
 def test_a_base_may_extend_another_and_lengths_replace_each_other(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text('extends = "qwen3-14b"\n[train]\nsteps = 5\n')
     (tmp_path / "b.toml").write_text('extends = "a"\n[train]\ntokens = 100\n')
