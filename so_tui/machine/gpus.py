@@ -207,12 +207,14 @@ def _with_nodes(gpus: tuple[Gpu, ...], nodes: tuple[NumaNode, ...], *, coherent:
     )
     owned = _memory_nodes(attached, nodes) if coherent else {}
     sizes = {node.id: node.memory_total_bytes for node in nodes if node.kind == "gpu-memory"}
+    known = {node.id for node in nodes}
     return tuple(
         msgspec.structs.replace(
             gpu, memory_node=own, memory_total_bytes=gpu.memory_total_bytes or (sizes.get(own) if own is not None else None)
         )
         for gpu in attached
-        for own in [gpu.memory_node if gpu.memory_node is not None else owned.get(gpu.pci_bus_id)]
+        # A container may hide the nodes that the driver names.
+        for own in [gpu.memory_node if gpu.memory_node in known else owned.get(gpu.pci_bus_id)]
     )
 
 

@@ -53,6 +53,14 @@ def load_machine(path: Path | str) -> Machine:
         raise _problem("out-of-range", path, f"has {size}, more than any machine")
     if machine.schema != SCHEMA:
         raise _problem("unsupported-schema", path, f"has schema {machine.schema}; this version reads {SCHEMA}")
+    nodes = {node.id for node in machine.numa_nodes}
+    for gpu in machine.gpus:
+        if gpu.memory_node is not None and gpu.memory_node not in nodes:
+            raise _problem(
+                "not-a-machine",
+                path,
+                f"is not a machine file (GPU {gpu.index} has its memory on node {gpu.memory_node}, which is not listed)",
+            )
     if not machine.cpu_nodes:
         raise _problem("no-cpu-node", path, "has no NUMA node with CPUs")
     return machine

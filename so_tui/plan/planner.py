@@ -329,5 +329,5 @@ def _resolved(found: Assessment, resources: Resources) -> RunSpec:
 
 
 def _tflops(target: Target, length: int, sequences: int, step_s: float) -> float:
-    flops = model_flops(target.profile.flops, sequences * length, [length] * sequences)
+    flops = sequences * model_flops(target.profile.flops, length, [length])
     return flops / step_s / target.ranks / 1e12

@@ -47,6 +47,13 @@ def test_a_pipe_and_a_device_are_not_read(tmp_path: Path) -> None:
     assert problem_code(Path("/dev/zero")) == "not-a-file"
 
 
+def test_memory_of_a_gpu_on_a_node_that_is_not_there_is_a_problem(tmp_path: Path) -> None:
+    valid: dict[str, Any] = msgspec.json.decode(machine_json(superchips(1)))
+    gpus = [{**gpu, "memory_node": 77} for gpu in valid["gpus"]]
+    (tmp_path / "machine.json").write_bytes(msgspec.json.encode({**valid, "gpus": gpus}))
+    assert problem_code(tmp_path / "machine.json") == "not-a-machine"
+
+
 def test_a_machine_of_impossible_size_is_a_problem(tmp_path: Path) -> None:
     valid: dict[str, Any] = msgspec.json.decode(machine_json(superchips(1)))
     path = tmp_path / "machine.json"

@@ -10,6 +10,7 @@ import pynvml
 import pytest
 
 from so_tui.machine import Machine, inspect_machine
+from so_tui.machine.show import render
 
 GIB = 1 << 30
 
@@ -17,8 +18,8 @@ GIB = 1 << 30
 class Driver:
     """pynvml with two GPUs; functions named in ``refused`` raise the given error code."""
 
-    def __init__(self, refused: dict[str, int]) -> None:
-        self.refused = refused
+    def __init__(self, refused: dict[str, int], memory_node: int) -> None:
+        self.refused, self.memory_node = refused, memory_node
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("nvml"):
@@ -34,7 +35,7 @@ class Driver:
             "nvmlDeviceGetCount": 2,
             "nvmlDeviceGetName": "GH200 480GB",
             "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=96 * GIB, used=GIB),
-            "nvmlDeviceGetNumaNodeId": -1,
+            "nvmlDeviceGetNumaNodeId": self.memory_node,
             "nvmlDeviceGetComputeMode": 3,
             "nvmlDeviceGetC2cModeInfoV1": SimpleNamespace(isC2cEnabled=1),
             "nvmlDeviceGetMigMode": [0, 0],
@@ -48,9 +49,15 @@ class Driver:
         return by_index.get(name, lambda *_: answers.get(name))
 
 
-def inspect_with(monkeypatch: pytest.MonkeyPatch, refused: dict[str, int] | None = None) -> Machine:
-    monkeypatch.setitem(sys.modules, "pynvml", Driver(refused or {}))
+def inspect_with(monkeypatch: pytest.MonkeyPatch, refused: dict[str, int] | None = None, memory_node: int = -1) -> Machine:
+    monkeypatch.setitem(sys.modules, "pynvml", Driver(refused or {}, memory_node))
     return inspect_machine()
+
+
+def test_a_memory_node_that_the_container_hides_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = inspect_with(monkeypatch, memory_node=4095)
+    assert [gpu.memory_node for gpu in machine.gpus] == [None, None]
+    assert render(machine)
 
 
 @pytest.fixture(autouse=True)

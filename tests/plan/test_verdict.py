@@ -33,6 +33,18 @@ def test_llama_70b_does_not_fit_a_quad_node_with_small_parts_and_the_plan_says_w
     assert (more.machines, more.gpus) == (2, 8)
 
 
+@pytest.mark.parametrize(
+    ("key", "largest"), [("train__tokens_per_step", 10**12), ("offload__speculation_gib", 10**6), ("checkpoint__copies_gib", 10**6)]
+)
+def test_sizes_have_bounds_within_which_a_plan_counts(key: str, largest: int) -> None:
+    plan = make_plan(spec_of("llama-3.1-8b", gpus="4", offload__mode="superoffload", **{key: str(largest)}), QUAD)
+    assert plan.fits
+    assert plan.model_tflops_per_gpu
+    with pytest.raises(InputError) as caught:
+        spec_of("llama-3.1-8b", **{key: f"{largest}0"})
+    assert [problem.code for problem in caught.value.problems] == ["out-of-range"]
+
+
 def test_several_nodes_share_a_model() -> None:
     spec = spec_of("llama-3.3-70b", nodes="2", gpus="4")
     plan, alone = make_plan(spec, QUAD), make_plan(replace(spec, nodes=1), QUAD)

@@ -22,7 +22,7 @@ class CheckpointSpec(Section, frozen=True):
     ] = True
     copies_gib: Annotated[
         float,
-        Meta(ge=0, description="Most host memory per rank for the copies of `background`; 0 sets no limit.", extra={"unit": "GiB"}),
+        Meta(ge=0, le=1e6, description="Most host memory per rank for the copies of `background`; 0 sets no limit.", extra={"unit": "GiB"}),
     ] = 0.0
     at_end: Annotated[bool, Meta(description="Save a checkpoint when the run finishes or is stopped.")] = True
     keep: Annotated[int, Meta(ge=1, description="Number of newest checkpoints to keep.")] = 2

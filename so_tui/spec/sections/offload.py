@@ -59,7 +59,7 @@ class OffloadSpec(Section, frozen=True):
         ),
     ] = "auto"
     speculation_gib: Annotated[
-        float, Meta(ge=0, description="Most host memory per rank for `speculation`; 0 sets no limit.", extra={"unit": "GiB"})
+        float, Meta(ge=0, le=1e6, description="Most host memory per rank for `speculation`; 0 sets no limit.", extra={"unit": "GiB"})
     ] = 0.0
     parameters: Annotated[
         Literal["auto", "none", "cpu"],

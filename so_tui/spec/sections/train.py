@@ -29,6 +29,7 @@ class TrainSpec(Section, frozen=True):
         int,
         Meta(
             ge=0,
+            le=10**12,
             description="Sequence positions per optimizer step on all ranks, from which the nearest number of gradient accumulation steps "
             "follows; 0 uses `gradient_accumulation`.",
             extra={"unit": "tokens"},
