@@ -53,7 +53,7 @@ def plan(arguments: argparse.Namespace) -> int:
                 note(arguments, "")
                 note(arguments, f"to run it: {command_of(chosen, given, arguments.preset, spec.gpus, others)}")
                 if "gpus" not in changes and spec.nodes == 1:
-                    _note_other_number(arguments, chosen, best_number_of_gpus(spec, machine))
+                    _note_other_number(arguments, chosen, best_number_of_gpus(spec, machine), changes)
             elif fixed:
                 note(arguments, "")
                 note(
@@ -78,16 +78,18 @@ def plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _note_other_number(arguments: argparse.Namespace, chosen: Plan, best: Plan | None) -> None:
+def _note_other_number(arguments: argparse.Namespace, chosen: Plan, best: Plan | None, changes: dict[str, str]) -> None:
     """Say which number of GPUs the table recommends, where that is not the preset's."""
     if best is None or best.gpus == chosen.gpus or not best.step_s or not chosen.step_s:
         return
     unit = "GPU" if best.on_gpus else "rank"
+    same = ["--machine", arguments.machine] if arguments.machine else []
+    same += [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
     note(
         arguments,
         f"{plural(chosen.gpus, unit)}, as the preset says, would train {rate(chosen.useful_tokens_per_s_total or 0.0)} tokens/s. "
         f"{plural(best.gpus, unit)} would train {rate(best.useful_tokens_per_s_total or 0.0)}, more or as many per {unit} (★ in the table "
-        f"of all presets): {so_tui_command('plan', arguments.preset, '--gpus', str(best.gpus))}",
+        f"of all presets): {so_tui_command('plan', arguments.preset, '--gpus', str(best.gpus), *same)}",
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shlex
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import msgspec
 import pytest
 
 from so_tui.cli import main
+from so_tui.commands.parser import build_parser
 from so_tui.machine import inspect_machine, machine_json
 from so_tui.machine.types import Gpu
 from so_tui.runs import MetricsWriter, RunDirectory, create_run, read_state, write_state
@@ -245,6 +247,15 @@ def test_an_invalid_number_of_gpus_is_reported(gpus: str, preset: tuple[str, ...
     printed = capsys.readouterr().err
     assert f"gpus = {gpus}: " in printed
     assert "$" not in printed, "no path in an internal structure"
+
+
+def test_the_command_for_another_number_of_gpus_plans_the_same_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    changed = ("--machine", "gh200-quad-120", "--set", "data.sequence_length=128")
+    assert main(["plan", "tiny", *changed]) == 0
+    (offer,) = [line for line in capsys.readouterr().out.splitlines() if "so-tui plan tiny --gpus" in line]
+    _, *argv = shlex.split(offer[offer.index("so-tui plan") :])
+    plan = build_parser().parse_args(argv)
+    assert (plan.preset, plan.machine, plan.set) == ("tiny", "gh200-quad-120", ["data.sequence_length=128"])
 
 
 def test_two_ways_to_give_the_number_of_gpus_must_agree() -> None:
