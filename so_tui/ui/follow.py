@@ -95,8 +95,8 @@ class RunFollower:
             if wanted is not None:
                 self._loads.want(wanted.samples)
             while self._new_samples:
-                host, samples = self._new_samples.popleft()
-                self._loads.add(host, samples, self._whole.begin[1])
+                self._loads.add(*self._new_samples[0], self._whole.begin[1])
+                self._new_samples.popleft()
             if not self._reader.metrics.unread_share:  # until then the first step that is known is not the first
                 self._loads.average(self._whole.times)
             self._read_window(window)

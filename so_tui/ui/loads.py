@@ -231,6 +231,8 @@ class Loads:
         self._reader = reader
         self._store = LoadStore()
         self._begun = math.nan
+        self._incomplete = False
+        """Whether a history could not be read, and is to be read again."""
         self._latest: dict[str, Sample] = {}
         self._means: dict[str, Sample] = {}
         self.inspected: Mapping[str, Sample] = {}
@@ -243,8 +245,13 @@ class Loads:
         return bool(self._means) and not self.inspected
 
     def add(self, host: str, samples: tuple[Sample, ...], begun: float) -> None:
-        """Add newer samples of a host. The first also load its history since the run began: ``begun``, the time of its first step."""
+        """Add newer samples of a host. The first also load its history since the run began: ``begun``, the time of its first step.
+
+        Raises OSError before any of them is added.
+        """
         self._begun = begun
+        if self._store.rows() > MOST_ROWS:
+            self.restart(begun)
         if host not in self._latest and samples:
             self._add_history(host, samples[0].time, begun)
         for sample in samples:
@@ -252,22 +259,24 @@ class Loads:
             self._latest[host] = sample
             if sample.placement:
                 self._placement[host] = sample.placement
-        if self._store.rows() > MOST_ROWS:
-            self.restart(begun)
 
     def want(self, names: tuple[str, ...]) -> None:
         """Keep these numbers of the samples too, from the begin of the run on."""
         if not set(names) <= set(self._store.wanted):
             self._store.want(names)
+            self._incomplete = True
+        if self._incomplete:
             self.restart(self._begun)
 
     def restart(self, begun: float) -> None:
         """Load the history again, now that earlier steps are known, other numbers are wanted, or there are more rows than anybody sees."""
+        self._incomplete = True
         self._store.clear()
         self._means = {}
         for host, sample in self._latest.items():
             self._add_history(host, sample.time, begun)
             self._store.append(host, sample)
+        self._incomplete = False
 
     def sampled(self) -> dict[str, tuple[Sampled, ...]]:
         """Return the numbers that were wanted, by name."""

@@ -142,7 +142,7 @@ def spark(series: Series, length: int, width: int) -> str:
 
 
 def _middle(span: tuple[float, float] | None) -> float:
-    return math.nan if span is None else (span[0] + span[1]) / 2
+    return math.nan if span is None else span[0] / 2 + span[1] / 2
 
 
 def bars(values: Sequence[float]) -> str:
@@ -150,7 +150,7 @@ def bars(values: Sequence[float]) -> str:
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return " " * len(values)
-    low, high = min(finite), max(finite)
+    low, high = min(finite) / 2, max(finite) / 2  # halves, whose difference is finite
     top = len(_LEVELS) - 1
-    scale = top / (high - low) if high > low else 0.0
-    return "".join(_LEVELS[round((value - low) * scale)] if math.isfinite(value) else " " for value in values)
+    width = high - low or 1.0
+    return "".join(_LEVELS[round((value / 2 - low) / width * top)] if math.isfinite(value) else " " for value in values)

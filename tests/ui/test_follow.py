@@ -315,3 +315,32 @@ def test_the_load_of_a_long_run_begins_with_its_first_step(runs_dir: Path) -> No
     snapshot = RunFollower(run).poll()
     assert snapshot.whole.coarse
     assert snapshot.nodes[0].times[0] == began
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3])
+def test_samples_that_could_not_be_read_for_a_moment_are_shown_later(runs_dir: Path, monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
+    """No newer samples follow, as the run has ended."""
+    run = write_run(runs_dir, steps=30, seconds_of_samples=60, state="finished")
+    steps_only = Wanted(("loss",), ("loss",), None)
+    wanted = Wanted(("loss",), ("loss",), None, ("gpu.power_w",))
+    undisturbed = RunFollower(run)
+    undisturbed.poll(None, steps_only)
+    expected = undisturbed.poll(None, wanted)
+    read, calls = SampleReader.history, itertools.count(1)
+
+    def history(*args: object) -> object:
+        if next(calls) == failing:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return read(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(SampleReader, "history", history)
+    follower = RunFollower(run)
+    follower.poll(None, steps_only)
+    snapshots = [follower.poll(None, wanted) for _ in range(3)]
+    assert snapshots[-1].read_error == ""
+    assert [(node.host, node.id, node.length) for node in snapshots[-1].nodes] == [
+        (node.host, node.id, node.length) for node in expected.nodes
+    ]
+    assert [len(line.times) for line in snapshots[-1].sampled["gpu.power_w"]] == [
+        len(line.times) for line in expected.sampled["gpu.power_w"]
+    ]

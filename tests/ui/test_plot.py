@@ -19,6 +19,7 @@ from textual.geometry import Region
 from textual.strip import Strip
 
 from so_tui.ui.glyphs import GlyphName
+from so_tui.ui.loss_curve import spark
 from so_tui.ui.series import Axis, Line, Series, TrailingMean
 from so_tui.ui.text import significant
 from so_tui.ui.widgets.chart_frame import Figure, arranged
@@ -313,3 +314,11 @@ def test_labels_are_the_values_where_they_stand(top: float) -> None:
     for row, text in named.items():
         value = float(text.replace(",", "").replace("k", "e3").replace("M", "e6"))
         assert abs(value / top * 29 - row) <= 0.51, text
+
+
+def test_the_small_curve_of_a_run_takes_any_values() -> None:
+    for values in ([0.0, 5e-324], [-1.79e308, 0.0, 1.79e308], [math.nan, 2.0], [3.0, 3.0]):
+        line, _ = line_of(values)
+        assert len(spark(line.series, line.length, 12)) == len(values)
+    line, _ = line_of([1.0, 2.0, 3.0])
+    assert spark(line.series, line.length, 12)[::2] == "▁█"
