@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+_LAST = (1 << 16) - 1
+"""Number far above any CPU: a list in files of others must not take all memory."""
+
 
 def parse_cpus(text: str) -> tuple[int, ...]:
     """Parse the kernel's list format (``0-3,8``) to ascending numbers. Raises ValueError for any other text."""
@@ -11,6 +14,8 @@ def parse_cpus(text: str) -> tuple[int, ...]:
     for part in text.strip().split(","):
         if part:
             first, _, last = part.partition("-")
+            if int(last or first) > _LAST:
+                raise ValueError(f"{part} is beyond any CPU")
             cpus.update(range(int(first), int(last or first) + 1))
     return tuple(sorted(cpus))
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from so_tui.machine.cpulist import contiguous_runs, cpu_ranges, parse_cpus
+from so_tui.machine.cpulist import contiguous_runs, cpu_ranges, cpus_or_empty, parse_cpus
 
 
 @pytest.mark.parametrize(
@@ -24,3 +24,10 @@ def test_ranges() -> None:
 def test_other_text_is_no_list(text: str) -> None:
     with pytest.raises(ValueError, match="invalid literal"):
         parse_cpus(text)
+
+
+@pytest.mark.parametrize("text", ["65536", "0-70000", "3,70000-70001"])
+def test_a_number_beyond_any_cpu_is_no_list(text: str) -> None:
+    with pytest.raises(ValueError, match="beyond any CPU"):
+        parse_cpus(text)
+    assert cpus_or_empty(text) == ()
