@@ -146,8 +146,9 @@ def _value_problems(path: str, value: Any, kind: Any) -> Iterator[Problem]:
             yield from _source_problems(f"{path}[{index}]", part)
         return
     info = source_index()[_SOURCE.sub("", path)] if _SOURCE.match(path) else field_index().get(path)
-    if isinstance(value, float) and not math.isfinite(value):
-        yield _value_problem("not-finite", path, value, info, "is not finite")
+    if not _is_finite(value):
+        message = "is not finite" if isinstance(value, float) else "holds a number that is not finite, which JSON cannot hold"
+        yield _value_problem("not-finite", path, value, info, message)
         return
     if isinstance(value, str) and _SOURCE.sub("data.", path) in _PATH_KEYS and (fault := path_fault(value)):
         what = "a folder" if path == "checkpoint.folder" else "a hub id, a file or a folder"
@@ -161,6 +162,15 @@ def _value_problems(path: str, value: Any, kind: Any) -> Iterator[Problem]:
     else:
         if path == "gpus" and isinstance(value, list | tuple):
             yield from _gpu_problems(value)
+
+
+def _is_finite(value: Any) -> bool:
+    """Return whether a value and all that it holds are finite."""
+    if isinstance(value, dict):
+        return all(map(_is_finite, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _gpu_problems(gpus: Sequence[int]) -> Iterator[Problem]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
-from so_tui.spec import InputError, check_tree, problems_in
+from so_tui.spec import InputError, check_tree, find_preset, problems_in
+from so_tui.spec.tree import complete_tree
 from tests.support.trees import smallest
 
 BAD = [
@@ -110,3 +112,10 @@ def test_a_mixture_of_sources_is_valid() -> None:
     spec = check_tree(smallest(data={"source": [{"source": "a.jsonl", "weight": 2}, {"source": "b.jsonl"}]}))
     assert not isinstance(spec.data.source, str)
     assert [(source.source, source.weight) for source in spec.data.source] == [("a.jsonl", 2.0), ("b.jsonl", 1.0)]
+
+
+@pytest.mark.parametrize("held", [math.inf, [0.0, math.inf], {"low": [{"high": math.nan}]}])
+def test_what_json_cannot_hold_is_a_problem_inside_a_table_too(held: object) -> None:
+    tree = complete_tree(find_preset("tiny").spec)
+    tree["model"]["config"]["time_step_limit"] = held
+    assert [(problem.code, problem.field) for problem in problems_in(tree)] == [("not-finite", "model.config")]
