@@ -112,11 +112,12 @@ class ToolProcess:
         if cancel is not None:
             cancel.started(self._process)
 
-    def send(self, request: str) -> None:
-        """Send a request, as JSON without line ends. A helper that has ended is found out by ``answers``."""
+    def send(self, request: dict[str, Any]) -> None:
+        """Send a request, in ASCII because the helper reads it in its locale's encoding. ``answers`` finds out that a helper has ended."""
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(f"{request}\n")
+        line = f"{json.dumps(request)}\n"
+        with contextlib.suppress(BrokenPipeError, ValueError):  # ValueError: another thread has closed it
+            self._process.stdin.write(line)
             self._process.stdin.flush()
 
     def end_requests(self) -> None:
@@ -160,7 +161,7 @@ def stream_tool(
     of ``call_tool``; without ``timeout_s`` the helper may take as long as it wants.
     """
     with contextlib.closing(ToolProcess(name, cancel)) as process, _ended_after(timeout_s, process) as expired:
-        process.send(json.dumps(request))
+        process.send(request)
         process.end_requests()
         try:
             yield from process.answers()

@@ -85,4 +85,4 @@ class ModelProcess:
         self._process.close()
 
     def _send(self, request: LoadModel | Ask | Cancel) -> None:
-        self._process.send(msgspec.json.encode(request).decode())
+        self._process.send(msgspec.to_builtins(request))

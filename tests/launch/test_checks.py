@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from importlib.util import find_spec
 from pathlib import Path
@@ -218,6 +219,19 @@ class TestHelpers:
             helpers.call_tool("probe", {"lines": [], "code": 7})
         with pytest.raises(helpers.ToolError, match="no JSON"):
             helpers.call_tool("probe", {"lines": ["Downloading..."]})
+
+    def test_requests_do_not_depend_on_the_locale(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+        answer = json.dumps({"text": "ünd 😀"})
+        with contextlib.closing(helpers.ToolProcess("probe")) as process:
+            process.send({"lines": [answer], "note": "ünd 😀"})
+            process.end_requests()
+            assert list(process.answers()) == [{"text": "ünd 😀"}]
+
+    def test_a_request_to_a_helper_that_was_closed_is_not_sent(self) -> None:
+        process = helpers.ToolProcess("probe")
+        process.close()
+        process.send({"lines": []})
 
     def test_a_helper_that_hangs_is_ended_with_the_processes_that_it_started(self, tmp_path: Path) -> None:
         (tmp_path / "so_tui_trainer" / "tools" / "hangs.py").write_text(
