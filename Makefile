@@ -112,10 +112,12 @@ test-all: test
 test-slow: $(TRAIN)
 	@$(PYTEST) --tier slow -m "slow and not gpu" $(WORKERS) 2
 
-# One test after the other: what the dashboard costs is measured while nothing else runs.
+# What the dashboard costs is measured while nothing else runs. The other tests mostly wait.
+ALONE := tests/ui/test_cost.py
 test-system: $(TRAIN)
 	@TORCH_INDEX=$(TORCH_INDEX) $(BIN)/python -m tests.support.set_environments
-	@$(PYTEST) --tier system -m system --ignore=$(AARCH64_KERNEL) $(SYSTEM_TESTS)
+	@$(if $(filter $(ALONE),$(SYSTEM_TESTS)),$(PYTEST) -m system $(ALONE))
+	@$(PYTEST) --tier system -m system --ignore=$(AARCH64_KERNEL) $(filter-out $(ALONE),$(SYSTEM_TESTS)) $(WORKERS) 2
 
 # The light install, then the Adam kernel and its worker. A part that this machine cannot run says what it lacks.
 aarch64-test: $(TRAIN)

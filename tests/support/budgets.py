@@ -119,19 +119,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Let several workers begin with the files that take longest, so that none is still busy with one when the others have ended.
-
-    Those of the engine come before all others: DeepSpeed keeps one process group in each process, so that a worker which has left them
-    cannot come back.
-    """
+    """Let several workers begin with the files that take longest, so that none is still busy with one when the others have ended."""
     if hasattr(config, "workerinput"):
         budgets = read_budgets()
-
-        def place(item: pytest.Item) -> tuple[bool, float]:
-            file = item.nodeid.partition("::")[0]
-            return not file.startswith("tests/superoffload/"), -budgets.of(file)
-
-        items.sort(key=place)  # a stable sort: the tests of a file stay together
+        items.sort(key=lambda item: -budgets.of(item.nodeid.partition("::")[0]))  # a stable sort: the tests of a file stay together
 
 
 _METER = pytest.StashKey[Meter]()
