@@ -179,6 +179,7 @@ def test_a_table_takes_no_settings_of_a_preset(argv: tuple[str, ...], code: str,
     assert "2 rank" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 def test_doctor_compiles_ahead_and_keeps_its_json_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -11,6 +11,8 @@ import pytest
 from tests.support.users import SharedMachine
 from tests.support.waiting import LIMIT_S
 
+pytestmark = pytest.mark.slow
+
 PLANTED = '__attribute__((constructor)) static void run(void) { puts("planted"); }\n'
 LOAD = """
 import ctypes, sys
