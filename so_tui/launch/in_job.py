@@ -86,17 +86,22 @@ def _supervise_run(run: RunDirectory, attempt: int, token: str, submission: Subm
         write_launch(run, attempt, launch)
     except SoTuiError as error:
         return _refused_here(run, attempt, submitted, error)
-    spec, over = submitted.spec, submitted.start_over
+    continues = submitted.spec.slurm.continues
+
+    def warned() -> bool:
+        return needs_successor(run, before, start_over=submitted.start_over)
+
+    def requeued() -> bool:
+        return requeues(submitted.spec, load_site(submission.site))
 
     def ended() -> None:
         if (rate := read_network_rate(run, attempt)) is not None:
             keep_network(submission.cluster, submission.partition, machine, rate, len(launch.plan.binding))
-        if spec.slurm.continues and needs_successor(run, before, start_over=over) and not requeues(spec, load_site(submission.site)):
+        if continues and warned() and not requeued():
             _submit_successor(run, machine)
 
     code = supervise(run, attempt, token, nodes, ended)
-    ended_from_outside = needs_successor(run, before, start_over=over) or lost_a_node(run, before, start_over=over)
-    if spec.slurm.continues and ended_from_outside and requeues(spec, load_site(submission.site)):
+    if continues and (warned() or lost_a_node(run, before, start_over=submitted.start_over)) and requeued():
         put_back(run)  # last, for it ends what this job still does
     return code
 

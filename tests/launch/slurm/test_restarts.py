@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
-from so_tui.launch import prepare, start, stop
+from so_tui.launch import in_job, prepare, start, stop
 from so_tui.launch.admission import refuse_start
 from so_tui.launch.current import current_state
 from so_tui.launch.executors.slurm import commands
@@ -216,3 +217,19 @@ def test_a_job_is_put_back_although_its_number_could_not_be_recorded(run: RunDir
     write_state(run, replace(read_state(run), state="stopped", code=OutcomeCode.STOPPED, saved_step=4))
     put_back(run)
     assert put == ["7"]
+
+
+def test_a_run_that_no_other_job_continues_may_be_deleted_while_its_job_ends(
+    tmp_path: Path, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def deleted_meanwhile(of: RunDirectory, *_: object) -> int:
+        shutil.rmtree(of.path)
+        return 7
+
+    monkeypatch.setattr(in_job, "supervise", deleted_meanwhile)
+    once = start(prepare(tiny(slurm__partition="gh", slurm__continues="false"), MACHINE), runs_dir=tmp_path / "once")
+    mask = os.umask(0o022)
+    try:
+        assert in_job.supervise_in_job(once, 1, token_of(once)) == 7
+    finally:
+        os.umask(mask)
