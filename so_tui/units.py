@@ -41,10 +41,8 @@ def significant(value: float, digits: int = 3) -> str:
     if value == 0:
         return "0"
     magnitude = math.floor(math.log10(abs(value)))
-    if magnitude < -4:
-        return f"{value:.{max(0, digits - 2)}e}".replace("e-0", "e-")
-    if magnitude >= _LONGEST:
-        return f"{value:.{max(0, digits - 2)}e}".replace("e+", "e")
+    if not -4 <= magnitude < _LONGEST:
+        return f"{value:.{max(0, digits - 2)}e}".replace("e-0", "e-").replace("e+", "e")
     if magnitude >= digits:
         return thousands(round(value))
     return f"{value:.{max(0, digits - 1 - magnitude)}f}"

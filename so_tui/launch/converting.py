@@ -11,7 +11,7 @@ from so_tui.launch.helpers import stream_tool
 from so_tui.runs import RunDirectory, create_run, delete_run
 from so_tui.runs.outcome import OutcomeCode
 from so_tui.runs.records import RunState
-from so_tui.runs.state import write_last_state
+from so_tui.runs.state import write_state_even_if_full
 from so_tui.runs.unobserved import EXIT_CODES
 from so_tui.spec import RunSpec
 
@@ -65,7 +65,7 @@ def from_deepspeed(source: Path, spec: RunSpec, runs_dir: Path | None, tell: Tel
         started=now,
         ended=now,
     )
-    write_last_state(run, state)
+    write_state_even_if_full(run, state)
     return run
 
 

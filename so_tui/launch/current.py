@@ -18,7 +18,7 @@ from so_tui.runs.outcome import OutcomeCode
 from so_tui.runs.own import not_own
 from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.runs.run_lock import run_lock
-from so_tui.runs.state import read_state, write_last_state
+from so_tui.runs.state import read_state, write_state_even_if_full
 from so_tui.runs.unobserved import EXIT_CODES, concluded
 from so_tui.trust.printable import printable_line
 
@@ -131,7 +131,7 @@ def record(run: RunDirectory, recorded: RunState, state: RunState) -> RunState:
     if not_own(run) is None:
         with contextlib.suppress(OSError), run_lock(run) as lock:
             if lock is not None and read_state(run) == recorded:
-                write_last_state(run, state)
+                write_state_even_if_full(run, state)
     return state
 
 

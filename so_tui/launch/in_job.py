@@ -36,7 +36,7 @@ from so_tui.runs.network_rate import read_network_rate
 from so_tui.runs.outcome import OutcomeCode
 from so_tui.runs.records import RunState
 from so_tui.runs.run_lock import run_lock
-from so_tui.runs.state import read_state, write_last_state
+from so_tui.runs.state import read_state, write_state_even_if_full
 from so_tui.spec import InputError, Problem, SoTuiError
 from so_tui.trust.sharing import umask_of
 
@@ -173,7 +173,7 @@ def _refused_here(run: RunDirectory, attempt: int, submitted: Launch, error: SoT
                 run.name, attempt, this_host(), identify(os.getpid(), "supervisor"), before, forced=submitted.forced
             )
             text = outcome_text(outcome, RunFacts(name=run.name, saved_step=before.saved_step))
-            write_last_state(run, run_state.final_state(first, outcome, text, first.attempt_started or 0.0))
+            write_state_even_if_full(run, run_state.final_state(first, outcome, text, first.attempt_started or 0.0))
     return outcome.run_exit_code
 
 

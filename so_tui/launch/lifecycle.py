@@ -31,7 +31,7 @@ from so_tui.runs.liveness import HeartbeatWatch, Liveness, sighting
 from so_tui.runs.own import refuse_unless_own
 from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.runs.run_lock import run_lock
-from so_tui.runs.state import read_state, write_last_state, write_spec
+from so_tui.runs.state import read_state, write_spec, write_state_even_if_full
 from so_tui.spec import InputError, Problem, SoTuiError
 from so_tui.trust.printable import so_tui_command
 from so_tui.trust.sharing import close_to_others
@@ -163,7 +163,7 @@ def _leave_queue(run: RunDirectory, state: RunState, *, assume_dead: bool) -> Ru
             return current_state(run)
         request_stop(run)  # tells a job that Slurm starts again who ended the run
         state = left_queue(state, attempt)
-        write_last_state(run, state)
+        write_state_even_if_full(run, state)
     return state
 
 

@@ -29,7 +29,7 @@ from so_tui.runs.files import write_run_file
 from so_tui.runs.outcome import OutcomeCode
 from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.runs.run_lock import run_lock
-from so_tui.runs.state import read_state, write_last_state, write_state
+from so_tui.runs.state import read_state, write_state, write_state_even_if_full
 from so_tui.spec import InputError, Problem, SoTuiError
 from so_tui.trust.decoding import decode_json
 from so_tui.trust.ownership import read_own
@@ -144,4 +144,4 @@ def _leave_queue(run: RunDirectory) -> None:
     with run_lock(run) as lock:
         state = read_state(run)
         if lock is not None and state.state == "queued":
-            write_last_state(run, left_queue(state))
+            write_state_even_if_full(run, left_queue(state))

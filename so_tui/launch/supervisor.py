@@ -33,7 +33,7 @@ from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import Alert, MetricRecord, RunState
 from so_tui.runs.run_lock import RunLock
 from so_tui.runs.sample import Sample
-from so_tui.runs.state import FULL, overwrite, read_state, write_last_state, write_state
+from so_tui.runs.state import read_state, write_state, write_state_even_if_full
 from so_tui.spec import InputError, SoTuiError
 
 _DELETED_S = 10.0
@@ -69,7 +69,8 @@ class Supervisor(HostSupervisor):
         """Run the attempt from its start to its end. Return the run's exit code. ``finish`` follows."""
         self._install_signals()
         heartbeat_at = self._run.state_path.stat().st_mtime
-        self._write_first_state()
+        # On a full disk nothing is started, but what lives is watched.
+        (write_state_even_if_full if self._takes_over else write_state)(self._run, self._state)
         if self._takes_over:
             with self._despite_errors_of("locks"):  # what lives is watched, whoever has its locks
                 self._job.take_over()
@@ -225,7 +226,7 @@ class Supervisor(HostSupervisor):
                 new = self._announcer.end(self._state)
                 self._state = msgspec.structs.replace(self._state, alerts=remembered(self._state.alerts, new))
             with self._despite_errors_of("state"):
-                write_last_state(self._run, self._state)
+                write_state_even_if_full(self._run, self._state)
             with self._despite_errors_of("alerts"):  # last, because the command may look at the state
                 self._announcer.tell(new, self._state)
         self._job.release()
@@ -253,15 +254,6 @@ class Supervisor(HostSupervisor):
             start_over=self._job.launch.start_over,
             checks_s=self._job.launch.checks_s,
         )
-
-    def _write_first_state(self) -> None:
-        """Show who supervises from now on. On a full disk nothing is started, but what lives is watched. Raises OSError."""
-        try:
-            write_state(self._run, self._state)
-        except OSError as error:
-            if not self._takes_over or error.errno not in FULL:
-                raise
-            overwrite(self._run.state_path, msgspec.json.encode(self._state))
 
     def _write_state(self) -> None:
         """Write the state, except into a deleted run directory: that would look like a run, or prevent the deletion."""

@@ -13,6 +13,7 @@ import msgspec
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.files import write_run_file
 from so_tui.runs.own import refuse_another_users
+from so_tui.spec.files import exists
 from so_tui.structs import prepare
 from so_tui.trust.decoding import read_json
 
@@ -54,8 +55,7 @@ def request(run: RunDirectory, action: Action, *, reason: str = "", warned: bool
 
 def pending(run: RunDirectory) -> frozenset[Action]:
     """Return the requests that are not cleared yet; none while the file system is away. Cheap, because rank 0 calls it after every step."""
-    # Not Path.exists, which raises on a stale handle.
-    return frozenset(action for action in ACTIONS if os.path.exists(run.control_dir / action))  # noqa: PTH110
+    return frozenset(action for action in ACTIONS if exists(run.control_dir / action))
 
 
 def details(run: RunDirectory, action: Action) -> Request | None:

@@ -13,7 +13,7 @@ from so_tui.runs.liveness import FRESH_S, OLD_S, STALE_S, Sighting, sighting, st
 from so_tui.runs.own import refuse_another_users
 from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.runs.run_lock import run_lock
-from so_tui.runs.state import read_state, write_last_state
+from so_tui.runs.state import read_state, write_state_even_if_full
 from so_tui.runs.unobserved import concluded
 from so_tui.spec.errors import InputError, Problem
 from so_tui.trust.printable import printable_line, so_tui_command
@@ -57,7 +57,7 @@ def record_end(run: RunDirectory) -> RunState:
         if lock is None:
             raise lock_held(run, assume_dead=True)
         state = ended_state(run, assume_dead=True)
-        write_last_state(run, state)
+        write_state_even_if_full(run, state)
     return state
 
 

@@ -19,6 +19,7 @@ from so_tui.runs.directory import RunDirectory
 from so_tui.runs.files import write_run_file
 from so_tui.runs.records import RunState
 from so_tui.spec.errors import InputError, Problem
+from so_tui.spec.files import exists
 from so_tui.spec.types import RunSpec
 from so_tui.trust.decoding import read_json
 
@@ -32,10 +33,10 @@ def write_state(run: RunDirectory, state: RunState) -> None:
     write_run_file(run, run.state_path, msgspec.json.encode(state))
 
 
-def write_last_state(run: RunDirectory, state: RunState) -> None:
-    """Replace ``state.json`` with a final state. If the disk is full, overwrite the old file, whose block is already allocated.
+def write_state_even_if_full(run: RunDirectory, state: RunState) -> None:
+    """Replace ``state.json``. If the disk is full, overwrite the old file, whose block is already allocated.
 
-    Only for the final state: a reader may see a half-written file for a moment and must read again.
+    Only where the state must be recorded, as at an end: a reader may see a half-written file for a moment and must read again.
 
     Raises:
         OSError: If writing fails for another reason than a full disk.
@@ -95,7 +96,7 @@ def _read(path: Path, kind: type[T], code: str, remedy: str) -> T:
     try:
         return read_json(path, kind)
     except (OSError, msgspec.DecodeError) as error:
-        if isinstance(error, (FileNotFoundError, NotADirectoryError)) and not os.path.exists(path.parent):  # noqa: PTH110 - Path.exists raises on a stale handle
+        if isinstance(error, (FileNotFoundError, NotADirectoryError)) and not exists(path.parent):
             code, remedy = "run-gone", "The folder of the run was deleted or moved."
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         message = f"{path.name} cannot be read: {reason}"

@@ -31,12 +31,12 @@ def path_fault(text: str) -> str:
 
 
 def exists(path: Path) -> bool:
-    """Return whether there is a file or folder that this user can see. Path's own method raises where permission is missing."""
+    """Return whether this user can see a file or folder there. Path's own method raises without permission and on a stale handle."""
     return os.path.exists(path)  # noqa: PTH110
 
 
 def is_folder(path: Path) -> bool:
-    """Return whether there is a folder that this user can see. Path's own method raises where permission is missing."""
+    """Return whether this user can see a folder there. Path's own method raises as for ``exists``."""
     return os.path.isdir(path)  # noqa: PTH112
 
 

@@ -29,7 +29,7 @@ from so_tui.runs.outcome import OutcomeCode
 from so_tui.runs.records import Alert, Process, RunState
 from so_tui.runs.run_lock import OwnerFiles, RunLock
 from so_tui.runs.samples import SampleWriter
-from so_tui.runs.state import write_last_state, write_state
+from so_tui.runs.state import write_state, write_state_even_if_full
 from so_tui.runs.writer import MetricsWriter
 from so_tui.settings.file import change_settings
 from so_tui.spec import InputError, Problem, RunSpec
@@ -197,9 +197,9 @@ def test_a_command_that_tells_of_the_end_finds_it_recorded(
     def slow(*arguments: Any) -> None:
         with contextlib.suppress(AssertionError):
             wait_until(found.exists, limit_s=1)
-        write_last_state(*arguments)
+        write_state_even_if_full(*arguments)
 
-    monkeypatch.setattr("so_tui.launch.supervisor.write_last_state", slow)
+    monkeypatch.setattr("so_tui.launch.supervisor.write_state_even_if_full", slow)
     supervisor = Supervisor(run, 1, read_state(run), RunLock(OwnerFiles(run)))
     supervisor._finish(Outcome(state="failed", code=OutcomeCode.RANK_LOST, who="rank", rank=0))
     supervisor.finish()
