@@ -19,9 +19,20 @@ class CommitHook(BuildHookInterface[Any]):
         """Write the file, and have it included."""
         if version == "editable" or (Path(self.root) / TARGET).exists():
             return
-        command = ["git", "-C", self.root, "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty"]
+        command = [
+            "git",
+            "-C",
+            self.root,
+            "describe",
+            "--always",
+            "--exclude=*",
+            "--abbrev=12",
+            "--dirty",
+        ]
         try:
-            commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+            commit = subprocess.run(
+                command, capture_output=True, text=True, check=True
+            ).stdout.strip()
         except (OSError, subprocess.CalledProcessError):  # no git, or no checkout
             return
         self._folder = tempfile.TemporaryDirectory()

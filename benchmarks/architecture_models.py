@@ -12,7 +12,15 @@ import msgspec
 from so_tui.spec import ModelSpec, RunSpec, find_preset, with_values
 from so_tui.spec.layers import layer_kinds, packing_problem
 
-PRESETS = ("gpt-oss-20b", "qwen3-14b", "phi-4", "llama-3.1-8b", "seed-oss-36b", "qwen3-30b-a3b", "llama-3.3-70b")
+PRESETS = (
+    "gpt-oss-20b",
+    "qwen3-14b",
+    "phi-4",
+    "llama-3.1-8b",
+    "seed-oss-36b",
+    "qwen3-30b-a3b",
+    "llama-3.3-70b",
+)
 SHAPE: dict[str, Any] = {
     "vocab_size": 2048,
     "hidden_size": 128,
@@ -33,10 +41,22 @@ SHAPE: dict[str, Any] = {
 TOKENIZER_KEYS = ("rope_scaling", "pad_token_id", "bos_token_id", "eos_token_id")
 """Keys that are left out, since another tokenizer is used."""
 STEPS, SAVED_STEP = 8, 4
-_DELTA = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+_DELTA = {
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 _RECURRENT = {"layer_types": ["linear_attention", "full_attention"] * 2}
-_EXPERTS = {key: SHAPE[key] for key in ("moe_intermediate_size", "num_experts", "num_experts_per_tok")}
-_ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "first_k_dense_replace": 1}
+_EXPERTS = {
+    key: SHAPE[key] for key in ("moe_intermediate_size", "num_experts", "num_experts_per_tok")
+}
+_ROUTED = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+}
 _GROUPS = {"n_group": 1, "topk_group": 1}
 _WINDOWS = {"layer_types": SHAPE["layer_types"], "sliding_window": 64}
 _LATENT = {
@@ -47,7 +67,14 @@ _LATENT = {
     "v_head_dim": 24,
     "num_key_value_heads": 4,
 }
-_INDEXED = {**_LATENT, "index_topk": 16, "index_n_heads": 2, "index_head_dim": 32, **_ROUTED, **_GROUPS}
+_INDEXED = {
+    **_LATENT,
+    "index_topk": 16,
+    "index_n_heads": 2,
+    "index_head_dim": 32,
+    **_ROUTED,
+    **_GROUPS,
+}
 _COMPUTES_HEAD_DIM = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
 KINDS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**_LATENT, **_ROUTED, **_GROUPS},
@@ -62,7 +89,13 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "qwen3_next": {**_DELTA, **_RECURRENT, **_EXPERTS, "shared_expert_intermediate_size": 64},
     "qwen3_5_text": {**_DELTA, **_RECURRENT},
-    "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_chunk_size": 32},
+    "falcon_h1": {
+        "mamba_d_ssm": 128,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 32,
+        "mamba_d_state": 16,
+        "mamba_chunk_size": 32,
+    },
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
         "n_routed_experts": 8,
@@ -95,7 +128,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "glm4": {},
     "glm4_moe": {**_ROUTED, **_GROUPS},
     "dots1": {**_ROUTED, **_GROUPS, "n_shared_experts": 1},
-    "ernie4_5_moe": {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 64, "moe_layer_start_index": 1},
+    "ernie4_5_moe": {
+        "moe_num_experts": 8,
+        "moe_k": 2,
+        "moe_intermediate_size": 64,
+        "moe_layer_start_index": 1,
+    },
     "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2},
     "minicpm3": {**_LATENT, "dim_model_base": 64},
     "nanochat": {"final_logit_softcapping": 15.0},
@@ -113,26 +151,66 @@ KINDS: dict[str, dict[str, Any]] = {
     },
 }
 """Kinds of models without a preset, by transformers' names: what sets them apart from SHAPE."""
-_EYES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+_EYES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
 MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", _EYES | {"model_type": "siglip_vision_model"}),
-    "gemma4": ("gemma4_text", {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}),
-    "llama4": ("llama4_text", _EYES | {"projector_input_dim": 32, "projector_output_dim": 32, "vision_output_dim": 32}),
+    "gemma4": (
+        "gemma4_text",
+        {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+        },
+    ),
+    "llama4": (
+        "llama4_text",
+        _EYES | {"projector_input_dim": 32, "projector_output_dim": 32, "vision_output_dim": 32},
+    ),
     "mistral3": ("mistral", _EYES | {"model_type": "pixtral", "head_dim": 16}),
-    "qwen3_5": ("qwen3_5_text", {"hidden_size": 32, "intermediate_size": 48, "depth": 1, "num_heads": 2, "out_hidden_size": 128}),
+    "qwen3_5": (
+        "qwen3_5_text",
+        {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "depth": 1,
+            "num_heads": 2,
+            "out_hidden_size": 128,
+        },
+    ),
 }
 """Multimodal kinds: the kind of their language part, of which they are trained, and what they see with."""
 NAMES = (*PRESETS, *KINDS, *MULTIMODAL)
-_COMMON = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings")
+_COMMON = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+)
 
 
 def scaled_down(original: ModelSpec) -> ModelSpec:
     """Return a model of the same architecture with random weights, a ten-thousandth of its size."""
     from so_tui_trainer.tools.presets import parameter_table
 
-    shape = {key: SHAPE.get(key, value) for key, value in original.config.items() if key not in TOKENIZER_KEYS}
+    shape = {
+        key: SHAPE.get(key, value)
+        for key, value in original.config.items()
+        if key not in TOKENIZER_KEYS
+    }
     shape |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
-    model = ModelSpec(id="builtin:tiny", weights="random", config=shape, leaf_modules=original.leaf_modules)
+    model = ModelSpec(
+        id="builtin:tiny", weights="random", config=shape, leaf_modules=original.leaf_modules
+    )
     return msgspec.structs.replace(model, parameters=parameter_table(model))
 
 
@@ -154,10 +232,24 @@ def of_kind(kind: str) -> ModelSpec:
 
 def _shape(kind: str) -> dict[str, Any]:
     """Return the ``config.json`` of a small decoder."""
-    config = {key: SHAPE[key] for key in _COMMON} | {"head_dim": 32, "num_hidden_layers": 4} | KINDS[kind]
-    absent = {"num_hidden_layers"} if kind == "nemotron_h" else {"head_dim"} if kind in _COMPUTES_HEAD_DIM else set()
+    config = (
+        {key: SHAPE[key] for key in _COMMON}
+        | {"head_dim": 32, "num_hidden_layers": 4}
+        | KINDS[kind]
+    )
+    absent = (
+        {"num_hidden_layers"}
+        if kind == "nemotron_h"
+        else {"head_dim"}
+        if kind in _COMPUTES_HEAD_DIM
+        else set()
+    )
     ids = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
-    return {"model_type": kind} | {key: value for key, value in config.items() if key not in absent} | ids
+    return (
+        {"model_type": kind}
+        | {key: value for key, value in config.items() if key not in absent}
+        | ids
+    )
 
 
 def small_spec(name: str, mode: str) -> RunSpec:

@@ -70,18 +70,43 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("architectures.json"), help="file to which rows are appended")
-    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, help="which presets, scaled down")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("architectures.json"),
+        help="file to which rows are appended",
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=NAMES, default=NAMES, help="which presets, scaled down"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="how many in parallel, scaled down")
     parser.add_argument("--device", choices=["auto", "cpu"], default="auto")
-    parser.add_argument("--fork", action="store_true", help="scaled down, on the CPU: fork ranks from a process with all imports")
-    parser.add_argument("--full", nargs="+", metavar="NAME", help="presets to train at full size instead")
+    parser.add_argument(
+        "--fork",
+        action="store_true",
+        help="scaled down, on the CPU: fork ranks from a process with all imports",
+    )
+    parser.add_argument(
+        "--full", nargs="+", metavar="NAME", help="presets to train at full size instead"
+    )
     parser.add_argument("--gpus", default="1", help="at full size: how many GPUs")
-    parser.add_argument("--set", metavar="A.B=VALUE", action="append", default=[], help="change the spec, as `so-tui run --set` does")
+    parser.add_argument(
+        "--set",
+        metavar="A.B=VALUE",
+        action="append",
+        default=[],
+        help="change the spec, as `so-tui run --set` does",
+    )
     parser.add_argument("--limit-s", type=float, default=400, help="longest time for one run")
-    parser.add_argument("--again", action="store_true", help="measure again what is already in the file")
-    parser.add_argument("--table", action="store_true", help="print the results in the file and exit")
+    parser.add_argument(
+        "--again", action="store_true", help="measure again what is already in the file"
+    )
+    parser.add_argument(
+        "--table", action="store_true", help="print the results in the file and exit"
+    )
     return parser.parse_args()
 
 
@@ -91,9 +116,15 @@ def _measure(arguments: argparse.Namespace, machine: Machine, rows: list[Row]) -
     kind = "full" if arguments.full else "scaled down"
     gpus = int(arguments.gpus) if arguments.full else 1
     key = {"kind": kind, "device": device, "gpus": gpus}
-    wanted = [name for name in arguments.full or arguments.only if arguments.again or not _done(rows, {"name": name} | key)]
+    wanted = [
+        name
+        for name in arguments.full or arguments.only
+        if arguments.again or not _done(rows, {"name": name} | key)
+    ]
     work: Callable[[str], Row] = (
-        (lambda name: _full(name, machine, arguments)) if arguments.full else (lambda name: _scaled_down(name, machine, arguments))
+        (lambda name: _full(name, machine, arguments))
+        if arguments.full
+        else (lambda name: _scaled_down(name, machine, arguments))
     )
     with ThreadPoolExecutor(1 if arguments.full else arguments.jobs) as pool:
         running = {pool.submit(work, name): name for name in wanted}
@@ -133,15 +164,21 @@ def _scaled_down(name: str, machine: Machine, arguments: argparse.Namespace) -> 
         RuntimeError: A run failed.
     """
     with _ONE_MODEL:
-        spec = with_values(small_spec(name, "superoffload" if machine.gpus else "auto"), _changes(arguments))
+        spec = with_values(
+            small_spec(name, "superoffload" if machine.gpus else "auto"), _changes(arguments)
+        )
     limit_s = arguments.limit_s
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        straight, plan = _run(spec, machine, Path(folder) / "straight", limit_s, fork=arguments.fork)
+        straight, plan = _run(
+            spec, machine, Path(folder) / "straight", limit_s, fork=arguments.fork
+        )
         again = create_run(spec, Path(folder) / "again")
         saved = f"step-{SAVED_STEP:06d}"
         shutil.copytree(straight.checkpoints_dir / saved, again.checkpoints_dir / saved)
-        shutil.copyfile(straight.manifest_path, again.manifest_path)  # the checkpoints of another run would be refused
+        shutil.copyfile(
+            straight.manifest_path, again.manifest_path
+        )  # the checkpoints of another run would be refused
         _attempt(again, spec, machine, limit_s, fork=arguments.fork)
         losses, resumed = _losses(straight), _losses(again)
         with _ONE_MODEL:
@@ -154,7 +191,9 @@ def _scaled_down(name: str, machine: Machine, arguments: argparse.Namespace) -> 
             "resume_exact": list(resumed) == list(range(SAVED_STEP + 1, STEPS + 1))
             and resumed == {step: loss for step, loss in losses.items() if step > SAVED_STEP}
             and _states(straight) == _states(again),
-            "resume_loss_difference": max(abs(loss - losses[step]) for step, loss in resumed.items()),
+            "resume_loss_difference": max(
+                abs(loss - losses[step]) for step, loss in resumed.items()
+            ),
             "export_equal": equal,
             "seconds": round(time.monotonic() - began, 1),
         }
@@ -162,7 +201,10 @@ def _scaled_down(name: str, machine: Machine, arguments: argparse.Namespace) -> 
 
 def _states(run: RunDirectory) -> list[bytes]:
     """Return the fp32 master weights and moments of the last step, as they are on disk."""
-    return [path.read_bytes() for path in sorted((run.checkpoints_dir / f"step-{STEPS:06d}").rglob("*.states"))]
+    return [
+        path.read_bytes()
+        for path in sorted((run.checkpoints_dir / f"step-{STEPS:06d}").rglob("*.states"))
+    ]
 
 
 def _export_is_equal(run: RunDirectory) -> bool:
@@ -175,7 +217,9 @@ def _export_is_equal(run: RunDirectory) -> bool:
     from so_tui_trainer.model.buffers import trained_shapes
 
     factory: Any = AutoModelForCausalLM
-    model, info = factory.from_pretrained(run.path / "export", dtype=torch.bfloat16, output_loading_info=True)
+    model, info = factory.from_pretrained(
+        run.path / "export", dtype=torch.bfloat16, output_loading_info=True
+    )
     if any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")):
         return False
     found = newest(run.checkpoints_dir, run_id(run))
@@ -225,9 +269,16 @@ def _full(name: str, machine: Machine, arguments: argparse.Namespace) -> Row:
         "losses": [step.loss for step in steps],
         "start_s": {phase.detail or phase.phase: round(phase.time - began, 1) for phase in phases},
         "step_s": round(sum(step.step_s for step in measured) / len(measured), 3),
-        "useful_tokens_per_s_total": round(sum(step.useful_tokens for step in measured) / sum(step.step_s for step in measured)),
-        "model_tflops_per_gpu": round(sum(step.model_tflops_per_gpu for step in measured) / len(measured), 1),
-        "gpu_reserved_bytes": {"planned": plan.gpu_reserved_bytes, "measured": max(step.gpu_memory_peak_bytes or 0 for step in steps)},
+        "useful_tokens_per_s_total": round(
+            sum(step.useful_tokens for step in measured) / sum(step.step_s for step in measured)
+        ),
+        "model_tflops_per_gpu": round(
+            sum(step.model_tflops_per_gpu for step in measured) / len(measured), 1
+        ),
+        "gpu_reserved_bytes": {
+            "planned": plan.gpu_reserved_bytes,
+            "measured": max(step.gpu_memory_peak_bytes or 0 for step in steps),
+        },
         "gpu_device_bytes": {"planned": plan.gpu_bytes, "measured": device.peak_bytes},
         "host_bytes": {
             "planned": sum(plan.host_bytes_per_node.values()),
@@ -240,12 +291,16 @@ def _full(name: str, machine: Machine, arguments: argparse.Namespace) -> Row:
 # -- runs -------------------------------------------------------------------------------------------------------------------------------
 
 
-def _run(spec: RunSpec, machine: Machine, folder: Path, limit_s: float, *, fork: bool = False) -> tuple[RunDirectory, Plan]:
+def _run(
+    spec: RunSpec, machine: Machine, folder: Path, limit_s: float, *, fork: bool = False
+) -> tuple[RunDirectory, Plan]:
     run = create_run(spec, folder)
     return run, _attempt(run, spec, machine, limit_s, fork=fork)
 
 
-def _attempt(run: RunDirectory, spec: RunSpec, machine: Machine, limit_s: float, *, fork: bool = False) -> Plan:
+def _attempt(
+    run: RunDirectory, spec: RunSpec, machine: Machine, limit_s: float, *, fork: bool = False
+) -> Plan:
     """Start DeepSpeed's launcher as a supervisor would, or fork the one rank, and wait.
 
     Raises:
@@ -254,7 +309,11 @@ def _attempt(run: RunDirectory, spec: RunSpec, machine: Machine, limit_s: float,
     launch = prepare(spec, machine, force=True)
     attempt = new_attempt(run)
     write_launch(run, attempt, launch)
-    here = launch.resolved(run=run.path, attempt=attempt, rendezvous=init_method(make_rendezvous(lock_folder(), run.path, attempt)))
+    here = launch.resolved(
+        run=run.path,
+        attempt=attempt,
+        rendezvous=init_method(make_rendezvous(lock_folder(), run.path, attempt)),
+    )
     env = environment.apply(here.environment, os.environ)
     log = run.log_path(attempt, "here")
     if fork:
@@ -267,10 +326,18 @@ def _attempt(run: RunDirectory, spec: RunSpec, machine: Machine, limit_s: float,
     return launch.plan
 
 
-def _launch(argv: Sequence[str], env: Mapping[str, str], run: RunDirectory, log: Path, limit_s: float) -> None:
+def _launch(
+    argv: Sequence[str], env: Mapping[str, str], run: RunDirectory, log: Path, limit_s: float
+) -> None:
     with log.open("wb") as output:
         process = subprocess.Popen(
-            argv, env=env, cwd=run.path, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            argv,
+            env=env,
+            cwd=run.path,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
         )
         try:
             process.wait(timeout=limit_s)
@@ -284,7 +351,9 @@ def _launch(argv: Sequence[str], env: Mapping[str, str], run: RunDirectory, log:
 def _fork(run: RunDirectory, attempt: int, env: dict[str, str], log: Path, limit_s: float) -> None:
     """Run the one rank as a child of a server that has imported torch, DeepSpeed and transformers: a third of the time of a short run."""
     forks = multiprocessing.get_context("forkserver")
-    forks.set_forkserver_preload(["so_tui_trainer.session", "transformers.models.auto.modeling_auto"])
+    forks.set_forkserver_preload(
+        ["so_tui_trainer.session", "transformers.models.auto.modeling_auto"]
+    )
     single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
     process = forks.Process(target=_rank, args=(run.path, attempt, env | single, log))
     process.start()
@@ -308,7 +377,11 @@ def _rank(run: Path, attempt: int, env: dict[str, str], log: Path) -> None:
 
 def _records(run: RunDirectory) -> list[MetricRecord]:
     paths = sorted(run.metrics_dir.glob("*.jsonl"))
-    return [msgspec.json.decode(line, type=MetricRecord) for path in paths for line in path.read_bytes().splitlines()]
+    return [
+        msgspec.json.decode(line, type=MetricRecord)
+        for path in paths
+        for line in path.read_bytes().splitlines()
+    ]
 
 
 def _losses(run: RunDirectory) -> dict[int, float]:

@@ -54,29 +54,69 @@ def main() -> int:
         os._exit(0)  # DeepSpeed's exit handlers may crash.
     from benchmarks.speed import one_rank
 
-    environment = os.environ | one_rank(cpu=arguments.tiny) | {"PYTHONUNBUFFERED": "1", "WORLD_SIZE": str(arguments.gpus)}
+    environment = (
+        os.environ
+        | one_rank(cpu=arguments.tiny)
+        | {"PYTHONUNBUFFERED": "1", "WORLD_SIZE": str(arguments.gpus)}
+    )
     environment["LOCAL_SIZE"] = environment["WORLD_SIZE"]
     places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(arguments.gpus)]
-    ranks = [subprocess.Popen([sys.executable, *sys.argv, "--alone"], env=environment | place) for place in places]
+    ranks = [
+        subprocess.Popen([sys.executable, *sys.argv, "--alone"], env=environment | place)
+        for place in places
+    ]
     return max(rank.wait() for rank in ranks)
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["kernels", "steps", "table", "planned"])
-    parser.add_argument("--out", type=Path, default=Path("attention.json"), help="file to which rows are appended")
+    parser.add_argument(
+        "--out", type=Path, default=Path("attention.json"), help="file to which rows are appended"
+    )
     parser.add_argument("--preset", default="qwen3-4b-random", help="whose shape steps have")
-    parser.add_argument("--shapes", nargs="+", default=["4x4096", "1x65536"], metavar="SEQUENCESxTOKENS", help="micro-batches of the steps")
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        default=["4x4096", "1x65536"],
+        metavar="SEQUENCESxTOKENS",
+        help="micro-batches of the steps",
+    )
     parser.add_argument("--gpus", type=int, default=1, help="GPUs that steps run on")
-    parser.add_argument("--documents", type=int, default=0, metavar="TOKENS", help="length of documents (default: that of the sequences)")
+    parser.add_argument(
+        "--documents",
+        type=int,
+        default=0,
+        metavar="TOKENS",
+        help="length of documents (default: that of the sequences)",
+    )
     parser.add_argument("--policy", default="full", help="activation checkpointing")
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="further keys of the preset, for steps")
-    parser.add_argument("--backends", nargs="+", help="only these (default: all that can be used here)")
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="further keys of the preset, for steps",
+    )
+    parser.add_argument(
+        "--backends", nargs="+", help="only these (default: all that can be used here)"
+    )
     parser.add_argument("--warmup", type=int, default=1)
-    parser.add_argument("--count", type=int, default=3, help="measured steps; of micro-batches beyond 32,768 tokens one")
-    long_help = "steps before that one; with 0, name a shorter shape first, whose steps build the kernels"
+    parser.add_argument(
+        "--count",
+        type=int,
+        default=3,
+        help="measured steps; of micro-batches beyond 32,768 tokens one",
+    )
+    long_help = (
+        "steps before that one; with 0, name a shorter shape first, whose steps build the kernels"
+    )
     parser.add_argument("--long-warmup", type=int, default=1, help=long_help)
-    parser.add_argument("--tiny", action="store_true", help="small sizes, also on the CPU, as a test")
+    parser.add_argument(
+        "--tiny", action="store_true", help="small sizes, also on the CPU, as a test"
+    )
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -96,8 +136,13 @@ def _host() -> dict[str, Any]:
     from so_tui.machine.software import package_version
 
     cuda = torch.cuda.is_available()
-    found: dict[str, Any] = {"device": torch.cuda.get_device_name() if cuda else "cpu", "torch": torch.__version__}
-    found["versions"] = {name: package_version(name) for name in ("flash-attn", "flash-attn-4", "nvidia-cutlass-dsl")}
+    found: dict[str, Any] = {
+        "device": torch.cuda.get_device_name() if cuda else "cpu",
+        "torch": torch.__version__,
+    }
+    found["versions"] = {
+        name: package_version(name) for name in ("flash-attn", "flash-attn-4", "nvidia-cutlass-dsl")
+    }
     return found | ({"gpu_uuid": str(torch.cuda.get_device_properties(0).uuid)} if cuda else {})
 
 
@@ -116,10 +161,18 @@ def _kernels(*, tiny: bool) -> list[dict[str, Any]]:
         for pack, lengths in PACKS.items():
             kept = [min(length, 64) for length in lengths[:4]] if tiny else list(lengths)
             forward, backward = flops_per_s(kernels, kept, device, _seconds)
-            row: dict[str, Any] = {"what": "kernel", "backend": backend, "pack": pack, "lengths": kept}
+            row: dict[str, Any] = {
+                "what": "kernel",
+                "backend": backend,
+                "pack": pack,
+                "lengths": kept,
+            }
             row |= {"forward_tflops": forward / 1e12, "backward_tflops": backward / 1e12, **_host()}
             rows.append(row)
-            print(f"{backend}, {pack}: {row['forward_tflops']:.0f} / {row['backward_tflops']:.0f} TFLOPS", flush=True)
+            print(
+                f"{backend}, {pack}: {row['forward_tflops']:.0f} / {row['backward_tflops']:.0f} TFLOPS",
+                flush=True,
+            )
     return rows
 
 
@@ -155,7 +208,9 @@ def _steps(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
     machine = inspect_machine()
     shapes = [tuple(map(int, shape.split("x"))) for shape in arguments.shapes]
-    launch = prepare(_spec(arguments, *max(shapes, key=lambda shape: shape[0] * shape[1])), machine, force=True)
+    launch = prepare(
+        _spec(arguments, *max(shapes, key=lambda shape: shape[0] * shape[1])), machine, force=True
+    )
     rank = int(os.environ["RANK"])
     mine = launch.plan.binding[rank]
     binding.bind(mine)  # Before torch starts its threads.
@@ -178,24 +233,40 @@ def _steps(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     spec = launch.plan.spec
     model = build(spec, ranks.device, launch.ds_config)
-    engine, *_ = superoffload.initialize(model, parameter_groups(model, spec), engine_settings(spec, mine), launch.ds_config)
+    engine, *_ = superoffload.initialize(
+        model, parameter_groups(model, spec), engine_settings(spec, mine), launch.ds_config
+    )
     binding.apply_main_cores(mine)
     group = attention.sequence_group(spec.train.sequence_parallel)
-    chosen: dict[str, str] = {"offload.parameters": spec.offload.parameters, "model.tiled_mlp": spec.model.tiled_mlp}
+    chosen: dict[str, str] = {
+        "offload.parameters": spec.offload.parameters,
+        "model.tiled_mlp": spec.model.tiled_mlp,
+    }
     chosen["model.activation_offload"] = spec.model.activation_offload
     rows = []
     for sequences, tokens in shapes:
-        used = with_values(_spec(arguments, sequences, tokens), chosen)  # what the largest shape's plan chose holds for all
+        used = with_values(
+            _spec(arguments, sequences, tokens), chosen
+        )  # what the largest shape's plan chose holds for all
         document = min(arguments.documents or tokens, tokens)
         batches = _batches(used, document, ranks, end_to_end=not arguments.tiny)
-        usable: dict[str, Any] = {str(name): kernels for name, kernels in usable_backends(ranks.device).items()}
+        usable: dict[str, Any] = {
+            str(name): kernels for name, kernels in usable_backends(ranks.device).items()
+        }
         for backend, kernels in (usable or {"": None}).items():
             if arguments.backends and backend not in arguments.backends:
                 continue
             if kernels is not None:
                 attention.register(kernels, group)
-            plan = make_plan(used, machine, workload=Workload(attended_tokens=float(document)), probed=False)
-            row = {"what": "step", "preset": arguments.preset, "backend": backend or model.attention, "micro_batch": sequences}
+            plan = make_plan(
+                used, machine, workload=Workload(attended_tokens=float(document)), probed=False
+            )
+            row = {
+                "what": "step",
+                "preset": arguments.preset,
+                "backend": backend or model.attention,
+                "micro_batch": sequences,
+            }
             row |= {
                 "sequence_length": tokens,
                 "document": document,
@@ -204,12 +275,22 @@ def _steps(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 "chosen": chosen,
                 "gpus": arguments.gpus,
             }
-            row |= {"planned_step_s": plan.step_s, "planned_reserved_gib": plan.gpu_reserved_bytes / 2**30}
-            row |= {"planned": msgspec.to_builtins(plan.step), "speed_source": msgspec.to_builtins(plan.speed_source)}
+            row |= {
+                "planned_step_s": plan.step_s,
+                "planned_reserved_gib": plan.gpu_reserved_bytes / 2**30,
+            }
+            row |= {
+                "planned": msgspec.to_builtins(plan.step),
+                "speed_source": msgspec.to_builtins(plan.speed_source),
+            }
             long = sequences * tokens > LONG_TOKENS
-            warmup, count = (arguments.long_warmup, 1) if long else (arguments.warmup, arguments.count)
+            warmup, count = (
+                (arguments.long_warmup, 1) if long else (arguments.warmup, arguments.count)
+            )
             row |= {"warmup": warmup, "count": count}
-            row |= steps_of(engine, batches, used, ranks.device, warmup=warmup, count=count) | _host()
+            row |= (
+                steps_of(engine, batches, used, ranks.device, warmup=warmup, count=count) | _host()
+            )
             rows.append(row)
             if ranks.first:
                 print(json.dumps(row), flush=True)
@@ -247,7 +328,12 @@ def _batches(spec: Any, document: int, ranks: Any, *, end_to_end: bool) -> Any:
     random = np.random.default_rng(0)
     tokens = random.integers(1, 2000, size=offsets[-1]).astype(np.int32)
     trained = np.arange(offsets[-1]) % document > 0
-    batches = Batches(Documents(tokens, trained, offsets, Counts(count, 0, 0), "random"), spec, ranks.rank, pin=ranks.device.type == "cuda")
+    batches = Batches(
+        Documents(tokens, trained, offsets, Counts(count, 0, 0), "random"),
+        spec,
+        ranks.rank,
+        pin=ranks.device.type == "cuda",
+    )
     batches.end_to_end = end_to_end
     return batches
 
@@ -257,10 +343,19 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     kernels = [row for row in rows if row["what"] == "kernel"]
     steps = [row for row in rows if row["what"] == "step"]
     backends = list(dict.fromkeys(row["backend"] for row in kernels))
-    found = {(row["pack"], row["backend"]): f"{row['forward_tflops']:.0f} / {row['backward_tflops']:.0f}" for row in kernels}
+    found = {
+        (row["pack"], row["backend"]): f"{row['forward_tflops']:.0f} / {row['backward_tflops']:.0f}"
+        for row in kernels
+    }
     lines = ["| documents | " + " | ".join(backends) + " |", "|---|" + "---|" * len(backends)]
-    lines += [f"| {pack} | " + " | ".join(found.get((pack, backend), "") for backend in backends) + " |" for pack in PACKS]
-    lines += ["", "| micro-batch | document | recomputed | backend | step | model TFLOPS | forward | backward | exposed optimizer |"]
+    lines += [
+        f"| {pack} | " + " | ".join(found.get((pack, backend), "") for backend in backends) + " |"
+        for pack in PACKS
+    ]
+    lines += [
+        "",
+        "| micro-batch | document | recomputed | backend | step | model TFLOPS | forward | backward | exposed optimizer |",
+    ]
     lines.append("|---|---|---|---|---|---|---|---|---|")
     lines += [
         f"| {row['micro_batch']} x {row['sequence_length']:,} | {row['document']:,} | {row['policy']} | {row['backend']} |"
@@ -273,7 +368,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def planned_table(rows: Sequence[dict[str, Any]]) -> str:
     """Return steps beside their plans as Markdown, without those of reports that have no plans."""
-    lines = ["| tokens | documents | backend | recomputed, and other settings | s/step | planned | GPU memory | planned | model TFLOPS |"]
+    lines = [
+        "| tokens | documents | backend | recomputed, and other settings | s/step | planned | GPU memory | planned | model TFLOPS |"
+    ]
     lines.append("|---|---|---|---|---|---|---|---|---|")
     lines += [
         f"| {row['sequence_length']:,} | {row['document']:,} | {row['backend']} | {', '.join([row['policy'], *row['set']])} |"

@@ -68,25 +68,56 @@ LONGEST = 1.10
 def main() -> int:
     """Measure what is missing and print the table; return the exit code."""
     arguments = _arguments()
-    rows: list[dict[str, Any]] = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
+    rows: list[dict[str, Any]] = (
+        json.loads(arguments.out.read_text()) if arguments.out.exists() else []
+    )
     if not arguments.table:
-        for row in _measured(arguments, {row["setting"] for row in rows if row["layers"] == arguments.layers and "error" not in row}):
+        for row in _measured(
+            arguments,
+            {
+                row["setting"]
+                for row in rows
+                if row["layers"] == arguments.layers and "error" not in row
+            },
+        ):
             rows.append(row)
             arguments.out.write_text(json.dumps(rows, indent=1) + "\n")
-            print(json.dumps({key: row[key] for key in ("setting", "error", "figures", "planned_step_s") if key in row}), flush=True)
+            print(
+                json.dumps(
+                    {
+                        key: row[key]
+                        for key in ("setting", "error", "figures", "planned_step_s")
+                        if key in row
+                    }
+                ),
+                flush=True,
+            )
     here = {row["setting"]: row for row in rows if row["layers"] == arguments.layers}
     print(table(here))
     return int(any("error" in row for row in here.values()) or len(here) < len(SETTINGS))
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("bounds.json"), help="file to which rows are appended")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("bounds.json"), help="file to which rows are appended"
+    )
     parser.add_argument("--layers", type=int, default=36, help="layers of the 36 that are used")
     parser.add_argument("--data", default="builtin:tiny/rows.jsonl", help="rows to train on")
-    parser.add_argument("--only", nargs="+", choices=[setting.name for setting in SETTINGS], help="what to measure, in this order")
-    parser.add_argument("--budget-s", type=float, default=150.0, help="nothing is started that would end later")
-    parser.add_argument("--set", nargs="+", default=[], metavar="A.B=VALUE", help="more keys of the spec")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=[setting.name for setting in SETTINGS],
+        help="what to measure, in this order",
+    )
+    parser.add_argument(
+        "--budget-s", type=float, default=150.0, help="nothing is started that would end later"
+    )
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="A.B=VALUE", help="more keys of the spec"
+    )
     parser.add_argument("--tiny", action="store_true", help="scaled down, on the CPU")
     parser.add_argument("--table", action="store_true", help="print what is in the file and exit")
     return parser.parse_args()
@@ -95,7 +126,11 @@ def _arguments() -> argparse.Namespace:
 def _measured(arguments: argparse.Namespace, done: set[str]) -> Iterator[dict[str, Any]]:
     """Measure the settings that are not done, as far as the time suffices."""
     machine, end = inspect_machine(), time.monotonic() + arguments.budget_s
-    wanted = [setting for setting in SETTINGS if setting.name in (arguments.only or [each.name for each in SETTINGS])]
+    wanted = [
+        setting
+        for setting in SETTINGS
+        if setting.name in (arguments.only or [each.name for each in SETTINGS])
+    ]
     wanted = [setting for setting in wanted if setting.name not in done]
     if not wanted:
         return
@@ -109,7 +144,9 @@ def _measured(arguments: argparse.Namespace, done: set[str]) -> Iterator[dict[st
             "ratio": offload.ratio if offload.mode == "superoffload" else 0.0,
             "states": offload.states,
             "activation_checkpointing": plan.spec.model.activation_checkpointing,
-            "second_states_bytes": sum(term.bytes for term in plan.breakdown if term.kind == "second-states"),
+            "second_states_bytes": sum(
+                term.bytes for term in plan.breakdown if term.kind == "second-states"
+            ),
             "planned_step_s": plan.step_s,
             "planned": msgspec.to_builtins(plan.step),
             "gpus": [{"name": gpu.name, "uuid": gpu.uuid} for gpu in machine.gpus[:1]],
@@ -120,11 +157,18 @@ def _measured(arguments: argparse.Namespace, done: set[str]) -> Iterator[dict[st
         if not plan.fits:
             yield row | {"error": "; ".join(plan.reason_texts)}
         elif (answer := next(found, None)) is None:
-            print(f"no time left for {setting.name} and what follows: run it again with the same --out", file=sys.stderr)
+            print(
+                f"no time left for {setting.name} and what follows: run it again with the same --out",
+                file=sys.stderr,
+            )
             return
         else:
             told = answer.get("measured", {})
-            yield row | (_figures(told) if told else answer) | {"wall_s": round(time.monotonic() - begun, 1)}
+            yield (
+                row
+                | (_figures(told) if told else answer)
+                | {"wall_s": round(time.monotonic() - begun, 1)}
+            )
 
 
 def in_time(plans: Sequence[Plan], end: float) -> Iterator[RunSpec]:
@@ -137,12 +181,19 @@ def in_time(plans: Sequence[Plan], end: float) -> Iterator[RunSpec]:
 
 
 def _figures(told: dict[str, Any]) -> dict[str, Any]:
-    return {"figures": told["figures"] | {"adam_busy_s": told["adam_busy_s"]}, "each_step_s": told["each_step_s"]}
+    return {
+        "figures": told["figures"] | {"adam_busy_s": told["adam_busy_s"]},
+        "each_step_s": told["each_step_s"],
+    }
 
 
 def seconds_of(plan: Plan) -> float:
     """Return about how long a fork takes: model and engine, pages of the states, which are what takes the longest, and the steps."""
-    host = sum(term.bytes for term in plan.breakdown if term.location == "node" and term.confidence == "exact")
+    host = sum(
+        term.bytes
+        for term in plan.breakdown
+        if term.location == "node" and term.confidence == "exact"
+    )
     steps = plan.spec.benchmark.warmup_steps + plan.spec.benchmark.measured_steps
     return 8.0 + host / 2.6e9 + steps * (plan.step_s or 0.0)
 
@@ -157,7 +208,9 @@ def _plan(setting: Setting, arguments: argparse.Namespace, machine: Machine) -> 
 def recommended_ratio(spec: RunSpec, machine: Machine) -> float:
     """Return the offload ratio that the planner takes for a spec that is to offload, whether or not it would fit without."""
     target = target_of(spec, machine, probed=False)
-    tried = [Candidates(with_policy(spec, policy), target).offloaded for policy in policies(spec, target)]
+    tried = [
+        Candidates(with_policy(spec, policy), target).offloaded for policy in policies(spec, target)
+    ]
     fitting = [found for found in tried if found.verdict == "fits"]
     return at_fastest_ratio(spec, max(fitting or tried, key=rate)).spec.offload.ratio
 
@@ -213,10 +266,14 @@ def _limit(setting: Setting, found: dict[str, float], floor: dict[str, float]) -
     if setting.name == FLOOR:
         return "", ""
     if setting.speed is not None:
-        return f">= {setting.speed:.2f} x", "yes" if floor["step_s"] / found["step_s"] >= setting.speed else "no"
+        return f">= {setting.speed:.2f} x", "yes" if floor["step_s"] / found[
+            "step_s"
+        ] >= setting.speed else "no"
     bound = max(floor["step_s"], found["forward_s"] + found["adam_busy_s"])
     limit_s = LONGEST * bound
-    return f"<= {limit_s:.3f} s = {LONGEST:.2f} x max(no offload, forward + Adam)", "yes" if found["step_s"] <= limit_s else "no"
+    return f"<= {limit_s:.3f} s = {LONGEST:.2f} x max(no offload, forward + Adam)", "yes" if found[
+        "step_s"
+    ] <= limit_s else "no"
 
 
 if __name__ == "__main__":

@@ -62,7 +62,15 @@ os.pwrite = _slow
 """
 """States are the only thing that the trainer writes with this function."""
 _POLL_S = 0.05
-_TIMES = ("step_s", "forward_s", "backward_s", "exposed_optimizer_s", "data_s", "other_s", "adam_busy_s")
+_TIMES = (
+    "step_s",
+    "forward_s",
+    "backward_s",
+    "exposed_optimizer_s",
+    "data_s",
+    "other_s",
+    "adam_busy_s",
+)
 
 
 class Watched:
@@ -87,7 +95,9 @@ class Watched:
             update = self._reader.poll()
             if self.steps:
                 step = self.steps[-1].step + 1  # the one that is being computed
-                self.unwritten_bytes[step] = max(self.unwritten_bytes.get(step, 0), _unwritten_bytes())
+                self.unwritten_bytes[step] = max(
+                    self.unwritten_bytes.get(step, 0), _unwritten_bytes()
+                )
             for record in update.records:
                 match record:
                     case StepRecord():
@@ -97,7 +107,9 @@ class Watched:
                     case PhaseRecord():
                         self.writing = record.detail if record.phase == "training" else ""
             if update.state is not None and update.state.state in FINAL_STATES:
-                raise RuntimeError(f"the run ended: {update.state.reason}; its folder is {self.run.path}")
+                raise RuntimeError(
+                    f"the run ended: {update.state.reason}; its folder is {self.run.path}"
+                )
             if time.monotonic() > self._end:
                 raise RuntimeError(f"the time is over; the run's folder is {self.run.path}")
             time.sleep(_POLL_S)
@@ -109,7 +121,11 @@ class Watched:
         self.until(lambda: len(self.saved) > count)
         saved, last = self.saved[-1], self.steps[-1]
         times = f"{saved.seconds:.1f} s, paused {saved.paused_s or 0:.3f} s"
-        print(f"checkpoint of step {saved.step}: {times}; step {last.step}: {last.step_s:.2f} s", file=sys.stderr, flush=True)
+        print(
+            f"checkpoint of step {saved.step}: {times}; step {last.step}: {last.step_s:.2f} s",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def kill(self) -> None:
         """Kill every process of the run."""
@@ -130,20 +146,34 @@ def main() -> int:
     if arguments.bytes_per_s:
         (folder / "sitecustomize.py").write_text(SLOW_DISK)
         os.environ["SO_TUI_BENCHMARK_BYTES_PER_S"] = str(arguments.bytes_per_s)
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [str(folder), os.environ.get("PYTHONPATH")])
+        )
     watched: Watched | None = None
     try:
         launch = prepare(_spec(arguments), inspect_machine())
         watched = Watched(start(launch, runs_dir=folder / "runs"), arguments.limit_s)
         row = _measure(watched, launch.plan, arguments)
     except RuntimeError:
-        print(*(path.read_text(errors="replace")[-3000:] for path in folder.glob("runs/*/attempts/*/output.*.log")), sep="\n", flush=True)
+        print(
+            *(
+                path.read_text(errors="replace")[-3000:]
+                for path in folder.glob("runs/*/attempts/*/output.*.log")
+            ),
+            sep="\n",
+            flush=True,
+        )
         raise
     finally:
         if watched is not None:
             watched.kill()
         shutil.rmtree(folder, ignore_errors=True)
-    print(json.dumps({name: value for name, value in row.items() if name != "steps_with_checkpoints"}, indent=1))
+    print(
+        json.dumps(
+            {name: value for name, value in row.items() if name != "steps_with_checkpoints"},
+            indent=1,
+        )
+    )
     for step in row["steps_with_checkpoints"]:
         print(*(f"{name}={value}" for name, value in step.items() if value), file=sys.stderr)
     if arguments.out:
@@ -157,16 +187,34 @@ def _interrupt(number: int, _frame: object) -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=list(SHAPES), default="4b")
     parser.add_argument("--gpus", type=int, default=1, help="GPUs, or ranks on a machine without")
-    parser.add_argument("--folder", type=Path, help="where the run is, on a disk with room for two checkpoints")
+    parser.add_argument(
+        "--folder", type=Path, help="where the run is, on a disk with room for two checkpoints"
+    )
     parser.add_argument("--out", type=Path, help="file of the results")
-    parser.add_argument("--baseline", type=int, default=15, help="steps without checkpoints, after five more")
+    parser.add_argument(
+        "--baseline", type=int, default=15, help="steps without checkpoints, after five more"
+    )
     parser.add_argument("--checkpoints", type=int, default=3, help="how many are measured")
-    parser.add_argument("--interval", type=float, default=1.25, help="from one to the next, in multiples of one's writing time")
-    parser.add_argument("--bytes-per-s", type=float, default=0.0, help="write states no faster than this, on each rank")
-    parser.add_argument("--set", nargs="+", default=[], metavar="A.B=VALUE", help="more keys of the spec")
+    parser.add_argument(
+        "--interval",
+        type=float,
+        default=1.25,
+        help="from one to the next, in multiples of one's writing time",
+    )
+    parser.add_argument(
+        "--bytes-per-s",
+        type=float,
+        default=0.0,
+        help="write states no faster than this, on each rank",
+    )
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="A.B=VALUE", help="more keys of the spec"
+    )
     parser.add_argument("--limit-s", type=float, default=1800.0)
     return parser.parse_args()
 
@@ -187,8 +235,12 @@ def _spec(arguments: argparse.Namespace) -> RunSpec:
         values |= {"data.sequence_length": "128", "train.micro_batch": "1"}
     spec = find_preset("qwen3-4b-random").spec
     if SHAPES[arguments.shape]:
-        model = msgspec.structs.replace(spec.model, config=spec.model.config | SHAPES[arguments.shape], parameters=())
-        spec = msgspec.structs.replace(spec, model=msgspec.structs.replace(model, parameters=parameter_table(model)))
+        model = msgspec.structs.replace(
+            spec.model, config=spec.model.config | SHAPES[arguments.shape], parameters=()
+        )
+        spec = msgspec.structs.replace(
+            spec, model=msgspec.structs.replace(model, parameters=parameter_table(model))
+        )
     return with_values(spec, values | dict(setting.split("=", 1) for setting in arguments.set))
 
 
@@ -200,9 +252,13 @@ def _measure(watched: Watched, plan: Plan, arguments: argparse.Namespace) -> dic
     first, begin = len(watched.steps), time.monotonic()
     for number in range(arguments.checkpoints):
         # If it took longer than the interval, the next one is due at once.
-        watched.until(lambda due=begin + number * arguments.interval * writing_s: time.monotonic() >= due)  # type: ignore[misc]
+        watched.until(
+            lambda due=begin + number * arguments.interval * writing_s: time.monotonic() >= due
+        )  # type: ignore[misc]
         watched.save()
-    watched.until(lambda: time.monotonic() >= begin + arguments.checkpoints * arguments.interval * writing_s)
+    watched.until(
+        lambda: time.monotonic() >= begin + arguments.checkpoints * arguments.interval * writing_s
+    )
     last = len(watched.steps)
     control.request(watched.run, "checkpoint")
     watched.until(lambda: watched.writing.startswith("writing"))
@@ -215,7 +271,9 @@ def _measure(watched: Watched, plan: Plan, arguments: argparse.Namespace) -> dic
         "spec": arguments.set,
         "bytes_per_s": arguments.bytes_per_s,
         "copies_bytes": sum(term.bytes for term in plan.breakdown if term.kind == "copies"),
-        "second_states_bytes": sum(term.bytes for term in plan.breakdown if term.kind == "second-states"),
+        "second_states_bytes": sum(
+            term.bytes for term in plan.breakdown if term.kind == "second-states"
+        ),
         "checkpoint_bytes": watched.saved[0].bytes,
         "writing_s": [round(saved.seconds, 2) for saved in watched.saved],
         "paused_s": [round(saved.paused_s or 0.0, 3) for saved in watched.saved],
@@ -250,7 +308,9 @@ def _steps(watched: Watched, first: int, last: int) -> list[dict[str, Any]]:
     ]
 
 
-def work_during(before: StepRecord, step: StepRecord, saved: list[CheckpointRecord], begun: dict[int, float]) -> str:
+def work_during(
+    before: StepRecord, step: StepRecord, saved: list[CheckpointRecord], begun: dict[int, float]
+) -> str:
     """Return what was done for a checkpoint between two steps' records: what took longest.
 
     Args:
@@ -280,14 +340,20 @@ def _by_work(steps: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     for work in ("", "copy", "write", "complete"):
         times = [step["wall_s"] for step in steps if step["work"] == work]
         if times:
-            found[work or "nothing"] = {"steps": len(times), "mean_s": round(statistics.mean(times), 4), "longest_s": max(times)}
+            found[work or "nothing"] = {
+                "steps": len(times),
+                "mean_s": round(statistics.mean(times), 4),
+                "longest_s": max(times),
+            }
     return found
 
 
 def _unwritten_bytes() -> int:
     """Return the host's memory that is to be written to a disk, or is on its way."""
     lines = Path("/proc/meminfo").read_text().splitlines()
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("Dirty:", "Writeback:")))
+    return sum(
+        int(line.split()[1]) << 10 for line in lines if line.startswith(("Dirty:", "Writeback:"))
+    )
 
 
 def _step_times(steps: list[StepRecord]) -> list[float]:
@@ -301,7 +367,10 @@ def _left(run: RunDirectory) -> dict[str, int | None]:
     from so_tui_trainer import checkpoint_folder
 
     found = checkpoint_folder.newest(checkpoints_folder(run, read_spec(run)), run_id(run))
-    return {"left_by_the_kill": found.manifest.step if found else None, "damaged": len(found.damaged) if found else 0}
+    return {
+        "left_by_the_kill": found.manifest.step if found else None,
+        "damaged": len(found.damaged) if found else 0,
+    }
 
 
 if __name__ == "__main__":

@@ -41,12 +41,17 @@ _SHORTEST_S = 45.0
 def main() -> int:
     """Measure the parts and print the table; return the exit code."""
     arguments = _arguments()
-    rows: list[dict[str, Any]] = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
+    rows: list[dict[str, Any]] = (
+        json.loads(arguments.out.read_text()) if arguments.out.exists() else []
+    )
     if arguments.table:
         print(figures.table(rows, arguments.shape))
         return 0
     if arguments.rows is None:
-        print("compare.py: no rows given: name a JSON or JSONL file with instruction data", file=sys.stderr)
+        print(
+            "compare.py: no rows given: name a JSON or JSONL file with instruction data",
+            file=sys.stderr,
+        )
         return 2
     deadline = time.monotonic() + arguments.budget_s
     arguments.work.mkdir(parents=True, exist_ok=True)
@@ -64,8 +69,19 @@ def main() -> int:
         rows.append(row)
         failed += [part.name] if "error" in row else []
         _write(arguments.out, rows)
-        shown = ("error", "useful_tokens_per_s", "step_s", "padding", "started_s", "wall_s", "micro_batch", "model_tflops_per_gpu")
-        print(f"{part.name}: {json.dumps({key: row[key] for key in shown if key in row})}", flush=True)
+        shown = (
+            "error",
+            "useful_tokens_per_s",
+            "step_s",
+            "padding",
+            "started_s",
+            "wall_s",
+            "micro_batch",
+            "model_tflops_per_gpu",
+        )
+        print(
+            f"{part.name}: {json.dumps({key: row[key] for key in shown if key in row})}", flush=True
+        )
     print(figures.table(rows, arguments.shape))
     if left:
         print(f"\nno time left for {', '.join(left)}: run it again with the same --out to continue")
@@ -73,27 +89,62 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", type=Path, nargs="?", help="instruction data, JSON or JSONL, in Alpaca's layout")
-    parser.add_argument("--original", type=Path, help="the original finetune_zero3.py, its shell scripts beside it")
-    parser.add_argument("--out", type=Path, default=Path("compare.json"), help="file to which rows are appended")
-    parser.add_argument("--only", nargs="+", choices=list(BY_NAME), help=f"what to measure, in this order (default: {' '.join(DEFAULT)})")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "rows", type=Path, nargs="?", help="instruction data, JSON or JSONL, in Alpaca's layout"
+    )
+    parser.add_argument(
+        "--original", type=Path, help="the original finetune_zero3.py, its shell scripts beside it"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("compare.json"), help="file to which rows are appended"
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=list(BY_NAME),
+        help=f"what to measure, in this order (default: {' '.join(DEFAULT)})",
+    )
     parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-4b")
     parser.add_argument(
-        "--work", type=Path, default=Path(tempfile.gettempdir()) / "so-tui-compare", help="folder for data, model, runs, logs"
+        "--work",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "so-tui-compare",
+        help="folder for data, model, runs, logs",
     )
-    parser.add_argument("--budget-s", type=float, default=480, help="no part runs longer than this, counted from the start (default 480)")
     parser.add_argument(
-        "--set", metavar="A.B=VALUE", action="append", default=[], help="change a key of so-tui's own runs, as `so-tui run` does"
+        "--budget-s",
+        type=float,
+        default=480,
+        help="no part runs longer than this, counted from the start (default 480)",
     )
-    parser.add_argument("--again", action="store_true", help="measure again what is already in the file")
-    parser.add_argument("--table", action="store_true", help="print the results in the file and exit")
+    parser.add_argument(
+        "--set",
+        metavar="A.B=VALUE",
+        action="append",
+        default=[],
+        help="change a key of so-tui's own runs, as `so-tui run` does",
+    )
+    parser.add_argument(
+        "--again", action="store_true", help="measure again what is already in the file"
+    )
+    parser.add_argument(
+        "--table", action="store_true", help="print the results in the file and exit"
+    )
     return parser.parse_args()
 
 
 def _row(part: Part, laid: Ground, arguments: argparse.Namespace, limit_s: float) -> dict[str, Any]:
     begin = time.monotonic()
-    known = {"part": part.name, "shape": arguments.shape, "warmup": part.warmup, "begun": time.time(), "machine": _machine()}
+    known = {
+        "part": part.name,
+        "shape": arguments.shape,
+        "warmup": part.warmup,
+        "begun": time.time(),
+        "machine": _machine(),
+    }
     known |= {"data": laid.facts, "versions": _versions()}
     row = _measured(part, SHAPES[arguments.shape], laid, arguments, limit_s)
     row |= {"wall_s": round(time.monotonic() - begin, 1)}
@@ -105,21 +156,34 @@ def _row(part: Part, laid: Ground, arguments: argparse.Namespace, limit_s: float
     return whole
 
 
-def _measured(part: Part, shape: Shape, laid: Ground, arguments: argparse.Namespace, limit_s: float) -> dict[str, Any]:
+def _measured(
+    part: Part, shape: Shape, laid: Ground, arguments: argparse.Namespace, limit_s: float
+) -> dict[str, Any]:
     """Return the row of a part, or its error."""
     work, environment = arguments.work, _environment(shape)
     if part.trainer == "so-tui":
         changes = dict(change.split("=", 1) for change in arguments.set)
-        return ours.measure(part, shape, laid, ours.Job(work / "runs", environment, limit_s, changes))
+        return ours.measure(
+            part, shape, laid, ours.Job(work / "runs", environment, limit_s, changes)
+        )
     if part.trainer == "trl" and find_spec("trl") is None:
         return {"error": "TRL is not installed"}
     if part.trainer != "trl" and arguments.original is None:
         return {"error": "--original was not given"}
     script = "" if arguments.original is None else str(arguments.original.resolve())
-    job = {"part": part.name, "shape": arguments.shape, "ground": laid.as_json(), "script": script, "steps": part.steps}
+    job = {
+        "part": part.name,
+        "shape": arguments.shape,
+        "ground": laid.as_json(),
+        "script": script,
+        "steps": part.steps,
+    }
     child = partial(_child, job=job, environment=environment, logs=work / "logs")
     if part.trainer != "original":
-        return processes.row_of(child("packed" if part.trainer == "original-packed" else "trl_sft", limit_s=limit_s), limit_s)
+        return processes.row_of(
+            child("packed" if part.trainer == "original-packed" else "trl_sft", limit_s=limit_s),
+            limit_s,
+        )
     begin = time.monotonic()
     prepared = processes.row_of(child("original_ground", limit_s=limit_s), limit_s)
     if "error" in prepared:
@@ -127,11 +191,20 @@ def _measured(part: Part, shape: Shape, laid: Ground, arguments: argparse.Namesp
     left_s = limit_s - (time.monotonic() - begin)
     ended = original.measure(part, shape, laid, arguments.original, work, environment, left_s)
     _log(work / "logs", part.name, ended)
-    return original.row(ended, part, shape, prepared["tokens"], left_s) | {"model_folder_s": round(limit_s - left_s, 1)}
+    return original.row(ended, part, shape, prepared["tokens"], left_s) | {
+        "model_folder_s": round(limit_s - left_s, 1)
+    }
 
 
-def _child(module: str, *, job: dict[str, Any], environment: dict[str, str], logs: Path, limit_s: float) -> Ended:
-    own = environment | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+def _child(
+    module: str, *, job: dict[str, Any], environment: dict[str, str], logs: Path, limit_s: float
+) -> Ended:
+    own = environment | {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+    }
     own["MASTER_PORT"] = str(processes.free_port())
     command = [sys.executable, "-m", f"benchmarks.comparison.{module}", json.dumps(job)]
     ended = processes.run(command, own, limit_s, processes.says_row)
@@ -150,7 +223,9 @@ def _environment(shape: Shape) -> dict[str, str]:
     for variable in ("OMP_NUM_THREADS", "KMP_AFFINITY", "WORLD_SIZE", "RANK", "LOCAL_RANK"):
         environment.pop(variable, None)
     if given := environment.get("TORCH_CUDA_ARCH_LIST"):
-        environment["TORCH_CUDA_ARCH_LIST"] = valid_arch_list(given)  # DeepSpeed cannot parse every value that images set.
+        environment["TORCH_CUDA_ARCH_LIST"] = valid_arch_list(
+            given
+        )  # DeepSpeed cannot parse every value that images set.
     if not shape.cuda:
         environment["DS_ACCELERATOR"] = "cpu"
     return environment

@@ -25,6 +25,10 @@ class DeviceMemory:
     def _watch(self) -> None:
         query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
         while shutil.which("nvidia-smi") and not self._end.wait(1):
-            with suppress(OSError, subprocess.SubprocessError, ValueError):  # It may be busy; the next answer will do.
-                text = subprocess.run(query, capture_output=True, text=True, check=True, timeout=10).stdout
+            with suppress(
+                OSError, subprocess.SubprocessError, ValueError
+            ):  # It may be busy; the next answer will do.
+                text = subprocess.run(
+                    query, capture_output=True, text=True, check=True, timeout=10
+                ).stdout
                 self.peak_bytes = max(self.peak_bytes, *(int(line) << 20 for line in text.split()))

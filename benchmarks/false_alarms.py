@@ -58,11 +58,21 @@ class Alarm:
 def main() -> int:
     """Train, unless a run is given, and print its alarms."""
     given = _parser().parse_args()
-    run = RunDirectory(given.run.resolve()) if given.run else trained(60 * given.minutes, given.folder)
+    run = (
+        RunDirectory(given.run.resolve())
+        if given.run
+        else trained(60 * given.minutes, given.folder)
+    )
     state = read_state(run)
     launch = read_launch(run, state.attempt, state.host)
-    records = [record for line in lines(run.metrics_dir) if (record := decode_metric(line)) is not None]
-    samples = [sample for line in lines(run.samples_dir(state.host), "raw-") if (sample := decode_sample(line)) is not None]
+    records = [
+        record for line in lines(run.metrics_dir) if (record := decode_metric(line)) is not None
+    ]
+    samples = [
+        sample
+        for line in lines(run.samples_dir(state.host), "raw-")
+        if (sample := decode_sample(line)) is not None
+    ]
     steps = [record for record in records if isinstance(record, StepRecord)]
     if len(steps) <= FIRST_STEPS:
         sys.exit(f"{run.name} {state.state} after {len(steps)} steps: {state.reason}")
@@ -70,8 +80,16 @@ def main() -> int:
     found = sorted(
         [
             *slow_moments(plan, launch.machine, state.attempt, records, samples),
-            *(Alarm(record.time, f"{record.code}: {record.message}") for record in records if isinstance(record, WarningRecord)),
-            *(Alarm(one.time, alert_text(one, run.name, state)) for one in state.alerts if one.kind not in EXPECTED_ALERTS),
+            *(
+                Alarm(record.time, f"{record.code}: {record.message}")
+                for record in records
+                if isinstance(record, WarningRecord)
+            ),
+            *(
+                Alarm(one.time, alert_text(one, run.name, state))
+                for one in state.alerts
+                if one.kind not in EXPECTED_ALERTS
+            ),
         ],
         key=lambda alarm: alarm.time,
     )
@@ -95,8 +113,15 @@ def lines(folder: Path, stem: str = "") -> Iterator[bytes]:
 
 def trained(seconds: float, folder: Path) -> RunDirectory:
     """Train for so many seconds after the first step, stop, and return the run."""
-    changes = {"gpus": "1", "train.steps": "100000000", "checkpoint.at_end": "false", "checkpoint.every_minutes": "0"}
-    run = start(prepare(with_values(find_preset("tiny").spec, changes), inspect_machine()), runs_dir=folder)
+    changes = {
+        "gpus": "1",
+        "train.steps": "100000000",
+        "checkpoint.at_end": "false",
+        "checkpoint.every_minutes": "0",
+    }
+    run = start(
+        prepare(with_values(find_preset("tiny").spec, changes), inspect_machine()), runs_dir=folder
+    )
     print(f"training in {run.path}", flush=True)
     until = float("inf")
     try:
@@ -120,28 +145,54 @@ def with_step_time(plan: Plan, steps: Sequence[StepRecord]) -> Plan:
         return float(median(getattr(step, name) for step in usual))
 
     rest_s = max(0.0, of("step_s") - of("forward_s") - of("backward_s") - of("data_s"))
-    step = StepTime(forward_s=of("forward_s"), backward_s=of("backward_s"), exposed_optimizer_s=rest_s, data_s=of("data_s"))
+    step = StepTime(
+        forward_s=of("forward_s"),
+        backward_s=of("backward_s"),
+        exposed_optimizer_s=rest_s,
+        data_s=of("data_s"),
+    )
     return replace(plan, step=step)
 
 
-def slow_moments(plan: Plan, machine: Machine, attempt: int, records: Sequence[MetricRecord], samples: Sequence[Sample]) -> Iterator[Alarm]:
+def slow_moments(
+    plan: Plan,
+    machine: Machine,
+    attempt: int,
+    records: Sequence[MetricRecord],
+    samples: Sequence[Sample],
+) -> Iterator[Alarm]:
     """Yield when a run became slower than planned, and when the most likely cause changed, as its supervisor sees it."""
     watch, told, rest = SlowWatch(plan, machine, attempt), "", list(records)
     for sample in samples:
-        known = next((index for index, record in enumerate(rest) if record.time > sample.time), len(rest))
+        known = next(
+            (index for index, record in enumerate(rest) if record.time > sample.time), len(rest)
+        )
         watch.take(rest[:known])
         del rest[:known]
         watch.sample(sample)
-        cause = "" if watch.found is None else next((cause.code for cause in watch.found.causes), "unexplained")
+        cause = (
+            ""
+            if watch.found is None
+            else next((cause.code for cause in watch.found.causes), "unexplained")
+        )
         if watch.found is not None and cause != told:
             yield Alarm(sample.time, slowdown_text(watch.found))
         told = cause
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=60.0, help="how long to train (default 60)")
-    parser.add_argument("--folder", type=Path, default=Path("build/false-alarms"), help="where to train (default build/false-alarms)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=60.0, help="how long to train (default 60)"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("build/false-alarms"),
+        help="where to train (default build/false-alarms)",
+    )
     parser.add_argument("--run", type=Path, help="look at this run instead of training")
     return parser
 

@@ -17,10 +17,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 DOCUMENTATION = Path("/usr/share/doc")
-_PLAIN = re.compile(r"(README|NEWS|FAQ|TODO|HACKING|INSTALL)[^/]*|.*\.(txt|md|pod|rst|dict|[1-8])", re.IGNORECASE)
+_PLAIN = re.compile(
+    r"(README|NEWS|FAQ|TODO|HACKING|INSTALL)[^/]*|.*\.(txt|md|pod|rst|dict|[1-8])", re.IGNORECASE
+)
 _HTML = re.compile(r".*\.html?", re.IGNORECASE)
 _COMPRESSED = (".gz", ".dz")
-_BLOCKS = frozenset({"p", "li", "dd", "dt", "td", "div", "section", "h1", "h2", "h3", "h4", "pre", "blockquote"})
+_BLOCKS = frozenset(
+    {"p", "li", "dd", "dt", "td", "div", "section", "h1", "h2", "h3", "h4", "pre", "blockquote"}
+)
 _COMMON_WORDS = re.compile(r"\b(the|a|of|to|is|in|and|that|for|with)\b")
 _LARGEST_FILE_BYTES = 100_000_000
 
@@ -50,10 +54,19 @@ def paragraphs(folder: Path, unreadable: Callable[[Path, Exception], None]) -> I
     for path in sorted(folder.rglob("*")):
         name = path.name.removesuffix(path.suffix) if path.suffix in _COMPRESSED else path.name
         page = _HTML.fullmatch(name)
-        if not (page or _PLAIN.fullmatch(name)) or path.is_symlink() or not path.is_file() or path.stat().st_size > _LARGEST_FILE_BYTES:
+        if (
+            not (page or _PLAIN.fullmatch(name))
+            or path.is_symlink()
+            or not path.is_file()
+            or path.stat().st_size > _LARGEST_FILE_BYTES
+        ):
             continue
         try:
-            content = gzip.decompress(path.read_bytes()) if path.suffix in _COMPRESSED else path.read_bytes()
+            content = (
+                gzip.decompress(path.read_bytes())
+                if path.suffix in _COMPRESSED
+                else path.read_bytes()
+            )
         except (OSError, EOFError, zlib.error) as error:
             unreadable(path, error)
             continue
@@ -73,7 +86,9 @@ def _is_prose(text: str) -> bool:
     if not 150 <= len(text) <= 4000 or not text.isascii():
         return False
     letters = sum(character.isalpha() or character == " " for character in text)
-    return letters > 0.88 * len(text) and len(_COMMON_WORDS.findall(text)) > 0.12 * len(text.split())
+    return letters > 0.88 * len(text) and len(_COMMON_WORDS.findall(text)) > 0.12 * len(
+        text.split()
+    )
 
 
 def write_text(path: Path, folder: Path, most_bytes: float) -> int:
@@ -100,12 +115,16 @@ def write_text(path: Path, folder: Path, most_bytes: float) -> int:
 
 def main() -> None:
     """Write the rows and say how much text they are."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("rows", type=Path)
     parser.add_argument("--folder", type=Path, default=DOCUMENTATION)
     parser.add_argument("--megabytes", type=float, default=24)
     given = parser.parse_args()
-    print(f"{write_text(given.rows, given.folder, 1e6 * given.megabytes) / 1e6:.1f} MB of text in {given.rows}")
+    print(
+        f"{write_text(given.rows, given.folder, 1e6 * given.megabytes) / 1e6:.1f} MB of text in {given.rows}"
+    )
 
 
 if __name__ == "__main__":

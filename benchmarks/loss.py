@@ -30,8 +30,12 @@ def main() -> None:
     model_loss.LOSS_KEPT_LOGITS, model_loss.LOSS_BLOCK_LOGITS = given.kept, given.block
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
-    hidden = torch.randn(1, given.tokens, given.hidden, dtype=torch.bfloat16, device=device).requires_grad_()
-    weight = nn.Parameter(0.02 * torch.randn(given.vocabulary, given.hidden, dtype=torch.bfloat16, device=device))
+    hidden = torch.randn(
+        1, given.tokens, given.hidden, dtype=torch.bfloat16, device=device
+    ).requires_grad_()
+    weight = nn.Parameter(
+        0.02 * torch.randn(given.vocabulary, given.hidden, dtype=torch.bfloat16, device=device)
+    )
     predictors = torch.arange(given.tokens, device=device)
     targets = torch.randint(given.vocabulary, (given.tokens,), device=device)
     head = HeadLoss(weight)
@@ -54,8 +58,12 @@ def main() -> None:
                 **vars(given),
                 "seconds": median,
                 "tflops": flops / median / 1e12,
-                "peak_beyond_bytes": _peak_beyond(head, hidden, predictors, targets) if device.type == "cuda" else None,
-                "planned_bytes": model_loss.loss_bytes(given.tokens, given.vocabulary, given.hidden),
+                "peak_beyond_bytes": _peak_beyond(head, hidden, predictors, targets)
+                if device.type == "cuda"
+                else None,
+                "planned_bytes": model_loss.loss_bytes(
+                    given.tokens, given.vocabulary, given.hidden
+                ),
                 "recomputed_share": twice / (given.tokens * given.vocabulary),
                 "weight_gradient_error": _error(weight, hidden, targets),
             }
@@ -63,7 +71,9 @@ def main() -> None:
     )
 
 
-def _peak_beyond(head: HeadLoss, hidden: torch.Tensor, predictors: torch.Tensor, targets: torch.Tensor) -> int:
+def _peak_beyond(
+    head: HeadLoss, hidden: torch.Tensor, predictors: torch.Tensor, targets: torch.Tensor
+) -> int:
     """Return the peak bytes besides the inputs and the weight's gradient."""
     hidden.grad = head.weight.grad = None
     before = torch.cuda.memory_allocated()
@@ -93,12 +103,21 @@ def _wait(device: torch.device) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Time and peak memory of the trainer's cross-entropy.")
+    parser = argparse.ArgumentParser(
+        description="Time and peak memory of the trainer's cross-entropy."
+    )
     parser.add_argument("--tokens", type=int, default=16_384)
     parser.add_argument("--vocabulary", type=int, default=151_936)
     parser.add_argument("--hidden", type=int, default=2560)
-    parser.add_argument("--kept", type=int, default=model_loss.LOSS_KEPT_LOGITS, help="logits that are saved between the passes")
-    parser.add_argument("--block", type=int, default=model_loss.LOSS_BLOCK_LOGITS, help="logits of one block")
+    parser.add_argument(
+        "--kept",
+        type=int,
+        default=model_loss.LOSS_KEPT_LOGITS,
+        help="logits that are saved between the passes",
+    )
+    parser.add_argument(
+        "--block", type=int, default=model_loss.LOSS_BLOCK_LOGITS, help="logits of one block"
+    )
     parser.add_argument("--repeats", type=int, default=7)
     return parser
 

@@ -37,7 +37,9 @@ def main() -> int:
     if arguments.rank is not None:
         measure(arguments)
         return 0
-    rows: list[dict[str, Any]] = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
+    rows: list[dict[str, Any]] = (
+        json.loads(arguments.out.read_text()) if arguments.out.exists() else []
+    )
     if arguments.table:
         print(_table(rows))
         return 0
@@ -57,28 +59,73 @@ def main() -> int:
         failed += "error" in row
         rows.append(row)
         _write(arguments.out, rows)
-        print(json.dumps({key: value for key, value in row.items() if key not in ("steps", "losses", "steps_of_others")}), flush=True)
+        print(
+            json.dumps(
+                {
+                    key: value
+                    for key, value in row.items()
+                    if key not in ("steps", "losses", "steps_of_others")
+                }
+            ),
+            flush=True,
+        )
     print(_table(rows))
     return min(failed, 1)
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("offload.json"), help="file to which rows are appended")
-    parser.add_argument("--only", nargs="+", choices=[configuration.name for configuration in CONFIGURATIONS], help="what to measure")
-    parser.add_argument("--ranks", type=int, default=1, help="GPUs, or processes on a machine without a GPU")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("offload.json"), help="file to which rows are appended"
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=[configuration.name for configuration in CONFIGURATIONS],
+        help="what to measure",
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="GPUs, or processes on a machine without a GPU"
+    )
     parser.add_argument("--micro-batch", type=int, default=4, help="sequences of one micro-batch")
     parser.add_argument("--length", type=int, default=4096, help="tokens per sequence")
     parser.add_argument("--shape", choices=["qwen3-4b", "tiny"], default="qwen3-4b")
-    parser.add_argument("--limit-s", type=float, default=240, help="longest time for one configuration")
-    parser.add_argument("--sub-group-size", type=int, default=100_000_000)
-    parser.add_argument("--warmup", type=int, metavar="STEPS", help="steps before those, instead of each configuration's number")
-    parser.add_argument("--measured", type=int, default=0, metavar="STEPS", help="steps to measure, instead of each configuration's number")
-    parser.add_argument("--again", action="store_true", help="measure configurations again that are already in the file")
-    parser.add_argument("--table", action="store_true", help="print the rows in the file as a table")
-    parser.add_argument("--steps", action="store_true", help="print every step in the file, of the slowest rank")
     parser.add_argument(
-        "--kernel", type=int, default=0, metavar="PARAMETERS", help="measure only the Adam kernels, on this machine's cores"
+        "--limit-s", type=float, default=240, help="longest time for one configuration"
+    )
+    parser.add_argument("--sub-group-size", type=int, default=100_000_000)
+    parser.add_argument(
+        "--warmup",
+        type=int,
+        metavar="STEPS",
+        help="steps before those, instead of each configuration's number",
+    )
+    parser.add_argument(
+        "--measured",
+        type=int,
+        default=0,
+        metavar="STEPS",
+        help="steps to measure, instead of each configuration's number",
+    )
+    parser.add_argument(
+        "--again",
+        action="store_true",
+        help="measure configurations again that are already in the file",
+    )
+    parser.add_argument(
+        "--table", action="store_true", help="print the rows in the file as a table"
+    )
+    parser.add_argument(
+        "--steps", action="store_true", help="print every step in the file, of the slowest rank"
+    )
+    parser.add_argument(
+        "--kernel",
+        type=int,
+        default=0,
+        metavar="PARAMETERS",
+        help="measure only the Adam kernels, on this machine's cores",
     )
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--name", help=argparse.SUPPRESS)
@@ -117,7 +164,9 @@ def _run(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     begin = time.monotonic()
     with ExitStack() as files:
         # Files instead of pipes, because DeepSpeed's own worker can outlive its rank and would keep a pipe open.
-        outputs = [files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(arguments.ranks)]
+        outputs = [
+            files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(arguments.ranks)
+        ]
         ranks = [
             subprocess.Popen(
                 [sys.executable, __file__, *sys.argv[1:], "--name", name, "--rank", str(rank)],
@@ -138,17 +187,32 @@ def _run(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         for output in outputs:
             output.seek(0)
         texts = [output.read() for output in outputs]
-    rows = [json.loads(line.removeprefix(MARK)) for text in texts for line in text.splitlines() if line.startswith(MARK)]
+    rows = [
+        json.loads(line.removeprefix(MARK))
+        for text in texts
+        for line in text.splitlines()
+        if line.startswith(MARK)
+    ]
     identity = {"name": name, **_size(arguments), "wall_s": round(time.monotonic() - begin, 1)}
     if len(rows) < arguments.ranks:
-        timeout = [f"took longer than {arguments.limit_s:.0f} s"] if time.monotonic() - begin >= arguments.limit_s else []
+        timeout = (
+            [f"took longer than {arguments.limit_s:.0f} s"]
+            if time.monotonic() - begin >= arguments.limit_s
+            else []
+        )
         tail = "\n".join([*timeout, *(text[-3000:] for text in texts)])
         print(tail, flush=True)
         return identity | {"error": tail[-1500:]}
     slowest: dict[str, Any] = max(rows, key=lambda row: float(row["step_s"]))
     others = [row["steps"] for row in rows if row is not slowest]
     return (
-        identity | slowest | {"gpus": [row["gpu"] for row in rows], "sub_group_size": arguments.sub_group_size, "steps_of_others": others}
+        identity
+        | slowest
+        | {
+            "gpus": [row["gpu"] for row in rows],
+            "sub_group_size": arguments.sub_group_size,
+            "steps_of_others": others,
+        }
     )
 
 
@@ -160,7 +224,11 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
 
 def _table(rows: list[dict[str, Any]]) -> str:
     """Format the last row of each configuration as a Markdown table."""
-    floors = {(row["ranks"], row["accumulation"]): row["step_s"] for row in rows if row.get("mode") == "gpu" and "error" not in row}
+    floors = {
+        (row["ranks"], row["accumulation"]): row["step_s"]
+        for row in rows
+        if row.get("mode") == "gpu" and "error" not in row
+    }
     lines = [
         "| configuration | GPUs | s/step | x floor | tokens/s per GPU | forward | backward | optimizer | exposed wait | Adam busy |"
         " to host | to GPU | GPU memory | first and last loss |",
@@ -191,8 +259,14 @@ def _steps_table(rows: list[dict[str, Any]]) -> str:
             continue
         lines.append(f"{row['name']}, {row['ranks']} ranks")
         for number, step in enumerate(row["steps"]):
-            shown = " ".join(f"{name}={value:.3g}" for name, value in step.items() if value and name != "gradient_norm")
-            lines.append(f"  {number + 1:3}{'*' if number >= row.get('warmup', 0) else ' '} {shown}")
+            shown = " ".join(
+                f"{name}={value:.3g}"
+                for name, value in step.items()
+                if value and name != "gradient_norm"
+            )
+            lines.append(
+                f"  {number + 1:3}{'*' if number >= row.get('warmup', 0) else ' '} {shown}"
+            )
     return "\n".join(lines)
 
 

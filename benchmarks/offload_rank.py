@@ -65,16 +65,25 @@ SETTLING = 10
 
 def measure(arguments: argparse.Namespace) -> None:
     """Measure one configuration as one of its ranks, print its row after ``MARK``, and end the process."""
-    configuration = next(configuration for configuration in CONFIGURATIONS if configuration.name == arguments.name)
-    configuration = replace(configuration, warmup=_warmup(configuration, arguments), measured=arguments.measured or configuration.measured)
+    configuration = next(
+        configuration for configuration in CONFIGURATIONS if configuration.name == arguments.name
+    )
+    configuration = replace(
+        configuration,
+        warmup=_warmup(configuration, arguments),
+        measured=arguments.measured or configuration.measured,
+    )
     from so_tui.machine import inspect_machine
     from so_tui.plan.binding import bind_ranks
     from so_tui_trainer import binding
 
     ours = configuration.mode == "superoffload" and configuration.engine == "so-tui"
-    mine = bind_ranks(inspect_machine(), arguments.ranks, mode="superoffload" if ours else configuration.mode, cpu_adam_cores_fraction=0.9)[
-        arguments.rank
-    ]
+    mine = bind_ranks(
+        inspect_machine(),
+        arguments.ranks,
+        mode="superoffload" if ours else configuration.mode,
+        cpu_adam_cores_fraction=0.9,
+    )[arguments.rank]
     binding.bind(mine)  # before torch makes its threads
 
     import torch
@@ -88,13 +97,18 @@ def measure(arguments: argparse.Namespace) -> None:
     device = torch.device("cuda", arguments.rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    superoffload.join_process_group(dist_backend="nccl" if cuda else "gloo", auto_mpi_discovery=False, verbose=False)
+    superoffload.join_process_group(
+        dist_backend="nccl" if cuda else "gloo", auto_mpi_discovery=False, verbose=False
+    )
     spec = _spec(configuration, arguments)
     begun = time.monotonic()
     model = _model(spec, device, arguments.shape)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     config = _ds_config(configuration, arguments)
-    settings = replace(engine_settings(spec, mine), speculation_bytes=sys.maxsize if configuration.speculates else 0)
+    settings = replace(
+        engine_settings(spec, mine),
+        speculation_bytes=sys.maxsize if configuration.speculates else 0,
+    )
     engine, *_ = superoffload.initialize(model, _parameter_groups(model), settings, config)
     if (optimizer := super_offload(engine)) and optimizer.worker_pid:
         binding.apply_main_cores(mine)
@@ -102,11 +116,16 @@ def measure(arguments: argparse.Namespace) -> None:
     started_s = time.monotonic() - begun
     print(f"{configuration.name}: ready after {started_s:.1f} s", flush=True)
     freeze()  # as the trainer does
-    counters = StepCounters(optimizer.worker_pid if optimizer else None, torch.cuda.memory_stats if cuda else None)
+    counters = StepCounters(
+        optimizer.worker_pid if optimizer else None, torch.cuda.memory_stats if cuda else None
+    )
     steps, losses = _steps(engine, configuration, arguments, device, counters)
     superoffload.close(engine)
     row = {
-        **{key: getattr(configuration, key) for key in ("mode", "engine", "ratio", "clipping", "accumulation", "warmup")},
+        **{
+            key: getattr(configuration, key)
+            for key in ("mode", "engine", "ratio", "clipping", "accumulation", "warmup")
+        },
         **_typical(steps[configuration.warmup :], configuration, arguments),
         "parameters": parameters,
         "gpu_peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0,
@@ -132,7 +151,9 @@ def _warmup(configuration: Configuration, arguments: argparse.Namespace) -> int:
     return max(configuration.warmup, settling)
 
 
-def _typical(measured: list[dict[str, float]], configuration: Configuration, arguments: argparse.Namespace) -> dict[str, float]:
+def _typical(
+    measured: list[dict[str, float]], configuration: Configuration, arguments: argparse.Namespace
+) -> dict[str, float]:
     """Return the medians of the measured steps, their means where some are unlike the others, and the rate of tokens."""
     average = statistics.fmean if configuration.exceeds_every else statistics.median
     row = {key: average(step[key] for step in measured) for key in measured[0]}
@@ -149,11 +170,15 @@ def _spec(configuration: Configuration, arguments: argparse.Namespace) -> Any:
             "gpus": str(arguments.ranks),
             "train.micro_batch": str(arguments.micro_batch),
             "train.gradient_accumulation": str(configuration.accumulation),
-            "train.gradient_clipping": str(1.0 if configuration.clipping is None else configuration.clipping),
+            "train.gradient_clipping": str(
+                1.0 if configuration.clipping is None else configuration.clipping
+            ),
             "offload.mode": configuration.mode,
             "offload.engine": configuration.engine,
             "offload.ratio": str(configuration.ratio),
-            "offload.sub_group_size": str(100_000 if arguments.shape == "tiny" else arguments.sub_group_size),
+            "offload.sub_group_size": str(
+                100_000 if arguments.shape == "tiny" else arguments.sub_group_size
+            ),
         },
     )
 
@@ -161,9 +186,18 @@ def _spec(configuration: Configuration, arguments: argparse.Namespace) -> Any:
 def _ds_config(configuration: Configuration, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return a DeepSpeed config like the published SuperOffload configurations."""
     size = 100_000 if arguments.shape == "tiny" else arguments.sub_group_size
-    zero: dict[str, Any] = {"stage": 3, "overlap_comm": arguments.ranks > 1, "reduce_bucket_size": size, "sub_group_size": size}
+    zero: dict[str, Any] = {
+        "stage": 3,
+        "overlap_comm": arguments.ranks > 1,
+        "reduce_bucket_size": size,
+        "sub_group_size": size,
+    }
     if configuration.mode != "gpu":
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": arguments.shape != "tiny", "ratio": configuration.ratio}
+        zero["offload_optimizer"] = {
+            "device": "cpu",
+            "pin_memory": arguments.shape != "tiny",
+            "ratio": configuration.ratio,
+        }
     if configuration.engine == "deepspeed":
         zero["offload_optimizer"] |= {"super_offload": True, "cpuadam_cores_perc": 0.9}
     config: dict[str, Any] = {
@@ -185,7 +219,12 @@ def _model(spec: Any, device: Any, shape: str) -> Any:
 
     keys = dict(spec.model.config)
     if shape == "tiny":
-        keys |= {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
+        keys |= {
+            "vocab_size": 512,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 4,
+        }
         keys |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     config = AutoConfig.for_model(keys.pop("model_type"), **keys)
     torch.manual_seed(spec.train.seed)
@@ -201,13 +240,23 @@ def _model(spec: Any, device: Any, shape: str) -> Any:
 def _parameter_groups(model: Any) -> list[dict[str, Any]]:
     parameters = list(model.parameters())
     return [
-        {"params": [parameter for parameter in parameters if parameter.ndim > 1], "weight_decay": 0.01},
-        {"params": [parameter for parameter in parameters if parameter.ndim <= 1], "weight_decay": 0.0},
+        {
+            "params": [parameter for parameter in parameters if parameter.ndim > 1],
+            "weight_decay": 0.01,
+        },
+        {
+            "params": [parameter for parameter in parameters if parameter.ndim <= 1],
+            "weight_decay": 0.0,
+        },
     ]
 
 
 def _steps(
-    engine: Any, configuration: Configuration, arguments: argparse.Namespace, device: Any, counters: StepCounters
+    engine: Any,
+    configuration: Configuration,
+    arguments: argparse.Namespace,
+    device: Any,
+    counters: StepCounters,
 ) -> tuple[list[dict[str, float]], list[float]]:
     """Return the times, counters and losses of all steps, including warm-up.
 
@@ -230,9 +279,15 @@ def _steps(
     optimizer = super_offload(engine)
     for step in range(configuration.warmup + configuration.measured):
         if optimizer and configuration.exceeds_every:
-            optimizer.clipping = 1e-3 if step % configuration.exceeds_every == configuration.exceeds_every - 1 else 1e6
+            optimizer.clipping = (
+                1e-3
+                if step % configuration.exceeds_every == configuration.exceeds_every - 1
+                else 1e6
+            )
         laps = dict.fromkeys(("forward_s", "backward_s", "optimizer_s"), 0.0)
-        launched = dict.fromkeys(("launching_forward_s", "launching_backward_s", "launching_optimizer_s"), 0.0)
+        launched = dict.fromkeys(
+            ("launching_forward_s", "launching_backward_s", "launching_optimizer_s"), 0.0
+        )
         marks, passed = [clock.mark()], [time.perf_counter()]
         total = torch.zeros((), device=device)
         for micro_batch in tokens:

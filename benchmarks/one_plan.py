@@ -53,10 +53,18 @@ _PER_STEP = (
 def main() -> int:
     """Plan and measure; return the exit code."""
     arguments = _arguments()
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "trainer"), os.environ.get("PYTHONPATH")]))
-    machine = msgspec.json.decode(arguments.machine.read_bytes(), type=Machine) if arguments.machine else inspect_machine()
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(ROOT), str(ROOT / "trainer"), os.environ.get("PYTHONPATH")])
+    )
+    machine = (
+        msgspec.json.decode(arguments.machine.read_bytes(), type=Machine)
+        if arguments.machine
+        else inspect_machine()
+    )
     values = dict(setting.split("=", 1) for setting in arguments.set)
-    spec = probe_spec(with_values(_preset(arguments), values), "random", measured_steps=arguments.steps)
+    spec = probe_spec(
+        with_values(_preset(arguments), values), "random", measured_steps=arguments.steps
+    )
     plan = make_plan(spec, machine, probed=False)
     row: dict[str, Any] = {
         "preset": arguments.preset,
@@ -76,12 +84,22 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("preset")
-    parser.add_argument("--layers", type=int, help="use only this many layers, the first ones (default: all)")
-    parser.add_argument("--set", nargs="+", default=[], metavar="A.B=VALUE", help="keys of the spec")
-    parser.add_argument("--machine", type=Path, help="plan for this machine file and measure nothing")
-    parser.add_argument("--steps", type=int, default=5, help="measured steps, after two that do not count")
+    parser.add_argument(
+        "--layers", type=int, help="use only this many layers, the first ones (default: all)"
+    )
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="A.B=VALUE", help="keys of the spec"
+    )
+    parser.add_argument(
+        "--machine", type=Path, help="plan for this machine file and measure nothing"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=5, help="measured steps, after two that do not count"
+    )
     parser.add_argument("--out", type=Path, help="file of the results")
     parser.add_argument("--limit-s", type=float, default=600.0)
     return parser.parse_args()
@@ -89,7 +107,11 @@ def _arguments() -> argparse.Namespace:
 
 def _preset(arguments: argparse.Namespace) -> RunSpec:
     spec = find_preset(arguments.preset).spec
-    return msgspec.structs.replace(spec, model=with_layers(spec.model, arguments.layers)) if arguments.layers else spec
+    return (
+        msgspec.structs.replace(spec, model=with_layers(spec.model, arguments.layers))
+        if arguments.layers
+        else spec
+    )
 
 
 def _planned(plan: Plan) -> dict[str, Any]:
@@ -100,7 +122,9 @@ def _planned(plan: Plan) -> dict[str, Any]:
         "gpu_bytes": plan.gpu_bytes,
         "host_bytes": sum(plan.host_bytes_per_node.values()),
         "host_capacity_bytes": sum(plan.host_capacity_bytes_per_node.values()),
-        "second_states_bytes": sum(term.bytes for term in plan.breakdown if term.kind == "second-states"),
+        "second_states_bytes": sum(
+            term.bytes for term in plan.breakdown if term.kind == "second-states"
+        ),
         "step": msgspec.to_builtins(plan.step),
         "step_s": plan.step_s,
         "tokens_per_step": plan.tokens_per_step,
@@ -113,14 +137,23 @@ def _measured(spec: RunSpec, plan: Plan, machine: Machine, limit_s: float) -> di
     def tell(record: MetricRecord) -> None:
         if isinstance(record, StepRecord):
             steps.append({name: getattr(record, name) for name in _PER_STEP})
-            print(f"  step {record.step}: {record.step_s:.3f} s after {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
+            print(
+                f"  step {record.step}: {record.step_s:.3f} s after {time.monotonic() - begun:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
 
     scratch = Path(tempfile.mkdtemp(prefix="so-tui-one-plan-"))
     try:
-        measured = measured_of(run_to_end(prepare(spec, machine), scratch, tell, limit_s=limit_s), plan)
+        measured = measured_of(
+            run_to_end(prepare(spec, machine), scratch, tell, limit_s=limit_s), plan
+        )
         predicted = predicted_of(spec, machine, measured.workload)[1]
     except SoTuiError as error:
-        logs = "\n".join(path.read_text(errors="replace")[-3000:] for path in scratch.glob("*/attempts/*/output.*.log"))
+        logs = "\n".join(
+            path.read_text(errors="replace")[-3000:]
+            for path in scratch.glob("*/attempts/*/output.*.log")
+        )
         print(logs, flush=True)
         return {"error": str(error), "steps": steps}
     finally:

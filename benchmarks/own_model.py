@@ -64,14 +64,21 @@ class Laboratory:
         self.runs.mkdir(parents=True, exist_ok=True)
         random = folder / "random"
         random.mkdir(exist_ok=True)
-        (random / "config.json").write_text(json.dumps(find_preset("tiny").spec.model.config | SIZES[size]))
+        (random / "config.json").write_text(
+            json.dumps(find_preset("tiny").spec.model.config | SIZES[size])
+        )
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(TOKENIZER / name, random)
         self.so_tui("presets", "add", str(random), "--name", "own")
 
     def so_tui(self, *argv: str) -> None:
         """Call a command; what it prints goes to stderr."""
-        subprocess.run([sys.executable, "-m", "so_tui", *argv], check=True, stdout=sys.stderr, env=self._environment)
+        subprocess.run(
+            [sys.executable, "-m", "so_tui", *argv],
+            check=True,
+            stdout=sys.stderr,
+            env=self._environment,
+        )
 
     def trained(self, *changes: Mapping[str, object]) -> RunDirectory:
         """Train with more keys of the spec, and return the run."""
@@ -90,7 +97,12 @@ def figures(run: RunDirectory) -> dict[str, Any]:
     reader = read_all(run)
     steps, evaluation = reader.recent(_MOST_STEPS), reader.evaluations[-1]
     tokens = sum(record.useful_tokens for record in steps)
-    return {"steps": len(steps), "tokens": tokens, "held_out_loss": evaluation.loss, "held_out_tokens": evaluation.tokens}
+    return {
+        "steps": len(steps),
+        "tokens": tokens,
+        "held_out_loss": evaluation.loss,
+        "held_out_tokens": evaluation.tokens,
+    }
 
 
 def main() -> None:
@@ -98,12 +110,20 @@ def main() -> None:
     given = _parser().parse_args()
     with tempfile.TemporaryDirectory() as made:
         folder = Path(given.folder or made)
-        shape = {"gpus": given.gpus, "data.sequence_length": given.length, "train.micro_batch": given.micro_batch}
+        shape = {
+            "gpus": given.gpus,
+            "data.sequence_length": given.length,
+            "train.micro_batch": given.micro_batch,
+        }
         laboratory = Laboratory(folder, given.size, shape | {"checkpoint.at_end": "false"})
         trained, model = laboratory.trained, folder / "model"
         random = {"model.weights": "random"}
         text = {"data.source": given.text, "data.format": "text", "data.held_out": 0.01}
-        long = {"train.steps": given.pretrain_steps, "train.learning_rate": given.learning_rate, "checkpoint.at_end": "true"}
+        long = {
+            "train.steps": given.pretrain_steps,
+            "train.learning_rate": given.learning_rate,
+            "checkpoint.at_end": "true",
+        }
         pretrained = trained(random, text, long)
         laboratory.so_tui("export", str(pretrained.path), "--to", str(model))
         base = {"model.id": model, "model.weights": "pretrained"}
@@ -113,13 +133,20 @@ def main() -> None:
             "train.learning_rate": given.learning_rate / 4,
             "train.micro_batch": given.tune_micro_batch,
         }
-        after = trained(base, rows, tuning, {"prompts.texts": json.dumps(QUESTIONS), "prompts.max_tokens": 60})
+        after = trained(
+            base, rows, tuning, {"prompts.texts": json.dumps(QUESTIONS), "prompts.max_tokens": 60}
+        )
         scratch = trained(random, rows, tuning)
         first, *_, last = read_answers(after).asked
         answers = [
-            {"prompt": one.prompt, "before": one.text, "after": other.text} for one, other in zip(first.answers, last.answers, strict=True)
+            {"prompt": one.prompt, "before": one.text, "after": other.text}
+            for one, other in zip(first.answers, last.answers, strict=True)
         ]
-        tuned = {"before": read_all(after).evaluations[0].loss, "after": figures(after), "from_random_weights": figures(scratch)}
+        tuned = {
+            "before": read_all(after).evaluations[0].loss,
+            "after": figures(after),
+            "from_random_weights": figures(scratch),
+        }
         found = {
             "text_bytes": given.text.stat().st_size,
             "size": given.size,
@@ -131,18 +158,28 @@ def main() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("text", type=Path, help="rows to pretrain on, in JSONL with `text`")
     parser.add_argument("--size", choices=list(SIZES), default="tiny")
-    parser.add_argument("--instructions", default="builtin:tiny/rows.jsonl", help="rows to fine-tune on, in Alpaca's layout")
+    parser.add_argument(
+        "--instructions",
+        default="builtin:tiny/rows.jsonl",
+        help="rows to fine-tune on, in Alpaca's layout",
+    )
     parser.add_argument("--pretrain-steps", type=int, default=2000)
     parser.add_argument("--tune-steps", type=int, default=120)
     parser.add_argument("--length", type=int, default=256, help="tokens of a sequence")
     parser.add_argument("--micro-batch", type=int, default=4)
     parser.add_argument("--tune-micro-batch", type=int, default=4)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--gpus", type=int, default=1, help="ranks; without GPUs, processes on the CPU")
-    parser.add_argument("--folder", help="where runs and models are kept (default: a folder that is removed)")
+    parser.add_argument(
+        "--gpus", type=int, default=1, help="ranks; without GPUs, processes on the CPU"
+    )
+    parser.add_argument(
+        "--folder", help="where runs and models are kept (default: a folder that is removed)"
+    )
     return parser
 
 

@@ -30,10 +30,27 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.planner_settings import GPU, OFFLOAD, SETS, SHAPES, START_S, WITH_LESS, Setting, h200_host, seconds_of
+from benchmarks.planner_settings import (
+    GPU,
+    OFFLOAD,
+    SETS,
+    SHAPES,
+    START_S,
+    WITH_LESS,
+    Setting,
+    h200_host,
+    seconds_of,
+)
 from benchmarks.planner_sweep import measured_by_forks
 from so_tui.launch import prepare
-from so_tui.launch.probe import WARMUP_STEPS, measured_of, predicted_of, probe_spec, run_to_end, settings_text
+from so_tui.launch.probe import (
+    WARMUP_STEPS,
+    measured_of,
+    predicted_of,
+    probe_spec,
+    run_to_end,
+    settings_text,
+)
 from so_tui.machine import inspect_machine
 from so_tui.machine.types import Machine
 from so_tui.plan import make_plan, recommend
@@ -54,8 +71,12 @@ def main() -> int:
     arguments = _arguments()
     root = Path(__file__).resolve().parents[1]
     paths = (str(root), str(root / "trainer"), os.environ.get("PYTHONPATH", ""))
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # the run's processes stand in another folder
-    rows: list[dict[str, Any]] = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, paths)
+    )  # the run's processes stand in another folder
+    rows: list[dict[str, Any]] = (
+        json.loads(arguments.out.read_text()) if arguments.out.exists() else []
+    )
     if arguments.table or arguments.fit:
         from benchmarks.planner_fit import fit, sweep_table, tables
 
@@ -66,18 +87,29 @@ def main() -> int:
         return 0
     name = "sweep" if arguments.sweep else arguments.set
     machine = inspect_machine()
-    settings = _sweep(arguments, machine) if arguments.sweep else [(setting, "") for setting in SETS[name]]
+    settings = (
+        _sweep(arguments, machine) if arguments.sweep else [(setting, "") for setting in SETS[name]]
+    )
     done = {row["key"] for row in rows if row["set"] == name and "error" not in row}
-    todo = [(setting, label) for setting, label in _wanted(settings, arguments) if setting.key not in done]
+    todo = [
+        (setting, label)
+        for setting, label in _wanted(settings, arguments)
+        if setting.key not in done
+    ]
     if arguments.list:
         print(_listed([setting for setting, _ in todo], machine, arguments))
         return 0
     begun, failed = time.monotonic(), 0
-    measured = (_rows_of_forks if _forked(arguments) else _rows_of_runs)([setting for setting, _ in todo], machine, arguments)
+    measured = (_rows_of_forks if _forked(arguments) else _rows_of_runs)(
+        [setting for setting, _ in todo], machine, arguments
+    )
     for setting, label in todo:
         needed_s = planned(setting, machine, arguments)[1]
         if time.monotonic() - begun + needed_s > 60 * arguments.minutes:
-            print(f"{arguments.minutes:g} minutes are too few for the next setting: run the same command again for the rest", flush=True)
+            print(
+                f"{arguments.minutes:g} minutes are too few for the next setting: run the same command again for the rest",
+                flush=True,
+            )
             break
         row = {"set": name, "label": label} | next(measured)
         failed += "error" in row
@@ -88,12 +120,26 @@ def main() -> int:
     return min(failed, 1)
 
 
-def _wanted(settings: list[tuple[Setting, str]], arguments: argparse.Namespace) -> list[tuple[Setting, str]]:
-    chosen = [(setting, label) for setting, label in settings if not arguments.gpus or setting.gpus == arguments.gpus]
+def _wanted(
+    settings: list[tuple[Setting, str]], arguments: argparse.Namespace
+) -> list[tuple[Setting, str]]:
+    chosen = [
+        (setting, label)
+        for setting, label in settings
+        if not arguments.gpus or setting.gpus == arguments.gpus
+    ]
     if arguments.shape == "tiny":
         modes = {GPU: OFFLOAD}  # what a machine without GPU has not
         return [
-            (replace(setting, size="tiny", mode=modes.get(setting.mode, setting.mode), gpus=min(setting.gpus, 2)), label)
+            (
+                replace(
+                    setting,
+                    size="tiny",
+                    mode=modes.get(setting.mode, setting.mode),
+                    gpus=min(setting.gpus, 2),
+                ),
+                label,
+            )
             for setting, label in chosen
         ]
     return chosen
@@ -112,10 +158,18 @@ def _listed(settings: list[Setting], machine: Machine, arguments: argparse.Names
     return "\n".join([*lines, f"{len(settings)} settings, about {whole_s / 60:.0f} minutes"])
 
 
-def planned(setting: Setting, machine: Machine, arguments: argparse.Namespace) -> tuple[Plan, float]:
+def planned(
+    setting: Setting, machine: Machine, arguments: argparse.Namespace
+) -> tuple[Plan, float]:
     """The plan of a setting, and about how many seconds it takes."""
-    plan = make_plan(spec_of(setting, arguments), machine if machine.gpus else h200_host(setting.gpus), probed=False)
-    return plan, seconds_of(plan, WARMUP_STEPS + arguments.steps) - (START_S if _forked(arguments) else 0.0)
+    plan = make_plan(
+        spec_of(setting, arguments),
+        machine if machine.gpus else h200_host(setting.gpus),
+        probed=False,
+    )
+    return plan, seconds_of(plan, WARMUP_STEPS + arguments.steps) - (
+        START_S if _forked(arguments) else 0.0
+    )
 
 
 def _forked(arguments: argparse.Namespace) -> bool:
@@ -123,20 +177,46 @@ def _forked(arguments: argparse.Namespace) -> bool:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--set", choices=list(SETS), help="measure this set of settings")
-    what.add_argument("--sweep", action="store_true", help="ratio x core fraction x micro-batch, and the recommendation, of one model")
-    what.add_argument("--fit", action="store_true", help="fit the planner's constants to the rows of the set `fit`, and write them")
-    what.add_argument("--table", action="store_true", help="print what was measured so far as Markdown")
+    what.add_argument(
+        "--sweep",
+        action="store_true",
+        help="ratio x core fraction x micro-batch, and the recommendation, of one model",
+    )
+    what.add_argument(
+        "--fit",
+        action="store_true",
+        help="fit the planner's constants to the rows of the set `fit`, and write them",
+    )
+    what.add_argument(
+        "--table", action="store_true", help="print what was measured so far as Markdown"
+    )
     parser.add_argument("--out", type=Path, default=Path("planner.json"), help="file of the rows")
-    parser.add_argument("--rows", type=Path, help="JSON file of Alpaca rows (default: the embedded ones)")
+    parser.add_argument(
+        "--rows", type=Path, help="JSON file of Alpaca rows (default: the embedded ones)"
+    )
     parser.add_argument("--gpus", type=int, help="only settings with so many GPUs")
-    parser.add_argument("--minutes", type=float, default=1e9, help="begin no setting that would end later")
-    parser.add_argument("--list", action="store_true", help="measure nothing: say what is left, whether it fits, and how long it takes")
-    parser.add_argument("--steps", type=int, default=3, help="measured steps, after two that do not count")
+    parser.add_argument(
+        "--minutes", type=float, default=1e9, help="begin no setting that would end later"
+    )
+    parser.add_argument(
+        "--list",
+        action="store_true",
+        help="measure nothing: say what is left, whether it fits, and how long it takes",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=3, help="measured steps, after two that do not count"
+    )
     parser.add_argument("--model", choices=list(SHAPES), default="4b", help="of the sweep")
-    parser.add_argument("--whole", action="store_true", help="of the sweep: every setting through the whole program, as in the sets")
+    parser.add_argument(
+        "--whole",
+        action="store_true",
+        help="of the sweep: every setting through the whole program, as in the sets",
+    )
     policies = ["full", "selective", "none"]
     parser.add_argument(
         "--kept",
@@ -145,11 +225,19 @@ def _arguments() -> argparse.Namespace:
         help="of the sweep's grid; default: what is recommended; others than the first with the largest core fraction alone",
     )
     parser.add_argument(
-        "--limits-gib", type=float, nargs="+", default=[], help="of the sweep: also what is recommended for GPUs this small"
+        "--limits-gib",
+        type=float,
+        nargs="+",
+        default=[],
+        help="of the sweep: also what is recommended for GPUs this small",
     )
-    parser.add_argument("--core-fractions", type=float, nargs="+", default=SWEEP_CORES, help="of the sweep")
+    parser.add_argument(
+        "--core-fractions", type=float, nargs="+", default=SWEEP_CORES, help="of the sweep"
+    )
     parser.add_argument("--sequence-length", type=int, default=4096)
-    parser.add_argument("--shape", choices=["tiny"], help="everything at a tiny shape, on a machine without GPU")
+    parser.add_argument(
+        "--shape", choices=["tiny"], help="everything at a tiny shape, on a machine without GPU"
+    )
     parser.add_argument("--limit-s", type=float, default=240, help="longest time for one setting")
     return parser.parse_args()
 
@@ -160,7 +248,9 @@ def spec_of(setting: Setting, arguments: argparse.Namespace) -> RunSpec:
 
     values = {
         "gpus": str(setting.gpus),
-        "data.sequence_length": str(min(arguments.sequence_length, 256) if arguments.shape else arguments.sequence_length),
+        "data.sequence_length": str(
+            min(arguments.sequence_length, 256) if arguments.shape else arguments.sequence_length
+        ),
         "train.micro_batch": str(setting.micro_batch),
         "train.gradient_accumulation": str(setting.accumulation),
         # Plans are made for norms within the limit; those of random weights would exceed 1.
@@ -176,13 +266,19 @@ def spec_of(setting: Setting, arguments: argparse.Namespace) -> RunSpec:
     if arguments.shape:
         values["offload.sub_group_size"] = "100000"
     spec = with_values(find_preset("qwen3-4b-random").spec, values)
-    model = msgspec.structs.replace(spec.model, config=spec.model.config | SHAPES[setting.size], parameters=())
+    model = msgspec.structs.replace(
+        spec.model, config=spec.model.config | SHAPES[setting.size], parameters=()
+    )
     model = msgspec.structs.replace(model, parameters=parameter_table(model))
-    short = probe_spec(msgspec.structs.replace(spec, model=model), "spec", measured_steps=arguments.steps)
+    short = probe_spec(
+        msgspec.structs.replace(spec, model=model), "spec", measured_steps=arguments.steps
+    )
     return msgspec.structs.replace(short, name=f"bench-{setting.size}-{setting.mode}")
 
 
-def _rows_of_runs(settings: Sequence[Setting], machine: Machine, arguments: argparse.Namespace) -> Rows:
+def _rows_of_runs(
+    settings: Sequence[Setting], machine: Machine, arguments: argparse.Namespace
+) -> Rows:
     """Each setting through the whole program, and predicted; or what went wrong."""
     for setting in settings:
         spec = spec_of(setting, arguments)
@@ -196,14 +292,22 @@ def _rows_of_runs(settings: Sequence[Setting], machine: Machine, arguments: argp
         yield row if "error" in row else row | {"host_rates": [before, host_rate(plan, machine)]}
 
 
-def _rows_of_forks(settings: Sequence[Setting], machine: Machine, arguments: argparse.Namespace) -> Rows:
+def _rows_of_forks(
+    settings: Sequence[Setting], machine: Machine, arguments: argparse.Namespace
+) -> Rows:
     """The same without what only a whole run shows, memory of the host: a start takes longer than the steps."""
     specs = [spec_of(setting, arguments) for setting in settings]
     plans = [make_plan(spec, machine, probed=False) for spec in specs]
-    found = measured_by_forks([spec for spec, plan in zip(specs, plans, strict=True) if plan.fits], machine, limit_s=arguments.limit_s)
+    found = measured_by_forks(
+        [spec for spec, plan in zip(specs, plans, strict=True) if plan.fits],
+        machine,
+        limit_s=arguments.limit_s,
+    )
     for setting, spec, plan in zip(settings, specs, plans, strict=True):
         row = _identity(setting, spec, plan, machine)
-        answer: dict[str, Any] = next(found) if plan.fits else {"error": "; ".join(plan.reason_texts)}
+        answer: dict[str, Any] = (
+            next(found) if plan.fits else {"error": "; ".join(plan.reason_texts)}
+        )
         if "measured" in answer:
             workload = msgspec.convert(answer["measured"]["workload"], Workload)
             answer["predicted"] = msgspec.to_builtins(predicted_of(spec, machine, workload)[1])
@@ -245,14 +349,19 @@ def host_rate(plan: Plan, machine: Machine) -> float | None:
         return None
 
 
-def _run(spec: RunSpec, plan: Plan, machine: Machine, arguments: argparse.Namespace) -> dict[str, Any]:
+def _run(
+    spec: RunSpec, plan: Plan, machine: Machine, arguments: argparse.Namespace
+) -> dict[str, Any]:
     begun = time.monotonic()
     scratch = Path(tempfile.mkdtemp(prefix="so-tui-planner-"))
     try:
         run = run_to_end(prepare(spec, machine), scratch, _tell, limit_s=arguments.limit_s)
         measured = measured_of(run, plan)
     except SoTuiError as error:
-        logs = "\n".join(path.read_text(errors="replace")[-1500:] for path in scratch.glob("*/attempts/*/output.*.log"))
+        logs = "\n".join(
+            path.read_text(errors="replace")[-1500:]
+            for path in scratch.glob("*/attempts/*/output.*.log")
+        )
         print(logs, flush=True)
         return {"error": str(error), "wall_s": round(time.monotonic() - begun, 1)}
     finally:
@@ -276,15 +385,35 @@ def _sweep(arguments: argparse.Namespace, machine: Machine) -> list[tuple[Settin
     labels: dict[Setting, list[str]] = {recommended: ["recommended"]}
     labels.setdefault(original, []).append("original")
     for limit_gib in arguments.limits_gib:
-        gpus = tuple(msgspec.structs.replace(gpu, memory_total_bytes=int(limit_gib * 2**30)) for gpu in machine.gpus)
+        gpus = tuple(
+            msgspec.structs.replace(gpu, memory_total_bytes=int(limit_gib * 2**30))
+            for gpu in machine.gpus
+        )
         smaller = _recommended(original, msgspec.structs.replace(machine, gpus=gpus), arguments)
         labels.setdefault(smaller, []).append(WITH_LESS.format(limit_gib))
     kept, *others = arguments.kept or [recommended.kept]
     first, *fewer = sorted(arguments.core_fractions, reverse=True)
-    for policy, cores in ((kept, first), *((other, first) for other in others), *((kept, cores) for cores in fewer)):
+    for policy, cores in (
+        (kept, first),
+        *((other, first) for other in others),
+        *((kept, cores) for cores in fewer),
+    ):
         for ratio in SWEEP_RATIOS:
             for micro_batch in SWEEP_MICRO_BATCHES:
-                labels.setdefault(Setting(size, OFFLOAD, original.gpus, micro_batch, ratio, tokens // micro_batch, policy, 1.0, cores), [])
+                labels.setdefault(
+                    Setting(
+                        size,
+                        OFFLOAD,
+                        original.gpus,
+                        micro_batch,
+                        ratio,
+                        tokens // micro_batch,
+                        policy,
+                        1.0,
+                        cores,
+                    ),
+                    [],
+                )
     return [(setting, ", ".join(names)) for setting, names in labels.items()]
 
 
@@ -312,7 +441,9 @@ def _spec_tree(spec: RunSpec) -> dict[str, Any]:
 
 
 def _machine_tree(machine: Machine) -> dict[str, Any]:
-    tree: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(machine, hostname="host", notes=()))
+    tree: dict[str, Any] = msgspec.to_builtins(
+        msgspec.structs.replace(machine, hostname="host", notes=())
+    )
     for gpu in tree["gpus"]:
         gpu.update(uuid=None, pci_bus_id=f"{gpu['index']:04x}:00:00.0")
     return tree
@@ -329,9 +460,13 @@ def _line(row: dict[str, Any]) -> str:
     found, told = row["measured"]["figures"], row["predicted"]
     parts = [f"step {told['step_s']:.2f} / {found['step_s']:.2f} s"]
     parts += [
-        f"{name} {told[key] / 1e9:.1f} / {found[key] / 1e9:.1f} GB" for name, key in (("GPU", "gpu_reserved_bytes"), ("host", "host_bytes"))
+        f"{name} {told[key] / 1e9:.1f} / {found[key] / 1e9:.1f} GB"
+        for name, key in (("GPU", "gpu_reserved_bytes"), ("host", "host_bytes"))
     ]
-    return f"{row['setting']['size']} x {row['setting']['gpus']} {row['name']}: predicted / measured " + ", ".join(parts)
+    return (
+        f"{row['setting']['size']} x {row['setting']['gpus']} {row['name']}: predicted / measured "
+        + ", ".join(parts)
+    )
 
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -69,7 +69,9 @@ def _planned_again() -> Iterator[Row]:
                 continue
             calibrated = bool(row["speed"].get("calibrated"))
             gpu = row["machine"]["gpus"][0]["name"]
-            elsewhere = dataclasses.replace(case, resources=dataclasses.replace(case.resources, speed=published_speed(gpu)))
+            elsewhere = dataclasses.replace(
+                case, resources=dataclasses.replace(case.resources, speed=published_speed(gpu))
+            )
             yield Row(
                 machine=json.dumps(row["speed"]) if calibrated else path.stem,
                 model=row["setting"]["size"],
@@ -89,9 +91,18 @@ def _validated() -> Iterator[Row]:
     """Yield the runs of validations as they were planned then, with the rates of the report. Older reports do not say for what data."""
     for path in REPORTS:
         report = read_json(path, Report)
-        described = [outcome.result for outcome in report.outcomes if isinstance(outcome.result, MachineFound)]
+        described = [
+            outcome.result
+            for outcome in report.outcomes
+            if isinstance(outcome.result, MachineFound)
+        ]
         for outcome, found in trained(report.outcomes):
-            if found.placed == "bound" and found.workload is not None and not found.losses_only and found.predicted.step_s:
+            if (
+                found.placed == "bound"
+                and found.workload is not None
+                and not found.losses_only
+                and found.predicted.step_s
+            ):
                 yield Row(
                     machine=path.stem,
                     model=report.shape,
@@ -113,17 +124,42 @@ def _long() -> Iterator[Row]:
         for row in json.loads(path.read_text()):
             if row["what"] == "step":
                 calibrated = bool((row.get("speed_source") or {}).get("calibrated"))
-                yield _then(path.stem, row, row["device"], row.get("gpus", 1), row["step_s"], row["planned_step_s"], calibrated=calibrated)
+                yield _then(
+                    path.stem,
+                    row,
+                    row["device"],
+                    row.get("gpus", 1),
+                    row["step_s"],
+                    row["planned_step_s"],
+                    calibrated=calibrated,
+                )
 
 
 def _mixtures() -> Iterator[Row]:
     """Yield steps of mixtures of experts as they were planned when they were measured, at published rates."""
     for row in json.loads(MIXTURES.read_text()):
         measured_s, planned_s = row["measured"]["figures"]["step_s"], row["predicted"]["step_s"]
-        yield _then(MIXTURES.stem, row, row["gpus"][0]["name"], len(row["gpus"]), measured_s, planned_s, calibrated=False)
+        yield _then(
+            MIXTURES.stem,
+            row,
+            row["gpus"][0]["name"],
+            len(row["gpus"]),
+            measured_s,
+            planned_s,
+            calibrated=False,
+        )
 
 
-def _then(machine: str, row: dict[str, Any], gpu: str, gpus: int, measured_s: float, planned_s: float, *, calibrated: bool) -> Row:
+def _then(
+    machine: str,
+    row: dict[str, Any],
+    gpu: str,
+    gpus: int,
+    measured_s: float,
+    planned_s: float,
+    *,
+    calibrated: bool,
+) -> Row:
     return Row(
         machine=machine,
         model=row["preset"],
@@ -141,7 +177,11 @@ def _then(machine: str, row: dict[str, Any], gpu: str, gpus: int, measured_s: fl
 
 def errors(measured: Iterable[Row], *, calibrated: bool) -> list[float]:
     """Return how far the steps of settings on which no constant rests were from their prediction, as shares of it, ascending."""
-    told = ((row.calibrated_s if calibrated else row.published_s, row.measured_s) for row in measured if row.checks)
+    told = (
+        (row.calibrated_s if calibrated else row.published_s, row.measured_s)
+        for row in measured
+        if row.checks
+    )
     return sorted(abs(found / expected - 1) for expected, found in told if expected)
 
 
@@ -169,7 +209,10 @@ def pairs(measured: Iterable[Row]) -> list[list[Pair]]:
     for row in measured:
         if row.searched:
             groups.setdefault((row.machine, row.model, row.gpus), []).append(row)
-    found = ([_pair(one, other) for one, other in combinations(group, 2) if one.setting != other.setting] for group in groups.values())
+    found = (
+        [_pair(one, other) for one, other in combinations(group, 2) if one.setting != other.setting]
+        for group in groups.values()
+    )
     return [group for group in found if group]
 
 
@@ -186,7 +229,10 @@ def ratio_error(groups: Iterable[Sequence[Pair]]) -> float:
 
 def table(measured: Sequence[Row]) -> str:
     """Return the errors of steps as docs/planner.md has them."""
-    lines = ["| rates | settings | half within | four of five within | nine of ten within | shown |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| rates | settings | half within | four of five within | nine of ten within | shown |",
+        "|---|---|---|---|---|---|",
+    ]
     for name, calibrated, kept in (
         ("measured by `so-tui calibrate` on that machine", True, accuracy.CALIBRATED),
         ("published for the GPU", False, accuracy.PUBLISHED),
@@ -202,9 +248,22 @@ def order_table(groups: Sequence[Sequence[Pair]]) -> str:
     lines = ["| planned difference | pairs | the faster one was faster |", "|---|---|---|"]
     bounds = (0.0, 0.02, accuracy.ALIKE, 0.1, 0.2, math.inf)
     for least, most in pairwise(bounds):
-        found = [pair.measured > 0 for group in groups for pair in group if pair.predicted and least <= pair.predicted < most]
-        name = f"up to {100 * most:.0f} %" if not least else f"over {100 * least:.0f} %" if most == math.inf else ""
-        lines.append(f"| {name or f'{100 * least:.0f} to {100 * most:.0f} %'} | {len(found):,} | {100 * sum(found) / len(found):.0f} % |")
+        found = [
+            pair.measured > 0
+            for group in groups
+            for pair in group
+            if pair.predicted and least <= pair.predicted < most
+        ]
+        name = (
+            f"up to {100 * most:.0f} %"
+            if not least
+            else f"over {100 * least:.0f} %"
+            if most == math.inf
+            else ""
+        )
+        lines.append(
+            f"| {name or f'{100 * least:.0f} to {100 * most:.0f} %'} | {len(found):,} | {100 * sum(found) / len(found):.0f} % |"
+        )
     return "\n".join(lines)
 
 
@@ -212,7 +271,9 @@ def main() -> None:
     measured = rows()
     groups = pairs(measured)
     print(table(measured))
-    print(f"\nUsual error of a ratio: {100 * ratio_error(groups):.1f} %, of {sum(map(len, groups)):,} pairs in {len(groups)} groups.\n")
+    print(
+        f"\nUsual error of a ratio: {100 * ratio_error(groups):.1f} %, of {sum(map(len, groups)):,} pairs in {len(groups)} groups.\n"
+    )
     print(order_table(groups))
 
 

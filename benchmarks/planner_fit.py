@@ -104,7 +104,9 @@ def _speed(machine: Machine, noted: dict[str, Any] | None) -> Speed | None:
 def predicted(case: Case) -> Figures:
     """With the constants of the moment, for the data that was trained on."""
     resources = case.resources
-    target = Target(profile=profile_of(case.spec.model), resources=resources, workload=case.measured.workload)
+    target = Target(
+        profile=profile_of(case.spec.model), resources=resources, workload=case.measured.workload
+    )
     found = assess(case.spec, target)
     on_gpu = [term for term in found.terms if term.location == "gpu"]
     return Figures(
@@ -155,7 +157,11 @@ def fitted(cases: Sequence[Case], kept: Sequence[Case] = ()) -> Constants:
     start = constants()
     memory = _descend(start, "memory", MEMORY, lambda: sum(map(_memory_error, [*cases, *kept])))
     with_speed = [case for case in cases if case.resources.speed is not None]
-    return _descend(memory, "step", STEP, lambda: sum(map(_step_error, with_speed))) if with_speed else memory
+    return (
+        _descend(memory, "step", STEP, lambda: sum(map(_step_error, with_speed)))
+        if with_speed
+        else memory
+    )
 
 
 def _memory_error(case: Case) -> float:
@@ -164,15 +170,25 @@ def _memory_error(case: Case) -> float:
     # What is beside the allocator by itself: contexts are not to make up for what the other terms miss.
     beside = told.gpu_device_bytes - told.gpu_reserved_bytes
     error += _off(found.gpu_reserved_bytes + beside, found.gpu_device_bytes, _UNDER)
-    return error + _off(told.host_bytes, found.host_bytes, 1.0) + _off(told.host_load_bytes, found.host_load_bytes, 1.0)
+    return (
+        error
+        + _off(told.host_bytes, found.host_bytes, 1.0)
+        + _off(told.host_load_bytes, found.host_load_bytes, 1.0)
+    )
 
 
 def _step_error(case: Case) -> float:
     told, found = predicted(case), case.measured.figures
-    error = _off(told.step_s, found.step_s, 1.0) + 0.5 * _off(told.backward_s, found.backward_s, 1.0)
+    error = _off(told.step_s, found.step_s, 1.0) + 0.5 * _off(
+        told.backward_s, found.backward_s, 1.0
+    )
     if own_engine(case.spec):
         # These rows are older than the present division of a step: waits for weights that the GPU's work hid count as the optimizer's.
-        return error + 0.5 * _off(told.forward_s + told.exposed_optimizer_s, found.forward_s + found.exposed_optimizer_s, 1.0)
+        return error + 0.5 * _off(
+            told.forward_s + told.exposed_optimizer_s,
+            found.forward_s + found.exposed_optimizer_s,
+            1.0,
+        )
     error += 0.5 * _off(told.forward_s, found.forward_s, 1.0)
     return error + ((told.exposed_optimizer_s - found.exposed_optimizer_s) / found.step_s) ** 2
 
@@ -185,7 +201,9 @@ def _off(told: float, found: float, under: float) -> float:
     return error * error * (under if error < 0 else 1.0)
 
 
-def _descend(start: Constants, section: str, names: Iterable[str], error: Callable[[], float]) -> Constants:
+def _descend(
+    start: Constants, section: str, names: Iterable[str], error: Callable[[], float]
+) -> Constants:
     """Coordinate by coordinate, up and down by a factor that shrinks: few, nearly independent figures need no more."""
     names = tuple(names)
 
@@ -217,7 +235,10 @@ def dumped(found: Constants) -> str:
     for kind in tree["machines"]:
         del kind["calibrated"]
     for section in ("memory", "step"):
-        tree[section] = {name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in tree[section].items()}
+        tree[section] = {
+            name: float(f"{value:.4g}") if isinstance(value, float) else value
+            for name, value in tree[section].items()
+        }
     text = json.dumps(tree, indent=1)
     return re.sub(r"\[\s+([-\d.e+]+),\s+([-\d.e+]+)\s+\]", r"[\1, \2]", text) + "\n"
 
@@ -229,9 +250,19 @@ def tables(rows: Sequence[dict[str, Any]]) -> str:
         done = [row for row in rows if row["set"] == name and "measured" in row]
         if done:
             compared = [(row, *_told_and_found(row)) for row in done]
-            parts += [f"### Set `{name}`: {len(done)} settings", "", *_table(compared), "", _summary(compared), ""]
+            parts += [
+                f"### Set `{name}`: {len(done)} settings",
+                "",
+                *_table(compared),
+                "",
+                _summary(compared),
+                "",
+            ]
     failed = [row for row in rows if "error" in row]
-    parts += [f"- not measured: {row['setting']['size']} x {row['setting']['gpus']} {row['name']}: {row['error']}" for row in failed]
+    parts += [
+        f"- not measured: {row['setting']['size']} x {row['setting']['gpus']} {row['name']}: {row['error']}"
+        for row in failed
+    ]
     return "\n".join(parts)
 
 
@@ -253,12 +284,20 @@ def _table(rows: Sequence[Compared]) -> list[str]:
         "| model | GPUs | setting | GPU reserved, GB | GPU device, GB | host, GB | host while loading, GB | step, s |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for row, told, found in sorted(rows, key=lambda each: (each[0]["setting"]["gpus"], each[0]["setting"]["size"], each[0]["name"])):
-        cells = [_cell(getattr(told, key) / unit, getattr(found, key) / unit) for _, key, unit in _COLUMNS]
+    for row, told, found in sorted(
+        rows,
+        key=lambda each: (each[0]["setting"]["gpus"], each[0]["setting"]["size"], each[0]["name"]),
+    ):
+        cells = [
+            _cell(getattr(told, key) / unit, getattr(found, key) / unit)
+            for _, key, unit in _COLUMNS
+        ]
         clipping = "" if row["setting"].get("clipping", 1.0) else ", no clipping"
         label = f" ({row['label']})" if row["label"] else ""
         lines.append(
-            f"| {row['setting']['size']} | {row['setting']['gpus']} | {row['name']}{clipping}{label} | " + " | ".join(cells) + " |"
+            f"| {row['setting']['size']} | {row['setting']['gpus']} | {row['name']}{clipping}{label} | "
+            + " | ".join(cells)
+            + " |"
         )
     return [*lines, "", "Each cell: predicted / measured (error)."]
 
@@ -280,8 +319,12 @@ def _summary(rows: Sequence[Compared]) -> str:
         errors = [told / found - 1 for told, found in pairs if found]
         if errors:
             within = sum(abs(error) <= limit for error in errors)
-            texts.append(f"{name} within {limit:.0%} on {within} of {len(errors)}, at worst {min(errors):+.1%} and {max(errors):+.1%}")
-    digests = sorted({row["constants"] if row["set"] == "check" else "of today" for row, _, _ in rows})
+            texts.append(
+                f"{name} within {limit:.0%} on {within} of {len(errors)}, at worst {min(errors):+.1%} and {max(errors):+.1%}"
+            )
+    digests = sorted(
+        {row["constants"] if row["set"] == "check" else "of today" for row, _, _ in rows}
+    )
     return "; ".join(texts) + f". Constants {', '.join(digests)}."
 
 
@@ -301,22 +344,36 @@ def sweep_table(rows: Sequence[dict[str, Any]]) -> str:
     def usual(row: dict[str, Any]) -> float:
         return median(alike[_work(row)])
 
-    lines = ["| setting | core fraction | useful tokens/s | of the best | step predicted / measured, s | |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| setting | core fraction | useful tokens/s | of the best | step predicted / measured, s | |",
+        "|---|---|---|---|---|---|",
+    ]
     for row in done:
         told, found = row["predicted"]["step_s"], row["measured"]["figures"]["step_s"]
         label = f"**{row['label']}**" if row["label"] else ""
         rate, best = rates[row["key"]], rates[done[0]["key"]]
-        lines.append(f"| {row['name']} | {row['setting']['cores']} | {rate:.0f} | {rate / best:.1%} | {told:.2f} / {found:.2f} | {label} |")
+        lines.append(
+            f"| {row['name']} | {row['setting']['cores']} | {rate:.0f} | {rate / best:.1%} | {told:.2f} / {found:.2f} | {label} |"
+        )
     named = {label: row for row in done for label in row["label"].split(", ") if label}
     if "recommended" in named and "original" in named:
         times = usual(named["recommended"]) / usual(named["original"])
         lines += ["", f"The recommendation is {times:.2f} x as fast as the original setting."]
     for label, row in named.items():
         if found := re.fullmatch(WITH_LESS.replace("{:g}", "(.+)"), label):
-            fitting = [other for other in done if _device_bytes(other) <= (1 - GPU_MARGIN) * float(found[1]) * 2**30]
-            fastest = max(fitting, key=lambda other: (usual(other), other is row), default=row)  # of equals, this one
+            fitting = [
+                other
+                for other in done
+                if _device_bytes(other) <= (1 - GPU_MARGIN) * float(found[1]) * 2**30
+            ]
+            fastest = max(
+                fitting, key=lambda other: (usual(other), other is row), default=row
+            )  # of equals, this one
             share = usual(row) / usual(fastest)
-            lines += ["", f"{label[0].upper()}{label[1:]}: {row['name']}, {share:.1%} of the fastest that fits there, {fastest['name']}."]
+            lines += [
+                "",
+                f"{label[0].upper()}{label[1:]}: {row['name']}, {share:.1%} of the fastest that fits there, {fastest['name']}.",
+            ]
     return "\n".join(lines)
 
 
@@ -337,4 +394,8 @@ def _work(row: dict[str, Any]) -> str:
 def _device_bytes(row: dict[str, Any]) -> float:
     """What the allocator reserved, as measured, and what is planned beside it."""
     told = row["predicted"]
-    return float(row["measured"]["figures"]["gpu_reserved_bytes"] + told["gpu_device_bytes"] - told["gpu_reserved_bytes"])
+    return float(
+        row["measured"]["figures"]["gpu_reserved_bytes"]
+        + told["gpu_device_bytes"]
+        - told["gpu_reserved_bytes"]
+    )

@@ -10,10 +10,25 @@ from so_tui.machine.types import Gpu, Machine, Mpam, NumaNode, Software
 from so_tui.plan.types import Plan
 
 SHAPES: dict[str, dict[str, int | bool]] = {
-    "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
-    "1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "0.6b": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+    },
+    "1.7b": {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+    },
     "4b": {},
-    "8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "tie_word_embeddings": False},
+    "8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "tie_word_embeddings": False,
+    },
     "tiny": {
         "vocab_size": 2048,
         "hidden_size": 64,
@@ -71,7 +86,16 @@ SETS: dict[str, tuple[Setting, ...]] = {
         Setting("4b", OFFLOAD, 1),
         Setting("4b", OFFLOAD, 1, states="bf16-moments"),
         Setting("4b", OFFLOAD, 1, states="int8-moments"),
-        Setting("1.7b", OFFLOAD, 1, micro_batch=2, ratio=1.0, kept="selective", accumulation=2, states="int8-moments"),
+        Setting(
+            "1.7b",
+            OFFLOAD,
+            1,
+            micro_batch=2,
+            ratio=1.0,
+            kept="selective",
+            accumulation=2,
+            states="int8-moments",
+        ),
     ),
     "check": (
         Setting("4b", OFFLOAD, 1),
@@ -113,8 +137,17 @@ _STATES_BYTES_PER_S = 2.6e9
 def seconds_of(plan: Plan, steps: int) -> float:
     """About how long a run of so many steps takes from its start to its end, by what three runs took."""
     named = {term.name: term.bytes for term in plan.breakdown}
-    host = sum(term.bytes for term in plan.breakdown if term.location == "node" and term.confidence == "exact")
-    return START_S + named["weights"] / _WEIGHTS_BYTES_PER_S + host / _STATES_BYTES_PER_S + steps * (plan.step_s or 0.0)
+    host = sum(
+        term.bytes
+        for term in plan.breakdown
+        if term.location == "node" and term.confidence == "exact"
+    )
+    return (
+        START_S
+        + named["weights"] / _WEIGHTS_BYTES_PER_S
+        + host / _STATES_BYTES_PER_S
+        + steps * (plan.step_s or 0.0)
+    )
 
 
 def h200_host(gpus: int) -> Machine:
@@ -135,6 +168,14 @@ def h200_host(gpus: int) -> Machine:
         software=Software(python="3.12", torch="2.11.0"),
         numa_nodes=(NumaNode(id=0, kind="cpu", cpus=cpus, memory_total_bytes=memory),),
         gpus=tuple(
-            Gpu(index=index, name=name, pci_bus_id="", numa_node=0, cpus=cpus, memory_total_bytes=143_771 * 2**20) for index in range(gpus)
+            Gpu(
+                index=index,
+                name=name,
+                pci_bus_id="",
+                numa_node=0,
+                cpus=cpus,
+                memory_total_bytes=143_771 * 2**20,
+            )
+            for index in range(gpus)
         ),
     )

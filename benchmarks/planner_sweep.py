@@ -25,10 +25,14 @@ _IMPORTED = [
 """What takes a process longer than its steps. None of these may look for GPUs through CUDA."""
 
 
-def measured_by_forks(specs: Iterable[RunSpec], machine: Machine, *, limit_s: float) -> Iterator[dict[str, Any]]:
+def measured_by_forks(
+    specs: Iterable[RunSpec], machine: Machine, *, limit_s: float
+) -> Iterator[dict[str, Any]]:
     """For each spec ``measured`` as ``planner.py`` keeps it, or ``error``; ``limit_s``: the longest time for one."""
     os.environ |= one_rank(cpu=not machine.gpus)
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # what is forked off a process that has looked for GPUs through CUDA cannot use them
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
+        "1"  # what is forked off a process that has looked for GPUs through CUDA cannot use them
+    )
     forks = multiprocessing.get_context("forkserver")
     forks.set_forkserver_preload(_IMPORTED)
     for spec in specs:
@@ -51,7 +55,9 @@ def _child(spec: RunSpec, machine: Machine, answer: Any) -> None:
     except Exception as error:  # noqa: BLE001 - told in the row; the other settings go on
         answer.send({"error": f"{type(error).__name__}: {error}"[:500]})
     sys.stdout.flush()
-    os._exit(0)  # everything is told; what DeepSpeed leaves to the interpreter's exit is not always survived
+    os._exit(
+        0
+    )  # everything is told; what DeepSpeed leaves to the interpreter's exit is not always survived
 
 
 def _measure(spec: RunSpec, machine: Machine) -> dict[str, Any]:

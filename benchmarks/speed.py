@@ -60,27 +60,48 @@ def main() -> int:
         return 0
     failed = 0
     for name in arguments.only or DENSE:
-        done = {row["lever"] for row in _rows(arguments.out) if _identity(arguments, name).items() <= row.items()}
+        done = {
+            row["lever"]
+            for row in _rows(arguments.out)
+            if _identity(arguments, name).items() <= row.items()
+        }
         if done >= set(SETUPS[name].levers):
             print(f"{name}: already measured", flush=True)
             continue
         environment = os.environ | one_rank(cpu=arguments.tiny) | {"PYTHONUNBUFFERED": "1"}
-        process = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--setup", name], env=environment, check=False)
+        process = subprocess.run(
+            [sys.executable, __file__, *sys.argv[1:], "--setup", name], env=environment, check=False
+        )
         failed += process.returncode != 0
     print(_table(_rows(arguments.out)))
     return min(failed, 1)
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", default="builtin:tiny/rows.jsonl", help="rows to train on")
-    parser.add_argument("--out", type=Path, default=Path("speed.jsonl"), help="file to which rows are appended")
-    parser.add_argument("--model", default=MODEL, metavar="PRESET", help="preset whose shape is used")
-    parser.add_argument("--layers", type=int, help="use only this many layers, the first ones (default: all)")
-    parser.add_argument("--only", nargs="+", choices=list(SETUPS), help="what to measure (default: the setups of a dense model)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("speed.jsonl"), help="file to which rows are appended"
+    )
+    parser.add_argument(
+        "--model", default=MODEL, metavar="PRESET", help="preset whose shape is used"
+    )
+    parser.add_argument(
+        "--layers", type=int, help="use only this many layers, the first ones (default: all)"
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=list(SETUPS),
+        help="what to measure (default: the setups of a dense model)",
+    )
     parser.add_argument("--tiny", action="store_true", help="scaled down, on the CPU")
     parser.add_argument("--profile", type=Path, help="folder for lists of the GPU's kernels")
-    parser.add_argument("--table", action="store_true", help="print the results in the file and exit")
+    parser.add_argument(
+        "--table", action="store_true", help="print the results in the file and exit"
+    )
     parser.add_argument("--setup", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -95,15 +116,28 @@ def one_rank(*, cpu: bool) -> dict[str, str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    single = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     single["SO_TUI_RENDEZVOUS"] = f"file://{tempfile.mkdtemp()}/store"
-    return single | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} | ({"DS_ACCELERATOR": "cpu"} if cpu else {})
+    return (
+        single
+        | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+        | ({"DS_ACCELERATOR": "cpu"} if cpu else {})
+    )
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a file. Old files have rows of the default model, which they do not name."""
     only: dict[str, Any] = {"model": MODEL, "layers": None}
-    return [only | json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return (
+        [only | json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    )
 
 
 def _shape(row: dict[str, Any]) -> str:
@@ -159,7 +193,9 @@ def ready(spec: Any, machine: Any, *, use_gpu: bool) -> Ready:
     documents = cache.read(tokens.prepare(spec), spec.data)
     torch.manual_seed(0)
     model = build(spec, ranks.device, launch.ds_config)
-    engine, *_ = superoffload.initialize(model, parameter_groups(model, spec), engine_settings(spec, mine), launch.ds_config)
+    engine, *_ = superoffload.initialize(
+        model, parameter_groups(model, spec), engine_settings(spec, mine), launch.ds_config
+    )
     binding.apply_main_cores(mine)
     return Ready(spec, ranks.device, documents, model, engine)
 
@@ -168,17 +204,27 @@ def _measure(arguments: argparse.Namespace, setup: Setup) -> None:
     """Measure one setup, lever by lever."""
     from so_tui.machine import inspect_machine
 
-    spec, device, documents, model, engine = ready(_spec(arguments, setup), inspect_machine(), use_gpu=not arguments.tiny)
+    spec, device, documents, model, engine = ready(
+        _spec(arguments, setup), inspect_machine(), use_gpu=not arguments.tiny
+    )
 
     import superoffload
     from so_tui.model.architecture import architecture
     from so_tui_trainer.data.batches import Batches
 
-    experts = model.causal.config._experts_implementation if architecture(spec.model.config).experts else None
+    experts = (
+        model.causal.config._experts_implementation
+        if architecture(spec.model.config).experts
+        else None
+    )
     for lever in setup.levers:
         used = _with_lever(model, spec, lever)
         batches = Batches(documents, used, 0, pin=device.type == "cuda")
-        row = _identity(arguments, arguments.setup) | {"lever": lever, "parameters": spec.model.parameter_count, "experts": experts}
+        row = _identity(arguments, arguments.setup) | {
+            "lever": lever,
+            "parameters": spec.model.parameter_count,
+            "experts": experts,
+        }
         row |= steps_of(engine, batches, used, device)
         with arguments.out.open("a") as out:
             out.write(json.dumps(row) + "\n")
@@ -218,7 +264,11 @@ def _model(arguments: argparse.Namespace) -> Any:
     from so_tui.spec import find_preset
 
     whole = find_preset(arguments.model).spec.model
-    model = scaled_down(whole) if arguments.tiny else msgspec.structs.replace(whole, weights="random", tokenizer="builtin:tiny")
+    model = (
+        scaled_down(whole)
+        if arguments.tiny
+        else msgspec.structs.replace(whole, weights="random", tokenizer="builtin:tiny")
+    )
     return with_layers(model, arguments.layers) if arguments.layers else model
 
 
@@ -248,11 +298,15 @@ def _with_lever(model: Any, spec: Any, lever: str) -> Any:
     elif lever.startswith("none"):
         model.causal._set_gradient_checkpointing(False)
         half = max(1, spec.train.micro_batch // 2)
-        return with_values(spec, {"model.activation_checkpointing": "none", "train.micro_batch": str(half)})
+        return with_values(
+            spec, {"model.activation_checkpointing": "none", "train.micro_batch": str(half)}
+        )
     return spec
 
 
-def steps_of(engine: Any, batches: Any, spec: Any, device: Any, warmup: int = WARMUP, count: int = MEASURED) -> dict[str, Any]:
+def steps_of(
+    engine: Any, batches: Any, spec: Any, device: Any, warmup: int = WARMUP, count: int = MEASURED
+) -> dict[str, Any]:
     """Return medians of the measured steps."""
     import torch
 
@@ -262,7 +316,11 @@ def steps_of(engine: Any, batches: Any, spec: Any, device: Any, warmup: int = WA
     from so_tui_trainer.metrics import executed_flops
     from superoffload.transfers import transfers_for
 
-    flops, shape, clock = flops_of(spec.model), architecture(spec.model.config), transfers_for(device)
+    flops, shape, clock = (
+        flops_of(spec.model),
+        architecture(spec.model.config),
+        transfers_for(device),
+    )
     steps, losses = [], []
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -286,7 +344,9 @@ def steps_of(engine: Any, batches: Any, spec: Any, device: Any, warmup: int = WA
         now = time.perf_counter()
         laps = {"forward_s": 0.0, "backward_s": 0.0, "optimizer_s": 0.0}
         for position, (begin, end) in enumerate(pairwise(marks)):
-            laps[("forward_s", "backward_s", "optimizer_s")[position % 3]] += clock.seconds(begin, end)
+            laps[("forward_s", "backward_s", "optimizer_s")[position % 3]] += clock.seconds(
+                begin, end
+            )
         stats = superoffload.stats(engine)
         laps["forward_s"] -= stats.exposed_in_forward_s
         laps["optimizer_s"] += stats.exposed_in_forward_s
@@ -296,8 +356,14 @@ def steps_of(engine: Any, batches: Any, spec: Any, device: Any, warmup: int = WA
                 "step_s": now - last,
                 **laps,
                 "adam_busy_s": stats.adam_busy_s,
-                "model_tflops": model_flops(flops, counts.useful_tokens, lengths) / spec.ranks / (now - last) / 1e12,
-                "hw_tflops": executed_flops(spec, flops, shape, counts) / spec.ranks / (now - last) / 1e12,
+                "model_tflops": model_flops(flops, counts.useful_tokens, lengths)
+                / spec.ranks
+                / (now - last)
+                / 1e12,
+                "hw_tflops": executed_flops(spec, flops, shape, counts)
+                / spec.ranks
+                / (now - last)
+                / 1e12,
                 "useful_tokens": counts.useful_tokens,
                 "trained_tokens": counts.trained_tokens,
                 "computed_tokens": counts.computed_tokens,
@@ -307,8 +373,12 @@ def steps_of(engine: Any, batches: Any, spec: Any, device: Any, warmup: int = WA
         last = now
     measured = steps[warmup:]
     return {key: statistics.median(step[key] for step in measured) for key in measured[0]} | {
-        "gpu_reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if device.type == "cuda" else 0.0,
-        "gpu_allocated_gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0,
+        "gpu_reserved_gib": torch.cuda.max_memory_reserved() / 2**30
+        if device.type == "cuda"
+        else 0.0,
+        "gpu_allocated_gib": torch.cuda.max_memory_allocated() / 2**30
+        if device.type == "cuda"
+        else 0.0,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
         "losses": losses,
@@ -322,7 +392,9 @@ def _profile(engine: Any, batches: Any, device: Any, path: Path) -> None:
     from torch.profiler import ProfilerActivity, profile
 
     cuda = device.type == "cuda"
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as profiled:
+    with profile(
+        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    ) as profiled:
         begin = time.perf_counter()
         batch = next(iter(batches.micro_batches(WARMUP + MEASURED + 1)))
         engine.backward(engine(batch.to(device), 1e-4, 1e-4), scale_wrt_gas=False)
@@ -336,7 +408,9 @@ def _profile(engine: Any, batches: Any, device: Any, path: Path) -> None:
     head = f"one micro-batch with optimizer, under the profiler: {whole:.3f} s, handed over to the GPU after {handed_over:.3f} s\n"
     averages = profiled.key_averages()
     text = head + averages.table(sort_by=order, row_limit=60, max_name_column_width=90)
-    text += "\n" + averages.table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=60)
+    text += "\n" + averages.table(
+        sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=60
+    )
     path.write_text(text)
 
 

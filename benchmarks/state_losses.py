@@ -40,7 +40,9 @@ LAST = 20
 
 def main() -> int:
     """Measure what is missing and print the table; return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("rows", type=Path, nargs="?", help="JSON file of Alpaca rows")
     parser.add_argument("--out", type=Path, required=True, help="file of the results")
     parser.add_argument("--shape", choices=["tiny", "0.6b"], default="tiny")
@@ -50,7 +52,9 @@ def main() -> int:
     parser.add_argument("--sequence-length", type=int, default=1024)
     parser.add_argument("--table", action="store_true", help="print what was measured so far")
     arguments = parser.parse_args()
-    rows: list[dict[str, Any]] = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
+    rows: list[dict[str, Any]] = (
+        json.loads(arguments.out.read_text()) if arguments.out.exists() else []
+    )
     if arguments.table:
         print(table(rows))
         return 0
@@ -59,12 +63,26 @@ def main() -> int:
     machine = inspect_machine()
     for seed in range(arguments.seeds):
         for states in FORMATS:
-            if any((row["states"], row["seed"], row["shape"]) == (states, seed, arguments.shape) for row in rows):
+            if any(
+                (row["states"], row["seed"], row["shape"]) == (states, seed, arguments.shape)
+                for row in rows
+            ):
                 continue
             losses = losses_of(spec_of(arguments, states, seed), machine)
-            rows.append({"states": states, "seed": seed, "shape": arguments.shape, "steps": arguments.steps, "losses": losses})
+            rows.append(
+                {
+                    "states": states,
+                    "seed": seed,
+                    "shape": arguments.shape,
+                    "steps": arguments.steps,
+                    "losses": losses,
+                }
+            )
             arguments.out.write_text(json.dumps(rows))
-            print(f"{states}, seed {seed}: {len(losses)} steps, last {LAST}: {end(rows[-1]):.4f}", flush=True)
+            print(
+                f"{states}, seed {seed}: {len(losses)} steps, last {LAST}: {end(rows[-1]):.4f}",
+                flush=True,
+            )
     print(table(rows))
     return 0
 
@@ -107,8 +125,14 @@ def spec_of(arguments: argparse.Namespace, states: StatesFormat, seed: int) -> R
     if arguments.shape == "tiny":
         return with_values(find_preset("tiny").spec, values)
     spec = with_values(find_preset("qwen3-4b-random").spec, values)
-    model = msgspec.structs.replace(spec.model, config=spec.model.config | SHAPES[arguments.shape], parameters=())
-    return msgspec.structs.replace(spec, name=f"losses-{states}", model=msgspec.structs.replace(model, parameters=parameter_table(model)))
+    model = msgspec.structs.replace(
+        spec.model, config=spec.model.config | SHAPES[arguments.shape], parameters=()
+    )
+    return msgspec.structs.replace(
+        spec,
+        name=f"losses-{states}",
+        model=msgspec.structs.replace(model, parameters=parameter_table(model)),
+    )
 
 
 def end(row: dict[str, Any]) -> float:
@@ -118,13 +142,28 @@ def end(row: dict[str, Any]) -> float:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return each format's losses and their difference from fp32, as Markdown."""
-    lines = ["| shape | `offload.states` | mean loss of the last 20 steps, by seed | minus that with `fp32` |", "|---|---|---|---|"]
+    lines = [
+        "| shape | `offload.states` | mean loss of the last 20 steps, by seed | minus that with `fp32` |",
+        "|---|---|---|---|",
+    ]
     for shape in dict.fromkeys(row["shape"] for row in rows):
-        exact = {row["seed"]: end(row) for row in rows if (row["shape"], row["states"]) == (shape, "fp32")}
+        exact = {
+            row["seed"]: end(row)
+            for row in rows
+            if (row["shape"], row["states"]) == (shape, "fp32")
+        }
         for states in FORMATS:
-            found = {row["seed"]: end(row) for row in rows if (row["shape"], row["states"]) == (shape, states)}
-            less = ", ".join(f"{loss - exact[seed]:+.4f}" for seed, loss in found.items() if seed in exact)
-            lines.append(f"| {shape} | `{states}` | {', '.join(f'{loss:.4f}' for loss in found.values())} | {less} |")
+            found = {
+                row["seed"]: end(row)
+                for row in rows
+                if (row["shape"], row["states"]) == (shape, states)
+            }
+            less = ", ".join(
+                f"{loss - exact[seed]:+.4f}" for seed, loss in found.items() if seed in exact
+            )
+            lines.append(
+                f"| {shape} | `{states}` | {', '.join(f'{loss:.4f}' for loss in found.values())} | {less} |"
+            )
     return "\n".join(lines)
 
 

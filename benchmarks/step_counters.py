@@ -27,7 +27,9 @@ class StepCounters:
         allocator: Returns counters of the GPU's memory allocator (``torch.cuda.memory_stats``); None without a GPU.
     """
 
-    def __init__(self, worker_pid: int | None, allocator: Callable[[], dict[str, Any]] | None) -> None:
+    def __init__(
+        self, worker_pid: int | None, allocator: Callable[[], dict[str, Any]] | None
+    ) -> None:
         self._worker_pid, self._allocator = worker_pid, allocator
         self._collecting_s = self._began = 0.0
         gc.callbacks.append(self._on_collection)
@@ -55,7 +57,9 @@ class StepCounters:
         if self._allocator is not None:
             stats = self._allocator()
             found["reserved_bytes"] = stats.get("reserved_bytes.all.current", 0)
-            found["device_allocations"] = stats.get("num_device_alloc", 0) + stats.get("num_device_free", 0)
+            found["device_allocations"] = stats.get("num_device_alloc", 0) + stats.get(
+                "num_device_free", 0
+            )
             found["allocation_retries"] = stats.get("num_alloc_retries", 0)
         return found
 

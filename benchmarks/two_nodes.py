@@ -50,20 +50,42 @@ def main() -> int:
         machine = msgspec.structs.replace(machine, gpus=())
     elif len(machine.gpus) < RANKS:
         sys.exit(f"{machine.label} has {len(machine.gpus)} GPUs, and two nodes need one each")
-    changes = {"train.steps": str(given.steps), "train.deterministic": "true", "checkpoint.at_end": "false"}
+    changes = {
+        "train.steps": str(given.steps),
+        "train.deterministic": "true",
+        "checkpoint.at_end": "false",
+    }
     changes |= {"offload.mode": "superoffload"}
     spec = with_values(find_preset(given.preset).spec, changes)
     with tempfile.TemporaryDirectory(prefix="two-nodes.") as folder:
         one = train(with_values(spec, {"gpus": str(RANKS)}), [machine], Path(folder))
         gpus = [gpu.index for gpu in machine.gpus[:RANKS]]
-        hosts = [visible_machine(machine, {"CUDA_VISIBLE_DEVICES": str(index)}) for index in gpus] or RANKS * [machine]
+        hosts = [
+            visible_machine(machine, {"CUDA_VISIBLE_DEVICES": str(index)}) for index in gpus
+        ] or RANKS * [machine]
         two = train(with_values(spec, {"gpus": "1", "nodes": str(RANKS)}), hosts, Path(folder))
         losses = {"one_node": _losses(one), "two_nodes": _losses(two)}
-        networks = sorted({name for path in two.logs(1).values() for name in re.findall(r"Using network (\S+)", path.read_text())})
+        networks = sorted(
+            {
+                name
+                for path in two.logs(1).values()
+                for name in re.findall(r"Using network (\S+)", path.read_text())
+            }
+        )
     pairs = list(zip(losses["one_node"], losses["two_nodes"], strict=True))
     difference = max(abs(a - b) / abs(a) for a, b in pairs)
     device = machine.gpus[0].name if machine.gpus else "cpu"
-    print(json.dumps({"device": device, **vars(given), **losses, "largest_relative_difference": difference, "networks": networks}))
+    print(
+        json.dumps(
+            {
+                "device": device,
+                **vars(given),
+                **losses,
+                "largest_relative_difference": difference,
+                "networks": networks,
+            }
+        )
+    )
     return int(difference > TOLERANCE)
 
 
@@ -76,9 +98,16 @@ def train(spec: RunSpec, hosts: list[Machine], folder: Path) -> RunDirectory:
     run = create_run(spec, folder)
     attempt, port, launchers = new_attempt(run), _free_port(), []
     for node, host in enumerate(hosts):
-        nodes = ALONE if len(hosts) == 1 else Nodes(node=node, count=len(hosts), address="127.0.0.1", port=port)
+        nodes = (
+            ALONE
+            if len(hosts) == 1
+            else Nodes(node=node, count=len(hosts), address="127.0.0.1", port=port)
+        )
         launch = prepare(spec, host, inherited={})
-        launch = msgspec.structs.replace(launch, plan=msgspec.structs.replace(launch.plan, binding=numbered(launch.plan.binding, node)))
+        launch = msgspec.structs.replace(
+            launch,
+            plan=msgspec.structs.replace(launch.plan, binding=numbered(launch.plan.binding, node)),
+        )
         if nodes.first:
             write_launch(run, attempt, launch)
         else:
@@ -86,11 +115,15 @@ def train(spec: RunSpec, hosts: list[Machine], folder: Path) -> RunDirectory:
         launchers.append(_start(run, attempt, nodes, launch))
     failed = [launcher.wait(TIMEOUT_S) for launcher in launchers]
     if any(failed):
-        raise RuntimeError("\n".join(path.read_text()[-4000:] for path in run.logs(attempt).values()))
+        raise RuntimeError(
+            "\n".join(path.read_text()[-4000:] for path in run.logs(attempt).values())
+        )
     return run
 
 
-def _start(run: RunDirectory, attempt: int, nodes: Nodes, launch: Launch) -> subprocess.Popen[bytes]:
+def _start(
+    run: RunDirectory, attempt: int, nodes: Nodes, launch: Launch
+) -> subprocess.Popen[bytes]:
     if nodes.count == 1:
         meeting, others = init_method(make_rendezvous(lock_folder(), run.path, attempt)), {}
     else:
@@ -98,12 +131,20 @@ def _start(run: RunDirectory, attempt: int, nodes: Nodes, launch: Launch) -> sub
         listed.write_text(hostfile(nodes, launch.plan))
         meeting, others = nodes.init_method, node_values(nodes, launch.plan, str(listed))
     here = launch.resolved(run=run.path, attempt=attempt, rendezvous=meeting, others=others)
-    simulated = {"NCCL_HOSTID": f"node{nodes.node}", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
-    variables = environment.apply(here.environment, os.environ) | (simulated if nodes.count > 1 else {})
+    simulated = {
+        "NCCL_HOSTID": f"node{nodes.node}",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    variables = environment.apply(here.environment, os.environ) | (
+        simulated if nodes.count > 1 else {}
+    )
     variables.pop("CUDA_VISIBLE_DEVICES", None)
     make_code_folders(variables)
     with run.log_path(attempt, f"node{nodes.node}").open("wb") as log:
-        return subprocess.Popen(here.argv, env=variables, cwd=run.path, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        return subprocess.Popen(
+            here.argv, env=variables, cwd=run.path, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+        )
 
 
 def _losses(run: RunDirectory) -> list[float]:
@@ -121,7 +162,9 @@ def _free_port() -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--accelerator", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--preset", default="tiny")
     parser.add_argument("--steps", type=int, default=30)

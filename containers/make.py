@@ -27,7 +27,9 @@ def install_so_tui(common: dict[str, Any], image: dict[str, Any]) -> str:
     """Return the shell command that installs so-tui and its training packages, once its files are there."""
     # NVIDIA's container pins packages with PIP_CONSTRAINT; ours have versions of their own, in an environment of their own.
     torch = "SYSTEM_TORCH=1 " if image["system_torch"] else ""
-    return f"env --unset=PIP_CONSTRAINT PIP_NO_CACHE_DIR=1 make -C {common['folder']} {torch}install"
+    return (
+        f"env --unset=PIP_CONSTRAINT PIP_NO_CACHE_DIR=1 make -C {common['folder']} {torch}install"
+    )
 
 
 def containerfile(name: str, common: dict[str, Any], image: dict[str, Any]) -> str:
@@ -53,8 +55,12 @@ ENV PATH={folder}/.venv/bin:$PATH
 def definition(name: str, common: dict[str, Any], image: dict[str, Any]) -> str:
     """Return the definition for ``apptainer build``."""
     folder = common["folder"]
-    lines = "\n".join(f"    {command}" for command in (*install_packages(common), install_so_tui(common, image)))
-    copied = "\n".join(f"    {source} {folder}/{source}" for source in (*common["files"], *common["folders"]))
+    lines = "\n".join(
+        f"    {command}" for command in (*install_packages(common), install_so_tui(common, image))
+    )
+    copied = "\n".join(
+        f"    {source} {folder}/{source}" for source in (*common["files"], *common["folders"])
+    )
     return f"""{HEADER}
 # {image["title"]}.
 # In the repository's root: apptainer build so-tui-{name}.sif containers/{name}.def

@@ -5,7 +5,13 @@ from __future__ import annotations
 project = "so-tui"
 html_title = "so-tui"
 root_doc = "docs/index"
-include_patterns = ["docs/*.md", "benchmarks/*.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"]
+include_patterns = [
+    "docs/*.md",
+    "benchmarks/*.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+]
 extensions = ["myst_parser"]
 myst_heading_anchors = 3
 highlight_language = "none"  # of blocks that name none: commands and their output

@@ -62,17 +62,37 @@ class Shape(NamedTuple):
 
 
 def _shape(kind: str, *parameters: str, **parts: str) -> Shape:
-    return Shape(kind, parameters, {part: ast.Name(parameter) for part, parameter in parts.items()}, {})
+    return Shape(
+        kind, parameters, {part: ast.Name(parameter) for part, parameter in parts.items()}, {}
+    )
 
 
 _SHAPES = {
     "Problem": _shape("Problem", code="code", message="message", remedy="remedy"),
     "Refusal": _shape("Problem", "code", "message", code="code", message="message"),
-    "Finding": _shape("Finding", code="code", message="title", remedy="remedy", severity="severity", cost="cost"),
+    "Finding": _shape(
+        "Finding", code="code", message="title", remedy="remedy", severity="severity", cost="cost"
+    ),
     "OffloadError": _shape("Engine", "message", code="code", message="message"),
     "WorkerLostError": _shape("Engine", "message", code="code", message="message"),
-    "TrainingError": _shape("Outcome", "code", "reason", "suggestion", code="code", message="reason", remedy="suggestion"),
-    "Explanation": _shape("Outcome", "code", "reason", "suggestion", code="code", message="reason", remedy="suggestion"),
+    "TrainingError": _shape(
+        "Outcome",
+        "code",
+        "reason",
+        "suggestion",
+        code="code",
+        message="reason",
+        remedy="suggestion",
+    ),
+    "Explanation": _shape(
+        "Outcome",
+        "code",
+        "reason",
+        "suggestion",
+        code="code",
+        message="reason",
+        remedy="suggestion",
+    ),
     "WarningRecord": _shape("Warning", code="code", message="message", remedy="suggestion"),
 }
 
@@ -90,28 +110,50 @@ class _Module(NamedTuple):
 
 def entries(root: Path) -> tuple[Entry, ...]:
     """Return all entries of the sources below ``root``, each once, in the order of the files."""
-    modules = [_module(source, path) for source in SOURCES for path in sorted((root / source).rglob("*.py"))]
+    modules = [
+        _module(source, path)
+        for source in SOURCES
+        for path in sorted((root / source).rglob("*.py"))
+    ]
     shared = dict(_SHAPES)
     for module in modules:
-        shared |= {name: shape for name, shape in _forwarders(module, shared) if not name.startswith("_")}
-    defined = [(name, value) for module in modules for name, value in module.constants.items() if name.isupper() and name[0] != "_"]
+        shared |= {
+            name: shape for name, shape in _forwarders(module, shared) if not name.startswith("_")
+        }
+    defined = [
+        (name, value)
+        for module in modules
+        for name, value in module.constants.items()
+        if name.isupper() and name[0] != "_"
+    ]
     times = Counter(name for name, _ in defined)
-    public = {name: value for name, value in defined if times[name] == 1}  # Who imports one of several is not known here.
-    found = (entry for module in modules for entry in _entries_of(module, shared | dict(_forwarders(module, shared)), public))
+    public = {
+        name: value for name, value in defined if times[name] == 1
+    }  # Who imports one of several is not known here.
+    found = (
+        entry
+        for module in modules
+        for entry in _entries_of(module, shared | dict(_forwarders(module, shared)), public)
+    )
     return tuple(dict.fromkeys(found))
 
 
 def _module(source: str, path: Path) -> _Module:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    calls = [tuple(node for node in ast.walk(function) if isinstance(node, ast.Call)) for function in functions]
+    calls = [
+        tuple(node for node in ast.walk(function) if isinstance(node, ast.Call))
+        for function in functions
+    ]
     return _Module(source, _assigned(tree.body), tuple(map(_Function, functions, calls)))
 
 
 def _forwarders(module: _Module, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, Shape]]:
     """Yield the functions that make an entry of a code which they are given."""
     for function, calls in module.functions:
-        parameters = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
+        parameters = [
+            argument.arg for argument in (*function.args.posonlyargs, *function.args.args)
+        ]
         for call in calls:
             shape = shapes.get(_called(call))
             if shape is None or shape.scope:
@@ -119,24 +161,38 @@ def _forwarders(module: _Module, shapes: Mapping[str, Shape]) -> Iterator[tuple[
             parts = _bound(shape, call)
             if isinstance(code := parts.get("code"), ast.Name) and code.id in parameters:
                 names = tuple(name for name in parameters if name != "self")
-                yield function.name, Shape(shape.kind, names, parts, _assigned(ast.walk(function)) | {"": ()})
+                yield (
+                    function.name,
+                    Shape(shape.kind, names, parts, _assigned(ast.walk(function)) | {"": ()}),
+                )
 
 
-def _entries_of(module: _Module, shapes: Mapping[str, Shape], public: Mapping[str, tuple[ast.expr, ...]]) -> Iterator[Entry]:
+def _entries_of(
+    module: _Module, shapes: Mapping[str, Shape], public: Mapping[str, tuple[ast.expr, ...]]
+) -> Iterator[Entry]:
     for function, calls in module.functions:
         for call in calls:
             if shape := shapes.get(_called(call)):
                 # A code that is written out belongs to the message assigned last; others are chosen together with their messages.
                 fixed = isinstance(_arguments(shape, call).get("code"), ast.Constant)
-                scope = {**public, **module.constants, **_assigned(ast.walk(function), call.lineno if fixed else None)}
+                scope = {
+                    **public,
+                    **module.constants,
+                    **_assigned(ast.walk(function), call.lineno if fixed else None),
+                }
                 yield from _entry(module.source, shape, call, scope)
 
 
-def _entry(source: str, shape: Shape, call: ast.Call, scope: Mapping[str, tuple[ast.expr, ...]]) -> Iterator[Entry]:
+def _entry(
+    source: str, shape: Shape, call: ast.Call, scope: Mapping[str, tuple[ast.expr, ...]]
+) -> Iterator[Entry]:
     """Yield the entries that a call makes: one, or several where its code is one of several."""
     given = _arguments(shape, call)
     # What a forwarder was given counts in its caller's scope, so it is written out first.
-    outer = {name: tuple(ast.Constant(text) for text in _texts(value, scope)) for name, value in given.items()}
+    outer = {
+        name: tuple(ast.Constant(text) for text in _texts(value, scope))
+        for name, value in given.items()
+    }
     inner = {**shape.scope, **outer}
     texts = {part: _texts(value, inner) for part, value in shape.parts.items()}
     codes = [code for code in texts.get("code", ()) if code and GAP not in code]
@@ -144,7 +200,11 @@ def _entry(source: str, shape: Shape, call: ast.Call, scope: Mapping[str, tuple[
     severity, cost = " or ".join(texts.get("severity", ())), " / ".join(texts.get("cost", ()))
     remedies = texts.get("remedy", ("",))
     # Where a code and its message are chosen together, they pair up.
-    pairs = zip(codes, messages, strict=True) if len(codes) == len(messages) > 1 else product(codes, [" / ".join(messages)])
+    pairs = (
+        zip(codes, messages, strict=True)
+        if len(codes) == len(messages) > 1
+        else product(codes, [" / ".join(messages)])
+    )
     for index, (code, message) in enumerate(pairs):
         remedy = remedies[index] if len(remedies) == len(codes) else " / ".join(remedies)
         yield Entry(shape.kind, source, code, message, remedy, severity, cost)
@@ -153,7 +213,11 @@ def _entry(source: str, shape: Shape, call: ast.Call, scope: Mapping[str, tuple[
 def _bound(shape: Shape, call: ast.Call) -> dict[str, ast.expr]:
     """Return the parts of a call of one of the types themselves."""
     given = _arguments(shape, call)
-    return {part: given[name.id] for part, name in shape.parts.items() if isinstance(name, ast.Name) and name.id in given}
+    return {
+        part: given[name.id]
+        for part, name in shape.parts.items()
+        if isinstance(name, ast.Name) and name.id in given
+    }
 
 
 def _arguments(shape: Shape, call: ast.Call) -> dict[str, ast.expr]:
@@ -185,17 +249,25 @@ def _texts(node: ast.expr, scope: Mapping[str, tuple[ast.expr, ...]]) -> tuple[s
 def _joined(parts: list[tuple[str, ...]]) -> tuple[str, ...]:
     """Return the concatenations. More than four are a gap where they differ."""
     texts = _distinct("".join(choice) for choice in product(*parts))
-    return texts if len(texts) <= 4 else ("".join(part[0] if len(part) == 1 else GAP for part in parts),)
+    return (
+        texts
+        if len(texts) <= 4
+        else ("".join(part[0] if len(part) == 1 else GAP for part in parts),)
+    )
 
 
 def _distinct(texts: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(texts))
 
 
-def _assigned(nodes: Iterable[ast.AST], before: int | None = None) -> dict[str, tuple[ast.expr, ...]]:
+def _assigned(
+    nodes: Iterable[ast.AST], before: int | None = None
+) -> dict[str, tuple[ast.expr, ...]]:
     """Return what is assigned to each name: everything, or only the last before a line."""
     found: dict[str, list[ast.expr]] = {}
-    assignments = [node for node in nodes if isinstance(node, ast.Assign) and len(node.targets) == 1]
+    assignments = [
+        node for node in nodes if isinstance(node, ast.Assign) and len(node.targets) == 1
+    ]
     for node in sorted(assignments, key=lambda node: node.lineno):
         if before is not None and node.lineno >= before:
             break
@@ -215,7 +287,13 @@ def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:
 
 def _called(call: ast.Call) -> str:
     function = call.func
-    return function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else ""
+    return (
+        function.attr
+        if isinstance(function, ast.Attribute)
+        else function.id
+        if isinstance(function, ast.Name)
+        else ""
+    )
 
 
 def page(root: Path) -> str:
@@ -225,7 +303,13 @@ def page(root: Path) -> str:
     parts += [f"| {code} | {meaning} |" for code, meaning in EXIT_CODES.items()]
     for section in _SECTIONS:
         parts.append(f"\n## {section.title}\n\n{section.text}\n")
-        parts += _table([entry for entry in found if entry.kind == section.kind and section.source in ("", entry.source)])
+        parts += _table(
+            [
+                entry
+                for entry in found
+                if entry.kind == section.kind and section.source in ("", entry.source)
+            ]
+        )
     return "\n".join(parts) + "\n"
 
 
@@ -244,9 +328,17 @@ _SECTIONS = (
         "The exit code is 1. Reason and remedy are in `state.json`, on the dashboard, and the last lines of `so-tui run --plain`. They\n"
         "go on with the command that resumes the run, and say from which step.",
     ),
-    _Section("Warnings of a run", "Warning", "", "The run goes on. They are records of the kind `warning`, and stand on the dashboard."),
     _Section(
-        "What doctor finds", "Finding", "", "A finding that blocks makes `so-tui run` refuse (exit code 3), and `so-tui doctor` return 3."
+        "Warnings of a run",
+        "Warning",
+        "",
+        "The run goes on. They are records of the kind `warning`, and stand on the dashboard.",
+    ),
+    _Section(
+        "What doctor finds",
+        "Finding",
+        "",
+        "A finding that blocks makes `so-tui run` refuse (exit code 3), and `so-tui doctor` return 3.",
     ),
     _Section(
         "Settings, commands and runs",
@@ -261,16 +353,27 @@ _SECTIONS = (
         "Found before the start where possible (exit code 2 or 3), otherwise the run ends with this code.",
     ),
     _Section(
-        "The engine", "Engine", "", "In a run they are the reason why it ended; in a script of your own, `superoffload.OffloadError.code`."
+        "The engine",
+        "Engine",
+        "",
+        "In a run they are the reason why it ended; in a script of your own, `superoffload.OffloadError.code`.",
     ),
 )
 
 
 def _outcomes(root: Path) -> Iterator[Entry]:
     """Yield how the supervisor words what it concludes itself, with examples of what it fills in, and what the other codes mean."""
-    described = _described_members(ast.parse((root / "so_tui" / "runs" / "outcome.py").read_text(encoding="utf-8")))
+    described = _described_members(
+        ast.parse((root / "so_tui" / "runs" / "outcome.py").read_text(encoding="utf-8"))
+    )
     for code in OutcomeCode:
-        who: Who = "launcher" if code is OutcomeCode.LAUNCHER_LOST else "runner" if code is OutcomeCode.RUNNER_LOST else "rank"
+        who: Who = (
+            "launcher"
+            if code is OutcomeCode.LAUNCHER_LOST
+            else "runner"
+            if code is OutcomeCode.RUNNER_LOST
+            else "rank"
+        )
         facts: dict[str, Any] = {
             "rank": 1,
             "pid": 4242,
@@ -295,7 +398,9 @@ def _described_members(module: ast.Module) -> dict[str, str]:
     found = {}
     for member, text in pairwise(enumeration.body):
         match member, text:
-            case ast.Assign(targets=[ast.Name(id=name)]), ast.Expr(value=ast.Constant(value=str(described))):
+            case ast.Assign(targets=[ast.Name(id=name)]), ast.Expr(
+                value=ast.Constant(value=str(described))
+            ):
                 found[name] = described
     return found
 
@@ -306,7 +411,11 @@ def _table(found: list[Entry]) -> Iterator[str]:
     for entry in sorted(found, key=lambda entry: entry.code):
         by_code.setdefault(entry.code, []).append(entry)
     costs = any(entry.cost for entry in found)
-    yield "| code | message | cost | remedy |\n|---|---|---|---|" if costs else "| code | message | remedy |\n|---|---|---|"
+    yield (
+        "| code | message | cost | remedy |\n|---|---|---|---|"
+        if costs
+        else "| code | message | remedy |\n|---|---|---|"
+    )
     for code, same in by_code.items():
         severity = f" ({same[0].severity})" if same[0].severity not in ("", GAP) else ""
         columns = [
@@ -319,14 +428,19 @@ def _table(found: list[Entry]) -> Iterator[str]:
 
 def _cell(texts: list[str]) -> str:
     # Texts that differ only in their quotes are one.
-    distinct = {text.replace("`", ""): text for text in sorted(_distinct(texts), key=lambda text: text.count("`"))}
+    distinct = {
+        text.replace("`", ""): text
+        for text in sorted(_distinct(texts), key=lambda text: text.count("`"))
+    }
     return "<br>".join(_escaped(text) for text in distinct.values() if text.strip(f"{GAP} .:()"))
 
 
 def _escaped(text: str) -> str:
     """Return text for a table of Markdown: outside of `code`, nothing is markup."""
     parts = re.split("(`[^`]*`)", " ".join(text.split()))
-    return "".join(part if part.startswith("`") else re.sub(r"([\\*_<\[\]])", r"\\\1", part) for part in parts).replace("|", "\\|")
+    return "".join(
+        part if part.startswith("`") else re.sub(r"([\\*_<\[\]])", r"\\\1", part) for part in parts
+    ).replace("|", "\\|")
 
 
 if __name__ == "__main__":

@@ -51,14 +51,36 @@ _BOUNDS = """\
 
 def page() -> str:
     """Return the page."""
-    sets = ((each.name, *each.versions.values(), f"[{each.name}.txt](../locks/{each.name}.txt)") for each in reversed(version_sets()))
+    sets = (
+        (each.name, *each.versions.values(), f"[{each.name}.txt](../locks/{each.name}.txt)")
+        for each in reversed(version_sets())
+    )
     later = ((each.package, each.version, each.tested or "nothing") for each in later_versions())
-    limits = ((each.package, each.oldest, each.newest, each.limits, each.older, each.newer) for each in bounds())
+    limits = (
+        (each.package, each.oldest, each.newest, each.limits, each.older, each.newer)
+        for each in bounds()
+    )
     return "".join(
         [
             *(_INTRODUCTION, _SETS, _table(("set", *PACKAGES, "everything else"), sets), _INSTALL),
-            *(_LATER, _table(("package", "version", "tested, with the rest as in the newest set"), later)),
-            *(_BOUNDS, _table(("package", "oldest", "newest", "what the older ones lack", "why not older", "why not newer"), limits)),
+            *(
+                _LATER,
+                _table(("package", "version", "tested, with the rest as in the newest set"), later),
+            ),
+            *(
+                _BOUNDS,
+                _table(
+                    (
+                        "package",
+                        "oldest",
+                        "newest",
+                        "what the older ones lack",
+                        "why not older",
+                        "why not newer",
+                    ),
+                    limits,
+                ),
+            ),
         ]
     )
 

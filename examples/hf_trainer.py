@@ -43,11 +43,15 @@ class RandomTokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return 256
 
     def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
-        tokens = torch.randint(0, SHAPE["vocab_size"], (32,), generator=torch.Generator().manual_seed(row))
+        tokens = torch.randint(
+            0, SHAPE["vocab_size"], (32,), generator=torch.Generator().manual_seed(row)
+        )
         return {"input_ids": tokens, "labels": tokens}
 
 
-def train(folder: Path, steps: int, *, offload: bool = True, clipping: float = 1.0, resume: bool = False) -> list[float]:
+def train(
+    folder: Path, steps: int, *, offload: bool = True, clipping: float = 1.0, resume: bool = False
+) -> list[float]:
     """Train, save a checkpoint at the end, and return the losses.
 
     Args:
@@ -76,10 +80,14 @@ def train(folder: Path, steps: int, *, offload: bool = True, clipping: float = 1
     )
     torch.manual_seed(0)
     # After the arguments, whose DeepSpeed config has the weights sharded as they are made.
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **SHAPE), dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("qwen3", **SHAPE), dtype=torch.bfloat16
+    )  # type: ignore[no-untyped-call]
     trainer = Trainer(model=model, args=arguments, train_dataset=RandomTokens())
     if offload:
-        settings = superoffload.Settings(learning_rate=arguments.learning_rate, ratio=0.9, speculation_bytes=1 << 40)  # engine
+        settings = superoffload.Settings(
+            learning_rate=arguments.learning_rate, ratio=0.9, speculation_bytes=1 << 40
+        )  # engine
         with superoffload.replacing_optimizers(settings):  # engine
             trainer.train(resume_from_checkpoint=resume)
         superoffload.close(trainer.model_wrapped)  # engine
@@ -89,15 +97,25 @@ def train(folder: Path, steps: int, *, offload: bool = True, clipping: float = 1
 
 
 def _without_offloading() -> dict[str, Any]:
-    zero = {key: value for key, value in DS_CONFIG["zero_optimization"].items() if key != "offload_optimizer"}  # type: ignore[attr-defined]
+    zero = {
+        key: value
+        for key, value in DS_CONFIG["zero_optimization"].items()
+        if key != "offload_optimizer"
+    }  # type: ignore[attr-defined]
     return {**DS_CONFIG, "zero_optimization": zero, "zero_allow_untested_optimizer": True}
 
 
 def main() -> None:
     """Train a few steps and print their losses."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--folder", type=Path, help="where checkpoints are saved; several ranks need one (default: a temporary folder)")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="where checkpoints are saved; several ranks need one (default: a temporary folder)",
+    )
     parser.add_argument("--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", "0")))
     arguments = parser.parse_args()
     join_process_group(arguments.local_rank)

@@ -33,7 +33,12 @@ SHAPE = {
 
 def ds_config(mode: str, clipping: float) -> dict[str, Any]:
     """Return the DeepSpeed config of a published SuperOffload script, with small buckets for the small shape."""
-    offload = {"device": "cpu", "ratio": 0.9, "super_offload": mode == "superoffload", "pin_memory": True}
+    offload = {
+        "device": "cpu",
+        "ratio": 0.9,
+        "super_offload": mode == "superoffload",
+        "pin_memory": True,
+    }
     return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,
@@ -48,16 +53,24 @@ def ds_config(mode: str, clipping: float) -> dict[str, Any]:
     }
 
 
-def train(steps: int, *, mode: str = "superoffload", clipping: float = 1.0, checkpoint: Path | None = None) -> list[float]:
+def train(
+    steps: int, *, mode: str = "superoffload", clipping: float = 1.0, checkpoint: Path | None = None
+) -> list[float]:
     """Train on random tokens, from the checkpoint if there is one, and save one at the end; return the losses."""
     torch.manual_seed(0)
     config = AutoConfig.for_model("qwen3", **SHAPE)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
     model.to(get_accelerator().current_device_name())
-    settings = superoffload.Settings(mode=mode, learning_rate=1e-3, weight_decay=0.01, speculation_bytes=1 << 40)  # type: ignore[arg-type] # engine
+    settings = superoffload.Settings(
+        mode=mode, learning_rate=1e-3, weight_decay=0.01, speculation_bytes=1 << 40
+    )  # type: ignore[arg-type] # engine
     parameters: list[dict[str, Any]] = [{"params": list(model.parameters())}]
     engine, *_ = superoffload.initialize(  # engine
-        model, parameters, settings, ds_config(mode, clipping), lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer)
+        model,
+        parameters,
+        settings,
+        ds_config(mode, clipping),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer),
     )
     done = 0
     if checkpoint and checkpoint.exists():
@@ -67,7 +80,9 @@ def train(steps: int, *, mode: str = "superoffload", clipping: float = 1.0, chec
     for step in range(done, done + steps):
         for micro_batch in range(engine.gradient_accumulation_steps()):
             generator = torch.Generator().manual_seed(1000 * step + micro_batch)
-            tokens = torch.randint(0, SHAPE["vocab_size"], (2, 32), generator=generator).to(engine.device)
+            tokens = torch.randint(0, SHAPE["vocab_size"], (2, 32), generator=generator).to(
+                engine.device
+            )
             loss = engine(input_ids=tokens, labels=tokens).loss
             engine.backward(loss)
             engine.step()
@@ -81,21 +96,29 @@ def train(steps: int, *, mode: str = "superoffload", clipping: float = 1.0, chec
 def join_process_group(local_rank: int) -> None:
     """Join the process group of DeepSpeed's launcher; without the launcher, a group of this process alone."""
     if "RANK" not in os.environ:
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+        os.environ.update(
+            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
+        )
     get_accelerator().set_device(local_rank)
     superoffload.join_process_group(auto_mpi_discovery=False)
 
 
 def main() -> None:
     """Train a few steps and print their losses."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--mode", choices=["superoffload", "zerooffload", "gpu"], default="superoffload")
+    parser.add_argument(
+        "--mode", choices=["superoffload", "zerooffload", "gpu"], default="superoffload"
+    )
     parser.add_argument("--checkpoint", type=Path)
     parser.add_argument("--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", "0")))
     arguments = parser.parse_args()
     join_process_group(arguments.local_rank)
-    for step, loss in enumerate(train(arguments.steps, mode=arguments.mode, checkpoint=arguments.checkpoint), start=1):
+    for step, loss in enumerate(
+        train(arguments.steps, mode=arguments.mode, checkpoint=arguments.checkpoint), start=1
+    ):
         if deepspeed.comm.get_rank() == 0:
             print(f"step {step}  loss {loss:.4f}", flush=True)
 

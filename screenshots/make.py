@@ -52,13 +52,17 @@ async def draw(runs_dir: Path) -> None:
     from so_tui.spec import find_preset, with_values
     from so_tui.ui.app import SoTuiApp
 
-    launch = prepare(with_values(find_preset("tiny").spec, {"train.steps": STEPS}), inspect_machine())
+    launch = prepare(
+        with_values(find_preset("tiny").spec, {"train.steps": STEPS}), inspect_machine()
+    )
     preflight(launch)
     run = start(launch, runs_dir=runs_dir)
     waiting_since = time.monotonic()
     while (state := state_with_truth(run)).step < STEPS_BEFORE_THE_PICTURE:
         if state.state in FINAL_STATES or time.monotonic() - waiting_since > GIVE_UP_S:
-            sys.exit(f"{run.name} did not get to step {STEPS_BEFORE_THE_PICTURE}: {state.state} {state.reason}")
+            sys.exit(
+                f"{run.name} did not get to step {STEPS_BEFORE_THE_PICTURE}: {state.state} {state.reason}"
+            )
         await asyncio.sleep(0.5)
     for suffix, size in SIZES.items():
         app = SoTuiApp(runs_dir=runs_dir, open_run=run)
@@ -95,7 +99,9 @@ async def draw_simulated(runs_dir: Path) -> None:
         patch.setattr("so_tui.machine.doctor.findings", lambda *_, **__: ())
         for suffix, size in SIZES.items():
             machine = replace(quad_machine(), live=True)
-            app = SoTuiApp(machine=machine, runs_dir=runs_dir, open_run=RunDirectory(runs_dir / SIMULATED_RUN))
+            app = SoTuiApp(
+                machine=machine, runs_dir=runs_dir, open_run=RunDirectory(runs_dir / SIMULATED_RUN)
+            )
             async with app.run_test(size=size) as pilot:
                 await _save_pages(Driver(app, pilot), suffix)
     time.tzset()
@@ -118,7 +124,9 @@ async def _save_pages(ui: Driver, suffix: str) -> None:
     await ui.pilot.pause(1.0)
     save(ui.app, f"presets{suffix}")
     await ui.press("enter")
-    await ui.until(lambda: ui.screen.query("#verdict") and "fits" in ui.shown("#verdict"), GIVE_UP_S)
+    await ui.until(
+        lambda: ui.screen.query("#verdict") and "fits" in ui.shown("#verdict"), GIVE_UP_S
+    )
     await ui.pilot.pause(3.0)
     save(ui.app, f"configure{suffix}")
 
@@ -136,14 +144,24 @@ async def draw_dashboard(folder: Path, name: str) -> None:
 
 def main() -> None:
     """Draw all pictures, or those that are asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--simulated", action="store_true", help="draw only what needs no real run")
-    parser.add_argument("--run", type=Path, metavar="RUN", help="folder of a run whose dashboard is drawn")
-    parser.add_argument("--name", default="dashboard", help="name of the picture of --run, without .svg")
+    parser.add_argument(
+        "--run", type=Path, metavar="RUN", help="folder of a run whose dashboard is drawn"
+    )
+    parser.add_argument(
+        "--name", default="dashboard", help="name of the picture of --run, without .svg"
+    )
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="so-tui-screenshots-") as scratch:
         # The pictures must not show the settings and runs of the user who draws them, and have colours.
-        os.environ.update(XDG_CONFIG_HOME=f"{scratch}/config", XDG_STATE_HOME=f"{scratch}/state", COLORTERM="truecolor")
+        os.environ.update(
+            XDG_CONFIG_HOME=f"{scratch}/config",
+            XDG_STATE_HOME=f"{scratch}/state",
+            COLORTERM="truecolor",
+        )
         os.environ.pop("NO_COLOR", None)
         if given.run:
             asyncio.run(draw_dashboard(given.run.absolute(), given.name))

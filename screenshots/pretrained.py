@@ -18,7 +18,13 @@ from screenshots.tour import FOLDER, HOME, Terminal, check_tools, record, write 
 from tests.support.hub import loopback_hub  # noqa: E402
 
 NAME = "lab/small-26m"
-FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+FILES = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
 QUESTIONS = ("How do I make a script executable?", "What is a NUMA node?")
 STEPS = 60
 
@@ -34,14 +40,20 @@ def session(t: Terminal) -> None:
     t.pause(2.5)
     sizes = "--set data.sequence_length=256 --set train.micro_batch=2"
     length = f"--set train.epochs=0 --set train.steps={STEPS} --set train.learning_rate=5e-4"
-    t.command(f"clear; so-tui run small --gpus 2 {data} --set data.held_out=0.1 {sizes} {length}", until="● training .* step [2-9] ")
+    t.command(
+        f"clear; so-tui run small --gpus 2 {data} --set data.held_out=0.1 {sizes} {length}",
+        until="● training .* step [2-9] ",
+    )
     with t.faster(40.0):
         t.wait(f"finished .* step {STEPS} ")
     t.pause(3.0)
     t.press("q", then=1.0)
     t.wait(r"^\$$")
     questions = " ".join(f"--prompt '{question}'" for question in QUESTIONS)
-    t.command(f"clear; so-tui generate --compare --max-tokens 40 --temperature 0 {questions}", until=r"^\$$")
+    t.command(
+        f"clear; so-tui generate --compare --max-tokens 40 --temperature 0 {questions}",
+        until=r"^\$$",
+    )
     t.pause(6.0)
 
 
@@ -51,7 +63,11 @@ def main(model: Path) -> None:
     with loopback_hub() as hub:
         hub.add("models", NAME, {name: (model / name).read_bytes() for name in FILES})
         environment = hub.environment(HOME / "cache")
-        write(FOLDER / "pretrained.cast", "so-tui: fetch, fine-tune, compare", record(session, environment))
+        write(
+            FOLDER / "pretrained.cast",
+            "so-tui: fetch, fine-tune, compare",
+            record(session, environment),
+        )
 
 
 if __name__ == "__main__":

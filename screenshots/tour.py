@@ -56,21 +56,57 @@ class Terminal:
 
     def tmux(self, *arguments: str) -> str:
         """Run a tmux command and return what it printed."""
-        done = subprocess.run(["tmux", "-L", self.socket, "-f", "/dev/null", *arguments], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            ["tmux", "-L", self.socket, "-f", "/dev/null", *arguments],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         return done.stdout
 
     def open(self, environment: dict[str, str]) -> None:
         """Start a shell on a machine with our host name."""
-        shell = ["env", "-i", *(f"{name}={value}" for name, value in environment.items()), "bash", "--noprofile", "--norc", "-i"]
-        namespace = ["unshare", "--map-root-user", "--uts", "sh", "-c", f'hostname {HOST_NAME} && exec "$@"', "sh"]
-        self.tmux("new-session", "-d", "-x", str(COLUMNS), "-y", str(ROWS), "-c", str(HOME), *namespace, *shell)
+        shell = [
+            "env",
+            "-i",
+            *(f"{name}={value}" for name, value in environment.items()),
+            "bash",
+            "--noprofile",
+            "--norc",
+            "-i",
+        ]
+        namespace = [
+            "unshare",
+            "--map-root-user",
+            "--uts",
+            "sh",
+            "-c",
+            f'hostname {HOST_NAME} && exec "$@"',
+            "sh",
+        ]
+        self.tmux(
+            "new-session",
+            "-d",
+            "-x",
+            str(COLUMNS),
+            "-y",
+            str(ROWS),
+            "-c",
+            str(HOME),
+            *namespace,
+            *shell,
+        )
 
     def screen(self) -> tuple[list[str], str]:
         """Return the rows of the screen, each with all its styles, and where the cursor is."""
         # A capture of many rows states a style once, where it starts, even if that is rows above.
-        rows = (("capture-pane", "-epN", "-S", str(row), "-E", str(row), ";") for row in range(ROWS))
+        rows = (
+            ("capture-pane", "-epN", "-S", str(row), "-E", str(row), ";") for row in range(ROWS)
+        )
         cursor = ("display-message", "-p", "#{cursor_flag} #{cursor_x} #{cursor_y}")
-        *lines, where = self.tmux(*(word for command in rows for word in command), *cursor).splitlines()
+        *lines, where = self.tmux(
+            *(word for command in rows for word in command), *cursor
+        ).splitlines()
         return lines, where
 
     def text(self) -> list[str]:
@@ -89,7 +125,13 @@ class Terminal:
         if changed or cursor != self.cursor:
             shown, x, y = map(int, cursor.split())
             lines = "".join(f"\x1b[{index + 1};1H\x1b[0m\x1b[2K{rows[index]}" for index in changed)
-            self.events.append((self.played_s, "o", f"{lines}\x1b[0m\x1b[{y + 1};{x + 1}H\x1b[?25{'h' if shown else 'l'}"))
+            self.events.append(
+                (
+                    self.played_s,
+                    "o",
+                    f"{lines}\x1b[0m\x1b[{y + 1};{x + 1}H\x1b[?25{'h' if shown else 'l'}",
+                )
+            )
             self.drawn, self.cursor = rows, cursor
 
     def pause(self, seconds: float) -> None:
@@ -160,7 +202,10 @@ def session(terminal: Terminal) -> None:
     t = terminal
     t.wait(r"^\$$")
     t.pause(0.5)
-    t.command("so-tui plan --machine gh200-480      # a machine that is not here", until="^speeds are predictions")
+    t.command(
+        "so-tui plan --machine gh200-480      # a machine that is not here",
+        until="^speeds are predictions",
+    )
     t.pause(4.0)
     t.command("clear; so-tui --machine gh200-480", until=r"step  .*\d s ")
     t.pause(4.0)
@@ -207,7 +252,9 @@ def session(terminal: Terminal) -> None:
     t.pause(4.0)
 
 
-def record(session: Callable[[Terminal], None], environment: Mapping[str, str] | None = None) -> list[Event]:
+def record(
+    session: Callable[[Terminal], None], environment: Mapping[str, str] | None = None
+) -> list[Event]:
     """Record a session in a home of its own, which is deleted when all went well. ``environment``: more variables of its shell."""
     HOME.mkdir(mode=0o700)  # fails where anything of this name exists
     terminal = Terminal()
@@ -243,7 +290,9 @@ def draw(cast: Path) -> Path:
     # Not optimised by svg-term-cli, which would collapse the spaces within texts.
     command = ["npx", "--yes", SVG_TERM, "--in", str(cast), "--window", "--no-optimize"]
     picture = cast.with_suffix(".svg")
-    picture.write_text(smaller(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+    picture.write_text(
+        smaller(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    )
     return picture
 
 
@@ -262,11 +311,15 @@ def write(cast: Path, title: str, events: list[Event]) -> None:
     lines = [header, *([round(at, 3), kind, text] for at, kind, text in events)]
     recording = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     ours = {platform.node(), getpass.getuser(), str(ROOT), sys.prefix, str(Path.home())}
-    if shown := sorted(word for word in ours if re.search(rf"(?<![\w/]){re.escape(word)}\b", recording)):
+    if shown := sorted(
+        word for word in ours if re.search(rf"(?<![\w/]){re.escape(word)}\b", recording)
+    ):
         sys.exit(f"not written, because it would show {', '.join(shown)}")
     cast.write_text(recording)
     picture = draw(cast)
-    print(f"{len(events)} frames, {events[-1][0]:.0f} s; {cast.stat().st_size:,} bytes; {picture.stat().st_size:,} bytes")
+    print(
+        f"{len(events)} frames, {events[-1][0]:.0f} s; {cast.stat().st_size:,} bytes; {picture.stat().st_size:,} bytes"
+    )
 
 
 def check_tools() -> None:

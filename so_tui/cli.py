@@ -29,7 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # without Unicode, a terminal or pipe gets question marks instead of a traceback
+            stream.reconfigure(
+                errors="replace"
+            )  # without Unicode, a terminal or pipe gets question marks instead of a traceback
     guard_output()
     parser = build_parser()
     if "_ARGCOMPLETE" in os.environ:  # a shell asks for words
@@ -46,7 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = call(arguments)
         try:
-            print(end="", flush=True)  # so that a full disk is reported below, and not by Python at its exit
+            print(
+                end="", flush=True
+            )  # so that a full disk is reported below, and not by Python at its exit
         except BrokenPipeError:
             _discard_output()
         return code
@@ -86,8 +90,21 @@ def call(arguments: argparse.Namespace) -> int:
 
     module, _, function = arguments.handler.partition(":")
     if arguments.machine and not arguments.takes_machine:
-        message, remedy = "has no effect on this command", "Leave it out. `inspect --json` shows the machine that runs start on."
-        raise InputError([Problem(code="unused-option", field="--machine", value=arguments.machine, message=message, remedy=remedy)])
+        message, remedy = (
+            "has no effect on this command",
+            "Leave it out. `inspect --json` shows the machine that runs start on.",
+        )
+        raise InputError(
+            [
+                Problem(
+                    code="unused-option",
+                    field="--machine",
+                    value=arguments.machine,
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        )
     if not getattr(arguments, "json", False) and function not in _FOR_PROGRAMS:
         _use_units_of_the_user()
     return int(getattr(importlib.import_module(f"so_tui.commands.{module}"), function)(arguments))
@@ -113,15 +130,36 @@ def _problem_of(error: OSError) -> Problem | None:
     if error.errno == errno.ENAMETOOLONG:
         value = shown(str(error.filename)) if error.filename else ""
         message, remedy = "is too long for a file name", "Give a shorter one."
-        return Problem(code="name-too-long", field="path", value=value, message=message, remedy=remedy)
+        return Problem(
+            code="name-too-long", field="path", value=value, message=message, remedy=remedy
+        )
     if error.errno == errno.EACCES and error.filename:
-        message, remedy = "may not be opened (Permission denied)", "Check its rights and those of the folders above it, or name another."
-        return Problem(code="no-permission", field="path", value=shown(str(error.filename)), message=message, remedy=remedy)
+        message, remedy = (
+            "may not be opened (Permission denied)",
+            "Check its rights and those of the folders above it, or name another.",
+        )
+        return Problem(
+            code="no-permission",
+            field="path",
+            value=shown(str(error.filename)),
+            message=message,
+            remedy=remedy,
+        )
     if error.errno not in _UNWRITABLE:
         return None
     field = str(error.filename) if error.filename else "output"
-    remedy = "Free some space there and try again." if error.filename else "Free some space at its destination, or redirect it."
-    return Problem(code="not-writable", field=field, value="", message=f"cannot be written ({error.strerror})", remedy=remedy)
+    remedy = (
+        "Free some space there and try again."
+        if error.filename
+        else "Free some space at its destination, or redirect it."
+    )
+    return Problem(
+        code="not-writable",
+        field=field,
+        value="",
+        message=f"cannot be written ({error.strerror})",
+        remedy=remedy,
+    )
 
 
 def _discard_output() -> None:

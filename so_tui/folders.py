@@ -65,7 +65,11 @@ def known_runs_dirs() -> tuple[Path, ...]:
     except OSError:  # nothing recorded, or not readable: the default folder remains
         recorded = []
     others = (Path(line) for line in recorded if line.startswith("/"))
-    return tuple(dict.fromkeys((default_runs_dir(), *(folder for folder in others if folder != probes_dir()))))
+    return tuple(
+        dict.fromkeys(
+            (default_runs_dir(), *(folder for folder in others if folder != probes_dir()))
+        )
+    )
 
 
 def kernel_folder(environment: Mapping[str, str]) -> Path:
@@ -86,4 +90,6 @@ def host_folder() -> Path:
 def _home(variable: str, default: str, environment: Mapping[str, str]) -> Path:
     """Return a folder from an XDG variable; the XDG rules say to ignore relative paths."""
     base = Path(environment.get(variable, ""))
-    return (base if base.is_absolute() else Path(environment.get("HOME") or Path.home()) / default) / "so-tui"
+    return (
+        base if base.is_absolute() else Path(environment.get("HOME") or Path.home()) / default
+    ) / "so-tui"

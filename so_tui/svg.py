@@ -19,9 +19,7 @@ _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#
 """Okabe and Ito's palette, which colour-blind people can tell apart."""
 _DASHES = ("", "6 3", "2 3", "8 3 2 3")
 """Of curves beyond the number of colours."""
-_STYLE = (
-    "<style>text{font:12px sans-serif;fill:#222}.grid{stroke:#8884;fill:none}@media(prefers-color-scheme:dark){text{fill:#ddd}}</style>"
-)
+_STYLE = "<style>text{font:12px sans-serif;fill:#222}.grid{stroke:#8884;fill:none}@media(prefers-color-scheme:dark){text{fill:#ddd}}</style>"
 
 
 class Bar(Struct, frozen=True):
@@ -40,7 +38,10 @@ class Curve(Struct, frozen=True):
 
 def bars(title: str, series: Sequence[str], rows: Sequence[Bar], unit: str) -> str:
     """Return horizontal bars, a group for each row."""
-    most = max((value for row in rows for value in row.values if value is not None), default=0.0) or 1.0
+    most = (
+        max((value for row in rows for value in row.values if value is not None), default=0.0)
+        or 1.0
+    )
     room = _WIDTH - _LABEL - 110
     parts, y = _legend(series), _TOP
     for row in rows:
@@ -49,8 +50,12 @@ def bars(title: str, series: Sequence[str], rows: Sequence[Bar], unit: str) -> s
             if value is not None:
                 length = room * value / most
                 colour = _COLOURS[index % len(_COLOURS)]
-                parts.append(f'<rect x="{_LABEL}" y="{y + 2}" width="{length:.1f}" height="{_ROW - 4}" fill="{colour}"/>')
-                parts.append(_text(_LABEL + length + 6, y + _ROW - 5, f"{significant(value)} {unit}"))
+                parts.append(
+                    f'<rect x="{_LABEL}" y="{y + 2}" width="{length:.1f}" height="{_ROW - 4}" fill="{colour}"/>'
+                )
+                parts.append(
+                    _text(_LABEL + length + 6, y + _ROW - 5, f"{significant(value)} {unit}")
+                )
             y += _ROW
         y += 8
     return _svg(title, y + 10, parts)
@@ -74,7 +79,10 @@ def curves(title: str, drawn: Sequence[Curve]) -> str:
     for share in (0, 0.25, 0.5, 0.75, 1):
         x, y = left + share * (right - left), low + share * (high - low)
         parts.append(f'<path class="grid" d="M{_LEFT} {down(y):.1f}h{_PLOT_WIDTH}"/>')
-        parts += [_text(_LEFT - 8, down(y) + 4, significant(y), "end"), _text(across(x), bottom + 18, thousands(round(x)), "middle")]
+        parts += [
+            _text(_LEFT - 8, down(y) + 4, significant(y), "end"),
+            _text(across(x), bottom + 18, thousands(round(x)), "middle"),
+        ]
     for index, curve in enumerate(drawn):
         stroke = _stroke(index)
         for whole, part in groupby(curve.points, key=lambda point: math.isfinite(point[1])):
@@ -82,7 +90,10 @@ def curves(title: str, drawn: Sequence[Curve]) -> str:
                 points = " ".join(f"{across(x):.1f},{down(y):.1f}" for x, y in part)
                 parts.append(f'<polyline points="{points}" fill="none" {stroke}/>')
         x_label, y_label = 20 + 440 * (index % 2), _TOP + 16 * (index // 2)
-        parts.append(f'<path d="M{x_label} {y_label - 4}h22" {stroke}/>' + _text(x_label + 28, y_label, curve.label))
+        parts.append(
+            f'<path d="M{x_label} {y_label - 4}h22" {stroke}/>'
+            + _text(x_label + 28, y_label, curve.label)
+        )
     return _svg(title, bottom + 30, parts)
 
 
@@ -93,7 +104,9 @@ def _span(values: Sequence[float]) -> tuple[float, float]:
 
 def _stroke(index: int) -> str:
     dash = _DASHES[index // len(_COLOURS) % len(_DASHES)]
-    return f'stroke="{_COLOURS[index % len(_COLOURS)]}" stroke-width="1.5"' + (f' stroke-dasharray="{dash}"' if dash else "")
+    return f'stroke="{_COLOURS[index % len(_COLOURS)]}" stroke-width="1.5"' + (
+        f' stroke-dasharray="{dash}"' if dash else ""
+    )
 
 
 def _legend(series: Sequence[str]) -> list[str]:
@@ -101,7 +114,8 @@ def _legend(series: Sequence[str]) -> list[str]:
         return []
     places = [(_LABEL + 150 * index, name) for index, name in enumerate(series)]
     return [
-        f'<rect x="{x}" y="20" width="10" height="8" fill="{_COLOURS[index]}"/>' + _text(x + 14, 28, name)
+        f'<rect x="{x}" y="20" width="10" height="8" fill="{_COLOURS[index]}"/>'
+        + _text(x + 14, 28, name)
         for index, (x, name) in enumerate(places)
     ]
 

@@ -58,7 +58,11 @@ def count(value: float, decimals: int = 2) -> str:
     for smallest, unit, suffix in ((1e9, 1e9, "B"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if value >= smallest:
             scaled = value / unit
-            return f"{scaled:.{decimals}f} {suffix}" if scaled < 100 else f"{thousands(round(scaled))} {suffix}"
+            return (
+                f"{scaled:.{decimals}f} {suffix}"
+                if scaled < 100
+                else f"{thousands(round(scaled))} {suffix}"
+            )
     return thousands(round(value))
 
 
@@ -82,7 +86,11 @@ def memory_size(size_bytes: int, decimals: int = 1) -> str:
         return f"{size_bytes / giga:.{decimals}f} {gigas}"
     if size_bytes >= 0.5 * mega:
         return f"{thousands(round(size_bytes / mega))} {megas}"
-    return f"{thousands(round(size_bytes / kilo))} {kilos}" if size_bytes >= kilo else f"{thousands(size_bytes)} B"
+    return (
+        f"{thousands(round(size_bytes / kilo))} {kilos}"
+        if size_bytes >= kilo
+        else f"{thousands(size_bytes)} B"
+    )
 
 
 def page_size(size_bytes: int) -> str:

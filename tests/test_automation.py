@@ -15,19 +15,27 @@ from tests.support.python_path import ROOT
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 MAKEFILE = (ROOT / "Makefile").read_text()
 APT = "sudo apt-get update && sudo apt-get install --yes --no-install-recommends "
-MAKE = re.compile(r"(?:sudo --preserve-env env PATH=\"\$PATH\" )?make (?P<target>[a-z0-9-]+)(?: [A-Z_]+=(?:\"[^\"$]*\"|[^\s\"$]+))*")
+MAKE = re.compile(
+    r"(?:sudo --preserve-env env PATH=\"\$PATH\" )?make (?P<target>[a-z0-9-]+)(?: [A-Z_]+=(?:\"[^\"$]*\"|[^\s\"$]+))*"
+)
 
 
 def prerequisites(target: str) -> set[str]:
     """Return what the Makefile makes before a target, variables expanded."""
     variables = dict(re.findall(r"^([A-Z_]+) := (.*)$", MAKEFILE, re.MULTILINE))
     rule = re.search(rf"^{re.escape(target)}:(.*)$", MAKEFILE, re.MULTILINE)
-    return set(re.sub(r"\$\((\w+)\)", lambda name: variables.get(name[1], ""), rule[1]).split()) if rule else set()
+    return (
+        set(re.sub(r"\$\((\w+)\)", lambda name: variables.get(name[1], ""), rule[1]).split())
+        if rule
+        else set()
+    )
 
 
 def checked_before_landing() -> set[str]:
     """Return the targets that ``.ci/run`` makes, and those that are part of them."""
-    (made,) = re.findall(r"^make ((?:[a-z0-9-]+ )+)", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    (made,) = re.findall(
+        r"^make ((?:[a-z0-9-]+ )+)", (ROOT / ".ci" / "run").read_text(), re.MULTILINE
+    )
     targets = set(made.split())
     return targets.union(*map(prerequisites, targets))
 
@@ -52,10 +60,16 @@ def test_workflows_install_debian_packages_and_make_what_ci_run_makes(workflow: 
 def test_workflows_name_actions_by_commit_and_keep_no_credentials(workflow: Path) -> None:
     used = [step for step in steps(workflow) if "uses" in step]
     assert all(re.fullmatch(r"actions/[a-z-]+@[0-9a-f]{40}", step["uses"]) for step in used)
-    assert all(step["with"]["persist-credentials"] is False for step in used if step["uses"].startswith("actions/checkout"))
+    assert all(
+        step["with"]["persist-credentials"] is False
+        for step in used
+        if step["uses"].startswith("actions/checkout")
+    )
 
 
 def test_every_check_is_a_hook_with_the_same_command() -> None:
     config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
     hooks = [hook for repository in config["repos"] for hook in repository["hooks"]]
-    assert {hook["entry"].removeprefix("make --no-print-directory ") for hook in hooks} == prerequisites("check")
+    assert {
+        hook["entry"].removeprefix("make --no-print-directory ") for hook in hooks
+    } == prerequisites("check")

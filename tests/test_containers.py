@@ -33,17 +33,29 @@ def test_everything_that_is_copied_exists() -> None:
 
 @pytest.mark.parametrize("name", ["ngc", "cuda"])
 def test_the_makefile_uses_the_torch_of_an_image_that_has_one(name: str) -> None:
-    (command,) = re.findall(r"\bmake -C \S+ (.*install)$", (ROOT / "containers" / f"{name}.Containerfile").read_text(), re.MULTILINE)
+    (command,) = re.findall(
+        r"\bmake -C \S+ (.*install)$",
+        (ROOT / "containers" / f"{name}.Containerfile").read_text(),
+        re.MULTILINE,
+    )
     dry = ["make", "--dry-run", "--always-make", "VENV=environment", *command.split()]
     shown = subprocess.run(dry, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert ("--system-site-packages" in shown, re.search(r"install +torch==", shown) is not None) == (name == "ngc", name != "ngc")
+    assert (
+        "--system-site-packages" in shown,
+        re.search(r"install +torch==", shown) is not None,
+    ) == (name == "ngc", name != "ngc")
     assert "locks/newest.txt" in shown
     assert "build_ops" not in shown  # compiled for the CPU of the machine that makes the image
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if path.suffix == ".toml"], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if path.suffix == ".toml"], ids=lambda path: path.name
+)
 def test_an_environment_of_cscs_names_an_image_and_texts_only(path: Path) -> None:
     environment = tomllib.loads(path.read_text())
     assert environment["image"].endswith(".sqsh")
     assert all(isinstance(value, str) for value in environment["env"].values())
-    assert all(source == target for source, _, target in (mount.partition(":") for mount in environment["mounts"]))
+    assert all(
+        source == target
+        for source, _, target in (mount.partition(":") for mount in environment["mounts"])
+    )

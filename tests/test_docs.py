@@ -22,12 +22,25 @@ from so_tui.commands import parser
 from so_tui.runs.outcome import OutcomeCode
 from tests.support.python_path import ROOT
 
-PAGES = [*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY")), *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 TO_HEADING = re.compile(r"\]\(([^)#]*)#([^)]*)\)")
 CODE = re.compile(r"`([^`\n]+)`")
 DOCTOR = ROOT / "so_tui" / "machine" / "doctor"
-OUR_FOLDERS = ("so_tui/", "trainer/", "tests/", "benchmarks/", "presets/", "docs/", "locks/", "screenshots/", "containers/")
+OUR_FOLDERS = (
+    "so_tui/",
+    "trainer/",
+    "tests/",
+    "benchmarks/",
+    "presets/",
+    "docs/",
+    "locks/",
+    "screenshots/",
+    "containers/",
+)
 
 
 def names(pages: list[Path]) -> list[str]:
@@ -50,12 +63,20 @@ def anchors(page: Path) -> set[str]:
 def test_every_link_to_a_heading_leads_to_one(page: Path) -> None:
     """A link whose address is broken over two lines leads nowhere."""
     links = [link for link in TO_HEADING.findall(page.read_text()) if "://" not in link[0]]
-    assert [(file, anchor) for file, anchor in links if anchor not in anchors(page.parent / file if file else page)] == []
+    assert [
+        (file, anchor)
+        for file, anchor in links
+        if anchor not in anchors(page.parent / file if file else page)
+    ] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
 def test_every_file_of_the_repository_that_is_named_exists(page: Path) -> None:
-    named = [text for text in CODE.findall(page.read_text()) if text.startswith(OUR_FOLDERS) and re.fullmatch(r"[\w./-]+", text)]
+    named = [
+        text
+        for text in CODE.findall(page.read_text())
+        if text.startswith(OUR_FOLDERS) and re.fullmatch(r"[\w./-]+", text)
+    ]
     assert [text for text in named if not (ROOT / text).exists()] == []
 
 
@@ -76,14 +97,20 @@ def test_the_tested_versions_are_current() -> None:
 
 
 def test_published_figures_are_current() -> None:
-    assert PUBLISHED.read_text(encoding="utf-8") == published(), "run: python docs/make_published.py"
+    assert PUBLISHED.read_text(encoding="utf-8") == published(), (
+        "run: python docs/make_published.py"
+    )
 
 
 def test_every_outcome_and_every_check_of_doctor_has_its_code_in_the_reference() -> None:
     written = set(re.findall(r"^\| `([a-z0-9-]+)`", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
     listed = {code for module in DOCTOR.glob("*.py") for code in listed_codes(module.read_text())}
     assert len(listed) > 50
-    assert {code.value for code in OutcomeCode if code not in (OutcomeCode.FINISHED, OutcomeCode.STOPPED)} | listed <= written
+    assert {
+        code.value
+        for code in OutcomeCode
+        if code not in (OutcomeCode.FINISHED, OutcomeCode.STOPPED)
+    } | listed <= written
 
 
 def listed_codes(module: str) -> set[str]:
@@ -94,8 +121,18 @@ def listed_codes(module: str) -> set[str]:
 
 def planned(home: Path, *arguments: str, columns: int = 80) -> str:
     """Return what ``so-tui plan`` prints without measurements of this machine."""
-    environment = os.environ | {f"XDG_{kind}_HOME": str(home) for kind in ("CONFIG", "STATE", "CACHE")} | {"COLUMNS": str(columns)}
-    done = subprocess.run([sys.executable, "-m", "so_tui", "plan", *arguments], env=environment, capture_output=True, text=True, check=True)
+    environment = (
+        os.environ
+        | {f"XDG_{kind}_HOME": str(home) for kind in ("CONFIG", "STATE", "CACHE")}
+        | {"COLUMNS": str(columns)}
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "so_tui", "plan", *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return done.stdout
 
 
@@ -104,14 +141,21 @@ def test_the_table_of_plans_that_is_explained_is_what_so_tui_prints(tmp_path: Pa
     rows = re.findall(r"^[a-z0-9.-]+ +[★✗ ].*/s.*$|^[a-z0-9.-]+ +✗.*$", page, re.MULTILINE)
     assert len(rows) == 6
     for options, explained in (((), rows[:4]), (("--nodes", "3"), rows[4:])):
-        printed = [line.split() for line in planned(tmp_path, "--machine", "gh200-quad-120", *options).splitlines()]
+        printed = [
+            line.split()
+            for line in planned(tmp_path, "--machine", "gh200-quad-120", *options).splitlines()
+        ]
         assert [row for row in explained if row.split() not in printed] == []
 
 
 def test_the_plan_that_is_explained_line_by_line_is_what_so_tui_prints(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "planner.md").read_text()
-    ((arguments, shown),) = re.findall(r"^Some lines of `so-tui plan (.*)`:\n\n```\n(.*?)```$", page, re.MULTILINE | re.DOTALL)
-    printed = [line.split() for line in planned(tmp_path, *arguments.split(), columns=250).splitlines()]
+    ((arguments, shown),) = re.findall(
+        r"^Some lines of `so-tui plan (.*)`:\n\n```\n(.*?)```$", page, re.MULTILINE | re.DOTALL
+    )
+    printed = [
+        line.split() for line in planned(tmp_path, *arguments.split(), columns=250).splitlines()
+    ]
     explained = [line for line in shown.splitlines() if line != "..."]
     assert len(explained) == 7
     assert [line for line in explained if line.split() not in printed] == []
@@ -121,32 +165,56 @@ def test_the_memory_in_the_figure_is_that_of_the_plan(tmp_path: Path) -> None:
     figure = (ROOT / "docs" / "figures" / "memory.svg").read_text()
     printed = planned(tmp_path, "qwen3-14b", "--machine", "gh200-480")
     shown = re.findall(
-        r">(?:bf16 weights|states and gradients|stored activations|fp32 master|fp32 moments|staging|second states)[^<]*? ([\d.]+)<", figure
+        r">(?:bf16 weights|states and gradients|stored activations|fp32 master|fp32 moments|staging|second states)[^<]*? ([\d.]+)<",
+        figure,
     )
     assert len(shown) == 7
-    assert [number for number in shown if not re.search(rf"\s{re.escape(number)} GiB\s", printed)] == []
+    assert [
+        number for number in shown if not re.search(rf"\s{re.escape(number)} GiB\s", printed)
+    ] == []
     totals = re.findall(r"memory: ([\d.]+) of (\d+)<", figure)
     assert len(totals) == 2
-    assert [total for total in totals if not re.search(rf"{total[0]}(\.0)? GiB of {total[1]}(\.0)? GiB", printed)] == []
+    assert [
+        total
+        for total in totals
+        if not re.search(rf"{total[0]}(\.0)? GiB of {total[1]}(\.0)? GiB", printed)
+    ] == []
 
 
 def test_every_command_is_in_the_reference() -> None:
-    (commands,) = (action for action in parser.build_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    (commands,) = (
+        action
+        for action in parser.build_parser()._actions
+        if isinstance(action, argparse._SubParsersAction)
+    )
     public = {choice.dest for choice in commands._choices_actions} - {*parser.INTERNAL}
     reference = (ROOT / "docs" / "commands.md").read_text()
     assert {name for name in public if not re.search(rf"`{name}\b", reference)} == set()
 
 
 def test_every_option_in_the_reference_exists() -> None:
-    (commands,) = (action for action in parser.build_parser()._actions if isinstance(action, argparse._SubParsersAction))
-    options = {option for command in commands.choices.values() for option in command._option_string_actions}
-    written = set(re.findall(r"`[^`\n]*?(?<!\w)(--?[a-z][a-z-]*)", (ROOT / "docs" / "commands.md").read_text()))
+    (commands,) = (
+        action
+        for action in parser.build_parser()._actions
+        if isinstance(action, argparse._SubParsersAction)
+    )
+    options = {
+        option for command in commands.choices.values() for option in command._option_string_actions
+    }
+    written = set(
+        re.findall(
+            r"`[^`\n]*?(?<!\w)(--?[a-z][a-z-]*)", (ROOT / "docs" / "commands.md").read_text()
+        )
+    )
     assert written - options == set()
 
 
 def test_every_exit_code_is_in_the_reference() -> None:
     reference = (ROOT / "docs" / "commands.md").read_text()
-    in_help = {int(code) for code in re.findall(r"(?:^|[ ,])(\d+) [a-z]", parser.EPILOG.partition("first steps")[0])}
+    in_help = {
+        int(code)
+        for code in re.findall(r"(?:^|[ ,])(\d+) [a-z]", parser.EPILOG.partition("first steps")[0])
+    }
     in_table = {int(code) for code in re.findall(r"^\| (\d+) \|", reference, re.MULTILINE)}
     assert in_help
     assert in_help == in_table
@@ -154,7 +222,11 @@ def test_every_exit_code_is_in_the_reference() -> None:
 
 @pytest.mark.parametrize(("page", "least"), [("SECURITY.md", 20), ("docs/monitors.md", 26)])
 def test_each_guarantee_and_each_feature_names_a_test_that_exists(page: str, least: int) -> None:
-    rows = [line for line in (ROOT / page).read_text().splitlines() if line.startswith("|") and "tests/" in line]
+    rows = [
+        line
+        for line in (ROOT / page).read_text().splitlines()
+        if line.startswith("|") and "tests/" in line
+    ]
     assert len(rows) > least
     for row in rows:
         for name in re.findall(r"`(tests/[\w/.]+(?:::\w+)?)`", row):
@@ -164,5 +236,11 @@ def test_each_guarantee_and_each_feature_names_a_test_that_exists(page: str, lea
 
 
 def test_each_feature_that_so_tui_has_is_shown_by_a_test() -> None:
-    rows = [line.split("|") for line in (ROOT / "docs/monitors.md").read_text().splitlines() if line.startswith("| ")]
-    assert [row[1].strip() for row in rows if row[2].strip() == "Y" and "`tests/" not in row[-2]] == []
+    rows = [
+        line.split("|")
+        for line in (ROOT / "docs/monitors.md").read_text().splitlines()
+        if line.startswith("| ")
+    ]
+    assert [
+        row[1].strip() for row in rows if row[2].strip() == "Y" and "`tests/" not in row[-2]
+    ] == []

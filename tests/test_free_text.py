@@ -16,9 +16,15 @@ TEXT = (
 )
 
 
-def test_a_damaged_file_is_left_out_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_file_is_left_out_and_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     packed, rows = gzip.compress(TEXT.encode()), tmp_path / "rows.jsonl"
-    damaged = {"NEWS.gz": packed[:-20], "TODO.gz": b"no archive", "FAQ.gz": packed[:12] + b"\xff\xff\xff" + packed[15:]}
+    damaged = {
+        "NEWS.gz": packed[:-20],
+        "TODO.gz": b"no archive",
+        "FAQ.gz": packed[:12] + b"\xff\xff\xff" + packed[15:],
+    }
     for name, content in ({"README.gz": packed} | damaged).items():
         (tmp_path / name).write_bytes(content)
     assert write_text(rows, tmp_path, 1e6) == len(TEXT.strip())

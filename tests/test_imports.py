@@ -9,7 +9,15 @@ import pytest
 
 HEAVY = ["torch", "deepspeed", "transformers", "datasets", "numpy", "pandas"]
 SCREEN = ["textual", "rich"]
-CORE = ["so_tui.spec", "so_tui.machine", "so_tui.plan", "so_tui.runs", "so_tui.launch", "so_tui.cli", "so_tui.commands.run"]
+CORE = [
+    "so_tui.spec",
+    "so_tui.machine",
+    "so_tui.plan",
+    "so_tui.runs",
+    "so_tui.launch",
+    "so_tui.cli",
+    "so_tui.commands.run",
+]
 
 
 def modules_loaded_by(statement: str) -> set[str]:

@@ -38,16 +38,27 @@ pytestmark = pytest.mark.smoke
 def so_tui(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a command in a process of its own."""
     environment = {**os.environ, **SECRETS, "PYTHONPATH": checkout_path()}
-    return subprocess.run([sys.executable, "-m", "so_tui", *arguments], env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-m", "so_tui", *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def story(run: RunDirectory) -> str:
     """Return the run's state and the end of what its processes wrote."""
-    logs = [path.read_text(errors="replace")[-3000:] for path in sorted(run.attempts_dir.glob("*/*.log"))]
+    logs = [
+        path.read_text(errors="replace")[-3000:]
+        for path in sorted(run.attempts_dir.glob("*/*.log"))
+    ]
     return "\n".join([repr(read_state(run)), *logs])
 
 
-def wait_for(run: RunDirectory, until: Callable[[RunState], bool], *, attempt: int, timeout_s: float = 240.0) -> RunState:
+def wait_for(
+    run: RunDirectory, until: Callable[[RunState], bool], *, attempt: int, timeout_s: float = 240.0
+) -> RunState:
     """Return the first state that satisfies ``until``; fail when this attempt ends before, or takes too long."""
     deadline = time.monotonic() + timeout_s
     while not until(state := read_state(run)):
@@ -70,14 +81,22 @@ def runs_dir(tmp_path: Path) -> Iterator[Path]:
                     os.kill(process.pid, signal.SIGKILL)
 
 
-def test_the_tiny_model_trains_survives_a_kill_resumes_and_is_exported(runs_dir: Path, tmp_path: Path) -> None:
-    changes = [argument for key, value in SETTINGS.items() for argument in ("--set", f"{key}={value}")]
-    started = so_tui("run", "tiny", "--gpus", "2", "--detach", "--json", "--runs-dir", str(runs_dir), *changes)
+def test_the_tiny_model_trains_survives_a_kill_resumes_and_is_exported(
+    runs_dir: Path, tmp_path: Path
+) -> None:
+    changes = [
+        argument for key, value in SETTINGS.items() for argument in ("--set", f"{key}={value}")
+    ]
+    started = so_tui(
+        "run", "tiny", "--gpus", "2", "--detach", "--json", "--runs-dir", str(runs_dir), *changes
+    )
     assert started.returncode == 0, started.stderr
     run = RunDirectory(valid("run-detach", started.stdout)["path"])
 
     state = wait_for(run, lambda state: state.step >= 3, attempt=1)
-    victim = next(process for process in state.processes if process.role == "rank" and process.rank == 1)
+    victim = next(
+        process for process in state.processes if process.role == "rank" and process.rank == 1
+    )
     os.kill(victim.pid, signal.SIGKILL)
     failed = wait_for(run, lambda state: state.state in FINAL_STATES, attempt=2)
     assert failed.state == "failed", story(run)
@@ -88,14 +107,21 @@ def test_the_tiny_model_trains_survives_a_kill_resumes_and_is_exported(runs_dir:
     steps = max(saved) + 3  # the kill may come between a checkpoint and its record
     resumed = so_tui("resume", str(run.path), "--detach", "--set", f"train.steps={steps}")
     assert resumed.returncode == 0, resumed.stderr
-    finished = wait_for(run, lambda state: state.attempt == 2 and state.state in FINAL_STATES, attempt=3)
+    finished = wait_for(
+        run, lambda state: state.attempt == 2 and state.state in FINAL_STATES, attempt=3
+    )
     assert (finished.state, finished.step) == ("finished", steps), story(run)
 
     found = records(run)
     resumed_at = next(record.step for record in found if isinstance(record, ResumedRecord))
     assert resumed_at >= max(saved)
     first, second = (
-        {record.step: record.loss for record in found if isinstance(record, StepRecord) and record.attempt == attempt} for attempt in (1, 2)
+        {
+            record.step: record.loss
+            for record in found
+            if isinstance(record, StepRecord) and record.attempt == attempt
+        }
+        for attempt in (1, 2)
     )
     assert sorted(second) == list(range(resumed_at + 1, steps + 1))
     repeated = set(first) & set(second)

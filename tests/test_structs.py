@@ -44,5 +44,7 @@ def test_threads_may_decode_the_same_struct_at_the_same_time(tmp_path: Path) -> 
     spec, machine = find_preset("tiny").spec, inspect_machine()
     for value in (spec, machine, make_plan(spec, machine), RunState(name="run", state="created")):
         (tmp_path / type(value).__name__).write_bytes(msgspec.json.encode(value))
-    done = subprocess.run([sys.executable, "-c", CODE, str(tmp_path)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, str(tmp_path)], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout) == (0, "8\n")

@@ -37,8 +37,25 @@ def inner_session(folder: Path, test: str, *options: str) -> subprocess.Complete
     """Run one test file in a pytest of its own, with both plugins."""
     (folder / "test_inner.py").write_text(test)
     plugins = ("-p", "tests.support.budgets", "-p", "tests.support.tiers", "-p", "no:cacheprovider")
-    command = [sys.executable, "-m", "pytest", "-q", "--rootdir", str(folder), *plugins, *options, str(folder)]
-    return subprocess.run(command, env={"PYTHONPATH": checkout_path()}, cwd=folder, capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--rootdir",
+        str(folder),
+        *plugins,
+        *options,
+        str(folder),
+    ]
+    return subprocess.run(
+        command,
+        env={"PYTHONPATH": checkout_path()},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def test_an_unmarked_test_that_launches_ranks_fails(tmp_path: Path) -> None:
@@ -67,7 +84,11 @@ def test_budgets_fail_a_session_only_where_they_are_enforced(tmp_path: Path) -> 
 
 def test_a_file_is_held_to_its_own_budget_and_others_to_the_default() -> None:
     budgets = Budgets(default=5.0, files={"tests/slow.py": 50.0}, tiers={})
-    times = {"tests/slow.py": FileTime(60.0, 49.0, 3), "tests/a.py": FileTime(7.0, 6.0, 1), "tests/b.py": FileTime(9.0, 8.0, 1)}
+    times = {
+        "tests/slow.py": FileTime(60.0, 49.0, 3),
+        "tests/a.py": FileTime(7.0, 6.0, 1),
+        "tests/b.py": FileTime(9.0, 8.0, 1),
+    }
     assert list(budgets.exceeded(times)) == ["tests/b.py", "tests/a.py"]
 
 

@@ -18,7 +18,9 @@ NEUTRAL = ("/tmp/tour", "/dev/shm", "/sys", "/proc")
 
 def events(name: str) -> list[tuple[float, str, str]]:
     """Return the events of a recording, after its header."""
-    header, *rest = map(json.loads, (ROOT / "screenshots" / f"{name}.cast").read_text().splitlines())
+    header, *rest = map(
+        json.loads, (ROOT / "screenshots" / f"{name}.cast").read_text().splitlines()
+    )
     assert (header["version"], header["width"], header["height"]) == (2, 120, 36)
     return [(at, kind, text) for at, kind, text in rest]
 
@@ -33,7 +35,16 @@ def test_it_plays_in_less_than_two_minutes(name: str) -> None:
 def test_the_tour_goes_from_the_plan_to_the_exported_model() -> None:
     recorded = events(TOUR)
     shown = STYLE.sub("", "".join(text for _, _, text in recorded))
-    moments = ("so-tui plan", "does not fit", "● training", "asked to stop", "■ stopped", "✓ finished", "wrote", "model.safetensors")
+    moments = (
+        "so-tui plan",
+        "does not fit",
+        "● training",
+        "asked to stop",
+        "■ stopped",
+        "✓ finished",
+        "wrote",
+        "model.safetensors",
+    )
     places = [shown.find(moment) for moment in moments]
     assert -1 not in places
     assert shown.find("■ stopped") < shown.rfind("● training") < shown.find("✓ finished")
@@ -41,7 +52,15 @@ def test_the_tour_goes_from_the_plan_to_the_exported_model() -> None:
 
 def test_a_pretrained_model_is_fetched_tuned_and_compared_with_what_it_was() -> None:
     shown = STYLE.sub("", "".join(text for _, _, text in events(PRETRAINED)))
-    moments = ("presets add", "model.safetensors", "● training", "✓ finished", "so-tui generate --compare", "[tuned:", "[base:")
+    moments = (
+        "presets add",
+        "model.safetensors",
+        "● training",
+        "✓ finished",
+        "so-tui generate --compare",
+        "[tuned:",
+        "[base:",
+    )
     places = [shown.find(moment) for moment in moments]
     assert -1 not in places
     assert places == sorted(places)

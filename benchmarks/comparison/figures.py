@@ -59,7 +59,8 @@ def table(rows: Sequence[dict[str, Any]], shape: str) -> str:
     heads = [name for name in ("ours", "ours-large") if name in found]
     titles = {"ours": "so-tui ×", "ours-large": "so-tui, long steps ×"}
     lines = [
-        "| trainer | tokens a step | of it padding | s/step | useful tokens/s |" + "".join(f" {titles[head]} |" for head in heads),
+        "| trainer | tokens a step | of it padding | s/step | useful tokens/s |"
+        + "".join(f" {titles[head]} |" for head in heads),
         "|---|---|---|---|---|" + "---|" * len(heads),
     ]
     for name, row in found.items():
@@ -68,9 +69,19 @@ def table(rows: Sequence[dict[str, Any]], shape: str) -> str:
             f" {row['useful_tokens_per_s']:,.0f}{_aside(row)} |"
         )
         ratios = (found[head]["useful_tokens_per_s"] / row["useful_tokens_per_s"] for head in heads)
-        lines.append(line + "".join(f" {ratio:.2f} |" if ratio < 10 else f" {ratio:.0f} |" for ratio in ratios))
-    failed = {row["part"]: row for row in rows if row["shape"] == shape and "error" in row and row["part"] not in found}
-    lines += [f"\n{BY_NAME[name].title}: not measured ({row['error'].strip().splitlines()[-1]})" for name, row in failed.items()]
+        lines.append(
+            line
+            + "".join(f" {ratio:.2f} |" if ratio < 10 else f" {ratio:.0f} |" for ratio in ratios)
+        )
+    failed = {
+        row["part"]: row
+        for row in rows
+        if row["shape"] == shape and "error" in row and row["part"] not in found
+    }
+    lines += [
+        f"\n{BY_NAME[name].title}: not measured ({row['error'].strip().splitlines()[-1]})"
+        for name, row in failed.items()
+    ]
     return "\n".join(lines)
 
 

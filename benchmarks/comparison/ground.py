@@ -59,7 +59,12 @@ def lay(folder: Path, rows_file: Path, shape: Shape) -> Ground:
     rows = read_rows(content.decode("utf-8"))
     Path(ground.rows).parent.mkdir(parents=True, exist_ok=True)
     Path(ground.rows).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    facts = {"file": rows_file.name, "sha256": digest, "rows": len(rows), **_train_tokenizer(ground, shape)}
+    facts = {
+        "file": rows_file.name,
+        "sha256": digest,
+        "rows": len(rows),
+        **_train_tokenizer(ground, shape),
+    }
     _stub_wandb(Path(ground.stubs))
     known.write_text(json.dumps(facts))
     return Ground(**asdict(ground) | {"facts": facts})
@@ -72,7 +77,11 @@ def read_rows(text: str) -> list[dict[str, str]]:
         ValueError: Rows lack a column.
     """
     found: Sequence[Mapping[str, Any]]
-    found = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in text.splitlines() if line.strip()]
+    found = (
+        json.loads(text)
+        if text.lstrip().startswith("[")
+        else [json.loads(line) for line in text.splitlines() if line.strip()]
+    )
     if not found or any("instruction" not in row or "output" not in row for row in found):
         raise ValueError("the rows need `instruction` and `output`, as in Alpaca")
     return [{column: str(row.get(column) or "") for column in _COLUMNS} for row in found]
@@ -97,4 +106,6 @@ def _stub_wandb(folder: Path) -> None:
     """Write an empty module for wandb if it is missing: the original imports it, but uses it only on request."""
     folder.mkdir(parents=True, exist_ok=True)
     if find_spec("wandb") is None:
-        (folder / "wandb.py").write_text('"""Stands in for a package that is imported and not used."""\n')
+        (folder / "wandb.py").write_text(
+            '"""Stands in for a package that is imported and not used."""\n'
+        )

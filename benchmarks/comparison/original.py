@@ -19,24 +19,52 @@ from benchmarks.comparison.processes import Ended, Line
 
 SHELL = "finetune_qwen3-14b_1gpu.sh"
 """The published one-GPU script of the nearest model."""
-_STEP = re.compile(r"Step\s+(\d+) \| Loss: (\S+) \| Time:\s*(\d+)ms(?: \| TFLOPS:\s*(\S+) \| Tokens/s:\s*(\S+))?")
+_STEP = re.compile(
+    r"Step\s+(\d+) \| Loss: (\S+) \| Time:\s*(\d+)ms(?: \| TFLOPS:\s*(\S+) \| Tokens/s:\s*(\S+))?"
+)
 
 
-def measure(part: Part, shape: Shape, ground: Ground, script: Path, folder: Path, environment: dict[str, str], limit_s: float) -> Ended:
+def measure(
+    part: Part,
+    shape: Shape,
+    ground: Ground,
+    script: Path,
+    folder: Path,
+    environment: dict[str, str],
+    limit_s: float,
+) -> Ended:
     """Run the script; ``row`` makes the row from its output."""
     config = folder / f"{part.name}_config.json"
-    config.write_text(json.dumps(published_ds_config((script.parent / SHELL).read_text(), SEQUENCES, 1, shape)))
+    config.write_text(
+        json.dumps(published_ds_config((script.parent / SHELL).read_text(), SEQUENCES, 1, shape))
+    )
     last = re.compile(rf"Step\s+{part.steps} \|")
     # The stub comes last, so that an installed wandb is used.
     paths = [environment.get("PYTHONPATH", ""), ground.stubs]
-    own = environment | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_DATASETS_CACHE": str(folder / "datasets")}
-    return processes.run(argv(part, shape, ground, script, config, folder), own, limit_s, lambda text: last.search(text) is not None)
+    own = environment | {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "HF_DATASETS_CACHE": str(folder / "datasets"),
+    }
+    return processes.run(
+        argv(part, shape, ground, script, config, folder),
+        own,
+        limit_s,
+        lambda text: last.search(text) is not None,
+    )
 
 
-def argv(part: Part, shape: Shape, ground: Ground, script: Path, config: Path, folder: Path) -> list[str]:
+def argv(
+    part: Part, shape: Shape, ground: Ground, script: Path, config: Path, folder: Path
+) -> list[str]:
     """Return the published command with our model folder, all of our rows, no flash-attn, and the part's number of steps."""
     return [
-        *(sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus=1", f"--master_port={processes.free_port()}"),
+        *(
+            sys.executable,
+            "-m",
+            "deepspeed.launcher.runner",
+            "--num_gpus=1",
+            f"--master_port={processes.free_port()}",
+        ),
         str(script.resolve()),
         f"--deepspeed_config={config}",
         *("--model_name", ground.model),
@@ -57,7 +85,9 @@ def argv(part: Part, shape: Shape, ground: Ground, script: Path, config: Path, f
     ]
 
 
-def row(ended: Ended, part: Part, shape: Shape, tokens: Sequence[int], limit_s: float) -> dict[str, Any]:
+def row(
+    ended: Ended, part: Part, shape: Shape, tokens: Sequence[int], limit_s: float
+) -> dict[str, Any]:
     """Return the row of a part.
 
     Args:
@@ -68,13 +98,19 @@ def row(ended: Ended, part: Part, shape: Shape, tokens: Sequence[int], limit_s: 
         limit_s: Time limit, for the error message.
     """
     # Each line comes twice, from the script's own handler and the root logger's. The first one counts.
-    by_number = {int(match[1]): (line, match) for line in reversed(ended.lines) if (match := _STEP.search(line.text))}
+    by_number = {
+        int(match[1]): (line, match)
+        for line in reversed(ended.lines)
+        if (match := _STEP.search(line.text))
+    }
     found = [by_number[number] for number in sorted(by_number)]
     if len(found) < part.steps:
         return {"error": ended.tail(limit_s)}
     printed = [int(match[3]) / 1000 for _, match in found]
     return {
-        "steps": steps([line for line, _ in found], tokens, SEQUENCES * shape.sequence_length, printed[0]),
+        "steps": steps(
+            [line for line, _ in found], tokens, SEQUENCES * shape.sequence_length, printed[0]
+        ),
         "losses": [float(match[2]) for _, match in found],
         "reported": {
             "step_s": printed,
@@ -84,11 +120,16 @@ def row(ended: Ended, part: Part, shape: Shape, tokens: Sequence[int], limit_s: 
     }
 
 
-def steps(lines: Sequence[Line], tokens: Sequence[int], positions: int, first_s: float) -> list[Step]:
+def steps(
+    lines: Sequence[Line], tokens: Sequence[int], positions: int, first_s: float
+) -> list[Step]:
     """Return the steps, each from one step's line to the next: the script's own clock stops before the GPU is done, and excludes data
     loading.
 
     The first step has no line before it, so the script's own time is used.
     """
     times = [first_s, *(after.at_s - before.at_s for before, after in pairwise(lines))]
-    return [Step(step_s=time, useful_tokens=useful, positions=positions) for time, useful in zip(times, tokens, strict=True)]
+    return [
+        Step(step_s=time, useful_tokens=useful, positions=positions)
+        for time, useful in zip(times, tokens, strict=True)
+    ]

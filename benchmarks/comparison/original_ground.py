@@ -24,14 +24,22 @@ def main() -> None:
     ground = job["ground"]
     shape = SHAPES[job["shape"]]
     sys.path.append(ground["stubs"])
-    tokens = useful_tokens(Path(job["script"]), Path(ground["rows"]), ground["tokenizer"], shape.sequence_length, job["steps"])
+    tokens = useful_tokens(
+        Path(job["script"]),
+        Path(ground["rows"]),
+        ground["tokenizer"],
+        shape.sequence_length,
+        job["steps"],
+    )
     folder = Path(ground["model"])
     if not folder.exists():
         write_model(shape, Path(ground["tokenizer"]), folder)
     tell({"tokens": tokens})
 
 
-def useful_tokens(script: Path, rows: Path, tokenizer: str, sequence_length: int, steps: int) -> list[int]:
+def useful_tokens(
+    script: Path, rows: Path, tokenizer: str, sequence_length: int, steps: int
+) -> list[int]:
     """Return the tokens of each step that are not padding, by the script's own preprocessing, in the order of DeepSpeed's loader (epoch 0,
     one rank).
     """
@@ -40,9 +48,13 @@ def useful_tokens(script: Path, rows: Path, tokenizer: str, sequence_length: int
 
     prepare = _module(script).preprocess_alpaca_example
     content = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
-    order: list[int] = list(DistributedSampler(content, num_replicas=1, rank=0))[: SEQUENCES * steps]  # type: ignore[arg-type]
+    order: list[int] = list(DistributedSampler(content, num_replicas=1, rank=0))[
+        : SEQUENCES * steps
+    ]  # type: ignore[arg-type]
     loaded = AutoTokenizer.from_pretrained(tokenizer)
-    lengths = [sum(prepare(content[index], loaded, sequence_length)["attention_mask"]) for index in order]
+    lengths = [
+        sum(prepare(content[index], loaded, sequence_length)["attention_mask"]) for index in order
+    ]
     return [sum(lengths[at : at + SEQUENCES]) for at in range(0, len(lengths), SEQUENCES)]
 
 

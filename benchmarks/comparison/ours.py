@@ -53,17 +53,35 @@ def measure(part: Part, shape: Shape, ground: Ground, job: Job) -> dict[str, Any
     """Return the part's row."""
     try:
         plan = recommended(part, shape, ground, job.changes)
-        batch = {"train.micro_batch": plan.spec.train.micro_batch, "train.gradient_accumulation": plan.spec.train.gradient_accumulation}
-        settings = spec_changes(part, shape, ground.rows, ground.tokenizer) | dict(job.changes) | batch
+        batch = {
+            "train.micro_batch": plan.spec.train.micro_batch,
+            "train.gradient_accumulation": plan.spec.train.gradient_accumulation,
+        }
+        settings = (
+            spec_changes(part, shape, ground.rows, ground.tokenizer) | dict(job.changes) | batch
+        )
         started = _started(shape, settings, job)
     except (Refused, subprocess.CalledProcessError) as error:
-        told = f"{error}\n{error.stdout[-500:]}{error.stderr[-1000:]}" if isinstance(error, subprocess.CalledProcessError) else str(error)
+        told = (
+            f"{error}\n{error.stdout[-500:]}{error.stderr[-1000:]}"
+            if isinstance(error, subprocess.CalledProcessError)
+            else str(error)
+        )
         return {"error": told}
     run = RunDirectory(started["path"])
-    ended = processes.run([*PROGRAM, "watch", run.name, "--plain", *job.runs], job.environment, job.limit_s, lambda _: False)
+    ended = processes.run(
+        [*PROGRAM, "watch", run.name, "--plain", *job.runs],
+        job.environment,
+        job.limit_s,
+        lambda _: False,
+    )
     if ended.late or ended.code != 0:
         # A run that is still going would share the machine with the next part. Has no effect on a run that has ended.
-        subprocess.run([*PROGRAM, "stop", run.name, "--grace", "5", *job.runs], env=job.environment, check=False)
+        subprocess.run(
+            [*PROGRAM, "stop", run.name, "--grace", "5", *job.runs],
+            env=job.environment,
+            check=False,
+        )
         return {"error": ended.tail(job.limit_s)}
     chosen = {
         "settings": dict(job.changes),
@@ -94,11 +112,18 @@ def recommended(part: Part, shape: Shape, ground: Ground, changes: Mapping[str, 
     if wanted and sequences % int(wanted):
         message = f"a step of {sequences} sequences cannot be split into micro-batches of {wanted}"
         raise Refused([Refusal("indivisible-batch", message)])
-    sizes = [int(wanted)] if wanted else [sequences >> halving for halving in range(sequences.bit_length())]
+    sizes = (
+        [int(wanted)]
+        if wanted
+        else [sequences >> halving for halving in range(sequences.bit_length())]
+    )
     plans = []
     for size in sizes:
         settings = spec_changes(part, shape, ground.rows, ground.tokenizer) | dict(changes)
-        settings |= {"train.micro_batch": str(size), "train.gradient_accumulation": str(sequences // size)}
+        settings |= {
+            "train.micro_batch": str(size),
+            "train.gradient_accumulation": str(sequences // size),
+        }
         plans.append(make_plan(with_values(find_preset(shape.preset).spec, settings), machine))
     fitting = [plan for plan in plans if plan.fits and plan.verdict == "fits"]
     if not fitting:
@@ -127,22 +152,42 @@ def figures(records: list[MetricRecord], part: Part, shape: Shape) -> dict[str, 
         return {"error": ended.reason if ended else "the run has no end record"}
     positions = part.sequences_per_step() * shape.sequence_length
     return {
-        "steps": [Step(step_s=step.step_s, useful_tokens=step.useful_tokens, positions=positions) for step in found],
+        "steps": [
+            Step(step_s=step.step_s, useful_tokens=step.useful_tokens, positions=positions)
+            for step in found
+        ],
         "losses": [step.loss for step in found],
         "started_s": found[0].time - found[0].step_s - begin,
         "gpu_reserved_gib": (found[-1].gpu_memory_peak_bytes or 0) / 2**30,
         "warnings": [record.message for record in records if isinstance(record, WarningRecord)],
         "adam_busy_s": median(step.adam_busy_s or 0.0 for step in counted),
         "parts_of_steps": [
-            {name: getattr(step, name) for name in ("forward_s", "backward_s", "exposed_optimizer_s", "adam_busy_s")} for step in found
+            {
+                name: getattr(step, name)
+                for name in ("forward_s", "backward_s", "exposed_optimizer_s", "adam_busy_s")
+            }
+            for step in found
         ],
         **{name: median(getattr(step, name) for step in counted) for name in _MEDIANS},
     }
 
 
 def _started(shape: Shape, settings: Mapping[str, object], job: Job) -> dict[str, Any]:
-    arguments = [argument for key, value in settings.items() for argument in ("--set", f"{key}={value}")]
-    command = [*PROGRAM, "run", shape.preset, *arguments, "--detach", "--json", "--no-preflight", *job.runs]
-    answer = subprocess.run(command, env=job.environment, capture_output=True, text=True, check=True)
+    arguments = [
+        argument for key, value in settings.items() for argument in ("--set", f"{key}={value}")
+    ]
+    command = [
+        *PROGRAM,
+        "run",
+        shape.preset,
+        *arguments,
+        "--detach",
+        "--json",
+        "--no-preflight",
+        *job.runs,
+    ]
+    answer = subprocess.run(
+        command, env=job.environment, capture_output=True, text=True, check=True
+    )
     found: dict[str, Any] = json.loads(answer.stdout)
     return found

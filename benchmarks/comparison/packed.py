@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.comparison.original import SHELL
-from benchmarks.comparison.parts import BY_NAME, SEQUENCES, SHAPES, Part, Shape, published_ds_config, spec_changes
+from benchmarks.comparison.parts import (
+    BY_NAME,
+    SEQUENCES,
+    SHAPES,
+    Part,
+    Shape,
+    published_ds_config,
+    spec_changes,
+)
 from benchmarks.comparison.processes import tell
 
 if TYPE_CHECKING:
@@ -50,9 +58,14 @@ def measure(part: Part, shape: Shape, job: dict[str, Any]) -> dict[str, Any]:
 
     begun = time.perf_counter()
     device = device_of(shape)
-    superoffload.join_process_group(dist_backend="nccl" if shape.cuda else "gloo", auto_mpi_discovery=False, verbose=False)
+    superoffload.join_process_group(
+        dist_backend="nccl" if shape.cuda else "gloo", auto_mpi_discovery=False, verbose=False
+    )
     changes = spec_changes(part, shape, job["ground"]["rows"], job["ground"]["tokenizer"])
-    changes |= {"train.micro_batch": str(SEQUENCES), "train.gradient_accumulation": str(part.accumulation)}
+    changes |= {
+        "train.micro_batch": str(SEQUENCES),
+        "train.gradient_accumulation": str(part.accumulation),
+    }
     spec = with_values(find_preset(shape.preset).spec, changes)
     batches = Batches(cache.read(tokens.prepare(spec), spec.data), spec, rank=0, pin=shape.cuda)
     implementation = packed_attention(shape)
@@ -62,7 +75,9 @@ def measure(part: Part, shape: Shape, job: dict[str, Any]) -> dict[str, Any]:
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=DeepSpeedCPUAdam(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.999)),
-        config=published_ds_config((Path(job["script"]).parent / SHELL).read_text(), SEQUENCES, part.accumulation, shape),
+        config=published_ds_config(
+            (Path(job["script"]).parent / SHELL).read_text(), SEQUENCES, part.accumulation, shape
+        ),
     )
     engine.train()
     started_s = time.perf_counter() - begun
@@ -80,10 +95,22 @@ def measure(part: Part, shape: Shape, job: dict[str, Any]) -> dict[str, Any]:
         losses.append(total.item())  # Waits for the GPU, as the original does at each step.
         now = time.perf_counter()
         counts = batches.counts(number)
-        steps.append({"step_s": now - last, "useful_tokens": counts.useful_tokens, "positions": counts.computed_tokens})
+        steps.append(
+            {
+                "step_s": now - last,
+                "useful_tokens": counts.useful_tokens,
+                "positions": counts.computed_tokens,
+            }
+        )
         last = now
     peak = torch.cuda.max_memory_reserved() / 2**30 if shape.cuda else None
-    return {"steps": steps, "losses": losses, "started_s": started_s, "gpu_reserved_gib": peak, "attention": implementation}
+    return {
+        "steps": steps,
+        "losses": losses,
+        "started_s": started_s,
+        "gpu_reserved_gib": peak,
+        "attention": implementation,
+    }
 
 
 def labels(batch: Batch) -> Tensor:

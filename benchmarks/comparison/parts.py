@@ -66,10 +66,23 @@ PARTS = (
         limit_s=150,
     ),
     # DeepSpeed's engine has two slow steps, in which its memory is faulted in.
-    Part("original-packed", "original-packed", "the original's configuration, fed so-tui's packed batches", measured=3, limit_s=220),
+    Part(
+        "original-packed",
+        "original-packed",
+        "the original's configuration, fed so-tui's packed batches",
+        measured=3,
+        limit_s=220,
+    ),
     Part("original", "original", "the original script as it is", measured=4, limit_s=300),
     Part("gpu", "so-tui", "so-tui, nothing offloaded", mode="gpu", limit_s=90),
-    Part("trl", "trl", "TRL, packed, ZeRO-3 with CPU optimizer", mode="zerooffload", measured=4, limit_s=220),
+    Part(
+        "trl",
+        "trl",
+        "TRL, packed, ZeRO-3 with CPU optimizer",
+        mode="zerooffload",
+        measured=4,
+        limit_s=220,
+    ),
     Part(
         "gpu-large",
         "so-tui",
@@ -122,7 +135,9 @@ def spec_changes(part: Part, shape: Shape, rows: str, tokenizer: str) -> dict[st
     }
 
 
-def published_ds_config(script: str, sequences: int, accumulation: int, shape: Shape) -> dict[str, Any]:
+def published_ds_config(
+    script: str, sequences: int, accumulation: int, shape: Shape
+) -> dict[str, Any]:
     """Return the SuperOffload configuration in one of the original's shell scripts: the first JSON that it writes.
 
     Changed are only the batch, with gradient accumulation, and on a machine without GPU what needs one (SuperOffload asserts CUDA; the

@@ -42,14 +42,25 @@ class Ended(NamedTuple):
         return f"{why}\n" + "\n".join(line.text for line in self.lines)[-characters:].strip()
 
 
-def run(argv: Sequence[str], environment: Mapping[str, str], limit_s: float, enough: Callable[[str], bool]) -> Ended:
+def run(
+    argv: Sequence[str],
+    environment: Mapping[str, str],
+    limit_s: float,
+    enough: Callable[[str], bool],
+) -> Ended:
     """Run a command until it ends, a line is ``enough``, or the limit is reached; then kill its whole process tree.
 
     Some of these processes do not end by themselves when their work is done, and the next part needs the memory that they hold.
     """
     begin = time.monotonic()
     process = subprocess.Popen(
-        argv, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True
+        argv,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
     )
     lines: list[Line] = []
     heard = threading.Event()

@@ -38,8 +38,13 @@ def measure(part: Part, shape: Shape, ground: dict[str, Any]) -> dict[str, Any]:
 
     begun = time.perf_counter()
     implementation = packed_attention(shape)
-    model = random_model(shape, implementation)  # Before the config exists, which would shard it while it is built, slowly.
-    rows = [prompt_and_completion(json.loads(line)) for line in Path(ground["rows"]).read_text(encoding="utf-8").splitlines()]
+    model = random_model(
+        shape, implementation
+    )  # Before the config exists, which would shard it while it is built, slowly.
+    rows = [
+        prompt_and_completion(json.loads(line))
+        for line in Path(ground["rows"]).read_text(encoding="utf-8").splitlines()
+    ]
     config = SFTConfig(
         output_dir=f"{ground['model']}-trl",
         max_steps=part.steps,
@@ -68,8 +73,12 @@ def measure(part: Part, shape: Shape, ground: dict[str, Any]) -> dict[str, Any]:
         callbacks=[timer],
     )
     needed = part.steps * part.accumulation * SEQUENCES
-    if len(trainer.train_dataset) < needed:  # The last step of an epoch has fewer micro-batches, which would be counted wrongly.
-        raise ValueError(f"the rows fill {len(trainer.train_dataset)} sequences, and {needed} are needed: give more rows")
+    if (
+        len(trainer.train_dataset) < needed
+    ):  # The last step of an epoch has fewer micro-batches, which would be counted wrongly.
+        raise ValueError(
+            f"the rows fill {len(trainer.train_dataset)} sequences, and {needed} are needed: give more rows"
+        )
     counts = _count_tokens(trainer)
     trainer.train()
     times, micro = timer.times, part.accumulation
@@ -94,15 +103,24 @@ def ds_config(shape: Shape) -> dict[str, Any]:
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
         "bf16": {"enabled": "auto"},
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
-        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": shape.cuda}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+        },
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu", "pin_memory": shape.cuda},
+        },
     }
 
 
 def prompt_and_completion(row: dict[str, str]) -> dict[str, str]:
     """Return a row in so-tui's layout for a tokenizer without a chat template, with loss on the response only."""
     context = f"\n\n{row['input']}" if row["input"].strip() else ""
-    return {"prompt": f"### Instruction:\n{row['instruction']}{context}\n\n### Response:\n", "completion": row["output"]}
+    return {
+        "prompt": f"### Instruction:\n{row['instruction']}{context}\n\n### Response:\n",
+        "completion": row["output"],
+    }
 
 
 def _timer() -> Any:

@@ -53,11 +53,29 @@ class ScriptChoice:
 def refuse_script(spec: RunSpec, option: str, *, dry_run: bool) -> None:
     """Raise InputError if an option of batch scripts is given and none will be submitted."""
     if dry_run:
-        message, remedy = "has no effect with --dry-run, which prints the script that so-tui would submit", "Leave one of them out."
-        raise InputError([Problem(code="unused-option", field=option, value="", message=message, remedy=remedy)])
+        message, remedy = (
+            "has no effect with --dry-run, which prints the script that so-tui would submit",
+            "Leave one of them out.",
+        )
+        raise InputError(
+            [Problem(code="unused-option", field=option, value="", message=message, remedy=remedy)]
+        )
     if executor_of(spec).here:
-        message, remedy = "needs a batch script, and this run starts on this machine", "Name a partition with --partition."
-        raise InputError([Problem(code="nothing-to-edit", field=option, value=spec.name, message=message, remedy=remedy)])
+        message, remedy = (
+            "needs a batch script, and this run starts on this machine",
+            "Name a partition with --partition.",
+        )
+        raise InputError(
+            [
+                Problem(
+                    code="nothing-to-edit",
+                    field=option,
+                    value=spec.name,
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        )
 
 
 def read_script(path: Path) -> str:
@@ -66,10 +84,22 @@ def read_script(path: Path) -> str:
         return read_bounded(path, _MOST_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         message, remedy = f"cannot be read: {error}", "Name a batch script that --edit kept."
-        raise InputError([Problem(code="script-unreadable", field="--script", value=str(path), message=message, remedy=remedy)]) from error
+        raise InputError(
+            [
+                Problem(
+                    code="script-unreadable",
+                    field="--script",
+                    value=str(path),
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        ) from error
 
 
-def start_with_script(launch: Launch, choice: ScriptChoice, arguments: argparse.Namespace) -> RunDirectory:
+def start_with_script(
+    launch: Launch, choice: ScriptChoice, arguments: argparse.Namespace
+) -> RunDirectory:
     """Start a run with the user's script, again and again while it is refused and the user wants to change it.
 
     Raises:
@@ -86,7 +116,10 @@ def start_with_script(launch: Launch, choice: ScriptChoice, arguments: argparse.
             again = isinstance(error, SoTuiError) and usable_terminal() and _wants_again(error)
             if not again:
                 file = quoted(str(draft.path))
-                print(f"so-tui: your script is kept. To submit it: the same command with --script {file}", file=sys.stderr)
+                print(
+                    f"so-tui: your script is kept. To submit it: the same command with --script {file}",
+                    file=sys.stderr,
+                )
                 raise
         else:
             if draft is not None:

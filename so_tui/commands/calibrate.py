@@ -27,11 +27,18 @@ def calibrate(arguments: argparse.Namespace) -> int:
     from so_tui.machine import inspect_machine
 
     machine = inspect_machine()
-    rates, path = measure_rates(machine, lambda message: note(arguments, message, stderr=arguments.json))
+    rates, path = measure_rates(
+        machine, lambda message: note(arguments, message, stderr=arguments.json)
+    )
     if arguments.json:
         print_json(Measured(str(path), calibration_of(machine)))
     else:
-        print_rich(f"measured in {rates.seconds:.0f} s and stored in {path}; plans of this machine use it")
+        print_rich(
+            f"measured in {rates.seconds:.0f} s and stored in {path}; plans of this machine use it"
+        )
         if not machine.gpus:
-            note(arguments, "This machine has no GPU, so only Adam's rate was measured. Steps on machines without GPUs are not predicted.")
+            note(
+                arguments,
+                "This machine has no GPU, so only Adam's rate was measured. Steps on machines without GPUs are not predicted.",
+            )
     return 0

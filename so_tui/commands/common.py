@@ -12,12 +12,26 @@ from datetime import date
 from typing import Any
 
 from so_tui.machine.types import Machine
-from so_tui.spec import InputError, Problem, RunSpec, field_index, find_preset, parse_value, problems_in, with_values
+from so_tui.spec import (
+    InputError,
+    Problem,
+    RunSpec,
+    field_index,
+    find_preset,
+    parse_value,
+    problems_in,
+    with_values,
+)
 from so_tui.trust.printable import brief_message, printable_line, printable_source, so_tui_command
 from so_tui.trust.streams import beneath, console
 
 _LOG = logging.getLogger(__name__)
-_SHORT_OPTIONS = {"nodes": "nodes", "partition": "slurm.partition", "account": "slurm.account", "time": "slurm.time_limit"}
+_SHORT_OPTIONS = {
+    "nodes": "nodes",
+    "partition": "slurm.partition",
+    "account": "slurm.account",
+    "time": "slurm.time_limit",
+}
 _GPUS = re.compile(r"[0-9]{1,20}(,[0-9]{1,20})*,?")
 
 
@@ -39,20 +53,55 @@ def chosen_changes(arguments: argparse.Namespace) -> dict[str, str]:
     bad = [change for change in arguments.set if "=" not in change]
     if bad:
         raise InputError(
-            [Problem(code="no-equals-sign", field="--set", value=change, message="has no `=`", remedy=remedy) for change in bad]
+            [
+                Problem(
+                    code="no-equals-sign",
+                    field="--set",
+                    value=change,
+                    message="has no `=`",
+                    remedy=remedy,
+                )
+                for change in bad
+            ]
         )
-    changes = {key.strip(): value.strip() for key, _, value in (change.partition("=") for change in arguments.set)}
+    changes = {
+        key.strip(): value.strip()
+        for key, _, value in (change.partition("=") for change in arguments.set)
+    }
     if arguments.gpus is not None:
         given = given_gpus(arguments.gpus)
         if "gpus" in changes and parse_value(changes["gpus"], field_index()["gpus"]) != given:
-            message, remedy = f"contradicts --set gpus={changes['gpus']}", "Give only one of the two."
-            raise InputError([Problem(code="contradicting-options", field="--gpus", value=arguments.gpus, message=message, remedy=remedy)])
+            message, remedy = (
+                f"contradicts --set gpus={changes['gpus']}",
+                "Give only one of the two.",
+            )
+            raise InputError(
+                [
+                    Problem(
+                        code="contradicting-options",
+                        field="--gpus",
+                        value=arguments.gpus,
+                        message=message,
+                        remedy=remedy,
+                    )
+                ]
+            )
         changes["gpus"] = str(given)
     for option, key in _SHORT_OPTIONS.items():
         value = getattr(arguments, option, None)
         if value is not None and changes.setdefault(key, value) != value:
             message, remedy = f"contradicts --set {key}={changes[key]}", "Give only one of the two."
-            raise InputError([Problem(code="contradicting-options", field=f"--{option}", value=value, message=message, remedy=remedy)])
+            raise InputError(
+                [
+                    Problem(
+                        code="contradicting-options",
+                        field=f"--{option}",
+                        value=value,
+                        message=message,
+                        remedy=remedy,
+                    )
+                ]
+            )
     return changes
 
 
@@ -64,8 +113,13 @@ def given_gpus(text: str) -> int | list[int]:
     """
     words = re.sub(r"\s*,\s*", ",", text.strip())
     if not _GPUS.fullmatch(words):
-        message, remedy = "is neither a number of GPUs nor a list of indices", "Give a number, or indices separated by commas: --gpus 0,2."
-        raise InputError([Problem(code="not-gpus", field="--gpus", value=text, message=message, remedy=remedy)])
+        message, remedy = (
+            "is neither a number of GPUs nor a list of indices",
+            "Give a number, or indices separated by commas: --gpus 0,2.",
+        )
+        raise InputError(
+            [Problem(code="not-gpus", field="--gpus", value=text, message=message, remedy=remedy)]
+        )
     given = [int(index) for index in words.rstrip(",").split(",")] if "," in words else int(words)
     wrong = [problem for problem in problems_in({"gpus": given}) if problem.field == "gpus"]
     if wrong:
@@ -91,7 +145,9 @@ def machine_for(spec: RunSpec, arguments: argparse.Namespace) -> Machine:
     return chosen_machine(arguments) if arguments.machine else machine_of(spec)
 
 
-def note_place(arguments: argparse.Namespace, machine: Machine, partition: str, *, site: str = "") -> None:
+def note_place(
+    arguments: argparse.Namespace, machine: Machine, partition: str, *, site: str = ""
+) -> None:
     """Say from what the machine of a partition is known, unless the user has named it, and which site profiles could not be used."""
     from so_tui.launch.places import left_out_profiles, source_of
 
@@ -101,17 +157,30 @@ def note_place(arguments: argparse.Namespace, machine: Machine, partition: str, 
         return
     source, nodes = source_of(partition, site=site), f"The nodes of partition {partition}"
     if source.seen is not None:
-        note(arguments, f"{nodes}: as a job found {machine.label} on {date.fromtimestamp(source.seen)}.")
+        note(
+            arguments,
+            f"{nodes}: as a job found {machine.label} on {date.fromtimestamp(source.seen)}.",
+        )
     elif source.profile:
-        note(arguments, f"{nodes}: {machine.label}, as the site profile says ({source.profile}). The first job records what they are.")
+        note(
+            arguments,
+            f"{nodes}: {machine.label}, as the site profile says ({source.profile}). The first job records what they are.",
+        )
     else:
         measure = so_tui_command("run", "tiny", "--partition", partition)
-        note(arguments, f"{nodes} are not known: this is for the machine you are on. `{measure}` records them in a minute.")
+        note(
+            arguments,
+            f"{nodes} are not known: this is for the machine you are on. `{measure}` records them in a minute.",
+        )
 
 
 def usable_terminal() -> bool:
     """Return whether a screen can be shown. Textual does not check, and would write escape codes into a pipe."""
-    return sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "")
+    return (
+        sys.stdin.isatty()
+        and sys.stdout.isatty()
+        and os.environ.get("TERM", "dumb") not in ("dumb", "")
+    )
 
 
 def note(arguments: argparse.Namespace, text: str, *, stderr: bool = False) -> None:
@@ -132,7 +201,9 @@ def print_json(value: object) -> None:
 
     import msgspec
 
-    print(printable_source(json.dumps(msgspec.to_builtins(value, str_keys=True), indent=2)))  # DEL is ASCII
+    print(
+        printable_source(json.dumps(msgspec.to_builtins(value, str_keys=True), indent=2))
+    )  # DEL is ASCII
 
 
 def print_rich(*renderables: Any, wrap: bool = True) -> None:

@@ -47,7 +47,12 @@ def compare(arguments: argparse.Namespace) -> int:
     specs = {run: read_spec(run) for run in found}
     settings = {run: values_of(spec) for run, spec in specs.items()}
     keys = differing(tuple(settings.values()))
-    compared = ComparedRuns(tuple(_compared(run, spec, {key: settings[run].get(key, "") for key in keys}) for run, spec in specs.items()))
+    compared = ComparedRuns(
+        tuple(
+            _compared(run, spec, {key: settings[run].get(key, "") for key in keys})
+            for run, spec in specs.items()
+        )
+    )
     if arguments.json:
         print_json(compared)
     else:
@@ -83,7 +88,9 @@ def _print(compared: ComparedRuns) -> None:
         if any(cells):
             table.add_row(name, *cells)
     for key in compared.runs[0].settings:
-        table.add_row(Text(key, style="bold"), *(Text(brief_line(run.settings[key])) for run in compared.runs))
+        table.add_row(
+            Text(key, style="bold"), *(Text(brief_line(run.settings[key])) for run in compared.runs)
+        )
     if any(run.notes.tags for run in compared.runs):
         table.add_row("tags", *(Text(" ".join(run.notes.tags)) for run in compared.runs))
     if any(run.notes.note for run in compared.runs):

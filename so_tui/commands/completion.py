@@ -42,21 +42,38 @@ def completion(arguments: argparse.Namespace) -> int:
 
 def offer_words(parser: argparse.ArgumentParser) -> None:
     """Write the words that complete the line in ``COMP_LINE`` to file descriptor 8, as argcomplete's shell code expects, and exit."""
-    argcomplete.autocomplete(parser, always_complete_options=False, exclude=INTERNAL, default_completer=_Words())
+    argcomplete.autocomplete(
+        parser, always_complete_options=False, exclude=INTERNAL, default_completer=_Words()
+    )
 
 
 class _Words(BaseCompleter):
     """Completes the arguments that have no ``choices``."""
 
     def __call__(
-        self, *, prefix: str, action: argparse.Action, parser: argparse.ArgumentParser, parsed_args: argparse.Namespace
+        self,
+        *,
+        prefix: str,
+        action: argparse.Action,
+        parser: argparse.ArgumentParser,
+        parsed_args: argparse.Namespace,
     ) -> Mapping[str, str]:
         """Return the plain words, with their descriptions, that an argument may be; those of files if no other one begins so."""
         metavar = str(action.metavar)
-        found = {word: text for word, text in _words(metavar, prefix, parsed_args) if word.startswith(prefix)}
-        if not found and (metavar in _FILES or (metavar == "MODEL" and parsed_args.preset == "add")):
+        found = {
+            word: text
+            for word, text in _words(metavar, prefix, parsed_args)
+            if word.startswith(prefix)
+        }
+        if not found and (
+            metavar in _FILES or (metavar == "MODEL" and parsed_args.preset == "add")
+        ):
             found = dict.fromkeys(FilesCompleter()(prefix), "")
-        return {word: text for word, text in found.items() if shlex.quote(word) == word and not word.startswith("-")}
+        return {
+            word: text
+            for word, text in found.items()
+            if shlex.quote(word) == word and not word.startswith("-")
+        }
 
 
 def _words(metavar: str, prefix: str, parsed: argparse.Namespace) -> Iterable[tuple[str, str]]:
@@ -71,7 +88,10 @@ def _words(metavar: str, prefix: str, parsed: argparse.Namespace) -> Iterable[tu
             return [*((name, "") for name in _presets()), *adds]
         case "RUN":
             folders = (parsed.runs_dir,) if getattr(parsed, "runs_dir", None) else known_runs_dirs()
-            return [("latest", "the newest run"), *((name, "") for folder in folders for name in _runs(folder, prefix))]
+            return [
+                ("latest", "the newest run"),
+                *((name, "") for folder in folders for name in _runs(folder, prefix)),
+            ]
     return ()
 
 
@@ -95,7 +115,9 @@ def _presets() -> Iterator[str]:
     for path in user_folder().glob("*.toml"):
         with suppress(OSError):
             # Parsing TOML takes too long where there are many presets with parameter tables.
-            top = _FIRST_SECTION.split(read_bounded(path, _LARGEST_PRESET_BYTES).decode(errors="replace"), maxsplit=1)[0]
+            top = _FIRST_SECTION.split(
+                read_bounded(path, _LARGEST_PRESET_BYTES).decode(errors="replace"), maxsplit=1
+            )[0]
             named = _NAME_KEY.search(top)
             yield named[1] if named else path.stem
 

@@ -29,5 +29,7 @@ def convert(arguments: argparse.Namespace) -> int:
         print(printable_line(f"wrote {arguments.to}"))
         return 0
     made = from_deepspeed(Path(arguments.source), chosen_spec(arguments), arguments.runs_dir, tell)
-    print(printable_line(f"made {made.name}; continue with `{so_tui_command('resume', made.name)}`"))
+    print(
+        printable_line(f"made {made.name}; continue with `{so_tui_command('resume', made.name)}`")
+    )
     return 0

@@ -56,9 +56,17 @@ def _print(out: Console, preview: DataPreview) -> None:
     plain = out.no_color or not out.is_terminal
     if preview.samples:
         trained = Text("«trained tokens»" if plain else "trained tokens", style="bold green")
-        out.print("", Text.assemble(("rows as the model sees them: ", "bold"), trained, " and ", ("context", "dim")), sep="\n")
+        out.print(
+            "",
+            Text.assemble(
+                ("rows as the model sees them: ", "bold"), trained, " and ", ("context", "dim")
+            ),
+            sep="\n",
+        )
     for sample in preview.samples:
-        out.rule(Text(_heading(sample, len(preview.sources) > 1), style="dim"), align="left", style="dim")
+        out.rule(
+            Text(_heading(sample, len(preview.sources) > 1), style="dim"), align="left", style="dim"
+        )
         out.print(_coloured(sample, plain))
 
 
@@ -80,10 +88,28 @@ def _sources(preview: DataPreview) -> RenderableType:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("source", "layout", "rows", "tokens", "trained", "truncated", "dropped", "share", "an epoch meets each"):
-        table.add_column(name, justify="left" if name in ("source", "layout") else "right", overflow="fold")
+    for name in (
+        "source",
+        "layout",
+        "rows",
+        "tokens",
+        "trained",
+        "truncated",
+        "dropped",
+        "share",
+        "an epoch meets each",
+    ):
+        table.add_column(
+            name, justify="left" if name in ("source", "layout") else "right", overflow="fold"
+        )
     for source in preview.sources:
-        counts = (source.rows, source.tokens, source.trained_tokens, source.truncated, source.dropped)
+        counts = (
+            source.rows,
+            source.tokens,
+            source.trained_tokens,
+            source.truncated,
+            source.dropped,
+        )
         share, times = f"{100 * source.share:.0f} %", f"{source.times_an_epoch:.1f} x"
         table.add_row(source.source, source.format, *map(thousands, counts), share, times)
     return table
@@ -96,7 +122,9 @@ def _histogram(preview: DataPreview) -> RenderableType:
     table.add_column(justify="right")
     table.add_column(style="cyan")
     for entry, cells in zip(preview.histogram, preview.histogram_cells(_BAR), strict=True):
-        table.add_row(entry.label, f"{'▇' * cells} {thousands(entry.documents) if entry.documents else ''}")
+        table.add_row(
+            entry.label, f"{'▇' * cells} {thousands(entry.documents) if entry.documents else ''}"
+        )
     return table
 
 
@@ -109,12 +137,18 @@ def _sequence(preview: DataPreview, width: int) -> tuple[RenderableType, ...]:
     for index, cells in enumerate(documents):
         bar.append(_SHADES[index % 2] * cells, style="cyan" if index % 2 == 0 else "blue")
     bar.append("·" * padding, style="dim")
-    return Text(preview.sequence_words(), style="bold"), bar, Text(preview.sequence_sum(), style="dim")
+    return (
+        Text(preview.sequence_words(), style="bold"),
+        bar,
+        Text(preview.sequence_sum(), style="dim"),
+    )
 
 
 def _heading(sample: Sample, named: bool) -> str:
     where = f"row {sample.row} of {sample.source}" if named else f"row {sample.row}"
-    return f"{where}   {thousands(sample.tokens)} tokens, {thousands(sample.trained_tokens)} trained"
+    return (
+        f"{where}   {thousands(sample.tokens)} tokens, {thousands(sample.trained_tokens)} trained"
+    )
 
 
 def _coloured(sample: Sample, plain: bool) -> RenderableType:
@@ -123,7 +157,9 @@ def _coloured(sample: Sample, plain: bool) -> RenderableType:
 
     text = Text()
     for piece, trained in sample.visible:
-        text.append(f"«{piece}»" if trained and plain else piece, style="bold green" if trained else "dim")
+        text.append(
+            f"«{piece}»" if trained and plain else piece, style="bold green" if trained else "dim"
+        )
     return text
 
 

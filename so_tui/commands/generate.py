@@ -72,7 +72,11 @@ def generate(arguments: argparse.Namespace) -> int:
                 answers.append(printer.answer(events))
             found.append(PromptAnswers(prompt=text, answers=tuple(answers)))
     if arguments.json:
-        print_json(Generated(models=loaded.models, device=loaded.device, sampling=sampling, prompts=tuple(found)))
+        print_json(
+            Generated(
+                models=loaded.models, device=loaded.device, sampling=sampling, prompts=tuple(found)
+            )
+        )
     return 0
 
 
@@ -82,7 +86,9 @@ def chat(arguments: argparse.Namespace) -> int:
     from so_tui.ui.chat_app import ChatApp
 
     if not usable_terminal():
-        print("so-tui: a conversation needs a terminal; `so-tui generate` needs none", file=sys.stderr)
+        print(
+            "so-tui: a conversation needs a terminal; `so-tui generate` needs none", file=sys.stderr
+        )
         return 2
     load = _named(arguments)
     logging.disable(logging.INFO)  # --verbose would write over the screen
@@ -93,7 +99,13 @@ def chat(arguments: argparse.Namespace) -> int:
 def _named(arguments: argparse.Namespace) -> LoadModel:
     from so_tui.launch.writing import named_model
 
-    return named_model(arguments.model, arguments.runs_dir, compare=arguments.compare, base=arguments.base, device=arguments.device)
+    return named_model(
+        arguments.model,
+        arguments.runs_dir,
+        compare=arguments.compare,
+        base=arguments.base,
+        device=arguments.device,
+    )
 
 
 def given_sampling(arguments: argparse.Namespace) -> Sampling:
@@ -103,8 +115,16 @@ def given_sampling(arguments: argparse.Namespace) -> Sampling:
 
 def _standard_input() -> str:
     if sys.stdin.isatty():
-        remedy = 'Give one with --prompt "TEXT", or on standard input; `so-tui chat` asks on a screen.'
-        raise InputError([Problem(code="missing", field="--prompt", value="", message="is missing", remedy=remedy)])
+        remedy = (
+            'Give one with --prompt "TEXT", or on standard input; `so-tui chat` asks on a screen.'
+        )
+        raise InputError(
+            [
+                Problem(
+                    code="missing", field="--prompt", value="", message="is missing", remedy=remedy
+                )
+            ]
+        )
     return sys.stdin.read(_LONGEST_INPUT).strip()
 
 
@@ -151,7 +171,11 @@ class _Printer:
             if isinstance(event, Answer):
                 if self._shown:
                     print(flush=True)
-                note(self._arguments, f"({plural(event.tokens, 'token')} in {duration(event.seconds)}, {_ENDS[event.ended]})", stderr=True)
+                note(
+                    self._arguments,
+                    f"({plural(event.tokens, 'token')} in {duration(event.seconds)}, {_ENDS[event.ended]})",
+                    stderr=True,
+                )
                 return event
         raise AssertionError("the helper ended without an error before the answer")
 

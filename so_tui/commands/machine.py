@@ -51,8 +51,21 @@ def _another_machine(arguments: argparse.Namespace) -> Machine:
     """Return a machine by name, or from a file."""
     if arguments.sysroot or arguments.hostname:
         option = "--sysroot" if arguments.sysroot else "--hostname"
-        message, remedy = f"is a machine of its own, and {option} describes another", f"Leave one of --machine and {option} out."
-        raise InputError([Problem(code="unused-option", field="--machine", value=arguments.machine, message=message, remedy=remedy)])
+        message, remedy = (
+            f"is a machine of its own, and {option} describes another",
+            f"Leave one of --machine and {option} out.",
+        )
+        raise InputError(
+            [
+                Problem(
+                    code="unused-option",
+                    field="--machine",
+                    value=arguments.machine,
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        )
     return chosen_machine(arguments)
 
 
@@ -63,11 +76,30 @@ def _inspected(arguments: argparse.Namespace) -> Machine:
     sysroot = Path(arguments.sysroot) if arguments.sysroot else None
     if sysroot is not None and not is_folder(sysroot / "sys"):
         remedy = "Give a folder with copies of /sys and /proc."
-        problem = Problem(code="no-sysroot", field="--sysroot", value=str(sysroot), message="has no folder named sys", remedy=remedy)
+        problem = Problem(
+            code="no-sysroot",
+            field="--sysroot",
+            value=str(sysroot),
+            message="has no folder named sys",
+            remedy=remedy,
+        )
         raise InputError([problem])
     if arguments.hostname and sysroot is None:
-        message, remedy = "has an effect only with --sysroot", "Leave it out: this machine has a name."
-        raise InputError([Problem(code="unused-option", field="--hostname", value=arguments.hostname, message=message, remedy=remedy)])
+        message, remedy = (
+            "has an effect only with --sysroot",
+            "Leave it out: this machine has a name.",
+        )
+        raise InputError(
+            [
+                Problem(
+                    code="unused-option",
+                    field="--hostname",
+                    value=arguments.hostname,
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        )
     machine = inspect_machine(sysroot, hostname=arguments.hostname)
     if sysroot is None:
         _remember_for_plans(arguments, machine)
@@ -76,15 +108,24 @@ def _inspected(arguments: argparse.Namespace) -> Machine:
 
 def _remember_for_plans(arguments: argparse.Namespace, machine: Machine) -> None:
     """On a node of a Slurm job, keep the machine for plans of its partition."""
-    if "SLURMD_NODENAME" not in os.environ:  # the shell of salloc may be on the login node, with the job's other variables
+    if (
+        "SLURMD_NODENAME" not in os.environ
+    ):  # the shell of salloc may be on the login node, with the job's other variables
         return
-    cluster, partition = os.environ.get("SLURM_CLUSTER_NAME", ""), os.environ.get("SLURM_JOB_PARTITION", "")
+    cluster, partition = (
+        os.environ.get("SLURM_CLUSTER_NAME", ""),
+        os.environ.get("SLURM_JOB_PARTITION", ""),
+    )
     if not cluster or not _PARTITION.fullmatch(partition):
         return
     from so_tui.launch.partition_machines import remember, sees_part
 
     remember(cluster, partition, machine)
-    part = ". This allocation has a part of the node; --exclusive shows all of it" if sees_part(machine) else ""
+    part = (
+        ". This allocation has a part of the node; --exclusive shows all of it"
+        if sees_part(machine)
+        else ""
+    )
     note(arguments, f"kept for plans of partition {partition} on {cluster}{part}", stderr=True)
 
 
@@ -109,9 +150,16 @@ def _fix(arguments: argparse.Namespace) -> None:
     """Compile the kernels that the first run would otherwise compile while all its ranks wait."""
     from so_tui.launch.helpers import call_tool
 
-    note(arguments, "compiling the CPU Adam kernels; the first time, this takes up to a minute …", stderr=arguments.json)
+    note(
+        arguments,
+        "compiling the CPU Adam kernels; the first time, this takes up to a minute …",
+        stderr=arguments.json,
+    )
     answer = call_tool("build_ops", {})
-    print(f"CPU Adam kernel: {answer['cpu_adam']} ({answer['seconds']:.0f} s)", file=sys.stderr if arguments.json else sys.stdout)
+    print(
+        f"CPU Adam kernel: {answer['cpu_adam']} ({answer['seconds']:.0f} s)",
+        file=sys.stderr if arguments.json else sys.stdout,
+    )
     if answer["deepspeed"]:
         reason = f"DeepSpeed's own kernel, for zerooffload and offload.engine = deepspeed, cannot be compiled: {answer['deepspeed']}"
         print(reason, file=sys.stderr)
@@ -128,8 +176,21 @@ def doctor(arguments: argparse.Namespace) -> int:
 
     if (arguments.fix or arguments.mpam) and arguments.machine:
         option = "--fix" if arguments.fix else "--mpam"
-        message, remedy = f"is another machine, which {option} cannot reach", f"Leave {option} out, or run it on that machine."
-        raise InputError([Problem(code="not-this-machine", field="--machine", value=arguments.machine, message=message, remedy=remedy)])
+        message, remedy = (
+            f"is another machine, which {option} cannot reach",
+            f"Leave {option} out, or run it on that machine.",
+        )
+        raise InputError(
+            [
+                Problem(
+                    code="not-this-machine",
+                    field="--machine",
+                    value=arguments.machine,
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        )
     machine = chosen_machine(arguments)
     checkpoints, plan = arguments.runs_dir or default_runs_dir(), None
     if arguments.preset:
@@ -143,7 +204,11 @@ def doctor(arguments: argparse.Namespace) -> int:
         _fix(arguments)
     if not arguments.machine:
         for name in remove_leftovers():
-            note(arguments, f"removed the resctrl group {name}, which a supervisor that has died left behind", stderr=arguments.json)
+            note(
+                arguments,
+                f"removed the resctrl group {name}, which a supervisor that has died left behind",
+                stderr=arguments.json,
+            )
     found = findings(machine, plan, checkpoints=checkpoints)
     if arguments.json:
         tested = installed_set(machine.software)

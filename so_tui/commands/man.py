@@ -27,15 +27,38 @@ _SHARED = ("--help", "--quiet", "--verbose")
 def manual() -> str:
     """Return the page in the man macros of roff."""
     parser = build_parser()
-    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    lines = ['.TH SO\\-TUI 1 "" so\\-tui', ".SH NAME", "so\\-tui \\- plan, launch and watch fine\\-tuning with DeepSpeed SuperOffload"]
-    lines += [".SH SYNOPSIS", *_synopsis(parser), ".SH DESCRIPTION", _text(parser.description or "")]
-    lines += [".SH OPTIONS", *_described(action for action in parser._actions if action.option_strings), ".SH COMMANDS"]
+    (commands,) = (
+        action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
+    )
+    lines = [
+        '.TH SO\\-TUI 1 "" so\\-tui',
+        ".SH NAME",
+        "so\\-tui \\- plan, launch and watch fine\\-tuning with DeepSpeed SuperOffload",
+    ]
+    lines += [
+        ".SH SYNOPSIS",
+        *_synopsis(parser),
+        ".SH DESCRIPTION",
+        _text(parser.description or ""),
+    ]
+    lines += [
+        ".SH OPTIONS",
+        *_described(action for action in parser._actions if action.option_strings),
+        ".SH COMMANDS",
+    ]
     for name, command in commands.choices.items():
         if name in INTERNAL:
             continue
-        actions = [action for action in command._actions if not set(_SHARED) & set(action.option_strings)]
-        lines += [f".SS {_escaped(name)}", *_synopsis(command), ".PP", _text(command.description or ""), *_described(actions)]
+        actions = [
+            action for action in command._actions if not set(_SHARED) & set(action.option_strings)
+        ]
+        lines += [
+            f".SS {_escaped(name)}",
+            *_synopsis(command),
+            ".PP",
+            _text(command.description or ""),
+            *_described(actions),
+        ]
         if command.epilog:
             lines += [".PP", ".nf", *map(_escaped, command.epilog.splitlines()), ".fi"]
     for heading, terms in (
@@ -43,7 +66,14 @@ def manual() -> str:
         ("ENVIRONMENT", _ENVIRONMENT),
         ("FILES", _FILES),
     ):
-        lines += [f".SH {heading}", *(line for term, meaning in terms.items() for line in _term(f"\\fB{_escaped(term)}\\fR", meaning))]
+        lines += [
+            f".SH {heading}",
+            *(
+                line
+                for term, meaning in terms.items()
+                for line in _term(f"\\fB{_escaped(term)}\\fR", meaning)
+            ),
+        ]
     return "\n".join(lines) + "\n"
 
 

@@ -25,7 +25,17 @@ def export(arguments: argparse.Namespace) -> int:
     run = find_run(arguments.run, arguments.runs_dir)
     target = arguments.to or f"{run.name}.csv"
     if fault := path_fault(target):
-        raise InputError([Problem(code="invalid-path", field="--to", value=shown(target), message=fault, remedy="Give another name.")])
+        raise InputError(
+            [
+                Problem(
+                    code="invalid-path",
+                    field="--to",
+                    value=shown(target),
+                    message=fault,
+                    remedy="Give another name.",
+                )
+            ]
+        )
     line = ProgressLine(shown=not arguments.quiet)
     line.show("reading the run")
     path = Path(target).expanduser()

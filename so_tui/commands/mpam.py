@@ -46,12 +46,19 @@ def _on_all_gpus(machine: Machine) -> tuple[RankBinding, ...]:
     from so_tui.spec.sections.offload import OffloadSpec
 
     gpus = tuple(gpu.index for gpu in whole_gpus(machine)) or 1
-    return bind_ranks(machine, gpus, mode="superoffload", cpu_adam_cores_fraction=OffloadSpec().cpu_adam_cores_fraction)
+    return bind_ranks(
+        machine,
+        gpus,
+        mode="superoffload",
+        cpu_adam_cores_fraction=OffloadSpec().cpu_adam_cores_fraction,
+    )
 
 
 def _refused(obstacle: Obstacle | str, machine: Machine) -> InputError:
     def problem(code: str, message: str, remedy: str) -> Problem:
-        return Problem(code=code, field="--mpam", value=machine.label, message=message, remedy=remedy)
+        return Problem(
+            code=code, field="--mpam", value=machine.label, message=message, remedy=remedy
+        )
 
     match obstacle:
         case "no-resctrl":
@@ -65,8 +72,16 @@ def _refused(obstacle: Obstacle | str, machine: Machine) -> InputError:
             found = problem("too-few-partitions", "the hardware has no two partitions left", remedy)
         case "cores-taken":
             remedy = "Remove that group (`rmdir`) first, or keep it."
-            found = problem("cores-partitioned", "a group in /sys/fs/resctrl has some of the run's cores already", remedy)
+            found = problem(
+                "cores-partitioned",
+                "a group in /sys/fs/resctrl has some of the run's cores already",
+                remedy,
+            )
         case _:
             remedy = "Mount resctrl without `mba_MBps`, if it has that option."
-            found = problem("no-partitions", "neither memory bandwidth nor the L3 cache can be partitioned by shares", remedy)
+            found = problem(
+                "no-partitions",
+                "neither memory bandwidth nor the L3 cache can be partitioned by shares",
+                remedy,
+            )
     return InputError([found])

@@ -18,7 +18,9 @@ def number_from(lowest: float, highest: float) -> Callable[[str], float]:
         except ValueError:
             value = math.nan
         if not lowest <= value <= highest:  # also true for NaN
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number from {lowest:,g} to {highest:,g}")
+            raise argparse.ArgumentTypeError(
+                f"{text[:40]!r} is not a number from {lowest:,g} to {highest:,g}"
+            )
         return value
 
     return parse
@@ -33,7 +35,9 @@ def integer_from(lowest: int, highest: int) -> Callable[[str], int]:
         except ValueError:  # also for thousands of digits
             value = lowest - 1
         if not lowest <= value <= highest:
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not an integer from {thousands(lowest)} to {thousands(highest)}")
+            raise argparse.ArgumentTypeError(
+                f"{text[:40]!r} is not an integer from {thousands(lowest)} to {thousands(highest)}"
+            )
         return value
 
     return parse

@@ -18,21 +18,52 @@ from so_tui.commands.common import (
 )
 from so_tui.machine.types import Machine
 from so_tui.plan.types import Plan
-from so_tui.spec import InputError, Problem, field_index, find_preset, load_catalog, parse_value, problems_in
+from so_tui.spec import (
+    InputError,
+    Problem,
+    field_index,
+    find_preset,
+    load_catalog,
+    parse_value,
+    problems_in,
+)
 from so_tui.trust.printable import so_tui_command
 from so_tui.units import plural, rate, thousands
 
 
 def plan(arguments: argparse.Namespace) -> int:
     """Print the table of models and GPU counts of a machine, or one plan with all its figures."""
-    from so_tui.plan import best_number_of_gpus, command_of, make_plan, plan_table, plans_json, recommend, settings_of, unplannable
+    from so_tui.plan import (
+        best_number_of_gpus,
+        command_of,
+        make_plan,
+        plan_table,
+        plans_json,
+        recommend,
+        settings_of,
+        unplannable,
+    )
     from so_tui.plan.render import render_plan, render_table
 
     if arguments.probe and (arguments.machine or not arguments.preset):
         code = "not-this-machine" if arguments.machine else "preset-needed"
-        message = "a probe trains on this machine" if arguments.machine else "a probe needs a preset"
-        remedy = "Leave --machine out." if arguments.machine else "Name one: so-tui plan PRESET --probe."
-        raise InputError([Problem(code=code, field="--probe", value=arguments.probe, message=message, remedy=remedy)])
+        message = (
+            "a probe trains on this machine" if arguments.machine else "a probe needs a preset"
+        )
+        remedy = (
+            "Leave --machine out." if arguments.machine else "Name one: so-tui plan PRESET --probe."
+        )
+        raise InputError(
+            [
+                Problem(
+                    code=code,
+                    field="--probe",
+                    value=arguments.probe,
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        )
     if arguments.preset:
         spec = chosen_spec(arguments)
         machine = machine_for(spec, arguments)
@@ -51,9 +82,14 @@ def plan(arguments: argparse.Namespace) -> int:
                 others = {key: value for key, value in changes.items() if key != "gpus"}
                 given = find_preset(arguments.preset).spec
                 note(arguments, "")
-                note(arguments, f"to run it: {command_of(chosen, given, arguments.preset, spec.gpus, others)}")
+                note(
+                    arguments,
+                    f"to run it: {command_of(chosen, given, arguments.preset, spec.gpus, others)}",
+                )
                 if "gpus" not in changes and spec.nodes == 1:
-                    _note_other_number(arguments, chosen, best_number_of_gpus(spec, machine), changes)
+                    _note_other_number(
+                        arguments, chosen, best_number_of_gpus(spec, machine), changes
+                    )
             elif fixed:
                 note(arguments, "")
                 note(
@@ -78,7 +114,9 @@ def plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _note_other_number(arguments: argparse.Namespace, chosen: Plan, best: Plan | None, changes: dict[str, str]) -> None:
+def _note_other_number(
+    arguments: argparse.Namespace, chosen: Plan, best: Plan | None, changes: dict[str, str]
+) -> None:
     """Say which number of GPUs the table recommends, where that is not the preset's."""
     if best is None or best.gpus == chosen.gpus or not best.step_s or not chosen.step_s:
         return
@@ -96,7 +134,11 @@ def _note_other_number(arguments: argparse.Namespace, chosen: Plan, best: Plan |
 def _machine_of_table(arguments: argparse.Namespace) -> Machine:
     from so_tui.launch.places import machine_of_partition
 
-    return machine_of_partition(arguments.partition) if arguments.partition and not arguments.machine else chosen_machine(arguments)
+    return (
+        machine_of_partition(arguments.partition)
+        if arguments.partition and not arguments.machine
+        else chosen_machine(arguments)
+    )
 
 
 def _counts(arguments: argparse.Namespace) -> tuple[int, ...]:
@@ -105,22 +147,54 @@ def _counts(arguments: argparse.Namespace) -> tuple[int, ...]:
     Raises:
         InputError: An option needs a preset (code ``preset-needed``), or ``--gpus`` is a list (code ``not-a-count``).
     """
-    given = next((name for name, value in (("--set", arguments.set), ("--as-given", arguments.as_given)) if value), "")
+    given = next(
+        (
+            name
+            for name, value in (("--set", arguments.set), ("--as-given", arguments.as_given))
+            if value
+        ),
+        "",
+    )
     if given:
         remedy = f"Name one: so-tui plan PRESET {given} ..."
-        raise InputError([Problem(code="preset-needed", field=given, value="", message="needs a preset", remedy=remedy)])
+        raise InputError(
+            [
+                Problem(
+                    code="preset-needed",
+                    field=given,
+                    value="",
+                    message="needs a preset",
+                    remedy=remedy,
+                )
+            ]
+        )
     if arguments.gpus is None:
         return ()
     count = given_gpus(arguments.gpus)
     if not isinstance(count, int):
-        message, remedy = "is a list of GPUs", "Give a number for the table, or name a preset: so-tui plan PRESET --gpus 0,2."
-        raise InputError([Problem(code="not-a-count", field="--gpus", value=arguments.gpus, message=message, remedy=remedy)])
+        message, remedy = (
+            "is a list of GPUs",
+            "Give a number for the table, or name a preset: so-tui plan PRESET --gpus 0,2.",
+        )
+        raise InputError(
+            [
+                Problem(
+                    code="not-a-count",
+                    field="--gpus",
+                    value=arguments.gpus,
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        )
     return (count,)
 
 
 def _nodes(arguments: argparse.Namespace) -> int:
     """Return the hosts of the table. Raises InputError with the problems of the key ``nodes``."""
-    nodes = parse_value(arguments.nodes, field_index()["nodes"]) if arguments.nodes is not None else 1
+    nodes = (
+        parse_value(arguments.nodes, field_index()["nodes"]) if arguments.nodes is not None else 1
+    )
     if wrong := [problem for problem in problems_in({"nodes": nodes}) if problem.field == "nodes"]:
         raise InputError(wrong)
     return int(nodes)
@@ -153,7 +227,9 @@ def _probe(arguments: argparse.Namespace, chosen: Plan, machine: Machine) -> int
     rows = None
     if arguments.probe == "random":
         known = workload.seen(chosen.spec)
-        rows = write_rows(chosen.spec, known.workload if known else workload.Workload(), probes_dir())
+        rows = write_rows(
+            chosen.spec, known.workload if known else workload.Workload(), probes_dir()
+        )
     try:
         launch = prepare(probe_spec(chosen.spec, arguments.probe, rows=rows), machine)
         run = run_to_end(launch, probes_dir(), report)
@@ -165,7 +241,13 @@ def _probe(arguments: argparse.Namespace, chosen: Plan, machine: Machine) -> int
     delete_run(run)
     corrected = make_plan(chosen.spec, machine)
     if arguments.json:
-        print_json(plans_json([corrected]) | {"probe": msgspec.to_builtins(probe), "path": str(path)})
+        print_json(
+            plans_json([corrected]) | {"probe": msgspec.to_builtins(probe), "path": str(path)}
+        )
     else:
-        print_rich(render_comparison(probe.settings, list(compared(probe))), "", render_plan(corrected, machine))
+        print_rich(
+            render_comparison(probe.settings, list(compared(probe))),
+            "",
+            render_plan(corrected, machine),
+        )
     return 0 if corrected.fits else 3

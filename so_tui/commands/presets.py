@@ -6,7 +6,14 @@ import argparse
 
 from msgspec import Struct
 
-from so_tui.commands.common import chosen_changes, chosen_spec, note, note_problems, print_json, print_rich
+from so_tui.commands.common import (
+    chosen_changes,
+    chosen_spec,
+    note,
+    note_problems,
+    print_json,
+    print_rich,
+)
 from so_tui.spec import InputError, Problem, check_user_name, delete_preset, load_catalog, spec_tree
 from so_tui.spec.files import path_fault
 from so_tui.spec.preset_file import Origin
@@ -64,7 +71,14 @@ def presets(arguments: argparse.Namespace) -> int:
     catalog = load_catalog()
     if arguments.json:
         listed = (
-            ListedPreset(name, preset.spec.title or name, preset.spec.ranks, preset.spec.model.id, preset.origin, preset.path)
+            ListedPreset(
+                name,
+                preset.spec.title or name,
+                preset.spec.ranks,
+                preset.spec.model.id,
+                preset.origin,
+                preset.path,
+            )
             for name, preset in catalog.presets.items()
         )
         print_json(Presets(tuple(listed), tuple(map(str, catalog.problems))))
@@ -73,10 +87,20 @@ def presets(arguments: argparse.Namespace) -> int:
 
         table = Table(box=None, pad_edge=False)
         for heading in ("name", "model", "GPUs", "tokens", "from"):
-            table.add_column(heading, justify="right" if heading in ("GPUs", "tokens") else "left", header_style="bold")
+            table.add_column(
+                heading,
+                justify="right" if heading in ("GPUs", "tokens") else "left",
+                header_style="bold",
+            )
         for name, preset in catalog.presets.items():
             spec = preset.spec
-            table.add_row(printable_line(name), spec.label, str(spec.ranks), thousands(spec.data.sequence_length), preset.origin)
+            table.add_row(
+                printable_line(name),
+                spec.label,
+                str(spec.ranks),
+                thousands(spec.data.sequence_length),
+                preset.origin,
+            )
         print_rich(table)
         note_problems(catalog.problems)
     return 0
@@ -86,7 +110,9 @@ def _delete(arguments: argparse.Namespace) -> int:
     """Delete one of the user's own presets."""
     if not arguments.model:
         remedy = "Name one of your own: so-tui presets delete NAME."
-        raise InputError([Problem(code="missing", field="PRESET", value="", message="is missing", remedy=remedy)])
+        raise InputError(
+            [Problem(code="missing", field="PRESET", value="", message="is missing", remedy=remedy)]
+        )
     print(printable_line(f"deleted {delete_preset(arguments.model)}"))
     return 0
 
@@ -104,7 +130,13 @@ def _refuse_unused(arguments: argparse.Namespace) -> None:
         ("--gpus", "" if arguments.preset else arguments.gpus, of_one),
     ]
     problems = [
-        Problem(code=code, field=field, value="" if value is True else shown(value), message=message, remedy=remedy)
+        Problem(
+            code=code,
+            field=field,
+            value="" if value is True else shown(value),
+            message=message,
+            remedy=remedy,
+        )
         for field, value, (code, message, remedy) in given
         if value
     ]
@@ -118,10 +150,22 @@ def _add(arguments: argparse.Namespace) -> int:
 
     if not arguments.model:
         remedy = "Give a hub id such as Qwen/Qwen3-14B, or a folder: so-tui presets add MODEL."
-        raise InputError([Problem(code="missing", field="MODEL", value="", message="is missing", remedy=remedy)])
+        raise InputError(
+            [Problem(code="missing", field="MODEL", value="", message="is missing", remedy=remedy)]
+        )
     if fault := path_fault(arguments.model):
         remedy = "Give a hub id such as Qwen/Qwen3-14B, or a folder."
-        raise InputError([Problem(code="invalid-path", field="MODEL", value=shown(arguments.model), message=fault, remedy=remedy)])
+        raise InputError(
+            [
+                Problem(
+                    code="invalid-path",
+                    field="MODEL",
+                    value=shown(arguments.model),
+                    message=fault,
+                    remedy=remedy,
+                )
+            ]
+        )
     if arguments.name:
         check_user_name(arguments.name, load_catalog().presets)
     described = describe_model(
@@ -151,5 +195,8 @@ def _add(arguments: argparse.Namespace) -> int:
     for text in described.notes:
         note(arguments, f"note: {text}")
     note(arguments, f"next: {so_tui_command('plan', spec.name)}    what it needs here")
-    note(arguments, f"      {so_tui_command('run', spec.name, '--set', 'data.source=FILE')}    train it on your data")
+    note(
+        arguments,
+        f"      {so_tui_command('run', spec.name, '--set', 'data.source=FILE')}    train it on your data",
+    )
     return 0

@@ -71,18 +71,28 @@ def follow(run: RunDirectory, *, owner: bool, quiet: bool = False) -> int:
             update = _polled(reader, update, printer)
             for record in update.records:
                 printer.show(record)
-            if update.state is not None and update.state.state == "queued" and update.state.detail != waiting:
+            if (
+                update.state is not None
+                and update.state.state == "queued"
+                and update.state.detail != waiting
+            ):
                 waiting = update.state.detail
                 printer.note(brief_message(f"queued: {waiting}"))
             if update.state is not None:
                 printer.compare(update.state)
-            if update.state is not None and update.state.state in FINAL_STATES and not update.records:
+            if (
+                update.state is not None
+                and update.state.state in FINAL_STATES
+                and not update.records
+            ):
                 return printer.finish(run, update.state)
             # The supervisor may have been killed; every reader replaces it.
             if time.monotonic() - checked > 5:
                 checked = time.monotonic()
                 if deleted(run):
-                    raise SoTuiError(f"the folder of {run.name} has been deleted; its supervisor ends the processes that are left")
+                    raise SoTuiError(
+                        f"the folder of {run.name} has been deleted; its supervisor ends the processes that are left"
+                    )
                 ensure_supervised(run)
             time.sleep(POLL_S)
         except KeyboardInterrupt:
@@ -93,7 +103,9 @@ def follow(run: RunDirectory, *, owner: bool, quiet: bool = False) -> int:
                 return 4
             stopping = True
             control.request(run, "stop")
-            printer.note("\nstopping after this step, with a checkpoint (interrupt again to stop watching)")
+            printer.note(
+                "\nstopping after this step, with a checkpoint (interrupt again to stop watching)"
+            )
 
 
 def _polled(reader: RunReader, last: Update | None, printer: _Printer) -> Update:
@@ -104,7 +116,9 @@ def _polled(reader: RunReader, last: Update | None, printer: _Printer) -> Update
         except OSError as error:
             if last is None:
                 raise
-            printer.note_once(brief_message(f"{reader.run.name} cannot be read at the moment: {error}"))
+            printer.note_once(
+                brief_message(f"{reader.run.name} cannot be read at the moment: {error}")
+            )
             time.sleep(POLL_S)
 
 
@@ -113,7 +127,9 @@ def _asked_to_stop(run: RunDirectory, received: signal.Signals, printer: _Printe
     try:
         control.request(run, "stop", reason=f"so-tui received {received.name}")
     except (OSError, SoTuiError) as error:
-        printer.note_once(brief_message(f"{run.name} cannot be asked to stop at the moment: {error}"))
+        printer.note_once(
+            brief_message(f"{run.name} cannot be asked to stop at the moment: {error}")
+        )
         return False
     return True
 
@@ -148,7 +164,10 @@ class _Printer:
             case StartRecord():
                 self._total_steps = record.total_steps
                 size = f"{count(record.parameters)} parameters on {plural(record.ranks, 'rank')}"
-                self._line(record.time, f"{record.model}: {size}, {record.mode}, {plural(record.total_steps, 'step')}{_step_size(record)}")
+                self._line(
+                    record.time,
+                    f"{record.model}: {size}, {record.mode}, {plural(record.total_steps, 'step')}{_step_size(record)}",
+                )
             case PhaseRecord():
                 phase = ENDING if record.stage == ENDING else record.phase
                 self._line(record.time, f"{phase}{': ' + record.detail if record.detail else ''}")
@@ -163,11 +182,20 @@ class _Printer:
             case StepRecord():
                 self._step(record)
             case CheckpointRecord():
-                self._line(record.time, f"checkpoint of step {thousands(record.step)}: {_written(record)}, {record.path}")
+                self._line(
+                    record.time,
+                    f"checkpoint of step {thousands(record.step)}: {_written(record)}, {record.path}",
+                )
             case EvaluationRecord():
-                self._line(record.time, f"evaluation at step {thousands(record.step)}: {_evaluated(record)}")
+                self._line(
+                    record.time,
+                    f"evaluation at step {thousands(record.step)}: {_evaluated(record)}",
+                )
             case WarningRecord():
-                self._line(record.time, f"warning: {record.message}{'. ' + record.suggestion if record.suggestion else ''}")
+                self._line(
+                    record.time,
+                    f"warning: {record.message}{'. ' + record.suggestion if record.suggestion else ''}",
+                )
             case ResumedRecord():
                 self._line(record.time, f"resumed from step {thousands(record.step)}")
             case EndRecord():
@@ -184,13 +212,20 @@ class _Printer:
             return
         self._slow_because = because
         self._flush()
-        text = "no longer slower than planned" if found is None else f"{slowdown_text(found)}. {slowdown_remedy(found)}"
+        text = (
+            "no longer slower than planned"
+            if found is None
+            else f"{slowdown_text(found)}. {slowdown_remedy(found)}"
+        )
         self._line(time.time(), f"warning: {text}" if found else text)
 
     def _step(self, record: StepRecord) -> None:
         self._step_times = [*self._step_times[-19:], record.step_s]
         self._pending = record
-        if record.time - self._last_step_line >= STEP_LINE_S or record.step in (1, self._total_steps):
+        if record.time - self._last_step_line >= STEP_LINE_S or record.step in (
+            1,
+            self._total_steps,
+        ):
             self._flush()
 
     def _flush(self) -> None:
@@ -200,8 +235,16 @@ class _Printer:
         self._pending = None
         self._last_step_line = record.time
         mean_s = sum(self._step_times) / len(self._step_times)
-        left = f"  left {duration((self._total_steps - record.step) * mean_s)}" if self._total_steps > record.step else ""
-        example = f" ({significant(record.seed_tflops_total)} by DeepSpeed's example)" if record.seed_tflops_total else ""
+        left = (
+            f"  left {duration((self._total_steps - record.step) * mean_s)}"
+            if self._total_steps > record.step
+            else ""
+        )
+        example = (
+            f" ({significant(record.seed_tflops_total)} by DeepSpeed's example)"
+            if record.seed_tflops_total
+            else ""
+        )
         step = f"step {thousands(record.step)}/{thousands(self._total_steps)}"
         self._line(
             record.time,
@@ -218,7 +261,10 @@ class _Printer:
         if state.suggestion:
             print(brief_message(f"next: {state.suggestion}"), flush=True)
         if state.state in ("failed", "lost"):
-            print(f"`{so_tui_command('logs', run.name)}` shows what its processes wrote", file=sys.stderr)
+            print(
+                f"`{so_tui_command('logs', run.name)}` shows what its processes wrote",
+                file=sys.stderr,
+            )
         return EXIT_CODES[state.state]
 
     def _line(self, when: float, text: str) -> None:
@@ -233,7 +279,9 @@ def _written(record: CheckpointRecord) -> str:
     text = f"{disk_size(record.bytes)} in {duration(record.seconds)}"
     if record.paused_s is not None and record.paused_s < record.seconds:
         text += f" while training went on, after a pause of {duration(record.paused_s)}"
-    return text if record.due_step is None else f"{text}, due since step {thousands(record.due_step)}"
+    return (
+        text if record.due_step is None else f"{text}, due since step {thousands(record.due_step)}"
+    )
 
 
 def _evaluated(record: EvaluationRecord) -> str:
@@ -244,7 +292,11 @@ def _evaluated(record: EvaluationRecord) -> str:
 def _step_size(record: StartRecord) -> str:
     if not record.tokens_per_step:
         return ""
-    accumulated = f" in {thousands(record.gradient_accumulation_steps)} micro-batches" if record.gradient_accumulation_steps > 1 else ""
+    accumulated = (
+        f" in {thousands(record.gradient_accumulation_steps)} micro-batches"
+        if record.gradient_accumulation_steps > 1
+        else ""
+    )
     return f" of {thousands(record.tokens_per_step)} tokens{accumulated}"
 
 

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 from msgspec.structs import replace
 
-from so_tui.commands.common import chosen_changes, chosen_spec, machine_for, note, print_json, print_rich, usable_terminal
+from so_tui.commands.common import (
+    chosen_changes,
+    chosen_spec,
+    machine_for,
+    note,
+    print_json,
+    print_rich,
+    usable_terminal,
+)
 from so_tui.commands.progress import exit_code_of, follow
 from so_tui.runs import RunDirectory, find_run, read_spec, read_state
 from so_tui.spec import InputError, Problem, Refused, RunSpec, with_values
@@ -35,8 +43,21 @@ def run(arguments: argparse.Namespace) -> int:
 
     spec = chosen_spec(arguments)
     if arguments.machine and executor_of(spec).here and not arguments.dry_run:
-        message, remedy = "is not used to start a run, which starts on this machine", "Add --dry-run, or start it on that machine."
-        raise InputError([Problem(code="not-this-machine", field="--machine", value=arguments.machine, message=message, remedy=remedy)])
+        message, remedy = (
+            "is not used to start a run, which starts on this machine",
+            "Add --dry-run, or start it on that machine.",
+        )
+        raise InputError(
+            [
+                Problem(
+                    code="not-this-machine",
+                    field="--machine",
+                    value=arguments.machine,
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        )
     if option := "--edit" if arguments.edit else "--script" if arguments.script else "":
         from so_tui.commands.batch_script import refuse_script
 
@@ -45,17 +66,27 @@ def run(arguments: argparse.Namespace) -> int:
         if not arguments.machine:  # another machine has other files
             _report_warnings(arguments, tuple(str(problem) for problem in missing_inputs(spec)))
         launch = _prepared(spec, arguments)
-        _report_warnings(arguments, tuple(str(problem) for problem in executor_of(spec).unavailable(launch)))
+        _report_warnings(
+            arguments, tuple(str(problem) for problem in executor_of(spec).unavailable(launch))
+        )
         _print_launch(launch, as_json=arguments.json)
         return 0
     _interrupt_on_termination(arguments)
     launch = _prepared(spec, arguments)
-    if not (arguments.no_preflight or arguments.edit or arguments.script or arguments.detach or _plain(arguments)):
+    if not (
+        arguments.no_preflight
+        or arguments.edit
+        or arguments.script
+        or arguments.detach
+        or _plain(arguments)
+    ):
         from so_tui.commands.screen import show_launch
 
         return _exit_code(show_launch(arguments.runs_dir, launch))
     if not arguments.no_preflight:
-        launch, warnings = preflight(launch, runs_dir=arguments.runs_dir, begins=partial(_note_check, arguments))
+        launch, warnings = preflight(
+            launch, runs_dir=arguments.runs_dir, begins=partial(_note_check, arguments)
+        )
         _report_warnings(arguments, warnings)
     return _show(_start(launch, arguments), arguments, owner=True)
 
@@ -122,7 +153,9 @@ def resume(arguments: argparse.Namespace) -> int:
     from so_tui.launch import resume as resume_run
 
     target = find_run(arguments.run, arguments.runs_dir)
-    current_state(target)  # records the end of a job whose node has failed, which its heartbeat shows only minutes later
+    current_state(
+        target
+    )  # records the end of a job whose node has failed, which its heartbeat shows only minutes later
     _interrupt_on_termination(arguments)
     changes = chosen_changes(arguments)
     spec = read_spec(target)
@@ -171,7 +204,9 @@ def _show(target: RunDirectory, arguments: argparse.Namespace, *, owner: bool) -
 def _exit_code(target: RunDirectory | None) -> int:
     """Return the exit code of a run that was shown on the screen; 0 unless it has ended."""
     code = None if target is None else exit_code_of(target)
-    return 0 if code is None else code  # the user left while it trains, and the screen has said how to see it again
+    return (
+        0 if code is None else code
+    )  # the user left while it trains, and the screen has said how to see it again
 
 
 def supervise(arguments: argparse.Namespace) -> int:

@@ -69,7 +69,9 @@ def runs(arguments: argparse.Namespace) -> int:
             listed.append((run, _state(run)))
     sort = arguments.sort or load_settings().settings.runs.sort
     measured = {run.path: _results(run, state) for run, state in listed}
-    listed = ordered(listed, sort, _text_of, lambda item: item[1].step, lambda item: measured[item[0].path])
+    listed = ordered(
+        listed, sort, _text_of, lambda item: item[1].step, lambda item: measured[item[0].path]
+    )
     if arguments.json:
         print_json(Runs(tuple(_listed(run, state, measured[run.path]) for run, state in listed)))
         return 0
@@ -81,8 +83,18 @@ def runs(arguments: argparse.Namespace) -> int:
         return 0
     width = console().width
     beside = width >= _ROOM_FOR_REASONS
-    below = [] if beside else [f"\n{brief_message(f'{run.name}: {_why(state)}')}" for run, state in listed if _why(state)]
-    print_rich(_table(listed, measured, _sorted_column(listed, sort, measured), width, beside), *below)
+    below = (
+        []
+        if beside
+        else [
+            f"\n{brief_message(f'{run.name}: {_why(state)}')}"
+            for run, state in listed
+            if _why(state)
+        ]
+    )
+    print_rich(
+        _table(listed, measured, _sorted_column(listed, sort, measured), width, beside), *below
+    )
     return 0
 
 
@@ -133,14 +145,19 @@ def _table(
     from rich.table import Table
 
     rows = [_row(run, state, measured[run.path]) for run, state in listed]
-    columns = {heading: list(cells) for heading, cells in zip(_HEADINGS, zip(*rows, strict=True), strict=True)}
+    columns = {
+        heading: list(cells)
+        for heading, cells in zip(_HEADINGS, zip(*rows, strict=True), strict=True)
+    }
     if not any(columns["evaluation loss"]):
         del columns["evaluation loss"]
     started = columns.pop("started")
     if by is not None:
         columns[by[0]] = by[1]
     columns["started"] = started
-    needed = sum(max(map(cell_len, (heading, *cells))) for heading, cells in columns.items()) + 2 * (len(columns) - 1)
+    needed = sum(
+        max(map(cell_len, (heading, *cells))) for heading, cells in columns.items()
+    ) + 2 * (len(columns) - 1)
     if not beside and needed > width:
         del columns["started"]
     if beside:
@@ -151,7 +168,9 @@ def _table(
             table.add_column(heading, overflow="fold")
         else:
             left = heading in ("state", "model", "host", "started")
-            table.add_column(heading, justify="left" if left else "right", no_wrap=True, overflow="ellipsis")
+            table.add_column(
+                heading, justify="left" if left else "right", no_wrap=True, overflow="ellipsis"
+            )
     for cells in zip(*columns.values(), strict=True):
         table.add_row(*cells)
     return table
@@ -161,7 +180,13 @@ def _row(run: RunDirectory, state: RunState, results: RunResults) -> tuple[str, 
     """Return the cells of _HEADINGS."""
     started = f"{datetime.fromtimestamp(state.started):%Y-%m-%d %H:%M}" if state.started else ""
     losses = (result_text(results, key) for key in ("loss", "evaluation_loss"))
-    return printable_line(run.name), state.shown, f"{thousands(state.step)}/{thousands(state.total_steps)}", *losses, started
+    return (
+        printable_line(run.name),
+        state.shown,
+        f"{thousands(state.step)}/{thousands(state.total_steps)}",
+        *losses,
+        started,
+    )
 
 
 def _why(state: RunState) -> str:
@@ -212,7 +237,11 @@ def stop(arguments: argparse.Namespace) -> int:
     refuse_another_users(run)
     if arguments.assume_dead:
         state = stop_run(run, assume_dead=True)
-        print(printable_line(f"{run.name}: {state.state} at step {thousands(state.step)}{'. ' + state.reason if state.reason else ''}"))
+        print(
+            printable_line(
+                f"{run.name}: {state.state} at step {thousands(state.step)}{'. ' + state.reason if state.reason else ''}"
+            )
+        )
         return 0
     seen = sighting(run, state)
     if not seen.by_processes:
@@ -222,7 +251,11 @@ def stop(arguments: argparse.Namespace) -> int:
     state = stop_run(run, grace_s=arguments.grace)
     if state.state not in FINAL_STATES and not sighting(run, state).by_processes:
         ended_state(run)  # refuses it, and says what was seen
-    saved = f"step {thousands(state.saved_step)} is saved" if state.saved_step is not None else "nothing was saved"
+    saved = (
+        f"step {thousands(state.saved_step)} is saved"
+        if state.saved_step is not None
+        else "nothing was saved"
+    )
     ended = f"{state.state} at step {thousands(state.step)}, {saved}"
     print(printable_line(f"{run.name}: {ended}{'. ' + state.reason if state.reason else ''}"))
     return 0 if state.state in ("stopped", "finished") else 1
@@ -241,7 +274,17 @@ def logs(arguments: argparse.Namespace) -> int:
     if arguments.attempt is not None and arguments.attempt not in run.attempts():
         known = ", ".join(map(str, run.attempts())) or "none yet"
         message, remedy = "there is no such attempt", f"Attempts of {run.name}: {known}."
-        raise InputError([Problem(code="unknown-attempt", field="--attempt", value=str(arguments.attempt), message=message, remedy=remedy)])
+        raise InputError(
+            [
+                Problem(
+                    code="unknown-attempt",
+                    field="--attempt",
+                    value=str(arguments.attempt),
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        )
     readers = log_readers(run, arguments.attempt)
     for reader in readers:
         for line in reader.tail(arguments.lines):

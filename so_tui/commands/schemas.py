@@ -81,13 +81,18 @@ def _schemas() -> Iterator[tuple[str, Schema]]:
 
 def _with_plan(kind: type[Struct]) -> tuple[tuple[Schema, ...], dict[str, Schema]]:
     """Return the schemas of a type and of a plan as ``plan_tree`` returns it, with texts for facts and the facts beside them."""
-    (own, plan, fact), types = msgspec.json.schema_components([kind, Plan, Fact], ref_template="#/$defs/{name}")
+    (own, plan, fact), types = msgspec.json.schema_components(
+        [kind, Plan, Fact], ref_template="#/$defs/{name}"
+    )
     texts = {"type": "array", "items": _TEXT}
     types["Plan"]["properties"] |= {
         "reasons": texts,
         "remedies": texts,
         "warnings": texts,
-        "facts": {"type": "array", "items": _extended(fact, role={"enum": ["reason", "remedy", "warning"]}, message=_TEXT)},
+        "facts": {
+            "type": "array",
+            "items": _extended(fact, role={"enum": ["reason", "remedy", "warning"]}, message=_TEXT),
+        },
         "shortage": {"anyOf": [_extended({"$ref": "#/$defs/Shortage"}, place=_TEXT), _NULL]},
         "speed_source": _TEXT,
         "speed": {"anyOf": [{"$ref": "#/$defs/SpeedSource"}, _NULL]},
@@ -103,7 +108,10 @@ def _extended(schema: Schema, **fields: Schema) -> Schema:
 def _as_plans_json(types: dict[str, Schema]) -> None:
     """Change a plan into one of ``plans_json``, which has settings in place of the spec."""
     plan = types["Plan"]
-    plan["properties"]["settings"] = {"type": "object", "additionalProperties": {"type": ["string", "number"]}}
+    plan["properties"]["settings"] = {
+        "type": "object",
+        "additionalProperties": {"type": ["string", "number"]},
+    }
     del plan["properties"]["spec"]
     plan["required"] = [*(key for key in plan["required"] if key != "spec"), "settings"]
     for name in msgspec.json.schema_components([RunSpec])[1]:

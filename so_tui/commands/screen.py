@@ -51,7 +51,9 @@ def show_launch(runs_dir: Path | None, launch: Launch) -> RunDirectory | None:
     return app.launched
 
 
-def show_screen(runs_dir: Path | None, open_run: RunDirectory | None = None, *, machine_file: str = "") -> None:
+def show_screen(
+    runs_dir: Path | None, open_run: RunDirectory | None = None, *, machine_file: str = ""
+) -> None:
     """Run the Textual application until the user leaves it. ``machine_file`` names or describes another machine to plan for."""
     from so_tui.machine.described import machine_of
     from so_tui.settings.file import load_settings
@@ -59,4 +61,10 @@ def show_screen(runs_dir: Path | None, open_run: RunDirectory | None = None, *, 
 
     machine = machine_of(machine_file) if machine_file else None
     logging.disable(logging.INFO)  # --verbose would write over the screen
-    SoTuiApp(machine=machine, machine_file=machine_file, runs_dir=runs_dir, open_run=open_run, settings=load_settings()).run()
+    SoTuiApp(
+        machine=machine,
+        machine_file=machine_file,
+        runs_dir=runs_dir,
+        open_run=open_run,
+        settings=load_settings(),
+    ).run()

@@ -13,7 +13,16 @@ from msgspec import Struct
 
 from so_tui.commands.common import print_json, print_rich
 from so_tui.folders import settings_file
-from so_tui.settings.file import KEYS, SECRET, Setting, all_settings, change_settings, choices, load_settings, value_of
+from so_tui.settings.file import (
+    KEYS,
+    SECRET,
+    Setting,
+    all_settings,
+    change_settings,
+    choices,
+    load_settings,
+    value_of,
+)
 from so_tui.settings.types import Settings
 from so_tui.spec.errors import InputError, Problem
 from so_tui.spec.wording import nearest, shown
@@ -45,7 +54,17 @@ def settings(arguments: argparse.Namespace) -> int:
     if key and key not in KEYS:
         remedy = f"{nearest(key, KEYS)}`so-tui settings` lists them all."
         message = "there is no such setting"
-        raise InputError([Problem(code="unknown-setting", field="settings", value=shown(key), message=message, remedy=remedy)])
+        raise InputError(
+            [
+                Problem(
+                    code="unknown-setting",
+                    field="settings",
+                    value=shown(key),
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        )
     if equals:
         change_settings({key: _value(key, text) if text else None})
     loaded = load_settings()
@@ -69,7 +88,11 @@ def _print_all(found: Settings) -> None:
         table.add_column(heading, overflow="fold", no_wrap=heading == "setting")
     for setting in all_settings():
         value = value_of(found, setting.key)
-        table.add_row(setting.key, Text(_text(setting.key, value), style="" if value == setting.default else "bold"), Text(_about(setting)))
+        table.add_row(
+            setting.key,
+            Text(_text(setting.key, value), style="" if value == setting.default else "bold"),
+            Text(_about(setting)),
+        )
     print_rich(table, f"\n{printable_line(str(settings_file()))}")
 
 
@@ -86,15 +109,30 @@ def _text(key: str, value: Any) -> str:
         return "-"
     if isinstance(value, tuple):
         value = list(value)
-    return printable_line(value if isinstance(value, str) and value else msgspec.json.encode(value).decode())
+    return printable_line(
+        value if isinstance(value, str) and value else msgspec.json.encode(value).decode()
+    )
 
 
 def _value(key: str, text: str) -> Any:
     """Return a typed value: as TOML where it is some, and otherwise as text. Raises InputError for a secret."""
     if key in SECRET:
         if text != _NEW:
-            message, remedy = "would be seen in the list of processes", f"`{key}={_NEW}` makes one; or write it into the file."
-            raise InputError([Problem(code="secret-in-arguments", field=key, value="", message=message, remedy=remedy)])
+            message, remedy = (
+                "would be seen in the list of processes",
+                f"`{key}={_NEW}` makes one; or write it into the file.",
+            )
+            raise InputError(
+                [
+                    Problem(
+                        code="secret-in-arguments",
+                        field=key,
+                        value="",
+                        message=message,
+                        remedy=remedy,
+                    )
+                ]
+            )
         return secrets.token_urlsafe(_TOKEN_BYTES)
     kind = next(setting.kind for setting in all_settings() if setting.key == key)
     if choices(kind) or key == "screen.theme":
@@ -109,4 +147,6 @@ def _hidden(found: Settings) -> Settings:
     """Return the settings without the token."""
     if not found.prometheus.token:
         return found
-    return msgspec.structs.replace(found, prometheus=msgspec.structs.replace(found.prometheus, token=HIDDEN))
+    return msgspec.structs.replace(
+        found, prometheus=msgspec.structs.replace(found.prometheus, token=HIDDEN)
+    )

@@ -36,10 +36,21 @@ def validate(arguments: argparse.Namespace) -> int:
             note(arguments, f"{100 * share:3.0f} % {text}", stderr=arguments.json)
 
     try:
-        found = validate(machine, folder, seconds=60 * arguments.minutes, gpus=gpus, share=arguments.share, tell=tell)
+        found = validate(
+            machine,
+            folder,
+            seconds=60 * arguments.minutes,
+            gpus=gpus,
+            share=arguments.share,
+            tell=tell,
+        )
     except KeyboardInterrupt:
         line.clear()
-        note(arguments, f"stopped; the same command continues. So far: {folder / 'report.md'}", stderr=True)
+        note(
+            arguments,
+            f"stopped; the same command continues. So far: {folder / 'report.md'}",
+            stderr=True,
+        )
         return 4
     line.clear()
     if arguments.json:
@@ -48,7 +59,9 @@ def validate(arguments: argparse.Namespace) -> int:
         print_rich(summary(found))
         print_rich(f"report: {folder / 'report.md'}")
         if arguments.share:
-            print_rich(f"to share, without names of host, user and folders: {folder / SHARED / 'report.md'}")
+            print_rich(
+                f"to share, without names of host, user and folders: {folder / SHARED / 'report.md'}"
+            )
     return 1 if any(outcome.state in reports.FAILURES for outcome in found.outcomes) else 0
 
 
@@ -57,7 +70,11 @@ def summary(report: Report) -> str:
     states = [outcome.state for outcome in report.outcomes]
     text = f"{states.count('measured')} of {len(states)} parts measured"
     left_out = "left out for lack of time: the same command continues"
-    for state, said in (("failed", "failed"), ("timed-out", "took too long"), ("left-out", left_out)):
+    for state, said in (
+        ("failed", "failed"),
+        ("timed-out", "took too long"),
+        ("left-out", left_out),
+    ):
         text += f", {states.count(state)} {said}" if state in states else ""
     return text
 

@@ -10,7 +10,11 @@ from so_tui.spec.fields import FieldInfo, fields
 
 def words() -> str:
     """Return ``words.json``."""
-    keys = {info.path: {"description": info.description, "values": _values(info)} for info in fields() if info.type_name != "table"}
+    keys = {
+        info.path: {"description": info.description, "values": _values(info)}
+        for info in fields()
+        if info.type_name != "table"
+    }
     machines = {name: machine.title for name, machine in MACHINES.items()}
     return json.dumps({"keys": keys, "machines": machines}, indent=1) + "\n"
 

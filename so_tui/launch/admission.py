@@ -29,7 +29,12 @@ def refuse_unknown_attempt(run: RunDirectory, attempt: int) -> None:
         InputError, Refused: With the codes of this module and of ``so_tui.runs.own``.
     """
     if attempt < 1 or distrust_of_file(run.plan_path(attempt)) is Distrust.MISSING:
-        raise _refused("no-such-attempt", attempt, f"{run.path} has no such attempt", "`so-tui resume` makes the next one.")
+        raise _refused(
+            "no-such-attempt",
+            attempt,
+            f"{run.path} has no such attempt",
+            "`so-tui resume` makes the next one.",
+        )
     refuse_unless_own(run, attempt)
 
 
@@ -41,13 +46,23 @@ def refuse_start(run: RunDirectory, attempt: int, state: RunState, token: str) -
     """
     refuse_wrong_token(run, attempt, token)
     if state.attempt >= attempt:
-        raise _refused("attempt-already-started", attempt, f"attempt {state.attempt} of the run was started already", _BY_COMMAND)
+        raise _refused(
+            "attempt-already-started",
+            attempt,
+            f"attempt {state.attempt} of the run was started already",
+            _BY_COMMAND,
+        )
 
 
 def refuse_wrong_token(run: RunDirectory, attempt: int, token: str) -> None:
     """Refuse to start an attempt without its own token. Raises InputError with a code of this module."""
     if not may_start(run, attempt, token):
-        raise _refused("wrong-starter-token", attempt, "the starter's token was made for another attempt", _BY_COMMAND)
+        raise _refused(
+            "wrong-starter-token",
+            attempt,
+            "the starter's token was made for another attempt",
+            _BY_COMMAND,
+        )
 
 
 def refuse_attaching(run: RunDirectory, attempt: int, state: RunState) -> None:
@@ -57,15 +72,29 @@ def refuse_attaching(run: RunDirectory, attempt: int, state: RunState) -> None:
         InputError: With the codes of this module.
     """
     if state.attempt != attempt:
-        raise _refused("not-started-by-hand", attempt, "the attempt is not running, and only its starter can start it", _BY_COMMAND)
+        raise _refused(
+            "not-started-by-hand",
+            attempt,
+            "the attempt is not running, and only its starter can start it",
+            _BY_COMMAND,
+        )
     if not sees_processes_of(this_host(), host_of(state)):
-        raise _refused("not-this-host", attempt, f"the attempt runs on {state.host or 'no host'}", "Supervise it there.")
+        raise _refused(
+            "not-this-host",
+            attempt,
+            f"the attempt runs on {state.host or 'no host'}",
+            "Supervise it there.",
+        )
     if not OwnProcesses().carry(markers(run, attempt)):
-        raise _refused("no-living-process", attempt, "every process of the attempt has ended", _BY_COMMAND)
+        raise _refused(
+            "no-living-process", attempt, "every process of the attempt has ended", _BY_COMMAND
+        )
 
 
 _BY_COMMAND = "`so-tui run` and `so-tui resume` start attempts, each with a supervisor of its own."
 
 
 def _refused(code: str, attempt: int, message: str, remedy: str) -> InputError:
-    return InputError([Problem(code=code, field="--attempt", value=str(attempt), message=message, remedy=remedy)])
+    return InputError(
+        [Problem(code=code, field="--attempt", value=str(attempt), message=message, remedy=remedy)]
+    )

@@ -29,7 +29,9 @@ class AlertCommand:
     """Runs one command at a time, in order. For one thread."""
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[Sequence[str], Mapping[str, str], float]] = deque(maxlen=_MOST_WAITING)
+        self._waiting: deque[tuple[Sequence[str], Mapping[str, str], float]] = deque(
+            maxlen=_MOST_WAITING
+        )
         self._process: subprocess.Popen[bytes] | None = None
         self._killed: list[subprocess.Popen[bytes]] = []
         """Not collected yet. One that runs as another user may not be killed, and one that waits for a disk ends when the disk answers."""
@@ -42,7 +44,9 @@ class AlertCommand:
         """Of the command, if it is under way."""
         return None if self._process is None else self._process.pid
 
-    def request(self, command: Sequence[str], about: Mapping[str, str], text: str, timeout_s: float) -> None:
+    def request(
+        self, command: Sequence[str], about: Mapping[str, str], text: str, timeout_s: float
+    ) -> None:
         """Have a command run soon.
 
         Args:
@@ -52,7 +56,13 @@ class AlertCommand:
             timeout_s: After this time its process group is killed.
         """
         if command:
-            self._waiting.append(([text if argument == TEXT_ARGUMENT else argument for argument in command], about, timeout_s))
+            self._waiting.append(
+                (
+                    [text if argument == TEXT_ARGUMENT else argument for argument in command],
+                    about,
+                    timeout_s,
+                )
+            )
             self.tick()
 
     def tick(self) -> None:
@@ -61,7 +71,10 @@ class AlertCommand:
         if self._process is not None:
             self._read()
             # Not collected yet: until then no other process can get its number, by which its group is ended.
-            ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+            ended = (
+                os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                is not None
+            )
             if not ended and time.monotonic() < self._ends_at:
                 return
             self._collect(in_time=ended)

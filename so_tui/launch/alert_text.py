@@ -44,4 +44,6 @@ def _bounded(value: float | None) -> float:
 
 def run_name_text(name: str) -> str:
     """Return a run's name for places that act on control characters: a title, a notification, an environment."""
-    return brief_line(name, LONGEST_NAME).replace(";", ",")  # a semicolon separates the fields of OSC 777
+    return brief_line(name, LONGEST_NAME).replace(
+        ";", ","
+    )  # a semicolon separates the fields of OSC 777

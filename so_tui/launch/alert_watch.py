@@ -34,14 +34,20 @@ class AlertWatch:
         self._step_s = 0.0
         self._raised: set[AlertName] = set()
 
-    def observe(self, state: RunState, records: Iterable[MetricRecord], now: float, settings: AlertSettings) -> tuple[Alert, ...]:
+    def observe(
+        self, state: RunState, records: Iterable[MetricRecord], now: float, settings: AlertSettings
+    ) -> tuple[Alert, ...]:
         """Return the alerts of new records and of the time since the last step."""
         found: list[Alert] = []
         for record in records:
             if isinstance(record, StepRecord) and record.attempt == self._attempt:
                 self._last_step_at, self._step_s = now, record.step_s
                 self._raised.discard("stall")
-                found += [alert for alert in self._of_step(record, settings) if alert.step > self._told_step]
+                found += [
+                    alert
+                    for alert in self._of_step(record, settings)
+                    if alert.step > self._told_step
+                ]
         if state.state != "training":
             self._last_step_at = now
         waited_s = now - self._last_step_at
@@ -49,13 +55,22 @@ class AlertWatch:
             found.append(self._alert("stall", state.step, value=waited_s))
         return tuple(alert for alert in found if alert.kind in settings.on)
 
-    def disks(self, state: RunState, free_bytes: Mapping[str, int], settings: AlertSettings, *, full: bool) -> tuple[Alert, ...]:
+    def disks(
+        self, state: RunState, free_bytes: Mapping[str, int], settings: AlertSettings, *, full: bool
+    ) -> tuple[Alert, ...]:
         """Return the alert of a disk with too little space. ``full`` says that writing has failed."""
         bound = settings.disk_free_gb * 1e9
         least = min(free_bytes.values(), default=None)
         if full or (least is not None and least < bound):
             if self._first("disk") and "disk" in settings.on:
-                return (self._alert("disk", state.step, value=0.0 if full or least is None else float(least), bound=bound),)
+                return (
+                    self._alert(
+                        "disk",
+                        state.step,
+                        value=0.0 if full or least is None else float(least),
+                        bound=bound,
+                    ),
+                )
         elif least is None or least > _ENOUGH * bound:
             self._raised.discard("disk")
         return ()
@@ -83,8 +98,12 @@ class AlertWatch:
         self._raised.add(kind)
         return new
 
-    def _alert(self, kind: AlertName, step: int, value: float | None = None, bound: float | None = None) -> Alert:
-        return Alert(kind=kind, attempt=self._attempt, time=time.time(), step=step, value=value, bound=bound)
+    def _alert(
+        self, kind: AlertName, step: int, value: float | None = None, bound: float | None = None
+    ) -> Alert:
+        return Alert(
+            kind=kind, attempt=self._attempt, time=time.time(), step=step, value=value, bound=bound
+        )
 
 
 def remembered(before: tuple[Alert, ...], new: tuple[Alert, ...]) -> tuple[Alert, ...]:

@@ -21,14 +21,24 @@ class AmdDevice:
         self._memory_total_bytes = gpu.memory_total_bytes
         self._files = SystemFiles(root)
         self._folder = f"/sys/bus/pci/devices/{gpu.pci_bus_id}"
-        sensors = next((name for name in self._files.names(f"{self._folder}/hwmon") if name.startswith("hwmon")), "")
+        sensors = next(
+            (
+                name
+                for name in self._files.names(f"{self._folder}/hwmon")
+                if name.startswith("hwmon")
+            ),
+            "",
+        )
         self._sensors = f"{self._folder}/hwmon/{sensors}"
         limit = self._files.integer(f"{self._sensors}/power1_cap")
         self._power_limit_w = None if limit is None else limit / 1e6
 
     def sample(self) -> GpuSample:
         """Take a sample."""
-        clock_hz, millidegrees = self._sensor("freq1_input"), self._sensor("temp1_input", "temp2_input")
+        clock_hz, millidegrees = (
+            self._sensor("freq1_input"),
+            self._sensor("temp1_input", "temp2_input"),
+        )
         microwatts = self._sensor("power1_average", "power1_input")
         return GpuSample(
             index=self.index,
@@ -50,4 +60,11 @@ class AmdDevice:
 
     def _sensor(self, *names: str) -> int | None:
         """Return the first of these values that the GPU has."""
-        return next((value for name in names if (value := self._files.integer(f"{self._sensors}/{name}")) is not None), None)
+        return next(
+            (
+                value
+                for name in names
+                if (value := self._files.integer(f"{self._sensors}/{name}")) is not None
+            ),
+            None,
+        )

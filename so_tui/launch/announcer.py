@@ -53,7 +53,9 @@ class OwnSettings:
 class Announcer:
     """Notices what happens to one attempt, runs the user's command for it, and returns it for the state, where the screen sees it."""
 
-    def __init__(self, run: RunDirectory, attempt: int, host: str, checkpoints: str, told_step: int = 0) -> None:
+    def __init__(
+        self, run: RunDirectory, attempt: int, host: str, checkpoints: str, told_step: int = 0
+    ) -> None:
         """Prepare to tell of an attempt on a host, with its folder of checkpoints; ``told_step`` as for ``AlertWatch``."""
         self._run = run
         self._host = host
@@ -70,7 +72,9 @@ class Announcer:
         """Of the user's command, if it is under way."""
         return self._command.pid
 
-    def tick(self, state: RunState, records: Iterable[MetricRecord], *, full: bool) -> tuple[Alert, ...]:
+    def tick(
+        self, state: RunState, records: Iterable[MetricRecord], *, full: bool
+    ) -> tuple[Alert, ...]:
         """Return what is new; ``full`` says that the disk accepts nothing more."""
         settings, now = self._settings.current().alerts, time.monotonic()
         found = self._watch.observe(state, records, now, settings)
@@ -86,7 +90,9 @@ class Announcer:
         if not self._opened:
             self._opened = True
             if (wanted := self._settings.current().prometheus).enabled:
-                from so_tui.launch.prometheus import open_endpoint  # a server's modules are not small, and few want one
+                from so_tui.launch.prometheus import (
+                    open_endpoint,
+                )  # a server's modules are not small, and few want one
 
                 self._endpoint = open_endpoint(wanted)
         if self._endpoint is not None:

@@ -28,9 +28,15 @@ def ensure_supervised(run: RunDirectory, own_processes: OwnProcesses | None = No
     """
     with contextlib.suppress(InputError):  # no readable state, so there is nothing to attach to
         state = read_state(run)
-        if state.state in FINAL_STATES or not sees_processes_of(this_host(), host_of(state)) or supervised(state):
+        if (
+            state.state in FINAL_STATES
+            or not sees_processes_of(this_host(), host_of(state))
+            or supervised(state)
+        ):
             return False
-        if not_own(run, state.attempt) is not None or not (own_processes or OwnProcesses()).carry(markers(run, state.attempt)):
+        if not_own(run, state.attempt) is not None or not (own_processes or OwnProcesses()).carry(
+            markers(run, state.attempt)
+        ):
             return False
         with contextlib.suppress(OSError):  # a full disk: the next call tries again
             LocalExecutor().attach(run, state.attempt)

@@ -48,7 +48,9 @@ def write_launch(run: RunDirectory, attempt: int, launch: Launch) -> None:
         assume_dead=launch.assume_dead,
         checks_s=launch.checks_s,
     )
-    write_run_file(run, run.machine_path(attempt, launch.machine.hostname), indented(launch.machine))
+    write_run_file(
+        run, run.machine_path(attempt, launch.machine.hostname), indented(launch.machine)
+    )
     write_run_file(run, run.plan_path(attempt), indented(launch.plan))
     write_run_file(run, run.ds_config_path(attempt), indented(launch.ds_config))
     write_run_file(run, run.launch_path(attempt), indented(start))
@@ -56,7 +58,9 @@ def write_launch(run: RunDirectory, attempt: int, launch: Launch) -> None:
 
 def write_node_launch(run: RunDirectory, attempt: int, node: int, launch: Launch) -> None:
     """Write what another node than the first adds: its ``machine.<host>.json``, and the plan that its ranks read. Raises OSError."""
-    write_run_file(run, run.machine_path(attempt, launch.machine.hostname), indented(launch.machine))
+    write_run_file(
+        run, run.machine_path(attempt, launch.machine.hostname), indented(launch.machine)
+    )
     write_run_file(run, run.plan_path(attempt, node), indented(launch.plan))
 
 

@@ -19,7 +19,9 @@ from so_tui.plan.calibration import Rates, store
 from so_tui.spec import InputError, Refusal, Refused
 
 
-def measure_rates(machine: Machine, tell: Callable[[str], None], *, timeout_s: float | None = None) -> tuple[Rates, Path]:
+def measure_rates(
+    machine: Machine, tell: Callable[[str], None], *, timeout_s: float | None = None
+) -> tuple[Rates, Path]:
     """Measure this machine and store its rates, which plans use from then on.
 
     Args:
@@ -48,7 +50,9 @@ def measure_rates(machine: Machine, tell: Callable[[str], None], *, timeout_s: f
 def gpus_taken(machine: Machine, by: str) -> Iterator[None]:
     """Hold a machine's GPUs, so that no run begins beside a measurement. Raises Refused (``gpu-in-use``)."""
     try:
-        held = locks.take_gpus(locks.lock_folder(), machine.gpus, locks.Holder(run=by, pid=os.getpid()))
+        held = locks.take_gpus(
+            locks.lock_folder(), machine.gpus, locks.Holder(run=by, pid=os.getpid())
+        )
     except locks.LockTakenError as error:
         busy = f"{error}. A run and a calibration would disturb each other; wait until the run has ended"
         raise Refused([Refusal("gpu-in-use", busy)]) from error
@@ -66,10 +70,15 @@ def request_of(machine: Machine) -> dict[str, Any]:
     cores of a rank.
     """
     allowed = set(machine.allowed_cpus)
-    nodes = [{"id": node.id, "cpus": [*by_core(machine, [cpu for cpu in node.cpus if cpu in allowed])]} for node in machine.cpu_nodes]
+    nodes = [
+        {"id": node.id, "cpus": [*by_core(machine, [cpu for cpu in node.cpus if cpu in allowed])]}
+        for node in machine.cpu_nodes
+    ]
     nodes = [node for node in nodes if node["cpus"]]
     home = machine.gpus[0].numa_node if machine.gpus else None
-    nodes.sort(key=lambda node: node["id"] != home)  # the curve over core counts is measured on the node of the first GPU
+    nodes.sort(
+        key=lambda node: node["id"] != home
+    )  # the curve over core counts is measured on the node of the first GPU
     shares = _cores_of_ranks(machine)
     gpus = []
     for gpu in machine.gpus:
@@ -83,7 +92,12 @@ def _cores_of_ranks(machine: Machine) -> dict[int | None, list[int]]:
     if not machine.gpus:
         return {}
     try:
-        ranks = bind_ranks(machine, tuple(gpu.index for gpu in machine.gpus), mode="gpu", cpu_adam_cores_fraction=0.0)
+        ranks = bind_ranks(
+            machine,
+            tuple(gpu.index for gpu in machine.gpus),
+            mode="gpu",
+            cpu_adam_cores_fraction=0.0,
+        )
     except InputError:
         return {}
     return {rank.gpu: list(rank.cpus) for rank in ranks}

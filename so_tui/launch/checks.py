@@ -43,7 +43,10 @@ CHECKS: dict[Check, str] = {
 
 
 def preflight(
-    launch: Launch, *, runs_dir: Path | str | None = None, begins: Callable[[Check], object] = lambda _: None
+    launch: Launch,
+    *,
+    runs_dir: Path | str | None = None,
+    begins: Callable[[Check], object] = lambda _: None,
 ) -> tuple[Launch, tuple[str, ...]]:
     """Check everything that can be known before the start. Return the launch with how long that took, and warnings.
 
@@ -61,15 +64,23 @@ def preflight(
     """
     began = time.monotonic()
     warnings = _warnings(launch, runs_dir, begins)
-    return replace(launch, checks_s=time.monotonic() - began), (*launch.plan.warning_texts, *warnings)
+    return replace(launch, checks_s=time.monotonic() - began), (
+        *launch.plan.warning_texts,
+        *warnings,
+    )
 
 
-def _warnings(launch: Launch, runs_dir: Path | str | None, begins: Callable[[Check], object]) -> tuple[str, ...]:
+def _warnings(
+    launch: Launch, runs_dir: Path | str | None, begins: Callable[[Check], object]
+) -> tuple[str, ...]:
     begins("files")
     if not executor_of(launch.spec).here:
         checks_elsewhere(launch, runs_dir=runs_dir)
         slurm = launch.spec.slurm
-        return tuple(f"left out: {problem}" for problem in left_out_profiles(slurm.partition, site=slurm.site))
+        return tuple(
+            f"left out: {problem}"
+            for problem in left_out_profiles(slurm.partition, site=slurm.site)
+        )
     warnings = quick_checks(launch, runs_dir=runs_dir)
     if not launch.forced:
         begins("machine")
@@ -93,7 +104,9 @@ def missing_inputs(spec: RunSpec) -> tuple[Problem, ...]:
     return tuple(problems)
 
 
-def quick_checks(launch: Launch, *, saved: int = 0, runs_dir: Path | str | None = None) -> tuple[str, ...]:
+def quick_checks(
+    launch: Launch, *, saved: int = 0, runs_dir: Path | str | None = None
+) -> tuple[str, ...]:
     """Run the checks that take no time and need no training software, and return warnings.
 
     Args:
@@ -115,7 +128,9 @@ def quick_checks(launch: Launch, *, saved: int = 0, runs_dir: Path | str | None 
     _refuse_gpus_in_use(plan, machine)
     if not launch.forced:
         _refuse_missing_compiler(plan, machine)
-        _refuse_too_little_space(plan, saved=saved, runs_dir=Path(runs_dir) if runs_dir else default_runs_dir())
+        _refuse_too_little_space(
+            plan, saved=saved, runs_dir=Path(runs_dir) if runs_dir else default_runs_dir()
+        )
     return _other_users(plan, machine)
 
 
@@ -143,9 +158,26 @@ def writable(wanted: Path, field: str) -> Path:
     path = wanted.expanduser().absolute()
     folder = next(folder for folder in (path, *path.parents) if exists(folder))
     # A file system without any space (/proc, /sys) cannot be written, whatever its permissions are.
-    if not folder.is_dir() or not os.access(folder, os.W_OK) or shutil.disk_usage(folder).total == 0:
-        message, remedy = f"{folder} cannot be written", "Make it writable, or choose another folder."
-        raise InputError([Problem(code="not-writable", field=field, value=str(wanted), message=message, remedy=remedy)])
+    if (
+        not folder.is_dir()
+        or not os.access(folder, os.W_OK)
+        or shutil.disk_usage(folder).total == 0
+    ):
+        message, remedy = (
+            f"{folder} cannot be written",
+            "Make it writable, or choose another folder.",
+        )
+        raise InputError(
+            [
+                Problem(
+                    code="not-writable",
+                    field=field,
+                    value=str(wanted),
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        )
     return folder
 
 
@@ -159,14 +191,16 @@ def _refuse_missing_software(machine: Machine) -> None:
     software = machine.software
     refusals = [
         Refusal("software-missing", f"{name} is not installed here. {INSTALL_TRAINING}")
-        for name, version in (("torch", software.torch), ("deepspeed", software.deepspeed), ("transformers", software.transformers))
+        for name, version in (
+            ("torch", software.torch),
+            ("deepspeed", software.deepspeed),
+            ("transformers", software.transformers),
+        )
         if version is None
     ]
     if any(gpu.vendor == "amd" for gpu in machine.gpus):
         if software.torch and software.torch_rocm is None:
-            message = (
-                f"torch {software.torch} is a build without ROCm, which the GPUs of {machine.label} need. Install one from pytorch.org"
-            )
+            message = f"torch {software.torch} is a build without ROCm, which the GPUs of {machine.label} need. Install one from pytorch.org"
             refusals.append(Refusal("torch-without-rocm", message))
     elif machine.gpus and software.torch and software.torch_cuda is None:
         message = (
@@ -188,13 +222,20 @@ def _refuse_what_doctor_blocks(plan: Plan, machine: Machine) -> None:
     """Refuse, forceable, what else would end the run, such as an old driver or a GPU that no process may use."""
     blocked = [finding for finding in findings(machine, plan) if finding.severity == "blocks"]
     if blocked:
-        refusals = [Refusal("doctor-blocks", f"{finding.title} ({finding.evidence}). {finding.remedy}") for finding in blocked]
+        refusals = [
+            Refusal("doctor-blocks", f"{finding.title} ({finding.evidence}). {finding.remedy}")
+            for finding in blocked
+        ]
         raise Refused(refusals, forceable=True)
 
 
 def _refuse_missing_compiler(plan: Plan, machine: Machine) -> None:
     """Refuse, forceable because a kernel may have been compiled elsewhere."""
-    if plan.mode != "gpu" and machine.software.compiler is None and not has_adam_kernel(SystemFiles(), os.environ):
+    if (
+        plan.mode != "gpu"
+        and machine.software.compiler is None
+        and not has_adam_kernel(SystemFiles(), os.environ)
+    ):
         message = "The first run compiles CPU Adam, and there is no C++ compiler here. Install g++ (or set CXX)"
         raise Refused([Refusal("compiler-missing", message)], forceable=True)
 
@@ -211,12 +252,19 @@ def _refuse_gpus_in_use(plan: Plan, machine: Machine) -> None:
             for lock in locks.take_gpus(folder, [gpu], locks.Holder(run="", pid=os.getpid())):
                 lock.release()
         except locks.LockTakenError as error:
-            taken.append(Refusal("gpu-in-use", f"{error}. Wait for it, stop it, or choose other GPUs with gpus = [...]"))
+            taken.append(
+                Refusal(
+                    "gpu-in-use",
+                    f"{error}. Wait for it, stop it, or choose other GPUs with gpus = [...]",
+                )
+            )
     if taken:
         raise Refused(taken)
 
 
-def _refuse_too_little_space(plan: Plan, *, saved: int, runs_dir: Path, shared_memory: bool = True) -> None:
+def _refuse_too_little_space(
+    plan: Plan, *, saved: int, runs_dir: Path, shared_memory: bool = True
+) -> None:
     """Refuse, forceable, when the plan's checkpoints or shared memory do not fit now."""
     refusals = []
     free_bytes = shutil.disk_usage(writable(runs_dir, "--runs-dir")).free
@@ -229,17 +277,28 @@ def _refuse_too_little_space(plan: Plan, *, saved: int, runs_dir: Path, shared_m
     field = "checkpoint.folder" if plan.spec.checkpoint.folder else "--runs-dir"
     folder = writable(Path(plan.spec.checkpoint.folder or runs_dir), field)
     most = plan.spec.checkpoint.most_at_once
-    copies = max(min(1, most), most - saved)  # those of a resumed run have their place, and a new one is written before one is removed
+    copies = max(
+        min(1, most), most - saved
+    )  # those of a resumed run have their place, and a new one is written before one is removed
     needed_bytes, free_bytes = copies * plan.disk_bytes, shutil.disk_usage(folder).free
     if needed_bytes > free_bytes:
-        noun = f"1 checkpoint of {disk_size(plan.disk_bytes)} needs" if copies == 1 else f"{copies} checkpoints need"
+        noun = (
+            f"1 checkpoint of {disk_size(plan.disk_bytes)} needs"
+            if copies == 1
+            else f"{copies} checkpoints need"
+        )
         message = (
             f"{noun} {disk_size(needed_bytes)}, and {folder} has {disk_size(free_bytes)} free. "
             "Free space, set checkpoint.folder, or lower checkpoint.keep"
         )
         refusals.append(Refusal("disk-too-small", message))
     shm = Path("/dev/shm")
-    if shared_memory and plan.shm_bytes and shm.is_dir() and plan.shm_bytes > (free := shutil.disk_usage(shm).free):
+    if (
+        shared_memory
+        and plan.shm_bytes
+        and shm.is_dir()
+        and plan.shm_bytes > (free := shutil.disk_usage(shm).free)
+    ):
         message = (
             f"/dev/shm has {memory_size(free)} free, and the run needs {memory_size(plan.shm_bytes)}. "
             "Remount it larger (in Docker: --shm-size), or use offload.engine = so-tui"
@@ -251,7 +310,10 @@ def _refuse_too_little_space(plan: Plan, *, saved: int, runs_dir: Path, shared_m
 
 def _other_users(plan: Plan, machine: Machine) -> tuple[str, ...]:
     users = locks.foreign_processes(_chosen_gpus(plan, machine))
-    return tuple(f"GPU {index} is used by other processes: pid {', '.join(map(str, pids))}" for index, pids in users.items())
+    return tuple(
+        f"GPU {index} is used by other processes: pid {', '.join(map(str, pids))}"
+        for index, pids in users.items()
+    )
 
 
 def _chosen_gpus(plan: Plan, machine: Machine) -> list[Gpu]:

@@ -20,7 +20,14 @@ def argv(plan: Plan, *, start_over: bool = False) -> tuple[str, ...]:
         "deepspeed.launcher.runner",
         *(_several_nodes(plan) if plan.spec.nodes > 1 else _one_node(plan)),
         *_binding(plan),
-        *("--module", TRAINER_MODULE, "--run", Placeholder.RUN.value, "--attempt", Placeholder.ATTEMPT.value),
+        *(
+            "--module",
+            TRAINER_MODULE,
+            "--run",
+            Placeholder.RUN.value,
+            "--attempt",
+            Placeholder.ATTEMPT.value,
+        ),
         *(("--node", Placeholder.NODE.value) if plan.spec.nodes > 1 else ()),
         *(("--start-over",) if start_over else ()),
     )

@@ -47,16 +47,28 @@ def current_state(run: RunDirectory, watch: HeartbeatWatch | None = None) -> Run
     return replace(recorded, state="queued", detail=queue_text(job))
 
 
-def starts_again(run: RunDirectory, recorded: RunState, job: JobStatus, watch: HeartbeatWatch | None = None) -> bool:
+def starts_again(
+    run: RunDirectory, recorded: RunState, job: JobStatus, watch: HeartbeatWatch | None = None
+) -> bool:
     """Return whether Slurm has put a run's job back into the queue. What the scheduler said may be older than the run's state."""
-    return job.phase is JobPhase.QUEUED and sighting(run, recorded, watch).liveness is not Liveness.ALIVE
+    return (
+        job.phase is JobPhase.QUEUED
+        and sighting(run, recorded, watch).liveness is not Liveness.ALIVE
+    )
 
 
 def newest_attempt(run: RunDirectory, state: RunState) -> int:
     """Return the attempt that a state is about: a queued one has no supervisor yet that would have written its number."""
     if state.state != "queued":
         return state.attempt
-    return next((attempt for attempt in reversed(run.attempts()) if os.path.lexists(run.submission_path(attempt))), 0)
+    return next(
+        (
+            attempt
+            for attempt in reversed(run.attempts())
+            if os.path.lexists(run.submission_path(attempt))
+        ),
+        0,
+    )
 
 
 def queue_text(job: JobStatus) -> str:
@@ -65,8 +77,16 @@ def queue_text(job: JobStatus) -> str:
     match job.phase:
         case JobPhase.QUEUED:
             reason = job.waits_for.partition(",")[0]  # a list of nodes may follow
-            why = f" waits for {_WAITS.get(reason, printable_line(reason))}" if reason else " waits in the queue"
-            start = f", expected to start {_clock(job.expected_start)}" if job.expected_start is not None else ""
+            why = (
+                f" waits for {_WAITS.get(reason, printable_line(reason))}"
+                if reason
+                else " waits in the queue"
+            )
+            start = (
+                f", expected to start {_clock(job.expected_start)}"
+                if job.expected_start is not None
+                else ""
+            )
             return f"{number}{why}{start}"
         case JobPhase.RUNNING | JobPhase.COMPLETING:
             return f"{number} starts on {printable_line(job.nodes)}"
@@ -97,25 +117,47 @@ def _clock(when: float) -> str:
 
 def _explained(run: RunDirectory, recorded: RunState) -> RunState:
     """Return a final state with the scheduler's reason where the supervisor saw only that something ended the processes."""
-    recent = recorded.ended is not None and abs(time.time() - recorded.ended) < _EXPLAINED_S  # by its node's clock, which may be ahead
+    recent = (
+        recorded.ended is not None and abs(time.time() - recorded.ended) < _EXPLAINED_S
+    )  # by its node's clock, which may be ahead
     if recorded.code not in _UNEXPLAINED or not recent:
         return recorded
     job = executor_of_attempt(run, recorded.attempt).status(run, recorded.attempt)
     if job is None or job.end not in _SCHEDULERS_ENDS:
         return recorded
-    state = replace(_with_end(recorded, job, unstarted=False), state=recorded.state, exit_code=recorded.exit_code)
+    state = replace(
+        _with_end(recorded, job, unstarted=False),
+        state=recorded.state,
+        exit_code=recorded.exit_code,
+    )
     return record(run, recorded, state)
 
 
-_UNEXPLAINED = frozenset((OutcomeCode.RANK_LOST, OutcomeCode.LAUNCHER_LOST, OutcomeCode.RUNNER_LOST, OutcomeCode.NODE_LOST))
-_SCHEDULERS_ENDS = frozenset((OutcomeCode.OUT_OF_TIME, OutcomeCode.PREEMPTED, OutcomeCode.JOB_CANCELLED, OutcomeCode.NODE_FAILED))
+_UNEXPLAINED = frozenset(
+    (
+        OutcomeCode.RANK_LOST,
+        OutcomeCode.LAUNCHER_LOST,
+        OutcomeCode.RUNNER_LOST,
+        OutcomeCode.NODE_LOST,
+    )
+)
+_SCHEDULERS_ENDS = frozenset(
+    (
+        OutcomeCode.OUT_OF_TIME,
+        OutcomeCode.PREEMPTED,
+        OutcomeCode.JOB_CANCELLED,
+        OutcomeCode.NODE_FAILED,
+    )
+)
 _EXPLAINED_S = 900.0
 """For how long after its end a run's job is asked about."""
 
 
 def _ended(run: RunDirectory, attempt: int, job: JobStatus) -> RunState:
     """Return the final state of a run whose job has ended: its own, or one that says how the scheduler ended it."""
-    recorded = read_state(run)  # the supervisor may have written the final state just before the job ended
+    recorded = read_state(
+        run
+    )  # the supervisor may have written the final state just before the job ended
     if recorded.state in FINAL_STATES:
         return recorded
     unstarted = recorded.state == "queued"
@@ -138,7 +180,13 @@ def record(run: RunDirectory, recorded: RunState, state: RunState) -> RunState:
 def _with_end(state: RunState, job: JobStatus, *, unstarted: bool) -> RunState:
     code = job.end or OutcomeCode.JOB_FAILED
     cancelled = unstarted and code is OutcomeCode.JOB_CANCELLED
-    outcome = Outcome(state="stopped" if cancelled else "lost", code=code, detail=job.output, job=job.job_id, node=job.nodes)
+    outcome = Outcome(
+        state="stopped" if cancelled else "lost",
+        code=code,
+        detail=job.output,
+        job=job.job_id,
+        node=job.nodes,
+    )
     text = outcome_text(outcome, RunFacts(name=state.name, saved_step=state.saved_step))
     return replace(
         state,

@@ -21,7 +21,9 @@ LOSS_WORDS = {
 }
 
 _PICTURES = (
-    {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: "\u2421"} | dict.fromkeys(range(0x80, 0xA0), "\ufffd")
+    {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
+    | {0x7F: "\u2421"}
+    | dict.fromkeys(range(0x80, 0xA0), "\ufffd")
 )
 
 
@@ -124,7 +126,9 @@ class DataPreview(Tally, frozen=True, kw_only=True):
         share = self.trained_tokens / self.tokens
         used = self.rows - self.dropped
         too_long = (
-            f", {thousands(self.dropped_too_long)} of them because the prompt alone fills a sequence" if self.dropped_too_long else ""
+            f", {thousands(self.dropped_too_long)} of them because the prompt alone fills a sequence"
+            if self.dropped_too_long
+            else ""
         )
         met = sum(part.documents * part.times_an_epoch for part in self.sources)
         held = f"{met / self.sequences:.1f} documents each" if self.packing else "one document each"
@@ -132,17 +136,43 @@ class DataPreview(Tally, frozen=True, kw_only=True):
         purpose = "have trained tokens" if self.held_out else "are trained on"
         return [
             ("rows", thousands(self.rows), f"{thousands(used)} {purpose}"),
-            *([("held out", thousands(self.held_out), "documents for evaluation; the others are trained on")] if self.held_out else []),
-            ("tokens", thousands(self.tokens), f"{thousands(self.trained_tokens)} of them trained ({100 * share:.0f} %)"),
-            ("lengths", thousands(round(self.mean_length)), f"tokens on average, {thousands(self.longest)} the longest"),
+            *(
+                [
+                    (
+                        "held out",
+                        thousands(self.held_out),
+                        "documents for evaluation; the others are trained on",
+                    )
+                ]
+                if self.held_out
+                else []
+            ),
+            (
+                "tokens",
+                thousands(self.tokens),
+                f"{thousands(self.trained_tokens)} of them trained ({100 * share:.0f} %)",
+            ),
+            (
+                "lengths",
+                thousands(round(self.mean_length)),
+                f"tokens on average, {thousands(self.longest)} the longest",
+            ),
             (
                 "sequences",
                 thousands(self.sequences),
                 f"of {thousands(self.sequence_length)} tokens, {filled}, {held}",
             ),
-            ("truncated", thousands(self.truncated), "rows longer than a sequence, which lose their end"),
+            (
+                "truncated",
+                thousands(self.truncated),
+                "rows longer than a sequence, which lose their end",
+            ),
             ("dropped", thousands(self.dropped), f"rows without a trained token{too_long}"),
-            *([("cut", thousands(self.cut), "rows of plain text that became several documents")] if self.cut else []),
+            *(
+                [("cut", thousands(self.cut), "rows of plain text that became several documents")]
+                if self.cut
+                else []
+            ),
         ]
 
     @property
@@ -170,18 +200,25 @@ class DataPreview(Tally, frozen=True, kw_only=True):
     def histogram_cells(self, width: int) -> list[int]:
         """Return the cells of each bin's bar: ``width`` for the fullest, and at least one for any that is not empty."""
         most = max(entry.documents for entry in self.histogram)
-        return [max(1, round(width * entry.documents / most)) if entry.documents else 0 for entry in self.histogram]
+        return [
+            max(1, round(width * entry.documents / most)) if entry.documents else 0
+            for entry in self.histogram
+        ]
 
 
 prepare(Progress, DataPreview)
 
 
-def preview_data(spec: RunSpec, rows: int, cancel: Cancel | None = None) -> Iterator[Progress | DataPreview]:
+def preview_data(
+    spec: RunSpec, rows: int, cancel: Cancel | None = None
+) -> Iterator[Progress | DataPreview]:
     """Yield progress, then the preview with ``rows`` sample rows.
 
     A cancelled preview just ends. Raises the errors of ``call_tool``.
     """
-    for answer in stream_tool("data", {"spec": spec_tree(with_absolute_paths(spec)), "rows": rows}, cancel):
+    for answer in stream_tool(
+        "data", {"spec": spec_tree(with_absolute_paths(spec)), "rows": rows}, cancel
+    ):
         if answer.get("done"):
             if "problems" not in answer:  # else the helper's exit raises them
                 yield msgspec.convert(answer, DataPreview)

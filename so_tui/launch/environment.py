@@ -46,9 +46,19 @@ class Variable(Struct, frozen=True, kw_only=True):
 def variables(plan: Plan, machine: Machine, inherited: Mapping[str, str]) -> tuple[Variable, ...]:
     """Return the changes for a plan on a machine, given the inherited environment; values may be placeholders."""
     return (
-        Variable(name=RUN_MARKER, value=Placeholder.RUN.value, reason="marks the processes of this run"),
-        Variable(name=RUN_ID_MARKER, value=Placeholder.RUN_ID.value, reason="distinguishes this run from another one at the same path"),
-        Variable(name=ATTEMPT_MARKER, value=Placeholder.ATTEMPT.value, reason="marks the processes of this attempt"),
+        Variable(
+            name=RUN_MARKER, value=Placeholder.RUN.value, reason="marks the processes of this run"
+        ),
+        Variable(
+            name=RUN_ID_MARKER,
+            value=Placeholder.RUN_ID.value,
+            reason="distinguishes this run from another one at the same path",
+        ),
+        Variable(
+            name=ATTEMPT_MARKER,
+            value=Placeholder.ATTEMPT.value,
+            reason="marks the processes of this attempt",
+        ),
         *_alert(inherited),
         *_python(inherited),
         *_network(plan, machine, inherited),
@@ -59,10 +69,15 @@ def variables(plan: Plan, machine: Machine, inherited: Mapping[str, str]) -> tup
     )
 
 
-def resolved(changes: tuple[Variable, ...], values: Mapping[Placeholder, str]) -> tuple[Variable, ...]:
+def resolved(
+    changes: tuple[Variable, ...], values: Mapping[Placeholder, str]
+) -> tuple[Variable, ...]:
     """Return the changes with the host's values in place of the placeholders."""
     return tuple(
-        change if change.value is None else msgspec.structs.replace(change, value=resolve(change.value, values)) for change in changes
+        change
+        if change.value is None
+        else msgspec.structs.replace(change, value=resolve(change.value, values))
+        for change in changes
     )
 
 
@@ -79,7 +94,10 @@ def apply(changes: tuple[Variable, ...], inherited: Mapping[str, str]) -> dict[s
 
 def shown(changes: tuple[Variable, ...]) -> dict[str, str | None]:
     """Return the changes by name for display and for records, without credentials in their values."""
-    return {change.name: None if change.value is None else without_credentials(change.value) for change in changes}
+    return {
+        change.name: None if change.value is None else without_credentials(change.value)
+        for change in changes
+    }
 
 
 def rank_threads(plan: Plan) -> int:
@@ -96,7 +114,9 @@ def valid_arch_list(value: str) -> str:
 
     DeepSpeed's op builder parses each entry as ``major.minor`` and fails with ``invalid literal for int() with base 10: '0a'``.
     """
-    entries = (re.sub(r"^(\d+\.\d+)[a-z]+", r"\1", entry) for entry in re.split(r"[;\s]+", value.strip()))
+    entries = (
+        re.sub(r"^(\d+\.\d+)[a-z]+", r"\1", entry) for entry in re.split(r"[;\s]+", value.strip())
+    )
     return ";".join(dict.fromkeys(entries))
 
 
@@ -111,24 +131,41 @@ def allocator_variable(software: Software, *, deepspeed_engine: bool) -> Variabl
     torch, deepspeed = version_numbers(software.torch), version_numbers(software.deepspeed)
     options = [] if deepspeed_engine and deepspeed < (0, 18, 1) else ["expandable_segments:True"]
     if torch >= (2, 13):
-        options += [f"pinned_max_round_threshold_mb:{_PINNED_LIMIT_MB}", f"pinned_max_cached_size_mb:{_PINNED_LIMIT_MB}"]
+        options += [
+            f"pinned_max_round_threshold_mb:{_PINNED_LIMIT_MB}",
+            f"pinned_max_cached_size_mb:{_PINNED_LIMIT_MB}",
+        ]
     if not options:
         return None
     name = "PYTORCH_ALLOC_CONF" if torch >= (2, 10) else "PYTORCH_CUDA_ALLOC_CONF"
-    return Variable(name=name, value=",".join(options), reason="less fragmentation of GPU memory; no rounding up of pinned memory")
+    return Variable(
+        name=name,
+        value=",".join(options),
+        reason="less fragmentation of GPU memory; no rounding up of pinned memory",
+    )
 
 
 def _alert(inherited: Mapping[str, str]) -> Iterator[Variable]:
     if ALERT_MARKER in inherited:
-        yield Variable(name=ALERT_MARKER, value=None, reason="marks alert commands; one has started this run")
+        yield Variable(
+            name=ALERT_MARKER, value=None, reason="marks alert commands; one has started this run"
+        )
 
 
 def _python(inherited: Mapping[str, str]) -> Iterator[Variable]:
     folder = str(Path(sys.executable).parent)
     path = inherited.get("PATH", "/usr/bin:/bin")
     if folder not in path.split(":"):
-        yield Variable(name="PATH", value=f"{folder}:{path}", reason="finds this interpreter's tools (ninja compiles DeepSpeed's kernels)")
-    yield Variable(name="PYTHONSAFEPATH", value="1", reason="imports modules from the installation, never from the current directory")
+        yield Variable(
+            name="PATH",
+            value=f"{folder}:{path}",
+            reason="finds this interpreter's tools (ninja compiles DeepSpeed's kernels)",
+        )
+    yield Variable(
+        name="PYTHONSAFEPATH",
+        value="1",
+        reason="imports modules from the installation, never from the current directory",
+    )
 
 
 def _network(plan: Plan, machine: Machine, inherited: Mapping[str, str]) -> Iterator[Variable]:
@@ -138,35 +175,73 @@ def _network(plan: Plan, machine: Machine, inherited: Mapping[str, str]) -> Iter
     listens there; the data goes over NVLink or shared memory. Ranks of several nodes need that network, and meet at the first node.
     """
     if plan.spec.nodes > 1:
-        yield Variable(name=NODE_MARKER, value=Placeholder.NODE.value, reason="marks the processes of this node")
-        yield Variable(name=RENDEZVOUS, value=Placeholder.RENDEZVOUS.value, reason="an address of the first node, where the ranks meet")
+        yield Variable(
+            name=NODE_MARKER,
+            value=Placeholder.NODE.value,
+            reason="marks the processes of this node",
+        )
+        yield Variable(
+            name=RENDEZVOUS,
+            value=Placeholder.RENDEZVOUS.value,
+            reason="an address of the first node, where the ranks meet",
+        )
         if machine.gpus:
-            yield Variable(name="NCCL_DEBUG", value="INFO", reason="NCCL writes to the log which network it uses between nodes")
+            yield Variable(
+                name="NCCL_DEBUG",
+                value="INFO",
+                reason="NCCL writes to the log which network it uses between nodes",
+            )
             if "NCCL_DEBUG_SUBSYS" not in inherited:
                 yield Variable(name="NCCL_DEBUG_SUBSYS", value="INIT", reason="and little else")
     else:
-        yield Variable(name=RENDEZVOUS, value=Placeholder.RENDEZVOUS.value, reason="a file of your own in which the ranks meet")
+        yield Variable(
+            name=RENDEZVOUS,
+            value=Placeholder.RENDEZVOUS.value,
+            reason="a file of your own in which the ranks meet",
+        )
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            yield Variable(name=name, value="lo", reason="all ranks are on this host, so nothing listens on its networks")
-    yield Variable(name="NCCL_RAS_ENABLE", value="0", reason="NCCL's status service would answer every user of this host")
+            yield Variable(
+                name=name,
+                value="lo",
+                reason="all ranks are on this host, so nothing listens on its networks",
+            )
+    yield Variable(
+        name="NCCL_RAS_ENABLE",
+        value="0",
+        reason="NCCL's status service would answer every user of this host",
+    )
 
 
 def _code_folders(spec: RunSpec, inherited: Mapping[str, str]) -> Iterator[Variable]:
     for name, folder in code_folders(inherited, several_hosts=spec.nodes > 1).items():
         given = f"; others can open {inherited[name]}" if inherited.get(name) else ""
-        yield Variable(name=name, value=folder, reason=f"compiled code comes from a folder that only you can open{given}")
+        yield Variable(
+            name=name,
+            value=folder,
+            reason=f"compiled code comes from a folder that only you can open{given}",
+        )
 
 
 def _threads(plan: Plan, inherited: Mapping[str, str]) -> Iterator[Variable]:
     threads = str(rank_threads(plan))
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        yield Variable(name=name, value=threads, reason="one thread for each Adam core; a site default of 1 would be very slow")
+        yield Variable(
+            name=name,
+            value=threads,
+            reason="one thread for each Adam core; a site default of 1 would be very slow",
+        )
     for name in ("KMP_AFFINITY", "GOMP_CPU_AFFINITY"):
         if name in inherited:
             yield Variable(
-                name=name, value=None, reason="conflicts with the binding; DeepSpeed's launcher does not start with KMP_AFFINITY"
+                name=name,
+                value=None,
+                reason="conflicts with the binding; DeepSpeed's launcher does not start with KMP_AFFINITY",
             )
-    yield Variable(name="TOKENIZERS_PARALLELISM", value="false", reason="keeps the tokenizer's thread pool off the bound cores")
+    yield Variable(
+        name="TOKENIZERS_PARALLELISM",
+        value="false",
+        reason="keeps the tokenizer's thread pool off the bound cores",
+    )
 
 
 def _cpu_only() -> Iterator[Variable]:
@@ -174,20 +249,37 @@ def _cpu_only() -> Iterator[Variable]:
 
 
 def _gpu(plan: Plan, machine: Machine, inherited: Mapping[str, str]) -> Iterator[Variable]:
-    yield Variable(name="CUDA_DEVICE_ORDER", value="PCI_BUS_ID", reason="numbers the GPUs as NVML and the plan do")
+    yield Variable(
+        name="CUDA_DEVICE_ORDER",
+        value="PCI_BUS_ID",
+        reason="numbers the GPUs as NVML and the plan do",
+    )
     for name in ROCM_VISIBLE_DEVICES:
         if name in inherited:
-            yield Variable(name=name, value=None, reason="the command line names the GPUs, chosen among the visible ones")
+            yield Variable(
+                name=name,
+                value=None,
+                reason="the command line names the GPUs, chosen among the visible ones",
+            )
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & inherited.keys():
         own_engine = plan.mode != "superoffload" or plan.spec.offload.engine == "so-tui"
         allocator = allocator_variable(machine.software, deepspeed_engine=not own_engine)
         if allocator:
             yield allocator
-    if (given := inherited.get("TORCH_CUDA_ARCH_LIST")) and (valid := valid_arch_list(given)) != given:
-        yield Variable(name="TORCH_CUDA_ARCH_LIST", value=valid, reason=f"DeepSpeed cannot parse {given}")
+    if (given := inherited.get("TORCH_CUDA_ARCH_LIST")) and (
+        valid := valid_arch_list(given)
+    ) != given:
+        yield Variable(
+            name="TORCH_CUDA_ARCH_LIST", value=valid, reason=f"DeepSpeed cannot parse {given}"
+        )
 
 
 def _hub(spec: RunSpec) -> Iterator[Variable]:
     sources = (part.source for part in spec.data.sources)
-    if all(source.startswith("builtin:") for source in (spec.model.id, *sources, spec.data.evaluation or "builtin:")):
-        yield Variable(name="HF_HUB_OFFLINE", value="1", reason="everything this run needs is part of so-tui")
+    if all(
+        source.startswith("builtin:")
+        for source in (spec.model.id, *sources, spec.data.evaluation or "builtin:")
+    ):
+        yield Variable(
+            name="HF_HUB_OFFLINE", value="1", reason="everything this run needs is part of so-tui"
+        )

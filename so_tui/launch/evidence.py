@@ -38,9 +38,13 @@ def with_advice(outcome: Outcome, spec: RunSpec, facts: RunFacts, given: GivenMe
             case OutcomeCode.OUT_OF_GPU_MEMORY:
                 return msgspec.structs.replace(facts, less_gpu_memory=less_gpu_memory(spec, given))
             case OutcomeCode.OUT_OF_HOST_MEMORY | OutcomeCode.KILLED_FOR_MEMORY:
-                return msgspec.structs.replace(facts, less_host_memory=less_host_memory(spec, given))
+                return msgspec.structs.replace(
+                    facts, less_host_memory=less_host_memory(spec, given)
+                )
     except Exception as error:  # noqa: BLE001 - the final state must be written in any case
-        print(f"no advice from the plan: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        print(
+            f"no advice from the plan: {type(error).__name__}: {error}", file=sys.stderr, flush=True
+        )
     return facts
 
 

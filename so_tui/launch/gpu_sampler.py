@@ -27,7 +27,9 @@ class GpuSampler:
 
     def __init__(self, gpus: tuple[Gpu, ...], root: Path = Path("/")) -> None:
         self._nvml: Any = None
-        self._devices: list[_Device | AmdDevice] = [AmdDevice(gpu, root) for gpu in gpus if gpu.vendor == "amd"]
+        self._devices: list[_Device | AmdDevice] = [
+            AmdDevice(gpu, root) for gpu in gpus if gpu.vendor == "amd"
+        ]
         if len(self._devices) == len(gpus):
             return
         import pynvml
@@ -70,7 +72,9 @@ class _Device:
         self.index = gpu.index
         self._handle = handle
         self._traffic = _Traffic(nvml, handle, c2c=gpu.c2c is not False)
-        self._clock_max_mhz = _asked(nvml, nvml.nvmlDeviceGetMaxClockInfo, handle, nvml.NVML_CLOCK_SM)
+        self._clock_max_mhz = _asked(
+            nvml, nvml.nvmlDeviceGetMaxClockInfo, handle, nvml.NVML_CLOCK_SM
+        )
 
     def sample(self) -> GpuSample:
         nvml, handle = self._nvml, self._handle
@@ -88,14 +92,18 @@ class _Device:
             module_power_limit_w=module_limit_w,
             clock_mhz=_asked(nvml, nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM),
             clock_max_mhz=self._clock_max_mhz,
-            temperature_c=_asked(nvml, nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
+            temperature_c=_asked(
+                nvml, nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU
+            ),
             throttling=throttling(reasons or 0),
             **self._traffic.rates(),
         )
 
     def processes(self) -> Iterator[tuple[int, int | None]]:
         """Yield pid and memory in bytes of each process that computes."""
-        for process in _asked(self._nvml, self._nvml.nvmlDeviceGetComputeRunningProcesses, self._handle) or ():
+        for process in (
+            _asked(self._nvml, self._nvml.nvmlDeviceGetComputeRunningProcesses, self._handle) or ()
+        ):
             yield process.pid, process.usedGpuMemory
 
     def close(self) -> None:
@@ -104,9 +112,19 @@ class _Device:
     def _module_power_w(self) -> tuple[float | None, float | None]:
         """Return power and limit of the superchip; None where a GPU has a module of its own, and the driver therefore no such figures."""
         nvml, scope = self._nvml, self._nvml.NVML_POWER_SCOPE_MODULE
-        wanted = [(nvml.NVML_FI_DEV_POWER_INSTANT, scope), (nvml.NVML_FI_DEV_POWER_CURRENT_LIMIT, scope)]
+        wanted = [
+            (nvml.NVML_FI_DEV_POWER_INSTANT, scope),
+            (nvml.NVML_FI_DEV_POWER_CURRENT_LIMIT, scope),
+        ]
         values = _asked(nvml, nvml.nvmlDeviceGetFieldValues, self._handle, wanted) or ()
-        power, limit = (*(_watts(value.value.uiVal or None) if value.nvmlReturn == 0 else None for value in values), None, None)[:2]
+        power, limit = (
+            *(
+                _watts(value.value.uiVal or None) if value.nvmlReturn == 0 else None
+                for value in values
+            ),
+            None,
+            None,
+        )[:2]
         return power, limit
 
 
@@ -164,7 +182,9 @@ class _Traffic:
         if _asked(self._nvml, self._nvml.nvmlGpmMetricsGet, query) is None:
             return {}
         named = zip(self._metrics, query.metrics, strict=False)
-        return {name: round(metric.value * _MIB) for name, metric in named if metric.nvmlReturn == 0}
+        return {
+            name: round(metric.value * _MIB) for name, metric in named if metric.nvmlReturn == 0
+        }
 
 
 def _watts(milliwatts: int | None) -> float | None:

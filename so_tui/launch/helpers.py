@@ -116,7 +116,9 @@ class ToolProcess:
         """Send a request, in ASCII because the helper reads it in its locale's encoding. ``answers`` finds out that a helper has ended."""
         assert self._process.stdin is not None
         line = f"{json.dumps(request)}\n"
-        with contextlib.suppress(BrokenPipeError, ValueError):  # ValueError: another thread has closed it
+        with contextlib.suppress(
+            BrokenPipeError, ValueError
+        ):  # ValueError: another thread has closed it
             self._process.stdin.write(line)
             self._process.stdin.flush()
 
@@ -153,14 +155,21 @@ class ToolProcess:
 
 
 def stream_tool(
-    name: str, request: dict[str, Any], cancel: Cancel | None = None, *, timeout_s: float | None = None
+    name: str,
+    request: dict[str, Any],
+    cancel: Cancel | None = None,
+    *,
+    timeout_s: float | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Run a helper process that reports progress, and yield its JSON lines as they come.
 
     Closing the iterator ends the process and those that it started, as ``cancel`` does; a cancelled iterator just ends. Raises the errors
     of ``call_tool``; without ``timeout_s`` the helper may take as long as it wants.
     """
-    with contextlib.closing(ToolProcess(name, cancel)) as process, _ended_after(timeout_s, process) as expired:
+    with (
+        contextlib.closing(ToolProcess(name, cancel)) as process,
+        _ended_after(timeout_s, process) as expired,
+    ):
         process.send(request)
         process.end_requests()
         try:
@@ -204,7 +213,10 @@ def _late(name: str, timeout_s: float | None) -> str:
 
 def problem_of(entry: dict[str, Any]) -> Problem:
     """Convert a problem from a helper's answer. Older helpers' answers have no code."""
-    texts = {key: str(entry.get(key, "")) for key in ("field", "value", "message", "remedy", "default", "file")}
+    texts = {
+        key: str(entry.get(key, ""))
+        for key in ("field", "value", "message", "remedy", "default", "file")
+    }
     return Problem(code=str(entry.get("code") or "unknown"), **texts)
 
 
@@ -217,7 +229,11 @@ def _argv(name: str) -> list[str]:
 def _environment() -> dict[str, str]:
     """Return the environment of a helper. Raises ToolError if others can write the folders of compiled code."""
     # Progress bars of the libraries would go to stderr and be mistaken for the error.
-    fixed = {"PYTHONSAFEPATH": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    fixed = {
+        "PYTHONSAFEPATH": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     environment = {**os.environ, **fixed, **code_folders(os.environ)}
     try:
         make_code_folders(environment)
@@ -230,7 +246,10 @@ def _environment() -> dict[str, str]:
 def _decoded(name: str, text: str) -> dict[str, Any]:
     try:
         answer = json.loads(text)
-    except (ValueError, RecursionError) as error:  # ValueError: also an integer of thousands of digits
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # ValueError: also an integer of thousands of digits
         raise ToolError(f"so_tui_trainer.tools.{name} answered no JSON: {text[:200]!r}") from error
     if not isinstance(answer, dict):
         raise ToolError(f"so_tui_trainer.tools.{name} answered no JSON object: {text[:200]!r}")
@@ -244,4 +263,7 @@ def _failed(name: str, code: int, last_line: str, stderr: str) -> SoTuiError:
     if lines and (missing := _MISSING_MODULE.search(lines[-1])):
         message = f"The Python module {missing[1]} is not installed here. {INSTALL_TRAINING}"
         return Refused([Refusal("software-missing", message)])
-    return ToolError(f"so_tui_trainer.tools.{name} failed (exit code {code}): " + (" / ".join(lines) or "it wrote nothing"))
+    return ToolError(
+        f"so_tui_trainer.tools.{name} failed (exit code {code}): "
+        + (" / ".join(lines) or "it wrote nothing")
+    )

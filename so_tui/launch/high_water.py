@@ -42,7 +42,9 @@ class HighWater:
             key = (process.pid, process.start_time)
             if (now := read_mark(root, process.pid)) is not None:
                 before = self._marks.get(key)
-                marks[key] = now._replace(highest=max(now.highest, before.highest)) if before else now
+                marks[key] = (
+                    now._replace(highest=max(now.highest, before.highest)) if before else now
+                )
                 since.append((process, since_last(before, now)))
         self._marks = marks
         if since:
@@ -54,9 +56,13 @@ def since_last(before: Mark | None, now: Mark) -> Mark:
     """Return the largest sizes of a process since the last sample, as far as the kernel reports them."""
     if before is None:
         return now._replace(resident=now.highest)
-    if now.highest <= before.highest:  # the kernel's counters are approximate, so a mark may even decrease a little
+    if (
+        now.highest <= before.highest
+    ):  # the kernel's counters are approximate, so a mark may even decrease a little
         return now
-    return Mark(now.highest, now.highest, max(before.files, now.files), max(before.shared, now.shared))
+    return Mark(
+        now.highest, now.highest, max(before.files, now.files), max(before.shared, now.shared)
+    )
 
 
 def together(marks: Iterable[tuple[Process, Mark]]) -> int:
@@ -76,5 +82,13 @@ def read_mark(root: Path, pid: int) -> Mark | None:
         lines = (root / f"proc/{pid}/status").read_bytes().splitlines()
     except OSError:
         return None
-    sizes = {name: 1024 * int(value.split()[0]) for name, _, value in (line.partition(b":") for line in lines) if name in _FIELDS}
-    return Mark(sizes[b"VmHWM"], sizes[b"VmRSS"], sizes[b"RssFile"], sizes[b"RssShmem"]) if len(sizes) == len(_FIELDS) else None
+    sizes = {
+        name: 1024 * int(value.split()[0])
+        for name, _, value in (line.partition(b":") for line in lines)
+        if name in _FIELDS
+    }
+    return (
+        Mark(sizes[b"VmHWM"], sizes[b"VmRSS"], sizes[b"RssFile"], sizes[b"RssShmem"])
+        if len(sizes) == len(_FIELDS)
+        else None
+    )

@@ -27,7 +27,11 @@ def refuse_different_host(launch: Launch, host: Machine) -> None:
             ``cores-not-allowed``.
     """
     binding = launch.plan.binding
-    differences = (*_gpus(binding, launch.machine, host), *_numa_nodes(binding, launch.machine, host), *_cores(binding, host))
+    differences = (
+        *_gpus(binding, launch.machine, host),
+        *_numa_nodes(binding, launch.machine, host),
+        *_cores(binding, host),
+    )
     if differences:
         raise HostDiffersError(differences)
 
@@ -39,7 +43,10 @@ def software_differences(planned: Machine, host: Machine) -> tuple[Refusal, ...]
         ("DeepSpeed", planned.software.deepspeed, host.software.deepspeed),
     )
     return tuple(
-        Refusal("software-differs", f"{name} {found} is installed, and the plan was made for {name} {expected}")
+        Refusal(
+            "software-differs",
+            f"{name} {found} is installed, and the plan was made for {name} {expected}",
+        )
         for name, expected, found in pairs
         if found != expected
     )
@@ -50,11 +57,17 @@ def _gpus(binding: tuple[RankBinding, ...], planned: Machine, host: Machine) -> 
     present = {gpu.index: gpu for gpu in host.gpus}
     for index in (rank.gpu for rank in binding if rank.gpu is not None):
         if index not in present:
-            yield Refusal("gpu-missing", f"the plan uses GPU {index}, and {host.hostname} has {len(present)} GPUs")
+            yield Refusal(
+                "gpu-missing",
+                f"the plan uses GPU {index}, and {host.hostname} has {len(present)} GPUs",
+            )
         elif index in expected:
             found, wanted = _identities(present[index], expected[index])
             if found != wanted:
-                yield Refusal("gpu-differs", f"GPU {index} of {host.hostname} is {found}, and the plan was made for {wanted}")
+                yield Refusal(
+                    "gpu-differs",
+                    f"GPU {index} of {host.hostname} is {found}, and the plan was made for {wanted}",
+                )
 
 
 def _identities(one: Gpu, other: Gpu) -> tuple[str, str]:
@@ -62,27 +75,40 @@ def _identities(one: Gpu, other: Gpu) -> tuple[str, str]:
     return (one.uuid, other.uuid) if one.uuid and other.uuid else (one.pci_bus_id, other.pci_bus_id)
 
 
-def _numa_nodes(binding: tuple[RankBinding, ...], planned: Machine, host: Machine) -> Iterator[Refusal]:
+def _numa_nodes(
+    binding: tuple[RankBinding, ...], planned: Machine, host: Machine
+) -> Iterator[Refusal]:
     used = {rank.numa_node for rank in binding if rank.numa_node is not None} | {
         node for rank in binding for node in rank.memory_policy.nodes
     }
     expected = {node.id: node for node in planned.numa_nodes}
     present = {node.id: node for node in host.numa_nodes}
     if missing := used - present.keys():
-        yield Refusal("numa-node-missing", f"the plan uses {_named(missing)}, which {host.hostname} does not have")
+        yield Refusal(
+            "numa-node-missing",
+            f"the plan uses {_named(missing)}, which {host.hostname} does not have",
+        )
     cores = {cpu for rank in binding for cpu in rank.cpus}
     grows = planned.memory_grows or host.memory_grows
     for node in sorted(used & expected.keys() & present.keys()):
         yield from _node(expected[node], present[node], cores, host.hostname, memory_grows=grows)
 
 
-def _node(expected: NumaNode, found: NumaNode, cores: set[int], hostname: str, *, memory_grows: bool) -> Iterator[Refusal]:
+def _node(
+    expected: NumaNode, found: NumaNode, cores: set[int], hostname: str, *, memory_grows: bool
+) -> Iterator[Refusal]:
     where = f"NUMA node {found.id} of {hostname}"
     if missing := (cores & set(expected.cpus)) - set(found.cpus):
-        yield Refusal("numa-node-differs", f"{where} does not contain cores {cpu_ranges(missing)}, which the plan uses")
+        yield Refusal(
+            "numa-node-differs",
+            f"{where} does not contain cores {cpu_ranges(missing)}, which the plan uses",
+        )
     wanted, total = expected.memory_total_bytes, found.memory_total_bytes
     if not memory_grows and total < _LEAST_MEMORY * wanted:
-        yield Refusal("numa-node-differs", f"{where} has {memory_size(total)} of memory, and the plan was made for {memory_size(wanted)}")
+        yield Refusal(
+            "numa-node-differs",
+            f"{where} has {memory_size(total)} of memory, and the plan was made for {memory_size(wanted)}",
+        )
 
 
 def _named(nodes: Iterable[int]) -> str:
@@ -93,4 +119,7 @@ def _named(nodes: Iterable[int]) -> str:
 
 def _cores(binding: tuple[RankBinding, ...], host: Machine) -> Iterator[Refusal]:
     if missing := {cpu for rank in binding for cpu in rank.cpus} - set(host.allowed_cpus):
-        yield Refusal("cores-not-allowed", f"the plan uses cores {cpu_ranges(missing)}, which may not be used on {host.hostname}")
+        yield Refusal(
+            "cores-not-allowed",
+            f"the plan uses cores {cpu_ranges(missing)}, which may not be used on {host.hostname}",
+        )

@@ -61,9 +61,17 @@ class HostProcesses:
         found = [
             (pid, load, bound, gpu_uses.get(pid))
             for pid, load in self._loads.measure().items()
-            if _KERNEL not in (pid, load.stat.parent) and ((bound := self._bound(pid)) or pid in gpu_uses or load.cores >= _BUSY_CORES)
+            if _KERNEL not in (pid, load.stat.parent)
+            and ((bound := self._bound(pid)) or pid in gpu_uses or load.cores >= _BUSY_CORES)
         ]
-        found.sort(key=lambda process: (process[3] is None, -(process[3].total_bytes if process[3] else 0), -process[1].cores, process[0]))
+        found.sort(
+            key=lambda process: (
+                process[3] is None,
+                -(process[3].total_bytes if process[3] else 0),
+                -process[1].cores,
+                process[0],
+            )
+        )
         return tuple(_process(pid, load, bound, use) for pid, load, bound, use in found[:MOST])
 
     def _bound(self, pid: int) -> tuple[int, ...]:
@@ -74,8 +82,12 @@ class HostProcesses:
         return tuple(sorted(cpus)) if len(cpus) < len(self._allowed) else ()
 
 
-def _process(pid: int, load: ProcessLoad, bound: tuple[int, ...], use: GpuUse | None) -> HostProcess:
-    return HostProcess(pid, load.stat.name, _user(pid), load.cores, _resident_bytes(pid), bound, use)
+def _process(
+    pid: int, load: ProcessLoad, bound: tuple[int, ...], use: GpuUse | None
+) -> HostProcess:
+    return HostProcess(
+        pid, load.stat.name, _user(pid), load.cores, _resident_bytes(pid), bound, use
+    )
 
 
 def _user(pid: int) -> str:

@@ -60,7 +60,9 @@ class HostSupervisor(ABC):
         self._here = this_host()
         self._host = self._here.name
         self._job = Job(run, attempt, self._host, launch, nodes)
-        self._tree = ProcessTree(markers(run, attempt, nodes.node if nodes.count > 1 else None), os.getpid())
+        self._tree = ProcessTree(
+            markers(run, attempt, nodes.node if nodes.count > 1 else None), os.getpid()
+        )
         self._recorded: tuple[Process, ...] = ()
         self._first_loss = FirstLoss(self._tree)
         self._log = LogReader(run.log_path(attempt, self._host))
@@ -137,7 +139,9 @@ class HostSupervisor(ABC):
         before = set(self._tree.alive)
         # In this order, so that everything a process wrote is read after the process was seen to be gone.
         self._tree.scan()
-        reap_orphans({*self._started, *(process.pid for process in self._tree.alive)})  # after the scan, which reads their exit codes
+        reap_orphans(
+            {*self._started, *(process.pid for process in self._tree.alive)}
+        )  # after the scan, which reads their exit codes
         with self._despite_errors_of("records"):
             self._read()
         self._check_losses(before)
@@ -197,7 +201,9 @@ class HostSupervisor(ABC):
             remove_leftovers({*self._tree.gone, *self._recorded})
         with self._despite_errors_of("records"):
             self._read()
-            deadline = time.monotonic() + _SWEEP_S  # a process that nobody could end may write without end
+            deadline = (
+                time.monotonic() + _SWEEP_S
+            )  # a process that nobody could end may write without end
             while self._log.behind and time.monotonic() < deadline:  # the last lines say why
                 self._take_lines(self._log.poll())
 

@@ -33,8 +33,15 @@ class HubCache:
     """The cache folders that an environment names."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        home = Path(environment.get("HF_HOME") or Path(environment.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")).expanduser()
-        self.hub = Path(environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE") or home / "hub").expanduser()
+        home = Path(
+            environment.get("HF_HOME")
+            or Path(environment.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+        ).expanduser()
+        self.hub = Path(
+            environment.get("HF_HUB_CACHE")
+            or environment.get("HUGGINGFACE_HUB_CACHE")
+            or home / "hub"
+        ).expanduser()
         self.datasets = Path(environment.get("HF_DATASETS_CACHE") or home / "datasets").expanduser()
 
     def snapshot(self, name: str, revision: str) -> Path | None:
@@ -49,8 +56,15 @@ class HubCache:
 
     def has_data(self, name: str) -> bool:
         """Return whether anything of a data set was downloaded or prepared."""
-        prepared, downloaded = self.datasets / name.replace("/", "___"), self.hub / f"datasets--{name.replace('/', '--')}" / "snapshots"
-        return prepared.is_dir() or prepared.with_name(prepared.name.lower()).is_dir() or downloaded.is_dir()
+        prepared, downloaded = (
+            self.datasets / name.replace("/", "___"),
+            self.hub / f"datasets--{name.replace('/', '--')}" / "snapshots",
+        )
+        return (
+            prepared.is_dir()
+            or prepared.with_name(prepared.name.lower()).is_dir()
+            or downloaded.is_dir()
+        )
 
 
 def not_cached(spec: RunSpec, environment: Mapping[str, str], where: str) -> Iterator[Problem]:
@@ -67,7 +81,9 @@ def not_cached(spec: RunSpec, environment: Mapping[str, str], where: str) -> Ite
             yield _problem(spec, field, name, f"{missing} is not in {cache.hub}", where)
     for field, name in _data(spec):
         if not cache.has_data(name):
-            yield _problem(spec, field, name, f"is neither in {cache.datasets} nor in {cache.hub}", where)
+            yield _problem(
+                spec, field, name, f"is neither in {cache.datasets} nor in {cache.hub}", where
+            )
 
 
 def _models(spec: RunSpec) -> Iterator[tuple[str, str]]:
@@ -87,7 +103,11 @@ def _data(spec: RunSpec) -> Iterator[tuple[str, str]]:
 
 
 def _on_hub(text: str) -> bool:
-    return resolve_source(text) == text and text.count("/") <= 1 and not exists(Path(text).expanduser())
+    return (
+        resolve_source(text) == text
+        and text.count("/") <= 1
+        and not exists(Path(text).expanduser())
+    )
 
 
 def _missing_of_model(cache: HubCache, spec: RunSpec, field: str, name: str) -> str | None:
@@ -95,7 +115,9 @@ def _missing_of_model(cache: HubCache, spec: RunSpec, field: str, name: str) -> 
     folder = cache.snapshot(name, spec.model.revision if name == spec.model.id else "main")
     if folder is None:
         return f"revision {spec.model.revision}" if name == spec.model.id else "it"
-    if not any((folder / file).exists() for file in _TOKENIZERS) and (field == "model.tokenizer" or not spec.model.tokenizer):
+    if not any((folder / file).exists() for file in _TOKENIZERS) and (
+        field == "model.tokenizer" or not spec.model.tokenizer
+    ):
         return "its tokenizer"
     if field == "model.tokenizer" or spec.model.weights != "pretrained":
         return None
@@ -114,4 +136,10 @@ def _weights(folder: Path) -> tuple[str, ...]:
 def _problem(spec: RunSpec, field: str, value: str, message: str, where: str) -> Problem:
     command = so_tui_command("prepare", spec.name)
     remedy = f"Run `{command}` here first, with the same HF_HOME."
-    return Problem(code="not-cached", field=field, value=value, message=f"{message}, and nodes of {where} have no internet", remedy=remedy)
+    return Problem(
+        code="not-cached",
+        field=field,
+        value=value,
+        message=f"{message}, and nodes of {where} have no internet",
+        remedy=remedy,
+    )

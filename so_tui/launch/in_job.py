@@ -24,7 +24,13 @@ from so_tui.launch.outcome_text import RunFacts, outcome_text
 from so_tui.launch.partition_machines import keep_network, remember, with_measured_network
 from so_tui.launch.preparation import Launch, prepare
 from so_tui.launch.processes import become_subreaper
-from so_tui.launch.restarts import attempt_of_restart, may_continue, put_back, restarts, told_attempt
+from so_tui.launch.restarts import (
+    attempt_of_restart,
+    may_continue,
+    put_back,
+    restarts,
+    told_attempt,
+)
 from so_tui.launch.shutdown import stop_request
 from so_tui.launch.supervision import supervise
 from so_tui.machine import inspect_machine
@@ -62,20 +68,41 @@ def supervise_in_job(run: RunDirectory, attempt: int, token: str | None) -> int:
     submission = read_submission(run, attempt)
     if submission is None or token is None:
         message, remedy = "was not submitted with this job", "Start runs with `so-tui run`."
-        raise InputError([Problem(code="not-submitted", field="--attempt", value=str(attempt), message=message, remedy=remedy)])
+        raise InputError(
+            [
+                Problem(
+                    code="not-submitted",
+                    field="--attempt",
+                    value=str(attempt),
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        )
     admission.refuse_wrong_token(run, attempt, token)
     os.umask(umask_of(run.path))
     nodes = nodes_of_job(os.environ)
     machine = with_measured_network(submission.cluster, submission.partition, inspect_machine())
     if again := restarts(os.environ):
-        attempt = attempt_of_restart(run, attempt, token, machine, again) if nodes.first else told_attempt(run, attempt, again)
+        attempt = (
+            attempt_of_restart(run, attempt, token, machine, again)
+            if nodes.first
+            else told_attempt(run, attempt, again)
+        )
         submission = read_submission(run, attempt) or submission
     if nodes.first:
         return _supervise_run(run, attempt, token, submission, machine, nodes)
     return _supervise_node(run, attempt, submission, machine, nodes)
 
 
-def _supervise_run(run: RunDirectory, attempt: int, token: str, submission: Submission, machine: Machine, nodes: Nodes) -> int:
+def _supervise_run(
+    run: RunDirectory,
+    attempt: int,
+    token: str,
+    submission: Submission,
+    machine: Machine,
+    nodes: Nodes,
+) -> int:
     """Plan the attempt for the first node, supervise the run, and have it continued. Return the run's exit code."""
     before = read_state(run)
     admission.refuse_start(run, attempt, before, token)
@@ -96,12 +123,18 @@ def _supervise_run(run: RunDirectory, attempt: int, token: str, submission: Subm
 
     def ended() -> None:
         if (rate := read_network_rate(run, attempt)) is not None:
-            keep_network(submission.cluster, submission.partition, machine, rate, len(launch.plan.binding))
+            keep_network(
+                submission.cluster, submission.partition, machine, rate, len(launch.plan.binding)
+            )
         if continues and warned() and not requeued():
             _submit_successor(run, machine)
 
     code = supervise(run, attempt, token, nodes, ended)
-    if continues and (warned() or lost_a_node(run, before, start_over=submitted.start_over)) and requeued():
+    if (
+        continues
+        and (warned() or lost_a_node(run, before, start_over=submitted.start_over))
+        and requeued()
+    ):
         put_back(run)  # last, for it ends what this job still does
     return code
 
@@ -131,7 +164,12 @@ def needs_successor(run: RunDirectory, before: RunState, *, start_over: bool) ->
         start_over: The job trained from step 0, whatever was saved.
     """
     state, asked = read_state(run), stop_request(run)
-    return state.state == "stopped" and _saved_more(state, before, start_over=start_over) and asked is not None and asked.warned
+    return (
+        state.state == "stopped"
+        and _saved_more(state, before, start_over=start_over)
+        and asked is not None
+        and asked.warned
+    )
 
 
 def lost_a_node(run: RunDirectory, before: RunState, *, start_over: bool) -> bool:
@@ -140,14 +178,20 @@ def lost_a_node(run: RunDirectory, before: RunState, *, start_over: bool) -> boo
     Slurm itself may notice that minutes later. It starts a job again only whose node it has seen fail.
     """
     state = read_state(run)
-    return state.code == OutcomeCode.NODE_LOST and _saved_more(state, before, start_over=start_over) and may_continue(run, state)
+    return (
+        state.code == OutcomeCode.NODE_LOST
+        and _saved_more(state, before, start_over=start_over)
+        and may_continue(run, state)
+    )
 
 
 def _saved_more(state: RunState, before: RunState, *, start_over: bool) -> bool:
     return (state.saved_step or 0) > (0 if start_over else before.saved_step or 0)
 
 
-def _supervise_node(run: RunDirectory, attempt: int, submission: Submission, machine: Machine, nodes: Nodes) -> int:
+def _supervise_node(
+    run: RunDirectory, attempt: int, submission: Submission, machine: Machine, nodes: Nodes
+) -> int:
     """Plan the attempt for another node than the first, and supervise it there. Return 0 if it did not fail here."""
     submitted = read_launch(run, attempt, submission.planned_for)
     try:
@@ -155,7 +199,9 @@ def _supervise_node(run: RunDirectory, attempt: int, submission: Submission, mac
     except SoTuiError as error:
         print(error, file=sys.stderr, flush=True)
         outcome = not_started(error)
-        write_node_state(run, attempt, nodes.node, NodeState(host=machine.hostname, ended=True, outcome=outcome))
+        write_node_state(
+            run, attempt, nodes.node, NodeState(host=machine.hostname, ended=True, outcome=outcome)
+        )
         return outcome.run_exit_code
     write_node_launch(run, attempt, nodes.node, launch)
     become_subreaper()
@@ -170,10 +216,17 @@ def _refused_here(run: RunDirectory, attempt: int, submitted: Launch, error: SoT
         if lock is not None:
             before = read_state(run)
             first = run_state.first_state(
-                run.name, attempt, this_host(), identify(os.getpid(), "supervisor"), before, forced=submitted.forced
+                run.name,
+                attempt,
+                this_host(),
+                identify(os.getpid(), "supervisor"),
+                before,
+                forced=submitted.forced,
             )
             text = outcome_text(outcome, RunFacts(name=run.name, saved_step=before.saved_step))
-            write_state_even_if_full(run, run_state.final_state(first, outcome, text, first.attempt_started or 0.0))
+            write_state_even_if_full(
+                run, run_state.final_state(first, outcome, text, first.attempt_started or 0.0)
+            )
     return outcome.run_exit_code
 
 

@@ -19,7 +19,12 @@ from so_tui.launch.marker import known_id
 from so_tui.launch.nodes import ALONE, Nodes, hostfile, node_values
 from so_tui.launch.partitioning import Partitioning
 from so_tui.launch.preparation import Launch
-from so_tui.launch.rendezvous import init_method, make_rendezvous, remove_rendezvous, rendezvous_path
+from so_tui.launch.rendezvous import (
+    init_method,
+    make_rendezvous,
+    remove_rendezvous,
+    rendezvous_path,
+)
 from so_tui.machine import inspect_machine
 from so_tui.machine.code_folders import make_code_folders
 from so_tui.machine.cpulist import cpu_ranges
@@ -37,7 +42,9 @@ class NoCommandError(SoTuiError):
 class Job:
     """One attempt's processes on this host. Starts what ``launch.json`` holds and writes ``command.json``."""
 
-    def __init__(self, run: RunDirectory, attempt: int, host: str, launch: Launch, nodes: Nodes = ALONE) -> None:
+    def __init__(
+        self, run: RunDirectory, attempt: int, host: str, launch: Launch, nodes: Nodes = ALONE
+    ) -> None:
         """Prepare to start a launch.
 
         Args:
@@ -69,7 +76,9 @@ class Job:
             OSError: The process or a file could not be made.
         """
         if not self.launch.argv:
-            raise NoCommandError("the attempt has no launch.json, because an older version of so-tui wrote it")
+            raise NoCommandError(
+                "the attempt has no launch.json, because an older version of so-tui wrote it"
+            )
         folder = locks.lock_folder()
         holder = locks.Holder(run=str(self._run.path), pid=os.getpid())
         self._locks = locks.take_gpus(folder, self._gpus(), holder)
@@ -79,10 +88,16 @@ class Job:
         processes = environment.apply(launch.environment, os.environ)
         make_code_folders(processes)
         self._write_command(launch)
-        log = os.open(self._run.log_path(self._attempt, self._host), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
+        log = os.open(
+            self._run.log_path(self._attempt, self._host),
+            os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC,
+            0o640,
+        )
         try:
             for difference in software_differences(self.launch.machine, host):
-                os.write(log, f"so-tui: warning: {difference.message} ({difference.code})\n".encode())
+                os.write(
+                    log, f"so-tui: warning: {difference.message} ({difference.code})\n".encode()
+                )
             for line in self._partitioned():
                 os.write(log, f"so-tui: {line}\n".encode())
             with _ignored_by_children(signal.SIGUSR1):
@@ -107,9 +122,16 @@ class Job:
         else:
             listed = self._run.hostfile_path(self._attempt, self._nodes.node)
             write_run_file(self._run, listed, hostfile(self._nodes, self.launch.plan).encode())
-            meeting, others = self._nodes.init_method, node_values(self._nodes, self.launch.plan, str(listed))
+            meeting, others = (
+                self._nodes.init_method,
+                node_values(self._nodes, self.launch.plan, str(listed)),
+            )
         return self.launch.resolved(
-            run=self._run.path, attempt=self._attempt, rendezvous=meeting, run_id=known_id(self._run), others=others
+            run=self._run.path,
+            attempt=self._attempt,
+            rendezvous=meeting,
+            run_id=known_id(self._run),
+            others=others,
         )
 
     def take_over(self) -> None:
@@ -197,10 +219,15 @@ class Job:
             "argv": launch.argv,
             "host": self._host,
             "started": time.time(),
-            "environment": [{"name": change.name, "value": shown[change.name], "reason": change.reason} for change in launch.environment],
+            "environment": [
+                {"name": change.name, "value": shown[change.name], "reason": change.reason}
+                for change in launch.environment
+            ],
             "inherited": recordable(os.environ),
         }
-        write_run_file(self._run, self._run.command_path(self._attempt, self._nodes.node), indented(record))
+        write_run_file(
+            self._run, self._run.command_path(self._attempt, self._nodes.node), indented(record)
+        )
 
 
 @contextlib.contextmanager

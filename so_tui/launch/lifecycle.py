@@ -43,7 +43,9 @@ _AFTER_KILL_S = 60.0
 """How long a stop waits for the final state after its grace time: for the kill, and until the kernel has freed much memory."""
 
 
-def start(launch: Launch, *, runs_dir: Path | str | None = None, executor: Executor | None = None) -> RunDirectory:
+def start(
+    launch: Launch, *, runs_dir: Path | str | None = None, executor: Executor | None = None
+) -> RunDirectory:
     """Start a new run and return once its supervisor has taken over, or its job is queued. Training continues by itself from there.
 
     Args:
@@ -82,7 +84,9 @@ def resume(run: RunDirectory, launch: Launch, *, executor: Executor | None = Non
     refuse_unless_own(run)
     ended_state(run, assume_dead=launch.assume_dead)
     executor = executor or executor_of(launch.spec)
-    saved = 0 if launch.start_over else len(checkpoint_folders(checkpoints_folder(run, launch.spec)))
+    saved = (
+        0 if launch.start_over else len(checkpoint_folders(checkpoints_folder(run, launch.spec)))
+    )
     _check(launch, executor, saved=saved, runs_dir=run.path)
     for action in control.ACTIONS:
         control.clear(run, action)
@@ -93,12 +97,16 @@ def resume(run: RunDirectory, launch: Launch, *, executor: Executor | None = Non
     finally:
         if newest_attempt(run, read_state(run)) != attempt:
             shutil.rmtree(run.attempt_dir(attempt), ignore_errors=True)
-        elif launch.changes:  # only now: if two resumes compete, the settings of the one that trains count
+        elif (
+            launch.changes
+        ):  # only now: if two resumes compete, the settings of the one that trains count
             write_spec(run, launch.spec)
     return attempt
 
 
-def stop(run: RunDirectory, *, grace_s: float = DEFAULT_GRACE_S, assume_dead: bool = False) -> RunState:
+def stop(
+    run: RunDirectory, *, grace_s: float = DEFAULT_GRACE_S, assume_dead: bool = False
+) -> RunState:
     """Ask the run to stop with a checkpoint, and wait for its end. After ``grace_s`` seconds the supervisor kills it.
 
     Returns the final state, or the current one if the run has not ended in time. The request remains if the wait is interrupted.
@@ -126,17 +134,32 @@ def stop(run: RunDirectory, *, grace_s: float = DEFAULT_GRACE_S, assume_dead: bo
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise
-        message, remedy = f"the request to stop cannot be written: {error.strerror}", "Check the rights of this folder."
-        problem = Problem(code="control-not-writable", field="run", value=str(run.control_dir), message=message, remedy=remedy)
+        message, remedy = (
+            f"the request to stop cannot be written: {error.strerror}",
+            "Check the rights of this folder.",
+        )
+        problem = Problem(
+            code="control-not-writable",
+            field="run",
+            value=str(run.control_dir),
+            message=message,
+            remedy=remedy,
+        )
         raise InputError([problem]) from error
     ensure_supervised(run)
     deadline = time.monotonic() + grace_s + _AFTER_KILL_S
     watch = HeartbeatWatch()  # a run on another host may die while it is waited for
-    while (state := current_state(run, watch)).state not in FINAL_STATES and time.monotonic() < deadline:
+    while (
+        state := current_state(run, watch)
+    ).state not in FINAL_STATES and time.monotonic() < deadline:
         time.sleep(4 * _POLL_S)
     recorded = read_state(run)
     # A host that was silent for all this time is gone. Others need not wait for that again.
-    return record(run, recorded, state) if state.state in FINAL_STATES and recorded.state not in FINAL_STATES else state
+    return (
+        record(run, recorded, state)
+        if state.state in FINAL_STATES and recorded.state not in FINAL_STATES
+        else state
+    )
 
 
 def _leave_queue(run: RunDirectory, state: RunState, *, assume_dead: bool) -> RunState:
@@ -154,12 +177,20 @@ def _leave_queue(run: RunDirectory, state: RunState, *, assume_dead: bool) -> Ru
     except SoTuiError as error:
         if not assume_dead:
             remedy = "If you know that its job is gone, add --assume-dead. Should it start all the same, it ends at once."
-            problem = Problem(code="run-may-be-live", field="run", value=run.name, message=f"is in a queue: {error}", remedy=remedy)
+            problem = Problem(
+                code="run-may-be-live",
+                field="run",
+                value=run.name,
+                message=f"is in a queue: {error}",
+                remedy=remedy,
+            )
             raise InputError([problem]) from error
     with run_lock(run) as lock:
         recorded = read_state(run)
         alive = recorded.state != "queued" and sighting(run, recorded).liveness is Liveness.ALIVE
-        if lock is None or recorded.state in FINAL_STATES or alive:  # it has started a moment ago, and the scheduler ends it
+        if (
+            lock is None or recorded.state in FINAL_STATES or alive
+        ):  # it has started a moment ago, and the scheduler ends it
             return current_state(run)
         request_stop(run)  # tells a job that Slurm starts again who ended the run
         state = left_queue(state, attempt)
@@ -175,29 +206,50 @@ def _start_attempt(run: RunDirectory, attempt: int, launch: Launch, executor: Ex
         _LOG.info("%s starts attempt %d of %s", type(executor).__name__, attempt, run.path)
         handle = executor.start(run, attempt, token)
     except OSError as error:
-        message, remedy = f"cannot be written: {error.strerror}", "Free some space there, or choose another folder with --runs-dir."
-        problem = Problem(code="not-writable", field="--runs-dir", value=str(run.path.parent), message=message, remedy=remedy)
+        message, remedy = (
+            f"cannot be written: {error.strerror}",
+            "Free some space there, or choose another folder with --runs-dir.",
+        )
+        problem = Problem(
+            code="not-writable",
+            field="--runs-dir",
+            value=str(run.path.parent),
+            message=message,
+            remedy=remedy,
+        )
         raise InputError([problem]) from error
     if handle is None:
         return
     try:
         _wait_for_supervisor(run, attempt, handle, supervisor_log(run, attempt))
-    except KeyboardInterrupt:  # the supervisor may be alive by now and would train a run that the user has cancelled
+    except (
+        KeyboardInterrupt
+    ):  # the supervisor may be alive by now and would train a run that the user has cancelled
         control.request(run, "stop", reason="interrupted while it was started")
         raise
 
 
-def _wait_for_supervisor(run: RunDirectory, attempt: int, handle: SupervisorHandle, log: Path) -> None:
+def _wait_for_supervisor(
+    run: RunDirectory, attempt: int, handle: SupervisorHandle, log: Path
+) -> None:
     """Return when the supervisor has written its first state. Raise SoTuiError if it ends first or takes too long."""
     deadline = time.monotonic() + _READY_S
     while read_state(run).attempt != attempt:
         code = handle.exit_code()
-        if code == 0 and read_state(run).attempt != attempt:  # another supervisor holds the run's lock
-            raise SoTuiError(f"another start of {run.name} came first: `{so_tui_command('watch', run.name)}` shows it")
+        if (
+            code == 0 and read_state(run).attempt != attempt
+        ):  # another supervisor holds the run's lock
+            raise SoTuiError(
+                f"another start of {run.name} came first: `{so_tui_command('watch', run.name)}` shows it"
+            )
         if code is not None and read_state(run).attempt != attempt:
-            raise SoTuiError(f"the supervisor ended immediately (exit code {code}): {_last_lines(log)}")
+            raise SoTuiError(
+                f"the supervisor ended immediately (exit code {code}): {_last_lines(log)}"
+            )
         if time.monotonic() > deadline:
-            raise SoTuiError(f"the supervisor did not take over within {_READY_S:.0f} s: {_last_lines(log)}")
+            raise SoTuiError(
+                f"the supervisor did not take over within {_READY_S:.0f} s: {_last_lines(log)}"
+            )
         time.sleep(_POLL_S)
 
 
@@ -209,7 +261,9 @@ def _never_supervised(run: RunDirectory) -> bool:
         return False
 
 
-def _check(launch: Launch, executor: Executor, *, saved: int = 0, runs_dir: Path | str | None = None) -> None:
+def _check(
+    launch: Launch, executor: Executor, *, saved: int = 0, runs_dir: Path | str | None = None
+) -> None:
     """Refuse what cannot start. What this host lacks says nothing about another one."""
     if executor.here:
         _refuse_other_host(launch.machine)
@@ -220,8 +274,17 @@ def _check(launch: Launch, executor: Executor, *, saved: int = 0, runs_dir: Path
 
 def _refuse_other_host(machine: Machine) -> None:
     if machine.hostname != socket.gethostname():
-        message, remedy = "is not this machine, and runs start here", "Start it on that machine, or only show it with --dry-run."
-        problem = Problem(code="not-this-machine", field="--machine", value=machine.hostname, message=message, remedy=remedy)
+        message, remedy = (
+            "is not this machine, and runs start here",
+            "Start it on that machine, or only show it with --dry-run.",
+        )
+        problem = Problem(
+            code="not-this-machine",
+            field="--machine",
+            value=machine.hostname,
+            message=message,
+            remedy=remedy,
+        )
         raise InputError([problem])
 
 

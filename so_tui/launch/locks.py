@@ -43,7 +43,11 @@ class LockTakenError(Exception):
     def __init__(self, name: str, holder: Holder | None) -> None:
         self.name = name
         self.holder = holder
-        who = f"run {Path(holder.run).name} (pid {holder.pid})" if holder and holder.run else "another run"
+        who = (
+            f"run {Path(holder.run).name} (pid {holder.pid})"
+            if holder and holder.run
+            else "another run"
+        )
         super().__init__(f"{name} is used by {who}")
 
 
@@ -131,7 +135,9 @@ def foreign_processes(gpus: Iterable[Gpu]) -> dict[int, tuple[int, ...]]:
         for gpu in gpus:
             try:
                 handle = pynvml.nvmlDeviceGetHandleByPciBusId(gpu.pci_bus_id.encode())
-                pids = tuple(process.pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle))
+                pids = tuple(
+                    process.pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+                )
             except pynvml.NVMLError:
                 continue  # not permitted or not supported here, so nothing is known about this GPU
             if pids:

@@ -17,7 +17,9 @@ def known_id(run: RunDirectory) -> str:
         return ""
 
 
-def markers(run: RunDirectory, attempt: int | None = None, node: int | None = None) -> frozenset[bytes]:
+def markers(
+    run: RunDirectory, attempt: int | None = None, node: int | None = None
+) -> frozenset[bytes]:
     """Return the entries that a process of the run has, all of them: its path, its id if it has one, and the attempt.
 
     A run at the same path as an earlier one has another id, and a copy of a run has another path.

@@ -25,6 +25,8 @@ class NetworkWatch:
 
     def missing(self, lines: Iterable[str]) -> bool:
         """Return whether NCCL uses sockets instead of the expected network, after these lines of the log too."""
-        if self._expected not in ("", _SOCKETS) and any(used and used[1].strip() == _SOCKETS for used in map(_USES.search, lines)):
+        if self._expected not in ("", _SOCKETS) and any(
+            used and used[1].strip() == _SOCKETS for used in map(_USES.search, lines)
+        ):
             self.missing_name = self._expected
         return bool(self.missing_name)

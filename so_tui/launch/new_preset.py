@@ -8,7 +8,15 @@ from typing import Any, NamedTuple
 
 from so_tui.folders import user_folder
 from so_tui.launch.helpers import call_tool
-from so_tui.spec import InputError, Problem, RunSpec, check_tree, create_preset, load_catalog, with_values
+from so_tui.spec import (
+    InputError,
+    Problem,
+    RunSpec,
+    check_tree,
+    create_preset,
+    load_catalog,
+    with_values,
+)
 from so_tui.spec.catalog import BUILTIN
 from so_tui.spec.files import exists, is_folder
 from so_tui.spec.layers import layer_kinds, packing_problem
@@ -52,7 +60,10 @@ def describe_model(
     _refuse_taken(chosen)
     changes = changes or {}
     _refuse_other_shape(changes)
-    asked = {"tokenizer": changes.get("model.tokenizer", ""), "weights": changes.get("model.weights", "")}
+    asked = {
+        "tokenizer": changes.get("model.tokenizer", ""),
+        "weights": changes.get("model.weights", ""),
+    }
     request = {"model": model, "revision": revision, "trust_remote_code": trust_remote_code}
     answer = call_tool("describe_model", request | asked, timeout_s=_TIMEOUT_S)
     spec = check_tree(_tree(answer, chosen))
@@ -80,8 +91,15 @@ def _tree(answer: dict[str, Any], name: str) -> dict[str, Any]:
         "name": name,
         "title": re.sub(r"[-_]+", " ", _last_part(answer["model"]["id"])),
         "gpus": _gpus(answer["parameters"]),
-        "model": {key: value for key, value in answer["model"].items() if value not in ("", [], {})},
-        "data": {"source": "tatsu-lab/alpaca", "format": "auto", "sequence_length": length, "packing": packs},
+        "model": {
+            key: value for key, value in answer["model"].items() if value not in ("", [], {})
+        },
+        "data": {
+            "source": "tatsu-lab/alpaca",
+            "format": "auto",
+            "sequence_length": length,
+            "packing": packs,
+        },
         "train": {"epochs": 1},
         "offload": {"mode": "auto"},
     }
@@ -101,7 +119,17 @@ def _refuse_other_shape(changes: dict[str, str]) -> None:
     for key, value in changes.items():
         if key.startswith(("model.config", "model.parameters")):
             remedy = "Copy the folder, change its config.json, and add the copy; or use it with model.weights=random."
-            raise InputError([Problem(code="read-from-the-model", field=key, value=value, message="is read from the model", remedy=remedy)])
+            raise InputError(
+                [
+                    Problem(
+                        code="read-from-the-model",
+                        field=key,
+                        value=value,
+                        message="is read from the model",
+                        remedy=remedy,
+                    )
+                ]
+            )
 
 
 def _refuse_taken(name: str) -> None:
@@ -110,4 +138,14 @@ def _refuse_taken(name: str) -> None:
     taken = older.path if older else str(user_folder() / f"{name}.toml")
     if older or exists(Path(taken)):
         remedy = "Use that preset, or give another name (--name)."
-        raise InputError([Problem(code="name-taken", field="name", value=name, message=f"is taken by {taken}", remedy=remedy)])
+        raise InputError(
+            [
+                Problem(
+                    code="name-taken",
+                    field="name",
+                    value=name,
+                    message=f"is taken by {taken}",
+                    remedy=remedy,
+                )
+            ]
+        )

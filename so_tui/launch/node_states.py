@@ -49,10 +49,18 @@ def write_node_state(run: RunDirectory, attempt: int, node: int, state: NodeStat
 class OtherNodes:
     """The other nodes of a run, as the first node's supervisor sees them."""
 
-    def __init__(self, run: RunDirectory, attempt: int, count: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        run: RunDirectory,
+        attempt: int,
+        count: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Prepare to read the states of ``count`` nodes but the first."""
         self._run, self._attempt, self._clock = run, attempt, clock
-        self._seen: dict[int, tuple[NodeState | None, float]] = {node: (None, clock()) for node in range(1, count)}
+        self._seen: dict[int, tuple[NodeState | None, float]] = {
+            node: (None, clock()) for node in range(1, count)
+        }
         """The newest state of each node, and when it was first seen, by the clock of this process."""
 
     def poll(self) -> None:
@@ -60,7 +68,10 @@ class OtherNodes:
         for node, (before, _) in self._seen.items():
             try:
                 state = decode_json(read_own(self._run.node_path(self._attempt, node)), NodeState)
-            except (FileNotFoundError, msgspec.DecodeError):  # not yet, or just being replaced on a network file system
+            except (
+                FileNotFoundError,
+                msgspec.DecodeError,
+            ):  # not yet, or just being replaced on a network file system
                 continue
             if before is None or state.heartbeat != before.heartbeat:
                 self._seen[node] = (state, self._clock())
@@ -72,7 +83,11 @@ class OtherNodes:
             silent_s: How long a node may give no sign of life.
         """
         states = [state for state, _ in self._seen.values() if state is not None]
-        found = [msgspec.structs.replace(state.outcome, node=state.host) for state in states if state.outcome is not None]
+        found = [
+            msgspec.structs.replace(state.outcome, node=state.host)
+            for state in states
+            if state.outcome is not None
+        ]
         told = sorted(found, key=lambda outcome: outcome.code == OutcomeCode.UNEXPECTED)
         if told and told[0].code != OutcomeCode.UNEXPECTED:
             return told[0]
@@ -80,13 +95,20 @@ class OtherNodes:
         for node, (state, since) in self._seen.items():
             allowed_s = silent_s if state is not None else max(silent_s, FIRST_SIGN_S)
             if not (state is not None and state.ended) and now - since > allowed_s:
-                return Outcome(state="failed", code=OutcomeCode.NODE_LOST, node=state.host if state is not None else f"number {node}")
+                return Outcome(
+                    state="failed",
+                    code=OutcomeCode.NODE_LOST,
+                    node=state.host if state is not None else f"number {node}",
+                )
         return told[0] if told else None
 
     def wait(self) -> Outcome | None:
         """Wait for the end of the other nodes' processes, but not long, and return ``cause``."""
         began = self._clock()
-        while any(state is None or not state.ended for state, _ in self._seen.values()) and self._clock() - began < _END_S:
+        while (
+            any(state is None or not state.ended for state, _ in self._seen.values())
+            and self._clock() - began < _END_S
+        ):
             time.sleep(_POLL_S)
             try:
                 self.poll()
@@ -109,6 +131,8 @@ def attributed(own: Outcome, others: Outcome | None, *, unprompted: bool) -> Out
         return own
     if own.reported and own.code != OutcomeCode.RANK_LOST:
         return own
-    if others.code == OutcomeCode.UNEXPECTED or (own.signal is not None and unprompted and others.code != OutcomeCode.NODE_LOST):
+    if others.code == OutcomeCode.UNEXPECTED or (
+        own.signal is not None and unprompted and others.code != OutcomeCode.NODE_LOST
+    ):
         return own
     return others

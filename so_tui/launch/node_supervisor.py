@@ -69,33 +69,53 @@ class NodeSupervisor(HostSupervisor):
     def _check_losses(self, before: set[Process]) -> None:
         super()._check_losses(before)
         roles = {process.role for process in self._tree.alive}
-        if self._shutdown.ended_at is None and "launcher" in roles and "rank" not in roles and self._first_loss.process is not None:
-            self._shutdown.ended_at = time.monotonic()  # the trainer's end record may come later: it is the first node's
+        if (
+            self._shutdown.ended_at is None
+            and "launcher" in roles
+            and "rank" not in roles
+            and self._first_loss.process is not None
+        ):
+            self._shutdown.ended_at = (
+                time.monotonic()
+            )  # the trainer's end record may come later: it is the first node's
 
     def _pass_on_signal(self) -> None:
         """Ask the run to stop, on all nodes. A scheduler's warning reaches the first node, too, which asks for that."""
         if self._signal not in (None, signal.SIGUSR1):
             assert self._signal is not None
-            request_stop(self._run, reason=f"the supervisor on {self._host} received {self._signal.name}", signalled=True)
+            request_stop(
+                self._run,
+                reason=f"the supervisor on {self._host} received {self._signal.name}",
+                signalled=True,
+            )
         self._signal = None
 
     def _check_first_node(self) -> None:
         """End the processes here once the run has ended, or nobody is left to say that it has."""
         now, over = time.monotonic(), False
-        with contextlib.suppress(InputError, OSError):  # deleted, or its file system is away: that is silence, too
+        with contextlib.suppress(
+            InputError, OSError
+        ):  # deleted, or its file system is away: that is silence, too
             found = read_state(self._run)
             if found.heartbeat != self._first_heartbeat:
                 self._first_heartbeat, self._first_heard_at = found.heartbeat, now
             self._first_started = found.attempt >= self._attempt
-            over = found.attempt > self._attempt or (found.attempt == self._attempt and found.state in FINAL_STATES)
+            over = found.attempt > self._attempt or (
+                found.attempt == self._attempt and found.state in FINAL_STATES
+            )
         silent = now - self._first_heard_at > (STALE_S if self._first_started else FIRST_SIGN_S)
         if (over or silent) and self._shutdown.broken_at is None:
             self._shutdown.broken_at = now
 
     def _outcome(self) -> Outcome | None:
         """Return why the processes failed here; None if they did not. What they did because others failed has no code of its own."""
-        ranks = {self._tree.exit_code(process) for process in self._tree.gone if process.role == "rank"}
-        if self._job.status() == 0 and ranks <= {None, 0}:  # DeepSpeed's runner returns 0 after its launcher was killed, too
+        ranks = {
+            self._tree.exit_code(process) for process in self._tree.gone if process.role == "rank"
+        }
+        if self._job.status() == 0 and ranks <= {
+            None,
+            0,
+        }:  # DeepSpeed's runner returns 0 after its launcher was killed, too
             return None
         evidence = self._evidence()
         if self._first_loss.unprompted or evidence.missing_network:
@@ -103,7 +123,9 @@ class NodeSupervisor(HostSupervisor):
         return Outcome(state="failed", code=OutcomeCode.UNEXPECTED)
 
     def _finish(self, outcome: Outcome | None) -> int:
-        self._state = msgspec.structs.replace(self._state, processes=(), ended=True, outcome=outcome)
+        self._state = msgspec.structs.replace(
+            self._state, processes=(), ended=True, outcome=outcome
+        )
         self._write_state()
         self._job.release()
         return 0 if outcome is None else outcome.run_exit_code

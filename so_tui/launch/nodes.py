@@ -51,19 +51,26 @@ def nodes_of_job(environ: Mapping[str, str]) -> Nodes:
     return Nodes(
         node=int(environ["SLURM_NODEID"]),
         count=count,
-        address=environ["SLURM_LAUNCH_NODE_IPADDR"],  # srun runs in the batch script, on the first node
+        address=environ[
+            "SLURM_LAUNCH_NODE_IPADDR"
+        ],  # srun runs in the batch script, on the first node
         port=_FIRST_PORT + int(environ["SLURM_JOB_ID"]) % _PORTS,  # two jobs may share a node
     )
 
 
 def numbered(binding: tuple[RankBinding, ...], node: int) -> tuple[RankBinding, ...]:
     """Return a host's bindings with the numbers that its ranks have among those of all nodes."""
-    return tuple(msgspec.structs.replace(rank, rank=rank.rank + node * len(binding)) for rank in binding)
+    return tuple(
+        msgspec.structs.replace(rank, rank=rank.rank + node * len(binding)) for rank in binding
+    )
 
 
 def hostfile(nodes: Nodes, plan: Plan) -> str:
     """Return a file of nodes for DeepSpeed's launcher. Without ssh their names mean nothing, and only this node's slots are GPUs."""
-    return "".join(f"{_name(node)} slots={1 + max(_devices(nodes, plan, node))}\n" for node in range(nodes.count))
+    return "".join(
+        f"{_name(node)} slots={1 + max(_devices(nodes, plan, node))}\n"
+        for node in range(nodes.count)
+    )
 
 
 def node_values(nodes: Nodes, plan: Plan, hostfile: str) -> dict[Placeholder, str]:
@@ -74,7 +81,10 @@ def node_values(nodes: Nodes, plan: Plan, hostfile: str) -> dict[Placeholder, st
         plan: This node's plan.
         hostfile: The path of its file of nodes.
     """
-    devices = (f"{_name(node)}:{','.join(map(str, _devices(nodes, plan, node)))}" for node in range(nodes.count))
+    devices = (
+        f"{_name(node)}:{','.join(map(str, _devices(nodes, plan, node)))}"
+        for node in range(nodes.count)
+    )
     return {
         Placeholder.NODE: str(nodes.node),
         Placeholder.ADDRESS: nodes.address,

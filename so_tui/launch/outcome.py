@@ -101,13 +101,24 @@ def conclude(evidence: Evidence) -> Outcome:
     if (end := evidence.end) is not None and not (bereaved and end.state == "failed"):
         return _recorded(end)
     if evidence.missing_network:
-        return Outcome(state="failed", code=OutcomeCode.SLOW_NETWORK, detail=evidence.missing_network)
+        return Outcome(
+            state="failed", code=OutcomeCode.SLOW_NETWORK, detail=evidence.missing_network
+        )
     if evidence.failures and not bereaved:
         first = evidence.failures[0]
         code = first.code or OutcomeCode.UNEXPECTED
-        return Outcome(state="failed", code=code, who="rank", rank=first.rank, reported=first.reason, advice=first.suggestion)
+        return Outcome(
+            state="failed",
+            code=code,
+            who="rank",
+            rank=first.rank,
+            reported=first.reason,
+            advice=first.suggestion,
+        )
     if evidence.stop_overdue_s is not None:
-        return Outcome(state="failed", code=OutcomeCode.STOP_OVERDUE, limit_s=evidence.stop_overdue_s)
+        return Outcome(
+            state="failed", code=OutcomeCode.STOP_OVERDUE, limit_s=evidence.stop_overdue_s
+        )
     for code, pattern in _LOGGED:
         if match := _search(pattern, evidence.log):
             return Outcome(state="failed", code=code, detail=next(iter(match.groups()), ""))
@@ -128,8 +139,14 @@ def ended_by(code: int | None) -> int | None:
 
 
 def _recorded(end: EndRecord) -> Outcome:
-    codes: dict[str, str] = {"finished": OutcomeCode.FINISHED, "stopped": OutcomeCode.STOPPED, "failed": end.code or OutcomeCode.UNEXPECTED}
-    return Outcome(state=end.state, code=codes[end.state], reported=end.reason, advice=end.suggestion)
+    codes: dict[str, str] = {
+        "finished": OutcomeCode.FINISHED,
+        "stopped": OutcomeCode.STOPPED,
+        "failed": end.code or OutcomeCode.UNEXPECTED,
+    }
+    return Outcome(
+        state=end.state, code=codes[end.state], reported=end.reason, advice=end.suggestion
+    )
 
 
 def _bereaved(evidence: Evidence) -> bool:
@@ -152,12 +169,30 @@ def _by_exit(evidence: Evidence) -> Outcome:
         who = "launcher"
     else:
         # A launcher that lived to see a rank fail reports that rank's code.
-        rank, code = (lost.rank if lost.role == "rank" else None), reported if code is None else code
+        rank, code = (
+            (lost.rank if lost.role == "rank" else None),
+            reported if code is None else code,
+        )
     vanished = lost is not None and code is None and (who != "rank" or rank is not None)
     if vanished or (signum := ended_by(code)) is not None:
-        return Outcome(state="failed", code=_LOST[who], who=who, rank=rank, pid=pid, signal=None if vanished else signum)
+        return Outcome(
+            state="failed",
+            code=_LOST[who],
+            who=who,
+            rank=rank,
+            pid=pid,
+            signal=None if vanished else signum,
+        )
     error = _last_error(evidence.log)
-    return Outcome(state="failed", code=OutcomeCode.UNEXPECTED, who=who, rank=rank, pid=pid, exit_code=code, detail=error)
+    return Outcome(
+        state="failed",
+        code=OutcomeCode.UNEXPECTED,
+        who=who,
+        rank=rank,
+        pid=pid,
+        exit_code=code,
+        detail=error,
+    )
 
 
 _LOST: dict[Who, OutcomeCode] = {
@@ -173,7 +208,10 @@ _LOGGED: tuple[tuple[OutcomeCode, str], ...] = (
     (OutcomeCode.ADAM_TIMEOUT, r"SuperOffload CPU optimizer timeout"),
     (OutcomeCode.PORT_IN_USE, r"Address already in use|EADDRINUSE"),
     (OutcomeCode.MODULE_MISSING, r"ModuleNotFoundError: No module named '([^']+)'"),
-    (OutcomeCode.NUMACTL_FAILED, r"(set_mempolicy: .*|<[\d,-]+> is invalid|No such file or directory: 'numactl')"),
+    (
+        OutcomeCode.NUMACTL_FAILED,
+        r"(set_mempolicy: .*|<[\d,-]+> is invalid|No such file or directory: 'numactl')",
+    ),
 )
 
 
@@ -190,5 +228,10 @@ def _reported_rank_code(log: Sequence[str]) -> int | None:
 
 def _last_error(log: Sequence[str]) -> str:
     """Return the last line that looks like the end of a Python traceback, without the rank's prefix."""
-    pattern = re.compile(r"^(?:\[rank\d+\]: *)?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt)(?:: .*)?)$")
-    return next((match.group(1)[:500] for line in reversed(log) if (match := pattern.match(line.strip()))), "")
+    pattern = re.compile(
+        r"^(?:\[rank\d+\]: *)?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt)(?:: .*)?)$"
+    )
+    return next(
+        (match.group(1)[:500] for line in reversed(log) if (match := pattern.match(line.strip()))),
+        "",
+    )

@@ -115,7 +115,9 @@ class OutcomeText(NamedTuple):
 def outcome_text(outcome: Outcome, run: RunFacts) -> OutcomeText:
     """Put an outcome into words. The suggestion for a failure ends with how to resume, and with changed settings where it needs them."""
     if outcome.state in ("finished", "stopped"):
-        return OutcomeText(outcome.reported or (_reason(outcome) if outcome.job else ""), outcome.advice)
+        return OutcomeText(
+            outcome.reported or (_reason(outcome) if outcome.job else ""), outcome.advice
+        )
     advice = outcome.advice if outcome.reported else _advice(outcome, run)
     again = _resuming(run, " --set KEY=VALUE" if outcome.code in _OTHER_SETTINGS_HELP else "")
     return OutcomeText(_reason(outcome), f"{advice.rstrip('.')}. {again}" if advice else again)
@@ -129,7 +131,9 @@ def _reason(outcome: Outcome) -> str:
 def _reason_there(outcome: Outcome) -> str:
     """Return the reason as the host says it on which it happened."""
     if outcome.reported:
-        return outcome.reported if outcome.rank is None else f"rank {outcome.rank}: {outcome.reported}"
+        return (
+            outcome.reported if outcome.rank is None else f"rank {outcome.rank}: {outcome.reported}"
+        )
     if outcome.code in _LOST:
         if outcome.signal is None:
             return f"{_who(outcome)} (pid {outcome.pid}) disappeared during training: it was killed"
@@ -137,9 +141,18 @@ def _reason_there(outcome: Outcome) -> str:
     if pattern := _REASONS.get(outcome.code):
         plural = "" if outcome.count == 1 else "es"
         return pattern.format(
-            detail=outcome.detail, count=outcome.count, es=plural, limit_s=outcome.limit_s, job=outcome.job, node=outcome.node
+            detail=outcome.detail,
+            count=outcome.count,
+            es=plural,
+            limit_s=outcome.limit_s,
+            job=outcome.job,
+            node=outcome.node,
         )
-    ending = f"with exit code {outcome.exit_code}" if outcome.exit_code else "without the trainer's end record"
+    ending = (
+        f"with exit code {outcome.exit_code}"
+        if outcome.exit_code
+        else "without the trainer's end record"
+    )
     return outcome.detail or f"{_who(outcome)} ended {ending}"
 
 
@@ -150,7 +163,11 @@ def _advice(outcome: Outcome, run: RunFacts) -> str:
         case OutcomeCode.KILLED_FOR_MEMORY | OutcomeCode.OUT_OF_HOST_MEMORY:
             return run.less_host_memory
         case OutcomeCode.RANK_LOST | OutcomeCode.LAUNCHER_LOST | OutcomeCode.RUNNER_LOST:
-            return "Native code crashed. See the last lines of the log" if outcome.signal in _CRASHES else _WHO_KILLS
+            return (
+                "Native code crashed. See the last lines of the log"
+                if outcome.signal in _CRASHES
+                else _WHO_KILLS
+            )
         case OutcomeCode.UNEXPECTED:
             return f"See the log: `{so_tui_command('logs', run.name)}`"
     return _ADVICE.get(outcome.code, "")

@@ -73,10 +73,14 @@ def with_measured_network(cluster: str, partition: str, machine: Machine) -> Mac
 
 def _with_network_of(seen: SeenMachine | None, machine: Machine) -> Machine:
     network = seen.machine.network if seen is not None else None
-    return replace(machine, network=network) if network is not None and network.measured else machine
+    return (
+        replace(machine, network=network) if network is not None and network.measured else machine
+    )
 
 
-def keep_network(cluster: str, partition: str, machine: Machine, rate: NetworkRate, local_ranks: int) -> None:
+def keep_network(
+    cluster: str, partition: str, machine: Machine, rate: NetworkRate, local_ranks: int
+) -> None:
     """Keep what the ranks of a job measured of the network.
 
     Args:

@@ -23,8 +23,17 @@ def mount_script(host: str) -> str:
 def partition_script(host: str, found: Resctrl, wanted: Sequence[Partition]) -> str:
     """Return a script that makes the groups."""
     folders = [shlex.quote(f"{found.mount}/so-tui-{partition.role}") for partition in wanted]
-    made = [line for folder, partition in zip(folders, wanted, strict=True) for line in _group(folder, partition)]
-    return _script(host, "partitions cache and memory bandwidth along main and Adam cores", made, [f"rmdir {' '.join(folders)}"])
+    made = [
+        line
+        for folder, partition in zip(folders, wanted, strict=True)
+        for line in _group(folder, partition)
+    ]
+    return _script(
+        host,
+        "partitions cache and memory bandwidth along main and Adam cores",
+        made,
+        [f"rmdir {' '.join(folders)}"],
+    )
 
 
 def _group(folder: str, partition: Partition) -> Iterator[str]:

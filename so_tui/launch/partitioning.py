@@ -104,7 +104,11 @@ def _writable_mount(files: SystemFiles) -> Path | None:
 def _is_left(group: Path) -> bool:
     """Return whether a group is of this user and its supervisor has died. The kernel may hide processes of other users."""
     made_by = _NAME.fullmatch(group.name)
-    if made_by is None or int(made_by[1]) != this_host().pid_namespace or alive(Process(pid=int(made_by[2]), start_time=int(made_by[3]))):
+    if (
+        made_by is None
+        or int(made_by[1]) != this_host().pid_namespace
+        or alive(Process(pid=int(made_by[2]), start_time=int(made_by[3])))
+    ):
         return False
     try:
         return group.lstat().st_uid == os.geteuid()

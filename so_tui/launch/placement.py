@@ -42,7 +42,9 @@ def read_placements(processes: Iterable[Process]) -> tuple[RankPlacement, ...]:
     return tuple(_placement(rank, own, groups) for rank, own in sorted(by_rank.items()))
 
 
-def _placement(rank: int, processes: Sequence[Process], groups: dict[str, tuple[int, ...]]) -> RankPlacement:
+def _placement(
+    rank: int, processes: Sequence[Process], groups: dict[str, tuple[int, ...]]
+) -> RankPlacement:
     sizes: Counter[int] = Counter()
     for process in processes:
         with contextlib.suppress(OSError):  # it has just ended, or is another user's

@@ -65,7 +65,11 @@ def machine_of_partition(partition: str, here: Machine | None = None, *, site: s
         return here or inspect_machine()
     seen, described, profile = _known(partition, site)
     if seen is not None:
-        _LOG.info("partition %s: the machine that a job saw on %s", partition, datetime.fromtimestamp(seen.seen).date())
+        _LOG.info(
+            "partition %s: the machine that a job saw on %s",
+            partition,
+            datetime.fromtimestamp(seen.seen).date(),
+        )
         if seen.machine.network is not None:
             return seen.machine
     found = seen.machine if seen else described
@@ -74,7 +78,12 @@ def machine_of_partition(partition: str, here: Machine | None = None, *, site: s
         found = here or inspect_machine()
     if not profile.network_gbit_per_s:
         return found
-    return replace(found, network=Network(gbit_per_s=profile.network_gbit_per_s, source=f"{profile.title}: {profile.source}"))
+    return replace(
+        found,
+        network=Network(
+            gbit_per_s=profile.network_gbit_per_s, source=f"{profile.title}: {profile.source}"
+        ),
+    )
 
 
 def source_of(partition: str, *, site: str = "") -> PlaceSource:
@@ -97,11 +106,19 @@ def _known(partition: str, site: str) -> tuple[SeenMachine | None, Machine | Non
 
     A job that had a part of a node is not believed where the profile knows of more GPUs.
     """
-    from so_tui.launch.executors.slurm.executor import cluster_here, named_site  # only where there is a partition: they take time to import
+    from so_tui.launch.executors.slurm.executor import (
+        cluster_here,
+        named_site,
+    )  # only where there is a partition: they take time to import
 
     profile = named_site(site)[1]
     seen, described = seen_machine(cluster_here(), partition), _described(profile, partition)
-    if seen is not None and described is not None and sees_part(seen.machine) and len(seen.machine.gpus) < len(described.gpus):
+    if (
+        seen is not None
+        and described is not None
+        and sees_part(seen.machine)
+        and len(seen.machine.gpus) < len(described.gpus)
+    ):
         seen = None
     return seen, described, profile
 
@@ -132,4 +149,6 @@ def with_remedy(error: Refused, spec: RunSpec, *, described: bool) -> Refused:
         f"the nodes of partition {partition} are not known yet, so this plan is for the machine you are on. "
         f"`{measure}` records them in a minute; --machine names or describes them"
     )
-    return Refused([*error.refusals, Refusal("partition-unknown", message)], forceable=error.forceable)
+    return Refused(
+        [*error.refusals, Refusal("partition-unknown", message)], forceable=error.forceable
+    )

@@ -25,12 +25,28 @@ from so_tui.runs.ended import ended_state
 from so_tui.runs.own import refuse_unless_own
 from so_tui.runs.records import RunState
 from so_tui.runs.state import read_spec
-from so_tui.spec import InputError, Problem, Refusal, Refused, RunSpec, field_index, parse_value, with_values
+from so_tui.spec import (
+    InputError,
+    Problem,
+    Refusal,
+    Refused,
+    RunSpec,
+    field_index,
+    parse_value,
+    with_values,
+)
 from so_tui.spec.local_paths import with_absolute_paths
 from so_tui.trust.printable import so_tui_command
 from so_tui.units import thousands
 
-_FIXED_FOR_A_RUN = ("name", "model.id", "model.revision", "model.weights", "model.tokenizer", "checkpoint.folder")
+_FIXED_FOR_A_RUN = (
+    "name",
+    "model.id",
+    "model.revision",
+    "model.weights",
+    "model.tokenizer",
+    "checkpoint.folder",
+)
 
 
 class Launch(Struct, frozen=True, kw_only=True):
@@ -66,7 +82,13 @@ class Launch(Struct, frozen=True, kw_only=True):
         return self.plan.spec
 
     def resolved(
-        self, *, run: Path, attempt: int, rendezvous: str, run_id: str = "", others: Mapping[Placeholder, str] | None = None
+        self,
+        *,
+        run: Path,
+        attempt: int,
+        rendezvous: str,
+        run_id: str = "",
+        others: Mapping[Placeholder, str] | None = None,
     ) -> Launch:
         """Return the launch with the host's values in place of the placeholders.
 
@@ -84,11 +106,20 @@ class Launch(Struct, frozen=True, kw_only=True):
             Placeholder.ATTEMPT: str(attempt),
             Placeholder.RENDEZVOUS: rendezvous,
         }
-        argv, changes = command.resolved(self.argv, values), environment.resolved(self.environment, values)
+        argv, changes = (
+            command.resolved(self.argv, values),
+            environment.resolved(self.environment, values),
+        )
         return msgspec.structs.replace(self, argv=argv, environment=changes)
 
 
-def prepare(spec: RunSpec, machine: Machine, *, force: bool = False, inherited: Mapping[str, str] | None = None) -> Launch:
+def prepare(
+    spec: RunSpec,
+    machine: Machine,
+    *,
+    force: bool = False,
+    inherited: Mapping[str, str] | None = None,
+) -> Launch:
     """Plan a spec on a machine and derive the launch.
 
     Args:
@@ -103,10 +134,14 @@ def prepare(spec: RunSpec, machine: Machine, *, force: bool = False, inherited: 
     """
     inherited = os.environ if inherited is None else inherited
     usable = usable_machine(machine, inherited)
-    return launch_of(make_plan(with_absolute_paths(spec), usable), usable, force=force, inherited=inherited)
+    return launch_of(
+        make_plan(with_absolute_paths(spec), usable), usable, force=force, inherited=inherited
+    )
 
 
-def launch_of(plan: Plan, machine: Machine, *, force: bool = False, inherited: Mapping[str, str] | None = None) -> Launch:
+def launch_of(
+    plan: Plan, machine: Machine, *, force: bool = False, inherited: Mapping[str, str] | None = None
+) -> Launch:
     """Derive the launch from a plan that was made for this machine; arguments and errors as for ``prepare``.
 
     Refusal codes: those of the plan's reasons (see ``plan_refused``), and ``gpu-not-visible``.
@@ -135,13 +170,17 @@ def launch_of(plan: Plan, machine: Machine, *, force: bool = False, inherited: M
 def plan_refused(plan: Plan) -> Refused:
     """Return the error for a plan that does not fit or cannot run. Its codes are those of the plan's reasons (``shortage`` ...)."""
     refusals = [
-        Refusal("does-not-fit" if isinstance(reason, str) else str(reason.__struct_config__.tag), text)
+        Refusal(
+            "does-not-fit" if isinstance(reason, str) else str(reason.__struct_config__.tag), text
+        )
         for reason, text in zip(plan.reasons, plan.reason_texts, strict=True)
     ]
     return Refused(refusals, forceable=plan.possible)
 
 
-def preview(spec: RunSpec, machine: Machine, *, inherited: Mapping[str, str] | None = None) -> tuple[Plan, Launch | None]:
+def preview(
+    spec: RunSpec, machine: Machine, *, inherited: Mapping[str, str] | None = None
+) -> tuple[Plan, Launch | None]:
     """Plan a spec for display: the plan, and its launch unless it is impossible. A plan that does not fit has a forced launch.
 
     Raises:
@@ -151,7 +190,9 @@ def preview(spec: RunSpec, machine: Machine, *, inherited: Mapping[str, str] | N
     inherited = os.environ if inherited is None else inherited
     usable = usable_machine(machine, inherited)
     plan = make_plan(with_absolute_paths(spec), usable)
-    return plan, launch_of(plan, usable, force=not plan.fits, inherited=inherited) if plan.possible else None
+    return plan, launch_of(
+        plan, usable, force=not plan.fits, inherited=inherited
+    ) if plan.possible else None
 
 
 def prepare_resume(
@@ -190,19 +231,36 @@ def prepare_resume(
     elif (missing := missing_checkpoints(run, spec, before)) is not None:
         raise Refused([missing])
     if before.state == "finished" and not start_over and not _lengthens(values, before.total_steps):
-        longer, export = so_tui_command("resume", run.name, "--set", "train.steps=N"), so_tui_command("export", run.name)
+        longer, export = (
+            so_tui_command("resume", run.name, "--set", "train.steps=N"),
+            so_tui_command("export", run.name),
+        )
         remedy = f"Train longer with `{longer}`, or export the model with `{export}`."
         message = f"has finished all of its {thousands(before.total_steps)} steps"
-        raise InputError([Problem(code="run-has-finished", field="run", value=run.name, message=message, remedy=remedy)])
+        raise InputError(
+            [
+                Problem(
+                    code="run-has-finished",
+                    field="run",
+                    value=run.name,
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        )
     _refuse_trained_length(values, before)
     launch = prepare(spec, machine, force=force or before.forced, inherited=inherited)
     arguments = command.argv(launch.plan, start_over=start_over)
-    return msgspec.structs.replace(launch, argv=arguments, changes=dict(values), start_over=start_over, assume_dead=assume_dead)
+    return msgspec.structs.replace(
+        launch, argv=arguments, changes=dict(values), start_over=start_over, assume_dead=assume_dead
+    )
 
 
 def usable_machine(machine: Machine, inherited: Mapping[str, str]) -> Machine:
     """Return the machine with the GPUs that this program may use: on this host those that its environment shows, elsewhere all."""
-    return visible_machine(machine, inherited) if machine.hostname == socket.gethostname() else machine
+    return (
+        visible_machine(machine, inherited) if machine.hostname == socket.gethostname() else machine
+    )
 
 
 def visible_machine(machine: Machine, inherited: Mapping[str, str]) -> Machine:
@@ -226,8 +284,22 @@ def _changed(spec: RunSpec, values: Mapping[str, str]) -> RunSpec:
     """Return the spec of the next attempt. Refuse keys that would make it another run, or lose its checkpoints."""
     fixed = [key for key in values if key in _FIXED_FOR_A_RUN or key.startswith("model.config")]
     if fixed:
-        message, remedy = "cannot change when a run is resumed", "Start a new run with it, or resume without it."
-        raise InputError([Problem(code="fixed-for-a-run", field=key, value=values[key], message=message, remedy=remedy) for key in fixed])
+        message, remedy = (
+            "cannot change when a run is resumed",
+            "Start a new run with it, or resume without it.",
+        )
+        raise InputError(
+            [
+                Problem(
+                    code="fixed-for-a-run",
+                    field=key,
+                    value=values[key],
+                    message=message,
+                    remedy=remedy,
+                )
+                for key in fixed
+            ]
+        )
     return with_values(spec, values) if values else spec
 
 
@@ -240,14 +312,28 @@ def _given_steps(values: Mapping[str, str]) -> int | None:
 def _lengthens(values: Mapping[str, str], steps: int) -> bool:
     """Return whether the changes may leave something to train after ``steps``. Only the data decides how many steps an epoch has."""
     given = _given_steps(values)
-    return (given is not None and given > steps) or "train.epochs" in values or "train.tokens" in values
+    return (
+        (given is not None and given > steps)
+        or "train.epochs" in values
+        or "train.tokens" in values
+    )
 
 
 def _refuse_trained_length(values: Mapping[str, str], before: RunState) -> None:
     given = _given_steps(values)
     if before.saved_step and given is not None and 0 < given <= before.saved_step:
         message = f"the run would continue from step {thousands(before.saved_step)} and have nothing to train"
-        remedy = f"Give more steps, or export the model with `{so_tui_command('export', before.name)}`."
+        remedy = (
+            f"Give more steps, or export the model with `{so_tui_command('export', before.name)}`."
+        )
         raise InputError(
-            [Problem(code="length-already-trained", field="train.steps", value=values["train.steps"], message=message, remedy=remedy)]
+            [
+                Problem(
+                    code="length-already-trained",
+                    field="train.steps",
+                    value=values["train.steps"],
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
         )

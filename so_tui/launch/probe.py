@@ -56,7 +56,9 @@ class Measured(Struct, frozen=True, kw_only=True):
     """Those without a speculative step that was final; all of them where nothing speculates."""
 
 
-def probe_spec(spec: RunSpec, data: Data, *, rows: Path | None = None, measured_steps: int = MEASURED_STEPS) -> RunSpec:
+def probe_spec(
+    spec: RunSpec, data: Data, *, rows: Path | None = None, measured_steps: int = MEASURED_STEPS
+) -> RunSpec:
     """Return the spec of a short run with the same settings, without checkpoints, evaluation and trackers, that records every step.
 
     ``rows`` is what a probe with random weights trains on (``write_rows``); without it the embedded rows.
@@ -64,14 +66,22 @@ def probe_spec(spec: RunSpec, data: Data, *, rows: Path | None = None, measured_
     model, source = spec.model, replace(spec.data, held_out=0.0, evaluation="", evaluation_split="")
     if data == "random":
         model = replace(model, weights="random", tokenizer="builtin:tiny")
-        source = replace(source, source=str(rows) if rows else EMBEDDED_ROWS, subset="", split="train", format="alpaca")
+        source = replace(
+            source,
+            source=str(rows) if rows else EMBEDDED_ROWS,
+            subset="",
+            split="train",
+            format="alpaca",
+        )
     return replace(
         spec,
         name="probe",
         model=model,
         data=source,
         train=replace(spec.train, log_interval=1, evaluate_every_steps=0, warmup_ratio=0.0),
-        checkpoint=replace(spec.checkpoint, every_steps=0, every_minutes=0.0, at_end=False, export=False),
+        checkpoint=replace(
+            spec.checkpoint, every_steps=0, every_minutes=0.0, at_end=False, export=False
+        ),
         tracking=replace(spec.tracking, tensorboard=False, wandb=False),
         benchmark=replace(spec.benchmark, warmup_steps=WARMUP_STEPS, measured_steps=measured_steps),
     )
@@ -107,7 +117,11 @@ def run_to_end(
                 report(record)
                 if isinstance(record, EndRecord):
                     poll_s = _ENDING_POLL_S
-            if update.state is not None and update.state.state in FINAL_STATES and not update.records:
+            if (
+                update.state is not None
+                and update.state.state in FINAL_STATES
+                and not update.records
+            ):
                 break
             if time.monotonic() - begun > limit_s:
                 stop(run, grace_s=_GRACE_S)
@@ -135,10 +149,16 @@ def measured_of(run: RunDirectory, plan: Plan) -> Measured:
     if not counted:
         raise SoTuiError(f"{run.name} recorded no step")
     used = {rank.gpu for rank in plan.binding}
-    device = [gpu.memory_used_bytes or 0 for sample in samples for gpu in sample.gpus if gpu.index in used]
+    device = [
+        gpu.memory_used_bytes or 0 for sample in samples for gpu in sample.gpus if gpu.index in used
+    ]
     reserved = max(step.gpu_memory_peak_bytes or 0 for step in steps)
     # The first step's own record does not mark its start: it is written late, after the memory of all processes was measured.
-    began = (record.time for record in records if isinstance(record, PhaseRecord) and record.phase == "training")
+    began = (
+        record.time
+        for record in records
+        if isinstance(record, PhaseRecord) and record.phase == "training"
+    )
     training = next(began, steps[0].time - steps[0].step_s)
     before = [sample for sample in samples if sample.time < training]
     return Measured(
@@ -150,7 +170,9 @@ def measured_of(run: RunDirectory, plan: Plan) -> Measured:
             gpu_reserved_bytes=reserved,
             gpu_device_bytes=max(device, default=0) if reserved else 0,
             host_bytes=max(step.host_memory_bytes or 0 for step in steps),
-            host_load_bytes=max((sample.run_memory_peak_bytes or 0 for sample in before), default=0),
+            host_load_bytes=max(
+                (sample.run_memory_peak_bytes or 0 for sample in before), default=0
+            ),
         ),
         workload=workload_of(counted, plan),
         steps=len(counted),
@@ -161,7 +183,10 @@ def measured_of(run: RunDirectory, plan: Plan) -> Measured:
 def _held_back(steps: Sequence[StepRecord], counted: Collection[int]) -> int:
     """Return in how many of the counted steps no speculative step was kept."""
     kept_before = [0, *(step.kept_steps for step in steps)]
-    return sum(step.step in counted and step.kept_steps == before for step, before in zip(steps, kept_before, strict=False))
+    return sum(
+        step.step in counted and step.kept_steps == before
+        for step, before in zip(steps, kept_before, strict=False)
+    )
 
 
 def workload_of(steps: Sequence[StepRecord], plan: Plan) -> Workload:
@@ -243,9 +268,19 @@ def predicted_for(found: Measured, plan: Plan, machine: Machine) -> Figures:
     kept = found.steps - found.held_back_steps
 
     def of_steps(name: str) -> float:
-        return float(median([getattr(predicted, name)] * kept + [getattr(waiting, name)] * found.held_back_steps))
+        return float(
+            median(
+                [getattr(predicted, name)] * kept + [getattr(waiting, name)] * found.held_back_steps
+            )
+        )
 
-    return replace(predicted, **{name: of_steps(name) for name in ("step_s", "forward_s", "backward_s", "exposed_optimizer_s")})
+    return replace(
+        predicted,
+        **{
+            name: of_steps(name)
+            for name in ("step_s", "forward_s", "backward_s", "exposed_optimizer_s")
+        },
+    )
 
 
 def settings_text(plan: Plan) -> str:
@@ -255,9 +290,13 @@ def settings_text(plan: Plan) -> str:
     """
     spec = plan.spec
     mode = plan.mode if plan.mode == "gpu" else f"{plan.mode} {plan.ratio:.2f}"
-    steps = "" if spec.gradient_accumulation_steps == 1 else f" x {spec.gradient_accumulation_steps}"
+    steps = (
+        "" if spec.gradient_accumulation_steps == 1 else f" x {spec.gradient_accumulation_steps}"
+    )
     named = (f"{key} {value}" for key, value in _beside_the_first(spec) if value)
-    micro_batch = f"micro-batch {spec.train.micro_batch} x {thousands(spec.data.sequence_length)}{steps}"
+    micro_batch = (
+        f"micro-batch {spec.train.micro_batch} x {thousands(spec.data.sequence_length)}{steps}"
+    )
     return ", ".join((mode, micro_batch, spec.model.activation_checkpointing, *named))
 
 
@@ -265,9 +304,15 @@ def _beside_the_first(spec: RunSpec) -> Iterator[tuple[str, str]]:
     """Yield the other settings that decide what a step does, by their keys; empty where they are what most runs have."""
     model, train, offload = spec.model, spec.train, spec.offload
     yield "gradient_clipping", f"{train.gradient_clipping:g}" if train.gradient_clipping else ""
-    yield "speculation", offload.speculation if train.gradient_clipping and offload.speculation != "auto" else ""
+    yield (
+        "speculation",
+        offload.speculation if train.gradient_clipping and offload.speculation != "auto" else "",
+    )
     yield "sequence_parallel", str(train.sequence_parallel) if train.sequence_parallel > 1 else ""
-    yield "activation_offload", model.activation_offload if model.activation_offload not in ("auto", "off") else ""
+    yield (
+        "activation_offload",
+        model.activation_offload if model.activation_offload not in ("auto", "off") else "",
+    )
     yield "tiled_mlp", model.tiled_mlp if model.tiled_mlp == "on" else ""
     yield "attention", model.attention if model.attention != "auto" else ""
     yield "kernels", model.kernels if model.kernels != "auto" else ""
@@ -289,9 +334,17 @@ def compared(probe: Probe) -> Iterator[tuple[str, float, float, float | None]]:
         "host_load_bytes": 2.0**30,
     }
     for name, unit in names.items():
-        predicted, actual = getattr(probe.predicted, name) / unit, getattr(probe.actual, name) / unit
+        predicted, actual = (
+            getattr(probe.predicted, name) / unit,
+            getattr(probe.actual, name) / unit,
+        )
         if actual:
-            yield name.replace("_bytes", "_gib"), predicted, actual, predicted / actual - 1 if predicted else None
+            yield (
+                name.replace("_bytes", "_gib"),
+                predicted,
+                actual,
+                predicted / actual - 1 if predicted else None,
+            )
 
 
 def records_and_samples(run: RunDirectory) -> tuple[list[MetricRecord], list[Sample]]:

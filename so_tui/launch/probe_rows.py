@@ -56,7 +56,10 @@ def rows_for(spec: RunSpec, workload: Workload) -> Iterator[Row]:
     length = spec.data.sequence_length
     tokens = min(length, round(workload.attended_tokens) or length)
     characters = round(tokens * _CHARACTERS_PER_TOKEN * (_ROOM if tokens == length else 1))
-    wanted = spec.ranks * spec.train.micro_batch * spec.gradient_accumulation_steps * length // tokens + 1
+    wanted = (
+        spec.ranks * spec.train.micro_batch * spec.gradient_accumulation_steps * length // tokens
+        + 1
+    )
     prompt = round(characters * (1 - min(1.0, workload.trained_share / workload.useful_share)))
     words = _words()
     for _ in range(max(1, min(wanted, _MOST_CHARACTERS // characters))):
@@ -67,7 +70,9 @@ def _words() -> Iterator[str]:
     """Yield the words of the embedded rows, over and over."""
     lines = Path(resolve_source(EMBEDDED_ROWS)).read_bytes().splitlines()
     rows = [decode_json(line, Row) for line in lines]
-    return cycle(list(chain.from_iterable(f"{row.instruction} {row.output}".split() for row in rows)))
+    return cycle(
+        list(chain.from_iterable(f"{row.instruction} {row.output}".split() for row in rows))
+    )
 
 
 def _text(words: Iterator[str], characters: int) -> str:

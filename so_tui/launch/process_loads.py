@@ -35,7 +35,10 @@ class ProcessLoads:
         stats = {pid: stat for pid in pids() if (stat := read_stat(pid)) is not None and stat.alive}
         before, interval_s = self._before, max(now - self._clock, 1 / _TICKS_PER_S)
         self._before, self._clock = stats, now
-        return {pid: ProcessLoad(stat, _ticks_since(before.get(pid), stat) / _TICKS_PER_S / interval_s) for pid, stat in stats.items()}
+        return {
+            pid: ProcessLoad(stat, _ticks_since(before.get(pid), stat) / _TICKS_PER_S / interval_s)
+            for pid, stat in stats.items()
+        }
 
     def read(self, *, without: Collection[int] = ()) -> tuple[ForeignProcess, ...]:
         """Return the processes that compute, the busiest first; none at the first reading.
@@ -43,16 +46,30 @@ class ProcessLoads:
         Args:
             without: Pids that are left out.
         """
-        computing = [(pid, load) for pid, load in self.measure().items() if load.cores >= LEAST_CORES and pid not in without]
+        computing = [
+            (pid, load)
+            for pid, load in self.measure().items()
+            if load.cores >= LEAST_CORES and pid not in without
+        ]
         return tuple(
-            ForeignProcess(pid=pid, name=load.stat.name, cores=round(load.cores, 2), cpu=load.stat.cpu, own=is_own(pid))
+            ForeignProcess(
+                pid=pid,
+                name=load.stat.name,
+                cores=round(load.cores, 2),
+                cpu=load.stat.cpu,
+                own=is_own(pid),
+            )
             for pid, load in sorted(computing, key=lambda pair: -pair[1].cores)
         )
 
 
 def _ticks_since(before: Stat | None, now: Stat) -> int:
     """Return the clock ticks that a process computed since it was read before; 0 if it was not."""
-    return now.cpu_ticks - before.cpu_ticks if before is not None and before.start_time == now.start_time else 0
+    return (
+        now.cpu_ticks - before.cpu_ticks
+        if before is not None and before.start_time == now.start_time
+        else 0
+    )
 
 
 def pids() -> set[int]:

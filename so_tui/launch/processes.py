@@ -54,7 +54,11 @@ class OwnProcesses:
     def carry(self, markers: frozenset[bytes]) -> bool:
         """Return whether a process carries all of these entries."""
         if self._environs is None:
-            living = (pid for pid in pids() if is_own(pid) and (stat := read_stat(pid)) is not None and stat.alive)
+            living = (
+                pid
+                for pid in pids()
+                if is_own(pid) and (stat := read_stat(pid)) is not None and stat.alive
+            )
             self._environs = tuple(map(_environ, living))
         return any(markers <= environ for environ in self._environs)
 
@@ -80,7 +84,9 @@ class ProcessTree:
     @property
     def alive(self) -> tuple[Process, ...]:
         """The processes that were alive at the last scan, oldest first."""
-        return tuple(sorted(self._living.values(), key=lambda process: (process.start_time, process.pid)))
+        return tuple(
+            sorted(self._living.values(), key=lambda process: (process.start_time, process.pid))
+        )
 
     @property
     def gone(self) -> tuple[Process, ...]:
@@ -118,7 +124,9 @@ class ProcessTree:
     def cpu_s(self) -> float:
         """Return the CPU seconds that the run's processes used between the last two calls (as of the last scan)."""
         ticks = {pid: stat.cpu_ticks for pid, stat in self._stats.items()}
-        spent = sum(max(0, count - self._counted_ticks.get(pid, count)) for pid, count in ticks.items())
+        spent = sum(
+            max(0, count - self._counted_ticks.get(pid, count)) for pid, count in ticks.items()
+        )
         self._counted_ticks = ticks
         return spent / _TICKS_PER_S
 
@@ -171,17 +179,29 @@ class ProcessTree:
 
     def _note_end(self, process: Process, exit_code: int | None) -> None:
         self._gone[process] = exit_code
-        if len(self._gone) > _MOST_GONE and (oldest := next((gone for gone in self._gone if gone.role not in _LEADING), None)):
+        if len(self._gone) > _MOST_GONE and (
+            oldest := next((gone for gone in self._gone if gone.role not in _LEADING), None)
+        ):
             del self._gone[oldest]
 
     def _examine(self, pid: int) -> None:
         stat = read_stat(pid)
-        if stat is None or not stat.alive or pid == self._supervisor_pid or pid in self._living or not is_own(pid):
+        if (
+            stat is None
+            or not stat.alive
+            or pid == self._supervisor_pid
+            or pid in self._living
+            or not is_own(pid)
+        ):
             return
         environ = _environ(pid)
         if _is_alert_command(environ):
             return
-        if stat.parent == self._supervisor_pid or stat.parent in self._living or self._markers <= environ:
+        if (
+            stat.parent == self._supervisor_pid
+            or stat.parent in self._living
+            or self._markers <= environ
+        ):
             self._describe(pid, stat, environ)
             self._stats[pid] = stat
 
@@ -195,7 +215,9 @@ class ProcessTree:
             self._described.add(pid)
         parent = self._living.get(stat.parent)
         role = role_of(command, parent.role if parent else None)
-        self._living[pid] = Process(pid=pid, start_time=stat.start_time, role=role, rank=_rank(environ))
+        self._living[pid] = Process(
+            pid=pid, start_time=stat.start_time, role=role, rank=_rank(environ)
+        )
 
 
 class FirstLoss:
@@ -216,7 +238,9 @@ class FirstLoss:
         """
         present = {process.role for process in self._tree.alive} - {"rank"}
         leading = set(_LEADING) - present
-        lost = [process for process in self._tree.gone if process in before and process.role in leading]
+        lost = [
+            process for process in self._tree.gone if process in before and process.role in leading
+        ]
         if self.process is None and lost:
             self.process = min(lost, key=self._rank_of_cause)
             self.unprompted = not ending
@@ -255,7 +279,9 @@ def reap_orphans(kept: Collection[int | None]) -> None:
         kept: Pids of children that somebody else collects. One that has ended may let others wait until it is collected.
     """
     with contextlib.suppress(ChildProcessError):  # there are no children
-        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None and ended.si_pid not in kept:
+        while (
+            ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        ) is not None and ended.si_pid not in kept:
             os.waitpid(ended.si_pid, 0)
 
 
@@ -268,10 +294,15 @@ def role_of(command: tuple[str, ...], parent: Role | None) -> Role:
         return "runner"
     if "deepspeed.launcher.launch" in command and parent in (None, "runner"):
         return "launcher"
-    if parent in (None, "launcher") and any(argument.startswith("--local_rank") for argument in command):
+    if parent in (None, "launcher") and any(
+        argument.startswith("--local_rank") for argument in command
+    ):
         return "rank"
     # Our engine's worker is a script; DeepSpeed's is a spawned Python process.
-    if parent == "rank" and any(argument == "--multiprocessing-fork" or argument.endswith(_WORKER_SCRIPTS) for argument in command):
+    if parent == "rank" and any(
+        argument == "--multiprocessing-fork" or argument.endswith(_WORKER_SCRIPTS)
+        for argument in command
+    ):
         return "adam"
     return "other"
 
@@ -279,7 +310,9 @@ def role_of(command: tuple[str, ...], parent: Role | None) -> Role:
 def _parents_first(present: set[int]) -> list[int]:
     """Return pids by the start of their processes, because the role of a process follows from its parent's."""
     stats = ((pid, read_stat(pid)) for pid in present)
-    return [pid for _, pid in sorted((stat.start_time, pid) for pid, stat in stats if stat is not None)]
+    return [
+        pid for _, pid in sorted((stat.start_time, pid) for pid, stat in stats if stat is not None)
+    ]
 
 
 def _command(pid: int) -> tuple[str, ...]:

@@ -48,9 +48,13 @@ def exposition(figures: Figures) -> str:
     common = {"run": figures.run, "host": figures.host}
     for name, value, labels in _figures(figures):
         if value is not None:
-            shown = ",".join(f'{key}="{_escaped(text)}"' for key, text in {**common, **labels}.items())
+            shown = ",".join(
+                f'{key}="{_escaped(text)}"' for key, text in {**common, **labels}.items()
+            )
             lines.setdefault(name, []).append(f"so_tui_{name}{{{shown}}} {_number(value)}")
-    return "".join(f"# TYPE so_tui_{name} gauge\n" + "\n".join(rows) + "\n" for name, rows in lines.items())
+    return "".join(
+        f"# TYPE so_tui_{name} gauge\n" + "\n".join(rows) + "\n" for name, rows in lines.items()
+    )
 
 
 def _figures(figures: Figures) -> Iterator[tuple[str, float | None, dict[str, str]]]:
@@ -80,10 +84,18 @@ def _figures(figures: Figures) -> Iterator[tuple[str, float | None, dict[str, st
         for node in sample.nodes:
             labels = {"node": str(node.id)}
             yield "node_memory_used_bytes", node.memory_used_bytes, labels
-            yield "node_cpu_busy_ratio", sum(node.cores) / (100 * len(node.cores)) if node.cores else None, labels
+            yield (
+                "node_cpu_busy_ratio",
+                sum(node.cores) / (100 * len(node.cores)) if node.cores else None,
+                labels,
+            )
         for gpu in sample.gpus:
             labels = {"gpu": str(gpu.index)}
-            yield "gpu_busy_ratio", None if gpu.busy_percent is None else gpu.busy_percent / 100, labels
+            yield (
+                "gpu_busy_ratio",
+                None if gpu.busy_percent is None else gpu.busy_percent / 100,
+                labels,
+            )
             yield "gpu_memory_used_bytes", gpu.memory_used_bytes, labels
             yield "gpu_power_watts", gpu.power_w, labels
             yield "gpu_temperature_celsius", gpu.temperature_c, labels
@@ -106,7 +118,12 @@ class Endpoint:
     def __init__(self, server: _Server) -> None:
         self._server = server
         self.port: int = server.server_address[1]
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 1.0}, name="prometheus", daemon=True).start()
+        threading.Thread(
+            target=server.serve_forever,
+            kwargs={"poll_interval": 1.0},
+            name="prometheus",
+            daemon=True,
+        ).start()
 
     def publish(self, figures: Figures) -> None:
         """Answer with these figures from now on."""
@@ -121,14 +138,18 @@ class Endpoint:
 def open_endpoint(settings: PrometheusSettings) -> Endpoint | None:
     """Listen where the settings say, and log that, or why not. Return None if that is nowhere."""
     if not settings.token:
-        log_line("no figures for Prometheus: prometheus.token is not set, and everybody on this host could ask")
+        log_line(
+            "no figures for Prometheus: prometheus.token is not set, and everybody on this host could ask"
+        )
         return None
     for port in range(settings.port, min(settings.port + PORTS, 1 << 16)):
         with contextlib.suppress(OSError):
             endpoint = Endpoint(_Server(port, settings.token))
             log_line(f"figures for Prometheus at http://127.0.0.1:{port}/metrics")
             return endpoint
-    log_line(f"no figures for Prometheus: ports {settings.port} to {settings.port + PORTS - 1} are taken")
+    log_line(
+        f"no figures for Prometheus: ports {settings.port} to {settings.port + PORTS - 1} are taken"
+    )
     return None
 
 
@@ -160,7 +181,9 @@ class _Server(ThreadingMixIn, HTTPServer):
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        over = threading.Timer(_LONGEST_REQUEST_S, _cut, (request,))  # a timeout of each read would let one byte at a time hold a thread
+        over = threading.Timer(
+            _LONGEST_REQUEST_S, _cut, (request,)
+        )  # a timeout of each read would let one byte at a time hold a thread
         over.daemon = True
         over.start()
         try:
@@ -186,7 +209,11 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(404, "only /metrics is here\n")
         else:
             figures = self.server.figures
-            self._answer(200, exposition(figures) if figures is not None else "", ("Content-Type", CONTENT_TYPE))
+            self._answer(
+                200,
+                exposition(figures) if figures is not None else "",
+                ("Content-Type", CONTENT_TYPE),
+            )
 
     def _answer(self, code: int, text: str, *headers: tuple[str, str]) -> None:
         body = text.encode(errors="replace")

@@ -20,7 +20,11 @@ from so_tui.plan.types import DeepSpeedBinding, MemoryPolicy, RankBinding
 from so_tui.trust.printable import printable, printable_line, quoted
 from superoffload.ds_config import Override, overrides
 
-_VERDICTS = {"fits": ("✓", "bold green"), "tight": ("~", "bold yellow"), "does not fit": ("✗", "bold red")}
+_VERDICTS = {
+    "fits": ("✓", "bold green"),
+    "tight": ("~", "bold yellow"),
+    "does not fit": ("✗", "bold red"),
+}
 
 
 class ShownBinding(Struct, frozen=True, kw_only=True):
@@ -78,8 +82,15 @@ def render_start(launch: Launch) -> RenderableType:
     return Group(
         Text("the command", style="bold"),
         Text(quoted(*launch.argv)),
-        *(Text(f"  {name}: {meaning}, known at the start", style="dim") for name, meaning in _placeholders(launch).items()),
-        *((Text(), Text("the batch script", style="bold"), Text(printable(script))) if script else ()),
+        *(
+            Text(f"  {name}: {meaning}, known at the start", style="dim")
+            for name, meaning in _placeholders(launch).items()
+        ),
+        *(
+            (Text(), Text("the batch script", style="bold"), Text(printable(script)))
+            if script
+            else ()
+        ),
     )
 
 
@@ -109,12 +120,23 @@ def shown_launch(launch: Launch) -> ShownLaunch:
 
 def _placeholders(launch: Launch) -> dict[str, str]:
     texts = (*launch.argv, *(change.value for change in launch.environment))
-    return {placeholder.value: placeholders.MEANINGS[placeholder] for placeholder in placeholders.used(texts)}
+    return {
+        placeholder.value: placeholders.MEANINGS[placeholder]
+        for placeholder in placeholders.used(texts)
+    }
 
 
 def _binding(ranks: tuple[RankBinding, ...]) -> Table:
     table = _table("binding")
-    for heading in ("rank", "GPU", "node", "cores", "memory", "DeepSpeed with our core list", "DeepSpeed without it"):
+    for heading in (
+        "rank",
+        "GPU",
+        "node",
+        "cores",
+        "memory",
+        "DeepSpeed with our core list",
+        "DeepSpeed without it",
+    ):
         table.add_column(heading)
     for rank in ranks:
         table.add_row(
@@ -136,7 +158,11 @@ def _environment(changes: tuple[environment.Variable, ...]) -> Table:
     shown = environment.shown(changes)
     for change in changes:
         table.add_row(
-            change.name, Text("removed", style="dim") if change.value is None else printable_line(shown[change.name] or ""), change.reason
+            change.name,
+            Text("removed", style="dim")
+            if change.value is None
+            else printable_line(shown[change.name] or ""),
+            change.reason,
         )
     return table
 
@@ -159,4 +185,8 @@ def _json(value: object) -> str:
 
 
 def _policy(policy: MemoryPolicy) -> str:
-    return policy.mode if policy.mode == "default" else f"{policy.mode} {','.join(map(str, policy.nodes))}"
+    return (
+        policy.mode
+        if policy.mode == "default"
+        else f"{policy.mode} {','.join(map(str, policy.nodes))}"
+    )

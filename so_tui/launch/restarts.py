@@ -36,8 +36,19 @@ from so_tui.trust.ownership import read_own
 
 _ENDED_FROM_OUTSIDE = frozenset(
     (
-        *(OutcomeCode.RANK_LOST, OutcomeCode.LAUNCHER_LOST, OutcomeCode.RUNNER_LOST, OutcomeCode.STOPPED, OutcomeCode.UNOBSERVED),
-        *(OutcomeCode.NODE_FAILED, OutcomeCode.NODE_LOST, OutcomeCode.PREEMPTED, OutcomeCode.OUT_OF_TIME),
+        *(
+            OutcomeCode.RANK_LOST,
+            OutcomeCode.LAUNCHER_LOST,
+            OutcomeCode.RUNNER_LOST,
+            OutcomeCode.STOPPED,
+            OutcomeCode.UNOBSERVED,
+        ),
+        *(
+            OutcomeCode.NODE_FAILED,
+            OutcomeCode.NODE_LOST,
+            OutcomeCode.PREEMPTED,
+            OutcomeCode.OUT_OF_TIME,
+        ),
     )
 )
 _POLL_S = 0.5
@@ -56,7 +67,9 @@ def restarts(environ: Mapping[str, str]) -> int:
     return int(environ.get("SLURM_RESTART_COUNT") or 0)
 
 
-def attempt_of_restart(run: RunDirectory, submitted: int, token: str, machine: Machine, count: int) -> int:
+def attempt_of_restart(
+    run: RunDirectory, submitted: int, token: str, machine: Machine, count: int
+) -> int:
     """Return the attempt that a job makes when it starts again: the next one, or its own if that was never begun.
 
     Called on the first node, which tells the others.
@@ -75,26 +88,55 @@ def attempt_of_restart(run: RunDirectory, submitted: int, token: str, machine: M
     try:
         attempt = _made_attempt(run, submitted, token, machine)
     finally:
-        write_run_file(run, run.restart_path(submitted, count), msgspec.json.encode(Restart(attempt=attempt)))
+        write_run_file(
+            run, run.restart_path(submitted, count), msgspec.json.encode(Restart(attempt=attempt))
+        )
     return attempt
 
 
-def told_attempt(run: RunDirectory, submitted: int, count: int, clock: Callable[[], float] = time.monotonic) -> int:
+def told_attempt(
+    run: RunDirectory, submitted: int, count: int, clock: Callable[[], float] = time.monotonic
+) -> int:
     """Return the attempt that the job makes, as the first node says. Called on another one. Raises InputError."""
     path, deadline = run.restart_path(submitted, count), clock() + FIRST_SIGN_S
     while True:
         try:
             told = decode_json(read_own(path), Restart)
-        except (OSError, msgspec.DecodeError):  # not yet, or a network file system is away or has half of it
+        except (
+            OSError,
+            msgspec.DecodeError,
+        ):  # not yet, or a network file system is away or has half of it
             if clock() > deadline:
-                message, remedy = "the first node of its job does not say which attempt the job makes", "`so-tui resume` continues the run."
-                problem = Problem(code="first-node-silent", field="run", value=run.name, message=message, remedy=remedy)
+                message, remedy = (
+                    "the first node of its job does not say which attempt the job makes",
+                    "`so-tui resume` continues the run.",
+                )
+                problem = Problem(
+                    code="first-node-silent",
+                    field="run",
+                    value=run.name,
+                    message=message,
+                    remedy=remedy,
+                )
                 raise InputError([problem]) from None
             time.sleep(_POLL_S)
             continue
         if told.attempt is None:
-            message, remedy = "does not continue, as the first node of its job says", "`so-tui resume` continues it."
-            raise InputError([Problem(code="not-continued", field="run", value=run.name, message=message, remedy=remedy)])
+            message, remedy = (
+                "does not continue, as the first node of its job says",
+                "`so-tui resume` continues it.",
+            )
+            raise InputError(
+                [
+                    Problem(
+                        code="not-continued",
+                        field="run",
+                        value=run.name,
+                        message=message,
+                        remedy=remedy,
+                    )
+                ]
+            )
         return told.attempt
 
 
@@ -106,10 +148,25 @@ def _made_attempt(run: RunDirectory, submitted: int, token: str, machine: Machin
     if state.attempt < submitted:
         return submitted
     if not may_continue(run, state):
-        message, remedy = f"is {state.state} ({state.code or 'by a person'})", "`so-tui resume` continues it."
-        raise InputError([Problem(code="not-continued", field="run", value=run.name, message=message, remedy=remedy)])
+        message, remedy = (
+            f"is {state.state} ({state.code or 'by a person'})",
+            "`so-tui resume` continues it.",
+        )
+        raise InputError(
+            [
+                Problem(
+                    code="not-continued",
+                    field="run",
+                    value=run.name,
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        )
     _leave_queue(run)
-    executor = SlurmExecutor(restarted=Restarted(job_id=_this_job(), works_in=submitted, token=token))
+    executor = SlurmExecutor(
+        restarted=Restarted(job_id=_this_job(), works_in=submitted, token=token)
+    )
     return resume(run, prepare_resume(run, machine, assume_dead=True), executor=executor)
 
 
@@ -123,7 +180,11 @@ def put_back(run: RunDirectory) -> None:
     try:
         commands.requeue(_this_job())
     except SoTuiError as error:
-        print(f"so-tui: the job of {run.name} is not started again: {error}", file=sys.stderr, flush=True)
+        print(
+            f"so-tui: the job of {run.name} is not started again: {error}",
+            file=sys.stderr,
+            flush=True,
+        )
         write_state(run, stopped)
 
 
@@ -131,7 +192,9 @@ def may_continue(run: RunDirectory, state: RunState) -> bool:
     """Return whether something else than the run itself or a person ended it."""
     asked = stop_request(run)
     by_a_person = asked is not None and not asked.warned and not asked.signalled
-    return not by_a_person and (state.state not in FINAL_STATES or state.code in _ENDED_FROM_OUTSIDE)
+    return not by_a_person and (
+        state.state not in FINAL_STATES or state.code in _ENDED_FROM_OUTSIDE
+    )
 
 
 def _this_job() -> str:

@@ -74,7 +74,14 @@ def queued_state(before: RunState) -> RunState:
 def left_queue(queued: RunState, attempt: int | None = None) -> RunState:
     """Return the final state of a run that waits for a job and will not get it; ``attempt`` if it is another than the state's."""
     now, number = time.time(), queued.attempt if attempt is None else attempt
-    ended = replace(queued, state="stopped", attempt=number, detail="", code=OutcomeCode.STOPPED, exit_code=EXIT_CODES["stopped"])
+    ended = replace(
+        queued,
+        state="stopped",
+        attempt=number,
+        detail="",
+        code=OutcomeCode.STOPPED,
+        exit_code=EXIT_CODES["stopped"],
+    )
     return replace(ended, attempt_started=now, ended=now)  # waiting is no part of its duration
 
 
@@ -105,7 +112,9 @@ def superseded(mine: RunState, found: RunState) -> bool:
 
     It can happen to a supervisor that was suspended, or cut off from the file system, for so long that the run counted as lost.
     """
-    return found.attempt > mine.attempt or (found.attempt == mine.attempt and found.supervisor != mine.supervisor)
+    return found.attempt > mine.attempt or (
+        found.attempt == mine.attempt and found.supervisor != mine.supervisor
+    )
 
 
 def end_record(reader: MetricsReader, attempt: int) -> EndRecord | None:
@@ -119,7 +128,16 @@ def last_alive(reader: MetricsReader, attempt: int, heartbeat_at: float) -> floa
     ``heartbeat_at`` is when the supervisor that died last wrote the state.
     """
     records = (reader.end, reader.latest, reader.phase, *reader.checkpoints[-1:])
-    return max([heartbeat_at, *(record.time for record in records if record is not None and record.attempt == attempt)])
+    return max(
+        [
+            heartbeat_at,
+            *(
+                record.time
+                for record in records
+                if record is not None and record.attempt == attempt
+            ),
+        ]
+    )
 
 
 def observed(state: RunState, reader: MetricsReader, attempt: int) -> RunState:
@@ -134,7 +152,12 @@ def observed(state: RunState, reader: MetricsReader, attempt: int) -> RunState:
         trains = latest is not None and latest.attempt == attempt and reader.step_after_phase
         now: State = "training" if trains else phase.phase
         over = trains and phase.phase != "training"
-        state = replace(state, state=now, detail="" if over else phase.detail, ending=phase.stage == ENDING and not trains)
+        state = replace(
+            state,
+            state=now,
+            detail="" if over else phase.detail,
+            ending=phase.stage == ENDING and not trains,
+        )
     if reader.checkpoints:
         saved = reader.checkpoints[-1]
         state = replace(state, saved_step=saved.step, saved_at=saved.time)

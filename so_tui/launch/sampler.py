@@ -55,7 +55,9 @@ class _Seldom(Generic[T]):
 class Sampler:
     """Takes samples, each of which covers the time since the one before. Not thread-safe."""
 
-    def __init__(self, machine: Machine, tree: ProcessTree, attempt: int, root: Path = Path("/")) -> None:
+    def __init__(
+        self, machine: Machine, tree: ProcessTree, attempt: int, root: Path = Path("/")
+    ) -> None:
         self._nodes = tuple(node for node in machine.numa_nodes if node.kind != "empty")
         self._sole_memory_node = sole_memory_node(machine.numa_nodes)
         self._tree = tree
@@ -82,8 +84,12 @@ class Sampler:
         spent_s, self._own_cpu_s = own_cpu_s - self._own_cpu_s, own_cpu_s
         nodes = tuple(self._node_sample(node, before, cpu) for node in self._nodes)
         run_cpu_s = self._tree.cpu_s()
-        self._read_foreign(now, sum(sum(node.cores) for node in nodes) / 100 - run_cpu_s / max(interval_s, 1e-3))
-        peak = self._high_water.read(self._tree.alive)  # before the GPUs, which may answer late while they start
+        self._read_foreign(
+            now, sum(sum(node.cores) for node in nodes) / 100 - run_cpu_s / max(interval_s, 1e-3)
+        )
+        peak = self._high_water.read(
+            self._tree.alive
+        )  # before the GPUs, which may answer late while they start
         return Sample(
             attempt=self._attempt,
             time=time.time(),
@@ -121,9 +127,13 @@ class Sampler:
             started = time.process_time()
             ours = {process.pid for process in self._tree.alive} | {os.getpid()}
             self._foreign = self._loads.read(without=ours)[:MOST_FOREIGN]
-            self._foreign_due = now + max(FOREIGN_INTERVAL_S, (time.process_time() - started) / _COST_SHARE)
+            self._foreign_due = now + max(
+                FOREIGN_INTERVAL_S, (time.process_time() - started) / _COST_SHARE
+            )
 
-    def _node_sample(self, node: NumaNode, before: dict[int, tuple[int, int]], after: dict[int, tuple[int, int]]) -> NodeSample:
+    def _node_sample(
+        self, node: NumaNode, before: dict[int, tuple[int, int]], after: dict[int, tuple[int, int]]
+    ) -> NodeSample:
         memory = read_node_memory(self._root, node.id, sole=node.id == self._sole_memory_node)
         return NodeSample(
             id=node.id,

@@ -24,7 +24,12 @@ class StopRequest(control.Request, frozen=True, kw_only=True):
 
 
 def request_stop(
-    run: RunDirectory, *, grace_s: float = DEFAULT_GRACE_S, reason: str = "", warned: bool = False, signalled: bool = False
+    run: RunDirectory,
+    *,
+    grace_s: float = DEFAULT_GRACE_S,
+    reason: str = "",
+    warned: bool = False,
+    signalled: bool = False,
 ) -> None:
     """Ask the run to stop within ``grace_s`` seconds. A later request replaces an earlier one.
 
@@ -43,7 +48,12 @@ def request_stop(
     if asked is not None and (asked.warned, asked.signalled) != (warned, signalled):
         return  # a person's request stays
     bounded = StopRequest(
-        by=asked.by if asked else "", time=time.time(), reason=reason, grace_s=grace_s, warned=warned, signalled=signalled
+        by=asked.by if asked else "",
+        time=time.time(),
+        reason=reason,
+        grace_s=grace_s,
+        warned=warned,
+        signalled=signalled,
     )
     write_run_file(run, run.control_dir / "stop", msgspec.json.encode(bounded))
 

@@ -86,7 +86,11 @@ class Planned(Struct, frozen=True, kw_only=True):
 
 def planned_of(plan: Plan) -> Planned | None:
     """Return what a run is compared with; None where its plan does not know how long a step takes."""
-    return None if plan.step is None else Planned(step=plan.step, rates=plan.rates, binding=plan.binding)
+    return (
+        None
+        if plan.step is None
+        else Planned(step=plan.step, rates=plan.rates, binding=plan.binding)
+    )
 
 
 def ranked_causes(measured: Measured, planned: Planned) -> tuple[Cause, ...]:
@@ -96,36 +100,73 @@ def ranked_causes(measured: Measured, planned: Planned) -> tuple[Cause, ...]:
     as the one that explains most, causes come before their effects.
     """
     excess_s = measured.step_s - planned.step.total_s
-    found = [cause for cause in _causes(measured, planned) if cause.seconds >= _LEAST_SHARE * excess_s and cause.seconds > 0]
+    found = [
+        cause
+        for cause in _causes(measured, planned)
+        if cause.seconds >= _LEAST_SHARE * excess_s and cause.seconds > 0
+    ]
     most_s = max((cause.seconds for cause in found), default=0.0)
-    return tuple(sorted(found, key=lambda cause: (cause.seconds < most_s / 2, _ORDER.index(cause.code))))
+    return tuple(
+        sorted(found, key=lambda cause: (cause.seconds < most_s / 2, _ORDER.index(cause.code)))
+    )
 
 
 def _causes(measured: Measured, planned: Planned) -> Iterator[Cause]:
     compute_excess_s = max(0.0, measured.compute_s - planned.compute_s)
 
-    def cause(code: CauseCode, seconds: float, was: float, should: float, *, rank: int = 0) -> Cause:
-        return Cause(code=code, seconds=min(seconds, compute_excess_s), measured=was, planned=should, rank=rank)
+    def cause(
+        code: CauseCode, seconds: float, was: float, should: float, *, rank: int = 0
+    ) -> Cause:
+        return Cause(
+            code=code,
+            seconds=min(seconds, compute_excess_s),
+            measured=was,
+            planned=should,
+            rank=rank,
+        )
 
     bound = {binding.rank: binding for binding in planned.binding}
     placed = [(place, bound[place.rank]) for place in measured.placement if place.rank in bound]
-    if elsewhere := [place.rank for place, binding in placed if misplaced(place, binding.cpus, binding.main_cpus)]:
+    if elsewhere := [
+        place.rank for place, binding in placed if misplaced(place, binding.cpus, binding.main_cpus)
+    ]:
         yield cause("binding", compute_excess_s, float(len(elsewhere)), 0.0, rank=elsewhere[0])
-    shares = [(share, place.rank) for place, binding in placed if (share := share_on_nodes(place, binding.memory_policy.nodes)) is not None]
+    shares = [
+        (share, place.rank)
+        for place, binding in placed
+        if (share := share_on_nodes(place, binding.memory_policy.nodes)) is not None
+    ]
     if shares and (worst := min(shares))[0] < LEAST_OWN_SHARE:
         yield cause("memory-node", compute_excess_s, worst[0], 1.0, rank=worst[1])
     if (taken := measured.foreign_share) >= _LEAST_FOREIGN_SHARE:
         nice = max((place.nice for place in measured.placement), default=0)
-        yield replace(cause("foreign-load", measured.compute_s * taken, taken, 0.0), nice=nice, processes=measured.foreign)
-    if (clock := measured.clock) is not None and (clock.throttled_share >= 0.5 or clock.mhz < _LOW_CLOCK * clock.max_mhz):
+        yield replace(
+            cause("foreign-load", measured.compute_s * taken, taken, 0.0),
+            nice=nice,
+            processes=measured.foreign,
+        )
+    if (clock := measured.clock) is not None and (
+        clock.throttled_share >= 0.5 or clock.mhz < _LOW_CLOCK * clock.max_mhz
+    ):
         on_gpu_s = measured.forward_s + measured.backward_s
         yield cause("clocks", on_gpu_s * (1 - clock.mhz / clock.max_mhz), clock.mhz, clock.max_mhz)
     if (rates := planned.rates) is not None:
         yield from _slow_copies(measured, rates, compute_excess_s)
         rate, busy_s = measured.adam_bytes_per_s, measured.adam_busy_s
-        if rate is not None and busy_s is not None and rate < _LOW_ADAM_RATE * rates.adam_bytes_per_s:
-            yield cause("adam", busy_s * (1 - rate / rates.adam_bytes_per_s), rate, rates.adam_bytes_per_s)
-    yield Cause(code="data", seconds=measured.data_s - planned.step.data_s, measured=measured.data_s, planned=planned.step.data_s)
+        if (
+            rate is not None
+            and busy_s is not None
+            and rate < _LOW_ADAM_RATE * rates.adam_bytes_per_s
+        ):
+            yield cause(
+                "adam", busy_s * (1 - rate / rates.adam_bytes_per_s), rate, rates.adam_bytes_per_s
+            )
+    yield Cause(
+        code="data",
+        seconds=measured.data_s - planned.step.data_s,
+        measured=measured.data_s,
+        planned=planned.step.data_s,
+    )
 
 
 def _slow_copies(measured: Measured, rates: PlannedRates, most_s: float) -> Iterator[Cause]:
@@ -134,13 +175,22 @@ def _slow_copies(measured: Measured, rates: PlannedRates, most_s: float) -> Iter
         (measured.d2h_bytes_per_s, rates.d2h_bytes_per_s, rates.d2h_bytes),
         (measured.h2d_bytes_per_s, rates.h2d_bytes_per_s, rates.h2d_bytes),
     )
-    slow = [(size / was - size / should, was, should) for was, should, size in directions if was and was < _LOW_COPY_RATE * should]
+    slow = [
+        (size / was - size / should, was, should)
+        for was, should, size in directions
+        if was and was < _LOW_COPY_RATE * should
+    ]
     if slow:
         seconds, was, should = max(slow)
         yield Cause(code="copies", seconds=min(seconds, most_s), measured=was, planned=should)
 
 
-def measured_of(steps: Sequence[StepRecord], samples: Sequence[Sample], machine: Machine, binding: Sequence[RankBinding]) -> Measured:
+def measured_of(
+    steps: Sequence[StepRecord],
+    samples: Sequence[Sample],
+    machine: Machine,
+    binding: Sequence[RankBinding],
+) -> Measured:
     """Return what was measured over some steps (at least one), with the samples of the host that were taken meanwhile."""
 
     def median_of(name: str) -> float | None:
@@ -156,7 +206,9 @@ def measured_of(steps: Sequence[StepRecord], samples: Sequence[Sample], machine:
         adam_bytes_per_s=median_of("adam_bytes_per_s"),
         d2h_bytes_per_s=median_of("d2h_bytes_per_s"),
         h2d_bytes_per_s=median_of("h2d_bytes_per_s"),
-        foreign_share=foreign_share(samples, machine, own := {cpu for rank in binding for cpu in rank.cpus}),
+        foreign_share=foreign_share(
+            samples, machine, own := {cpu for rank in binding for cpu in rank.cpus}
+        ),
         foreign=_foreign_names(samples, own),
         clock=_slowest_clock(samples, {rank.gpu for rank in binding}),
         placement=next((sample.placement for sample in reversed(samples) if sample.placement), ()),
@@ -165,11 +217,21 @@ def measured_of(steps: Sequence[StepRecord], samples: Sequence[Sample], machine:
 
 def foreign_share(samples: Iterable[Sample], machine: Machine, cpus: set[int]) -> float:
     """Return the share of the time of these CPUs that other processes than the run's took; 0 without samples."""
-    places = {node.id: [index for index, cpu in enumerate(node.cpus) if cpu in cpus] for node in machine.numa_nodes}
+    places = {
+        node.id: [index for index, cpu in enumerate(node.cpus) if cpu in cpus]
+        for node in machine.numa_nodes
+    }
     foreign_s = available_s = 0.0
     for sample in samples:
-        percents = [node.cores[place] for node in sample.nodes for place in places.get(node.id, ()) if place < len(node.cores)]
-        foreign_s += sum(percents) / 100 * sample.interval_s - sample.run_cpu_s - sample.supervisor_cpu_s
+        percents = [
+            node.cores[place]
+            for node in sample.nodes
+            for place in places.get(node.id, ())
+            if place < len(node.cores)
+        ]
+        foreign_s += (
+            sum(percents) / 100 * sample.interval_s - sample.run_cpu_s - sample.supervisor_cpu_s
+        )
         available_s += len(percents) * sample.interval_s
     return min(1.0, max(0.0, foreign_s / available_s)) if available_s > 0 else 0.0
 
@@ -189,7 +251,12 @@ def _slowest_clock(samples: Iterable[Sample], gpus: set[int | None]) -> Clock | 
     by_gpu: dict[int, list[GpuSample]] = {}
     for sample in samples:
         for gpu in sample.gpus:
-            if gpu.index in gpus and (gpu.busy_percent or 0) >= _BUSY_PERCENT and gpu.clock_mhz and gpu.clock_max_mhz:
+            if (
+                gpu.index in gpus
+                and (gpu.busy_percent or 0) >= _BUSY_PERCENT
+                and gpu.clock_mhz
+                and gpu.clock_max_mhz
+            ):
                 by_gpu.setdefault(gpu.index, []).append(gpu)
     clocks = [
         Clock(

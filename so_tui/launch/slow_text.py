@@ -47,7 +47,9 @@ def cause_text(cause: Cause) -> str:
             more = f" and {plural(round(measured) - 1, 'more rank')}" if measured > 1 else ""
             return f"rank {_rank(cause)}{more} may not run on the planned cores"
         case "memory-node":
-            return f"only {percent(min(measured, 1.0))} of rank {_rank(cause)}'s memory is on its node"
+            return (
+                f"only {percent(min(measured, 1.0))} of rank {_rank(cause)}'s memory is on its node"
+            )
         case "foreign-load":
             return " and ".join(_foreign_load(cause, measured))
         case "clocks":
@@ -63,10 +65,16 @@ def cause_text(cause: Cause) -> str:
 
 
 def _foreign_load(cause: Cause, share: float) -> Iterator[str]:
-    names = f" ({', '.join(brief_line(name, _LONGEST_NAME) for name in cause.processes[:2])})" if cause.processes else ""
+    names = (
+        f" ({', '.join(brief_line(name, _LONGEST_NAME) for name in cause.processes[:2])})"
+        if cause.processes
+        else ""
+    )
     yield f"other processes{names} take {percent(min(share, 1.0))} of its cores' time"
     if cause.nice > 0:
-        yield "go first, as it runs at " + (f"nice {cause.nice}" if cause.nice < IDLE_NICE else "idle priority")
+        yield "go first, as it runs at " + (
+            f"nice {cause.nice}" if cause.nice < IDLE_NICE else "idle priority"
+        )
 
 
 def _rank(cause: Cause) -> int:

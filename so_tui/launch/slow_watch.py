@@ -32,7 +32,9 @@ _MOST_STEPS = 500
 class SlowWatch:
     """Compares one attempt with its plan; finds nothing if that does not know how long a step takes."""
 
-    def __init__(self, plan: Plan, machine: Machine, attempt: int, *, window_s: float = WINDOW_S) -> None:
+    def __init__(
+        self, plan: Plan, machine: Machine, attempt: int, *, window_s: float = WINDOW_S
+    ) -> None:
         self._planned = planned_of(plan)
         self._machine = machine
         self._attempt = attempt
@@ -58,7 +60,10 @@ class SlowWatch:
             elif isinstance(record, StepRecord):
                 self._seen += 1
                 redone, self._redone = record.redone_steps > self._redone, record.redone_steps
-                apart = not self._steps or record.time - self._steps[-1].time >= self._window_s / _MOST_STEPS
+                apart = (
+                    not self._steps
+                    or record.time - self._steps[-1].time >= self._window_s / _MOST_STEPS
+                )
                 if self._undisturbed and not redone and self._seen > _FIRST_STEPS and apart:
                     self._steps.append(record)
 
@@ -67,7 +72,9 @@ class SlowWatch:
         if self._planned is None or not self._steps:
             return
         self._samples.append(sample)
-        while len(self._steps) > LEAST_STEPS and sample.time - self._steps[1].time >= self._window_s:
+        while (
+            len(self._steps) > LEAST_STEPS and sample.time - self._steps[1].time >= self._window_s
+        ):
             self._steps.popleft()
         while self._samples and self._samples[0].time < self._steps[0].time - self._steps[0].step_s:
             self._samples.popleft()
@@ -77,14 +84,26 @@ class SlowWatch:
 
     def _compare(self) -> Slowdown | None:
         steps, planned = tuple(self._steps), self._planned
-        if planned is None or len(steps) < LEAST_STEPS or steps[-1].time - steps[0].time < (1 - 2 / _MOST_STEPS) * self._window_s:
+        if (
+            planned is None
+            or len(steps) < LEAST_STEPS
+            or steps[-1].time - steps[0].time < (1 - 2 / _MOST_STEPS) * self._window_s
+        ):
             return self.found
         bound_s = (SLOWER if self.found is None else _STILL_SLOWER) * planned.step.total_s
-        if not all(_median_s(half) > bound_s for half in (steps[: len(steps) // 2], steps[len(steps) // 2 :])):
+        if not all(
+            _median_s(half) > bound_s
+            for half in (steps[: len(steps) // 2], steps[len(steps) // 2 :])
+        ):
             return None
         measured = measured_of(steps, tuple(self._samples), self._machine, planned.binding)
         causes = ranked_causes(measured, planned)
-        return Slowdown(step=steps[-1].step, step_s=measured.step_s, planned_s=planned.step.total_s, causes=causes)
+        return Slowdown(
+            step=steps[-1].step,
+            step_s=measured.step_s,
+            planned_s=planned.step.total_s,
+            causes=causes,
+        )
 
 
 def _median_s(steps: Sequence[StepRecord]) -> float:

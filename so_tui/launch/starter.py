@@ -41,7 +41,11 @@ def new_token() -> str:
 
 def record_token(run: RunDirectory, attempt: int, token: str) -> None:
     """Let this token start an attempt. Raises OSError if the attempt's folder cannot be written."""
-    write_run_file(run, run.starter_path(attempt), msgspec.json.encode(Starter(sha256=_keyed_hash(token, attempt))))
+    write_run_file(
+        run,
+        run.starter_path(attempt),
+        msgspec.json.encode(Starter(sha256=_keyed_hash(token, attempt))),
+    )
 
 
 def may_start(run: RunDirectory, attempt: int, token: str) -> bool:

@@ -24,7 +24,11 @@ from so_tui.trust.sharing import umask_of
 
 
 def supervise(
-    run: RunDirectory, attempt: int, token: str | None = None, nodes: Nodes = ALONE, ended: Callable[[], None] = lambda: None
+    run: RunDirectory,
+    attempt: int,
+    token: str | None = None,
+    nodes: Nodes = ALONE,
+    ended: Callable[[], None] = lambda: None,
 ) -> int:
     """Start an attempt, or attach to one whose supervisor has died, and watch it to its end. Return the run's exit code.
 

@@ -43,9 +43,13 @@ _DELETED_S = 10.0
 class Supervisor(HostSupervisor):
     """Watches one attempt, on the first node of a run, and concludes what became of it."""
 
-    def __init__(self, run: RunDirectory, attempt: int, found: RunState, lock: RunLock, nodes: Nodes = ALONE) -> None:
+    def __init__(
+        self, run: RunDirectory, attempt: int, found: RunState, lock: RunLock, nodes: Nodes = ALONE
+    ) -> None:
         launch = read_launch(run, attempt, this_host().name)
-        super().__init__(run, attempt, launch, msgspec.structs.replace(nodes, count=launch.spec.nodes))
+        super().__init__(
+            run, attempt, launch, msgspec.structs.replace(nodes, count=launch.spec.nodes)
+        )
         self._lock = lock
         self._superseded = False
         self._handed_over = False
@@ -62,8 +66,12 @@ class Supervisor(HostSupervisor):
         self._records: list[MetricRecord] = []
         self._slow = SlowWatch(launch.plan, launch.machine, attempt)
         # Before its first step, an attempt's state has the step of the one before.
-        told_step = found.step if self._takes_over and found.state not in ("starting", "loading") else 0
-        self._announcer = Announcer(run, attempt, self._host, launch.spec.checkpoint.folder, told_step)
+        told_step = (
+            found.step if self._takes_over and found.state not in ("starting", "loading") else 0
+        )
+        self._announcer = Announcer(
+            run, attempt, self._host, launch.spec.checkpoint.folder, told_step
+        )
 
     def watch(self) -> int:
         """Run the attempt from its start to its end. Return the run's exit code. ``finish`` follows."""
@@ -109,10 +117,14 @@ class Supervisor(HostSupervisor):
     def _report(self) -> None:
         self._state = run_state.observed(self._state, self._reader, self._attempt)
         if self._stop is not None:
-            self._state = msgspec.structs.replace(self._state, detail=self._state.detail or "asked to stop")
+            self._state = msgspec.structs.replace(
+                self._state, detail=self._state.detail or "asked to stop"
+            )
         self._look_at_records()
         beat, slowdown = self._state.heartbeat + 1, self._slow.found
-        self._state = msgspec.structs.replace(self._state, heartbeat=beat, processes=self._tree.alive, slowdown=slowdown)
+        self._state = msgspec.structs.replace(
+            self._state, heartbeat=beat, processes=self._tree.alive, slowdown=slowdown
+        )
         self._write_state()
 
     def _sampled(self, sample: Sample) -> None:
@@ -140,7 +152,9 @@ class Supervisor(HostSupervisor):
         self._slow.take(records)
         with self._despite_errors_of("alerts"):
             new = self._announcer.tick(self._state, records, full=self._disk_full())
-            self._state = msgspec.structs.replace(self._state, alerts=remembered(self._state.alerts, new))
+            self._state = msgspec.structs.replace(
+                self._state, alerts=remembered(self._state.alerts, new)
+            )
 
     def _read(self) -> None:
         # Earlier segments are read on at each tick: a resumed run may have gigabytes of them, and the heartbeat must not wait.
@@ -150,13 +164,21 @@ class Supervisor(HostSupervisor):
             self._records += progress.records
             behind = progress.behind
         super()._read()
-        if self._shutdown.ended_at is None and run_state.end_record(self._reader, self._attempt) is not None:
+        if (
+            self._shutdown.ended_at is None
+            and run_state.end_record(self._reader, self._attempt) is not None
+        ):
             self._shutdown.ended_at = time.monotonic()
 
     def _check_stop_request(self) -> None:
         if self._signal:
             warned = self._signal is signal.SIGUSR1
-            request_stop(self._run, reason=f"the supervisor received {self._signal.name}", warned=warned, signalled=not warned)
+            request_stop(
+                self._run,
+                reason=f"the supervisor received {self._signal.name}",
+                warned=warned,
+                signalled=not warned,
+            )
             self._signal = None
         asked = stop_request(self._run)
         if asked is not None:
@@ -182,7 +204,10 @@ class Supervisor(HostSupervisor):
         if not run_state.superseded(self._state, found):
             return
         if not self._superseded:
-            print(f"{self._run.path} is supervised by another process now: attempt {found.attempt} on {found.host}", file=sys.stderr)
+            print(
+                f"{self._run.path} is supervised by another process now: attempt {found.attempt} on {found.host}",
+                file=sys.stderr,
+            )
             self._superseded, self._handed_over = True, found.attempt == self._attempt
         if not self._handed_over:
             self._signal_all(signal.SIGKILL)
@@ -199,7 +224,10 @@ class Supervisor(HostSupervisor):
 
         By themselves they take seconds: the launcher looks once a second, and each takes its interpreter with torch apart.
         """
-        end, roles = run_state.end_record(self._reader, self._attempt), {process.role for process in self._tree.alive}
+        end, roles = (
+            run_state.end_record(self._reader, self._attempt),
+            {process.role for process in self._tree.alive},
+        )
         ended = any(process.role == "rank" for process in self._tree.gone)
         if end is not None and end.state != "failed" and ended and roles <= {"runner", "launcher"}:
             self._signal_all(signal.SIGKILL)
@@ -218,16 +246,24 @@ class Supervisor(HostSupervisor):
         state = run_state.observed(self._state, self._reader, self._attempt)
         launch, known = self._job.launch, RunFacts(name=self._run.name, saved_step=state.saved_step)
         facts = with_advice(outcome, launch.spec, known, launch.plan.given_memory)
-        ended = time.time() if self._heartbeat_at is None else run_state.last_alive(self._reader, self._attempt, self._heartbeat_at)
+        ended = (
+            time.time()
+            if self._heartbeat_at is None
+            else run_state.last_alive(self._reader, self._attempt, self._heartbeat_at)
+        )
         self._state = run_state.final_state(state, outcome, outcome_text(outcome, facts), ended)
         if not deleted(self._run) and not self._superseded:
             new: tuple[Alert, ...] = ()
             with self._despite_errors_of("alerts"):
                 new = self._announcer.end(self._state)
-                self._state = msgspec.structs.replace(self._state, alerts=remembered(self._state.alerts, new))
+                self._state = msgspec.structs.replace(
+                    self._state, alerts=remembered(self._state.alerts, new)
+                )
             with self._despite_errors_of("state"):
                 write_state_even_if_full(self._run, self._state)
-            with self._despite_errors_of("alerts"):  # last, because the command may look at the state
+            with self._despite_errors_of(
+                "alerts"
+            ):  # last, because the command may look at the state
                 self._announcer.tell(new, self._state)
         self._job.release()
         return outcome.run_exit_code
@@ -262,5 +298,7 @@ class Supervisor(HostSupervisor):
                 try:
                     write_state(self._run, self._state)
                 except OSError:
-                    os.utime(self._run.state_path)  # on a full disk: other hosts judge by its age whether we live
+                    os.utime(
+                        self._run.state_path
+                    )  # on a full disk: other hosts judge by its age whether we live
                     raise

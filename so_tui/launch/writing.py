@@ -20,10 +20,19 @@ from so_tui.spec import InputError, Problem
 from so_tui.spec.files import exists, is_folder, path_fault
 from so_tui.spec.generation import Ask, Cancel, Device, Event, LoadModel, Prompt, Sampling
 
-_REMEDY = "Name a run (`so-tui runs` lists them), its folder, or a folder that `so-tui export` wrote."
+_REMEDY = (
+    "Name a run (`so-tui runs` lists them), its folder, or a folder that `so-tui export` wrote."
+)
 
 
-def named_model(text: str, runs_dir: Path | None = None, *, compare: bool = False, base: str = "", device: Device = "auto") -> LoadModel:
+def named_model(
+    text: str,
+    runs_dir: Path | None = None,
+    *,
+    compare: bool = False,
+    base: str = "",
+    device: Device = "auto",
+) -> LoadModel:
     """Return what to load for the text that a user typed: a run's name or folder, or a model's folder.
 
     Args:
@@ -38,16 +47,41 @@ def named_model(text: str, runs_dir: Path | None = None, *, compare: bool = Fals
     """
     for field, given in (("model", text), ("--base", base)):
         if fault := path_fault(given):
-            raise InputError([Problem(code="invalid-path", field=field, value=given, message=fault, remedy=_REMEDY)])
+            raise InputError(
+                [
+                    Problem(
+                        code="invalid-path", field=field, value=given, message=fault, remedy=_REMEDY
+                    )
+                ]
+            )
     folder = Path(text).expanduser()
     model = exists(folder / "config.json")
-    if is_folder(folder) and not exists(folder / "spec.json") and os.access(folder, os.X_OK) and ("/" in text or model):
+    if (
+        is_folder(folder)
+        and not exists(folder / "spec.json")
+        and os.access(folder, os.X_OK)
+        and ("/" in text or model)
+    ):
         if not model:
             message = "is neither the folder of a run nor that of a model"
-            raise InputError([Problem(code="not-a-model", field="model", value=text, message=message, remedy=_REMEDY)])
-        return LoadModel(folder=str(folder.absolute()), compare=compare or bool(base), base=base, device=device)
+            raise InputError(
+                [
+                    Problem(
+                        code="not-a-model",
+                        field="model",
+                        value=text,
+                        message=message,
+                        remedy=_REMEDY,
+                    )
+                ]
+            )
+        return LoadModel(
+            folder=str(folder.absolute()), compare=compare or bool(base), base=base, device=device
+        )
     run = find_run(text, runs_dir)
-    return LoadModel(run=str(run.path.absolute()), compare=compare or bool(base), base=base, device=device)
+    return LoadModel(
+        run=str(run.path.absolute()), compare=compare or bool(base), base=base, device=device
+    )
 
 
 class ModelProcess:

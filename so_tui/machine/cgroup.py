@@ -25,7 +25,9 @@ def cpuset(files: SystemFiles) -> set[int] | None:
 
 def cpu_quota(files: SystemFiles) -> float | None:
     """Return the smallest limit on CPU time of the group and its ancestors, in CPUs."""
-    quotas = [quota for folder in _folders(files, "cpu") if (quota := _quota(files, folder)) is not None]
+    quotas = [
+        quota for folder in _folders(files, "cpu") if (quota := _quota(files, folder)) is not None
+    ]
     return min(quotas, default=None)
 
 
@@ -42,13 +44,21 @@ def memory_limit_bytes(files: SystemFiles) -> int | None:
 
 def memory_left_bytes(files: SystemFiles) -> int | None:
     """Return the smallest distance of the group and its ancestors from their memory limits. File cache counts as free."""
-    left = [room for folder in _folders(files, "memory") if (room := _memory_left(files, folder)) is not None]
+    left = [
+        room
+        for folder in _folders(files, "memory")
+        if (room := _memory_left(files, folder)) is not None
+    ]
     return min(left, default=None)
 
 
 def process_limit(files: SystemFiles) -> int | None:
     """Return the smallest limit on processes and threads of the group and its ancestors."""
-    limits = [limit for folder in _folders(files, "pids") if (limit := files.integer(f"{folder}/pids.max")) is not None]
+    limits = [
+        limit
+        for folder in _folders(files, "pids")
+        if (limit := files.integer(f"{folder}/pids.max")) is not None
+    ]
     return min(limits, default=None)
 
 
@@ -57,10 +67,20 @@ def _memory_left(files: SystemFiles, folder: str) -> int | None:
         ("memory.max", "memory.current", ""),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     ):
-        limit, usage = files.integer(f"{folder}/{limit_name}"), files.integer(f"{folder}/{usage_name}")
+        limit, usage = (
+            files.integer(f"{folder}/{limit_name}"),
+            files.integer(f"{folder}/{usage_name}"),
+        )
         if limit is not None and usage is not None and limit < _UNLIMITED_BYTES:
-            lines = (line.partition(" ") for line in (files.text(f"{folder}/memory.stat") or "").splitlines())
-            cache = sum(int(value) for name, _, value in lines if name in (f"{prefix}active_file", f"{prefix}inactive_file"))
+            lines = (
+                line.partition(" ")
+                for line in (files.text(f"{folder}/memory.stat") or "").splitlines()
+            )
+            cache = sum(
+                int(value)
+                for name, _, value in lines
+                if name in (f"{prefix}active_file", f"{prefix}inactive_file")
+            )
             return max(0, limit - usage + cache)
     return None
 
@@ -70,7 +90,10 @@ def _quota(files: SystemFiles, folder: str) -> float | None:
     if text is not None:
         quota, _, period = text.partition(" ")
         return int(quota) / int(period) if quota.isdigit() and period.isdigit() else None
-    quota_us, period_us = files.integer(f"{folder}/cpu.cfs_quota_us"), files.integer(f"{folder}/cpu.cfs_period_us")
+    quota_us, period_us = (
+        files.integer(f"{folder}/cpu.cfs_quota_us"),
+        files.integer(f"{folder}/cpu.cfs_period_us"),
+    )
     return quota_us / period_us if quota_us and period_us and quota_us > 0 else None
 
 
@@ -81,7 +104,11 @@ def _folders(files: SystemFiles, controller: str) -> Iterator[str]:
         if controllers == "":
             mount = _ROOT
         elif controller in controllers.split(","):
-            mount = f"{_ROOT}/{controllers}" if files.exists(f"{_ROOT}/{controllers}") else f"{_ROOT}/{controller}"
+            mount = (
+                f"{_ROOT}/{controllers}"
+                if files.exists(f"{_ROOT}/{controllers}")
+                else f"{_ROOT}/{controller}"
+            )
         else:
             continue
         path = PurePosixPath(group)

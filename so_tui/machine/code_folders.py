@@ -23,7 +23,9 @@ _NAMES = {
     "NUMBA_CACHE_DIR": "numba",
     "HF_MODULES_CACHE": "huggingface_modules",
 }
-_WRITTEN_WHILE_TRAINING = frozenset(("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH", "NUMBA_CACHE_DIR"))
+_WRITTEN_WHILE_TRAINING = frozenset(
+    ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH", "NUMBA_CACHE_DIR")
+)
 """Their programs expect a file system that shows every write at once, which a network's may not do."""
 
 
@@ -37,7 +39,12 @@ def code_folders(environment: Mapping[str, str], *, several_hosts: bool = False)
         several_hosts: The processes run on several hosts, each of which gets folders of its own for what is compiled while they run.
     """
     chosen = (name for name in _NAMES if not _is_private(environment.get(name, "")))
-    return {name: str(_default(name, environment, local=several_hosts and name in _WRITTEN_WHILE_TRAINING)) for name in chosen}
+    return {
+        name: str(
+            _default(name, environment, local=several_hosts and name in _WRITTEN_WHILE_TRAINING)
+        )
+        for name in chosen
+    }
 
 
 def extensions_folder(environment: Mapping[str, str]) -> str:
@@ -54,13 +61,19 @@ def make_code_folders(environment: Mapping[str, str]) -> None:
     """
     for folder in (Path(environment[name]) for name in _NAMES if environment.get(name)):
         if folder.is_relative_to(host_folder()):
-            private_folder(host_folder())  # whoever made it first, in /tmp, could exchange what is in it
+            private_folder(
+                host_folder()
+            )  # whoever made it first, in /tmp, could exchange what is in it
         private_folder(folder)
 
 
 def _is_private(folder: str) -> bool:
     path = Path(folder)
-    return path.is_absolute() and distrust_of_folder(path) is None and not stat.S_IMODE(path.lstat().st_mode) & 0o077
+    return (
+        path.is_absolute()
+        and distrust_of_folder(path) is None
+        and not stat.S_IMODE(path.lstat().st_mode) & 0o077
+    )
 
 
 def _default(name: str, environment: Mapping[str, str], *, local: bool = False) -> Path:
@@ -71,7 +84,9 @@ def _default(name: str, environment: Mapping[str, str], *, local: bool = False) 
 
 def _torch() -> str:
     """Return a name for what extensions are compiled against. The version tells CUDA's, too (``2.13.0+cu130``)."""
-    from importlib import metadata  # imports the email package, which who looks at a run does not need
+    from importlib import (
+        metadata,
+    )  # imports the email package, which who looks at a run does not need
 
     try:
         torch = metadata.version("torch").replace("+", "-")

@@ -22,7 +22,9 @@ def parse_cpus(text: str) -> tuple[int, ...]:
 
 def cpu_ranges(cpus: Iterable[int]) -> str:
     """Format numbers in the kernel's list format: ``(0, 1, 2, 8)`` is ``0-2,8``."""
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in contiguous_runs(cpus))
+    return ",".join(
+        f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in contiguous_runs(cpus)
+    )
 
 
 def contiguous_runs(cpus: Iterable[int]) -> tuple[tuple[int, ...], ...]:

@@ -43,38 +43,57 @@ def smt_siblings(files: SystemFiles, online: tuple[int, ...]) -> tuple[tuple[int
     cores = set()
     for cpu in online:
         folder = f"/sys/devices/system/cpu/cpu{cpu}/topology"
-        cores.add(cpus_or_empty(files.text(f"{folder}/core_cpus_list") or files.text(f"{folder}/thread_siblings_list")))
+        cores.add(
+            cpus_or_empty(
+                files.text(f"{folder}/core_cpus_list")
+                or files.text(f"{folder}/thread_siblings_list")
+            )
+        )
     return tuple(sorted(core for core in cores if len(core) > 1))
 
 
 def allowed_memory_nodes(files: SystemFiles) -> tuple[int, ...] | None:
     """Return the NUMA nodes that this process may allocate on; None if unknown, and for copied system files."""
-    found = re.search(r"^Mems_allowed_list:\s*(\S+)", files.text("/proc/self/status") or "", re.MULTILINE)
+    found = re.search(
+        r"^Mems_allowed_list:\s*(\S+)", files.text("/proc/self/status") or "", re.MULTILINE
+    )
     return cpus_or_empty(found.group(1)) if files.live and found else None
 
 
-def memory_allowance_notes(nodes: tuple[NumaNode, ...], allowed: tuple[int, ...] | None) -> tuple[str, ...]:
+def memory_allowance_notes(
+    nodes: tuple[NumaNode, ...], allowed: tuple[int, ...] | None
+) -> tuple[str, ...]:
     """Return a note if a cpuset excludes the memory of some CPU nodes."""
     with_memory = [node.id for node in nodes if node.kind == "cpu" and node.memory_total_bytes > 0]
     if allowed is None or set(with_memory) <= set(allowed):
         return ()
     mine = cpu_ranges(set(with_memory) & set(allowed)) or "none"
-    return (f"This process may allocate on CPU nodes {mine} of {cpu_ranges(with_memory)} (Mems_allowed): plans count only these.",)
+    return (
+        f"This process may allocate on CPU nodes {mine} of {cpu_ranges(with_memory)} (Mems_allowed): plans count only these.",
+    )
 
 
-def allowance_notes(files: SystemFiles, online: tuple[int, ...], allowed: tuple[int, ...]) -> tuple[str, ...]:
+def allowance_notes(
+    files: SystemFiles, online: tuple[int, ...], allowed: tuple[int, ...]
+) -> tuple[str, ...]:
     """Return notes on why this process may use only some of the CPUs."""
     if not files.live:
         return ()
     notes = []
     if set(allowed) < set(online):
-        notes.append(f"This process may use {len(allowed)} of {len(online)} CPUs ({cpu_ranges(allowed)}).")
+        notes.append(
+            f"This process may use {len(allowed)} of {len(online)} CPUs ({cpu_ranges(allowed)})."
+        )
     quota = cgroup.cpu_quota(files)
     if quota is not None and quota < len(allowed):
-        notes.append(f"The control group limits CPU time to {quota:g} of {len(allowed)} allowed CPUs: bound threads will be throttled.")
+        notes.append(
+            f"The control group limits CPU time to {quota:g} of {len(allowed)} allowed CPUs: bound threads will be throttled."
+        )
     if job := os.environ.get("SLURM_JOB_ID"):
         given = [
-            f"{name}={os.environ[name]}" for name in ("SLURM_CPUS_ON_NODE", "SLURM_CPU_BIND_LIST", "SLURM_JOB_GPUS") if name in os.environ
+            f"{name}={os.environ[name]}"
+            for name in ("SLURM_CPUS_ON_NODE", "SLURM_CPU_BIND_LIST", "SLURM_JOB_GPUS")
+            if name in os.environ
         ]
         notes.append(" ".join([f"Inside Slurm job {job}.", *given]))
     return tuple(notes)
@@ -85,9 +104,21 @@ def processor(files: SystemFiles) -> Processor:
     text = files.text("/proc/cpuinfo") or ""
     fields = _cpuinfo_fields(text)
     arm = _arm_core(fields, files)
-    architecture = os.uname().machine if files.live else "aarch64" if arm else "x86_64" if "vendor_id" in fields else "unknown"
+    architecture = (
+        os.uname().machine
+        if files.live
+        else "aarch64"
+        if arm
+        else "x86_64"
+        if "vendor_id" in fields
+        else "unknown"
+    )
     return Processor(
-        name=_grace(arm) or fields.get("model name") or _slow_name(files) or _arm_name(arm) or "unknown",
+        name=_grace(arm)
+        or fields.get("model name")
+        or _slow_name(files)
+        or _arm_name(arm)
+        or "unknown",
         architecture=architecture,
     )
 
@@ -100,7 +131,11 @@ def _cpuinfo_fields(text: str) -> dict[str, str]:
 
 def _cpuinfo_processors(files: SystemFiles) -> tuple[int, ...]:
     lines = (files.text("/proc/cpuinfo") or "").splitlines()
-    return tuple(int(line.partition(":")[2]) for line in lines if line.startswith("processor") and line.partition(":")[2].strip().isdigit())
+    return tuple(
+        int(line.partition(":")[2])
+        for line in lines
+        if line.startswith("processor") and line.partition(":")[2].strip().isdigit()
+    )
 
 
 def _arm_core(fields: dict[str, str], files: SystemFiles) -> tuple[int, int] | None:

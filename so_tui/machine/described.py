@@ -73,7 +73,10 @@ MACHINES: dict[str, Description] = {
         gpu="NVIDIA GH200 120GB",
         gpu_mib=97_280,
         gpu_nodes=(4, 12, 20, 28),
-        network=Network(gbit_per_s=800, source="four adapters of 200 Gb/s, documentation of NCSA DeltaAI and JUPITER"),
+        network=Network(
+            gbit_per_s=800,
+            source="four adapters of 200 Gb/s, documentation of NCSA DeltaAI and JUPITER",
+        ),
     ),
     "gh200-2": Description(
         title="GH200 NVL2: 2 x 144 GB of HBM3e",
@@ -104,7 +107,9 @@ MACHINES: dict[str, Description] = {
         node_mib=1_031_000,
         gpu="NVIDIA H100 80GB HBM3",
         gpus_per_node=4,
-        network=Network(gbit_per_s=3200, source="eight adapters of 400 Gb/s, NVIDIA's DGX H100 user guide"),
+        network=Network(
+            gbit_per_s=3200, source="eight adapters of 400 Gb/s, NVIDIA's DGX H100 user guide"
+        ),
         gpu_mib=81_559,
     ),
     "h200-8": Description(
@@ -117,7 +122,9 @@ MACHINES: dict[str, Description] = {
         node_mib=1_031_000,
         gpu="NVIDIA H200",
         gpus_per_node=4,
-        network=Network(gbit_per_s=3200, source="eight adapters of 400 Gb/s, NVIDIA's DGX H200 user guide"),
+        network=Network(
+            gbit_per_s=3200, source="eight adapters of 400 Gb/s, NVIDIA's DGX H200 user guide"
+        ),
         gpu_mib=143_771,
     ),
     "mi300a-4": Description(
@@ -154,17 +161,28 @@ def named_machine(name: str) -> Machine:
     if name in MACHINES:
         _LOG.info("machine %s as published: %s", name, MACHINES[name].source)
         return _machine(name, MACHINES[name])
-    remedy = (
-        f"{nearest(name, tuple(MACHINES))}Names: {', '.join(MACHINES)}. Or give a file that `so-tui inspect --json > FILE` wrote there."
-    )
+    remedy = f"{nearest(name, tuple(MACHINES))}Names: {', '.join(MACHINES)}. Or give a file that `so-tui inspect --json > FILE` wrote there."
     message = "is no machine that is known by name, and no file"
-    raise InputError([Problem(code="unknown-machine", field="--machine", value=shown(name), message=message, remedy=remedy)])
+    raise InputError(
+        [
+            Problem(
+                code="unknown-machine",
+                field="--machine",
+                value=shown(name),
+                message=message,
+                remedy=remedy,
+            )
+        ]
+    )
 
 
 def _machine(name: str, of: Description) -> Machine:
     nodes = tuple(_cpu_nodes(of))
     gpus = tuple(_gpus(of, nodes))
-    on_gpus = tuple(NumaNode(id=node, kind="gpu-memory", cpus=(), memory_total_bytes=of.gpu_mib * _MIB) for node in of.gpu_nodes)
+    on_gpus = tuple(
+        NumaNode(id=node, kind="gpu-memory", cpus=(), memory_total_bytes=of.gpu_mib * _MIB)
+        for node in of.gpu_nodes
+    )
     cpus = tuple(sorted(cpu for node in nodes for cpu in node.cpus))
     host_bytes = sum(node.memory_total_bytes for node in nodes)
     on_grace = of.cpu == _GRACE
@@ -192,7 +210,9 @@ def _cpu_nodes(of: Description) -> Iterator[NumaNode]:
     """Yield the CPU nodes; second threads of the cores follow those of all nodes, as Linux numbers them."""
     for node in range(of.nodes):
         first = range(node * of.cores, (node + 1) * of.cores)
-        cpus = tuple(core + thread * of.nodes * of.cores for thread in range(of.threads) for core in first)
+        cpus = tuple(
+            core + thread * of.nodes * of.cores for thread in range(of.threads) for core in first
+        )
         yield NumaNode(id=node, kind="cpu", cpus=cpus, memory_total_bytes=of.node_mib * _MIB)
 
 
@@ -215,4 +235,6 @@ def _gpus(of: Description, nodes: tuple[NumaNode, ...]) -> Iterator[Gpu]:
 def _siblings(of: Description) -> Iterator[tuple[int, ...]]:
     if of.threads > 1:
         total = of.nodes * of.cores
-        yield from (tuple(core + thread * total for thread in range(of.threads)) for core in range(total))
+        yield from (
+            tuple(core + thread * total for thread in range(of.threads)) for core in range(total)
+        )

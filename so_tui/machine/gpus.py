@@ -32,7 +32,11 @@ _NAMES = {
     0x2941: "NVIDIA GB200",
     0x31C2: "NVIDIA GB300",
 }
-_AMD_NAMES = {0x740F: "AMD Instinct MI210", 0x74A0: "AMD Instinct MI300A", 0x74A1: "AMD Instinct MI300X"}
+_AMD_NAMES = {
+    0x740F: "AMD Instinct MI210",
+    0x74A0: "AMD Instinct MI300A",
+    0x74A1: "AMD Instinct MI300X",
+}
 """The same of AMD's; its driver has no names."""
 _NAMELESS_AMD = "AMD GPU ["
 ROCM_VISIBLE_DEVICES = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
@@ -77,7 +81,9 @@ def pci_gpus(files: SystemFiles) -> tuple[PciGpu, ...]:
     return tuple(gpu for gpu in found if gpu is not None)
 
 
-def read_gpus(files: SystemFiles, nodes: tuple[NumaNode, ...], nvml: NvmlAnswer, *, coherent: bool) -> FoundGpus:
+def read_gpus(
+    files: SystemFiles, nodes: tuple[NumaNode, ...], nvml: NvmlAnswer, *, coherent: bool
+) -> FoundGpus:
     """Return the GPUs of a machine with their NUMA nodes.
 
     Args:
@@ -94,19 +100,25 @@ def read_gpus(files: SystemFiles, nodes: tuple[NumaNode, ...], nvml: NvmlAnswer,
     else:
         usable = tuple(gpu for gpu in on_bus if not files.live or _driver_loaded(files, gpu.vendor))
         if len(usable) < len(on_bus):
-            notes.append(f"{len(on_bus) - len(usable)} GPU(s) on the PCI bus have no driver and are left out.")
+            notes.append(
+                f"{len(on_bus) - len(usable)} GPU(s) on the PCI bus have no driver and are left out."
+            )
         gpus = _from_pci(usable)
     if any(gpu.vendor == "amd" for gpu in gpus) and (amd := kfd_gpus(files, nodes)) is not None:
         gpus = _with_kfd(gpus, {gpu.bus_id: gpu for gpu in amd})
     if files.live and any(gpu.name.startswith(_NAMELESS_AMD) for gpu in gpus):
         names = names_by_amd_smi()
-        gpus = tuple(msgspec.structs.replace(gpu, name=names.get(gpu.pci_bus_id, gpu.name)) for gpu in gpus)
+        gpus = tuple(
+            msgspec.structs.replace(gpu, name=names.get(gpu.pci_bus_id, gpu.name)) for gpu in gpus
+        )
     gpus = _with_nodes(gpus, nodes, coherent=coherent)
     if not nvml.answered:
         gpus, assumed = _with_published_memory(gpus, on_bus, nodes)
         if assumed:
             listed = ", ".join(str(gpu.index) for gpu in assumed)
-            notes.append(f"The memory size of GPU {listed} is unknown here; the published size of {assumed[0].name} is assumed.")
+            notes.append(
+                f"The memory size of GPU {listed} is unknown here; the published size of {assumed[0].name} is assumed."
+            )
     if files.live and (variable := hiding_variable(gpus, os.environ)):
         gpus, hidden = visible_gpus(gpus, os.environ[variable])
         if hidden:
@@ -122,19 +134,30 @@ def normal_bus_id(bus_id: str) -> str:
 
 def _pci_gpu(files: SystemFiles, bus_id: str) -> PciGpu | None:
     folder = f"{_PCI}/{bus_id}"
-    vendor, device_class = files.integer(f"{folder}/vendor"), (files.integer(f"{folder}/class") or 0) >> 8
-    if device_class not in {_NVIDIA: _DISPLAY_CLASSES, _AMD: _AMD_COMPUTE_CLASSES}.get(vendor or 0, ()):
+    vendor, device_class = (
+        files.integer(f"{folder}/vendor"),
+        (files.integer(f"{folder}/class") or 0) >> 8,
+    )
+    if device_class not in {_NVIDIA: _DISPLAY_CLASSES, _AMD: _AMD_COMPUTE_CLASSES}.get(
+        vendor or 0, ()
+    ):
         return None
     node = files.integer(f"{folder}/numa_node")
     device = files.integer(f"{folder}/device") or 0
-    name = _driver_name(files, bus_id) or _NAMES.get(device) if vendor == _NVIDIA else _AMD_NAMES.get(device)
+    name = (
+        _driver_name(files, bus_id) or _NAMES.get(device)
+        if vendor == _NVIDIA
+        else _AMD_NAMES.get(device)
+    )
     return PciGpu(
         bus_id=bus_id.lower(),
         vendor="nvidia" if vendor == _NVIDIA else "amd",
         name=name or f"{'NVIDIA GPU [' if vendor == _NVIDIA else _NAMELESS_AMD}{device:04x}]",
         numa_node=node if node is not None and node >= 0 else None,
         cpus=cpus_or_empty(files.text(f"{folder}/local_cpulist")),
-        published_memory_bytes=_PUBLISHED_MIB[device] * 2**20 if vendor == _NVIDIA and device in _PUBLISHED_MIB else None,
+        published_memory_bytes=_PUBLISHED_MIB[device] * 2**20
+        if vendor == _NVIDIA and device in _PUBLISHED_MIB
+        else None,
     )
 
 
@@ -151,7 +174,14 @@ def _driver_loaded(files: SystemFiles, vendor: str) -> bool:
 
 def _from_pci(found: Iterable[PciGpu]) -> tuple[Gpu, ...]:
     return tuple(
-        Gpu(index=index, name=gpu.name, pci_bus_id=gpu.bus_id, numa_node=gpu.numa_node, cpus=gpu.cpus, vendor=gpu.vendor)
+        Gpu(
+            index=index,
+            name=gpu.name,
+            pci_bus_id=gpu.bus_id,
+            numa_node=gpu.numa_node,
+            cpus=gpu.cpus,
+            vendor=gpu.vendor,
+        )
         for index, gpu in enumerate(found)
     )
 
@@ -196,12 +226,16 @@ def _from_nvml(gpu: NvmlGpu, on_bus: tuple[PciGpu, ...]) -> Gpu:
     )
 
 
-def _with_nodes(gpus: tuple[Gpu, ...], nodes: tuple[NumaNode, ...], *, coherent: bool) -> tuple[Gpu, ...]:
+def _with_nodes(
+    gpus: tuple[Gpu, ...], nodes: tuple[NumaNode, ...], *, coherent: bool
+) -> tuple[Gpu, ...]:
     """Fill in what the bus does not report: the CPU node (if there is only one), its CPUs, the GPU's memory node and size."""
     cpu_nodes = {node.id: node for node in nodes if node.kind == "cpu"}
     only_node = next(iter(cpu_nodes)) if len(cpu_nodes) == 1 else None
     attached = tuple(
-        msgspec.structs.replace(gpu, numa_node=home, cpus=gpu.cpus or (cpu_nodes[home].cpus if home is not None else ()))
+        msgspec.structs.replace(
+            gpu, numa_node=home, cpus=gpu.cpus or (cpu_nodes[home].cpus if home is not None else ())
+        )
         for gpu in gpus
         for home in [gpu.numa_node if gpu.numa_node in cpu_nodes else only_node]
     )
@@ -210,7 +244,10 @@ def _with_nodes(gpus: tuple[Gpu, ...], nodes: tuple[NumaNode, ...], *, coherent:
     known = {node.id for node in nodes}
     return tuple(
         msgspec.structs.replace(
-            gpu, memory_node=own, memory_total_bytes=gpu.memory_total_bytes or (sizes.get(own) if own is not None else None)
+            gpu,
+            memory_node=own,
+            memory_total_bytes=gpu.memory_total_bytes
+            or (sizes.get(own) if own is not None else None),
         )
         for gpu in attached
         # A container may hide the nodes that the driver names.
@@ -232,10 +269,16 @@ def _with_published_memory(
         return gpus, ()
     published = {device.bus_id: device.published_memory_bytes for device in on_bus}
     filled = tuple(
-        msgspec.structs.replace(gpu, memory_total_bytes=published.get(gpu.pci_bus_id)) if gpu.memory_total_bytes is None else gpu
+        msgspec.structs.replace(gpu, memory_total_bytes=published.get(gpu.pci_bus_id))
+        if gpu.memory_total_bytes is None
+        else gpu
         for gpu in gpus
     )
-    return filled, tuple(after for before, after in zip(gpus, filled, strict=True) if after is not before and after.memory_total_bytes)
+    return filled, tuple(
+        after
+        for before, after in zip(gpus, filled, strict=True)
+        if after is not before and after.memory_total_bytes
+    )
 
 
 def _memory_nodes(gpus: tuple[Gpu, ...], nodes: tuple[NumaNode, ...]) -> dict[str, int]:
@@ -248,7 +291,11 @@ def _memory_nodes(gpus: tuple[Gpu, ...], nodes: tuple[NumaNode, ...]) -> dict[st
     in_bus_order = sorted(gpus, key=lambda gpu: gpu.pci_bus_id)
     nearest = {node.id: _nearest_cpu_node(node, nodes) for node in hbm}
     if any(home is None for home in nearest.values()):
-        return {gpu.pci_bus_id: node.id for gpu, node in zip(in_bus_order, hbm, strict=True)} if len(hbm) == len(gpus) else {}
+        return (
+            {gpu.pci_bus_id: node.id for gpu, node in zip(in_bus_order, hbm, strict=True)}
+            if len(hbm) == len(gpus)
+            else {}
+        )
     owned: dict[str, int] = {}
     for home in set(nearest.values()):
         here = [gpu for gpu in in_bus_order if gpu.numa_node == home]
@@ -260,7 +307,11 @@ def _memory_nodes(gpus: tuple[Gpu, ...], nodes: tuple[NumaNode, ...]) -> dict[st
 
 def _nearest_cpu_node(node: NumaNode, nodes: tuple[NumaNode, ...]) -> int | None:
     """Return the CPU node at the smallest distance; None if two are equally near or no distance is known."""
-    known = [(far, other.id) for other in nodes if other.kind == "cpu" and (far := distance(nodes, node, other.id)) is not None]
+    known = [
+        (far, other.id)
+        for other in nodes
+        if other.kind == "cpu" and (far := distance(nodes, node, other.id)) is not None
+    ]
     ranked = sorted(known)
     if not ranked or (len(ranked) > 1 and ranked[0][0] == ranked[1][0]):
         return None
@@ -272,11 +323,17 @@ def hiding_variable(gpus: Iterable[Gpu], environment: Mapping[str, str]) -> str 
 
     ROCm has three, and each counts within what the ones before it show. Schedulers set one, or several alike, so the first is taken.
     """
-    names = ROCM_VISIBLE_DEVICES if any(gpu.vendor == "amd" for gpu in gpus) else ROCM_VISIBLE_DEVICES[-1:]
+    names = (
+        ROCM_VISIBLE_DEVICES
+        if any(gpu.vendor == "amd" for gpu in gpus)
+        else ROCM_VISIBLE_DEVICES[-1:]
+    )
     return next((name for name in names if name in environment), None)
 
 
-def visible_gpus(gpus: tuple[Gpu, ...], shown_devices: str) -> tuple[tuple[Gpu, ...], tuple[Gpu, ...]]:
+def visible_gpus(
+    gpus: tuple[Gpu, ...], shown_devices: str
+) -> tuple[tuple[Gpu, ...], tuple[Gpu, ...]]:
     """Return the GPUs that a list such as CUDA_VISIBLE_DEVICES shows, and the others. As in CUDA, it ends at the first unknown entry."""
     shown: set[int] = set()
     for entry in shown_devices.split(","):
@@ -284,8 +341,12 @@ def visible_gpus(gpus: tuple[Gpu, ...], shown_devices: str) -> tuple[tuple[Gpu, 
         if match is None:
             break
         shown.add(match)
-    return tuple(gpu for gpu in gpus if gpu.index in shown), tuple(gpu for gpu in gpus if gpu.index not in shown)
+    return tuple(gpu for gpu in gpus if gpu.index in shown), tuple(
+        gpu for gpu in gpus if gpu.index not in shown
+    )
 
 
 def _names(entry: str, gpu: Gpu) -> bool:
-    return entry == str(gpu.index) or (entry.startswith("GPU-") and gpu.uuid is not None and gpu.uuid.startswith(entry))
+    return entry == str(gpu.index) or (
+        entry.startswith("GPU-") and gpu.uuid is not None and gpu.uuid.startswith(entry)
+    )

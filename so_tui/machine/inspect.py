@@ -46,11 +46,15 @@ def inspect_machine(sysroot: Path | None = None, *, hostname: str | None = None)
     allowed = allowed_cpus(files, online)
     memory = host_memory(files, nodes)
     nvml = query_nvml() if files.live else NvmlAnswer()
-    found = read_gpus(files, memory.nodes, nvml, coherent=cpu.architecture in ("aarch64", "unknown"))
+    found = read_gpus(
+        files, memory.nodes, nvml, coherent=cpu.architecture in ("aarch64", "unknown")
+    )
     shm = shared_memory(files)
     memory_nodes = allowed_memory_nodes(files)
     return Machine(
-        hostname=os.uname().nodename if files.live else hostname or files.text("/proc/sys/kernel/hostname") or UNKNOWN,
+        hostname=os.uname().nodename
+        if files.live
+        else hostname or files.text("/proc/sys/kernel/hostname") or UNKNOWN,
         cpu_name=cpu.name,
         architecture=cpu.architecture,
         page_size_bytes=page_size_bytes(files),
@@ -68,7 +72,12 @@ def inspect_machine(sysroot: Path | None = None, *, hostname: str | None = None)
         smt_siblings=smt_siblings(files, online),
         allowed_memory_nodes=memory_nodes,
         live=files.live,
-        notes=(*allowance_notes(files, online, allowed), *memory_allowance_notes(nodes, memory_nodes), *memory.notes, *found.notes),
+        notes=(
+            *allowance_notes(files, online, allowed),
+            *memory_allowance_notes(nodes, memory_nodes),
+            *memory.notes,
+            *found.notes,
+        ),
         hidden_gpus=found.hidden,
         nvml_errors=nvml.errors,
         memory_grows=memory.grows,

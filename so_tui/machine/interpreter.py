@@ -53,4 +53,6 @@ def faults(gpus: int) -> Iterator[str]:
 
 if __name__ == "__main__":
     if problems := tuple(faults(int(sys.argv[1]))):
-        sys.exit(f"so-tui: {sys.executable} on {platform.node()} ({platform.machine()}): {'; '.join(problems)}")
+        sys.exit(
+            f"so-tui: {sys.executable} on {platform.node()} ({platform.machine()}): {'; '.join(problems)}"
+        )

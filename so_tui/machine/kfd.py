@@ -53,20 +53,35 @@ def kfd_gpus(files: SystemFiles, nodes: tuple[NumaNode, ...]) -> tuple[KfdGpu, .
         return None
     found = {node: _numbers(files, f"{_NODES}/{node}/properties") for node in ids}
     # KFD numbers the NUMA nodes that have cores first, in ascending order.
-    with_cores = [node for node, properties in found.items() if properties.get("cpu_cores_count") and not properties.get("simd_count")]
+    with_cores = [
+        node
+        for node, properties in found.items()
+        if properties.get("cpu_cores_count") and not properties.get("simd_count")
+    ]
     homes = dict(zip(with_cores, (node for node in nodes if node.kind == "cpu"), strict=False))
     gpus = {node: properties for node, properties in found.items() if properties.get("simd_count")}
     parts = Counter(map(_bus_id, gpus.values()))
     firsts = {_bus_id(properties): node for node, properties in reversed(gpus.items())}
-    return tuple(_gpu(files, node, gpus[node], homes, parts[bus_id]) for bus_id, node in sorted(firsts.items(), key=itemgetter(1)))
+    return tuple(
+        _gpu(files, node, gpus[node], homes, parts[bus_id])
+        for bus_id, node in sorted(firsts.items(), key=itemgetter(1))
+    )
 
 
-def _gpu(files: SystemFiles, node: int, properties: dict[str, int], homes: dict[int, NumaNode], partitions: int) -> KfdGpu:
+def _gpu(
+    files: SystemFiles,
+    node: int,
+    properties: dict[str, int],
+    homes: dict[int, NumaNode],
+    partitions: int,
+) -> KfdGpu:
     links = [link for link in _parts(files, node, "io_links") if link.get("node_to") in homes]
     nearest = min(links, key=lambda link: link.get("weight", 1 << 32), default={})
     home = homes.get(nearest.get("node_to", -1))
     shared = home if nearest.get("weight") == _SAME_SOCKET else None
-    banks = [bank for bank in _parts(files, node, "mem_banks") if bank.get("heap_type") in _GPU_HEAPS]
+    banks = [
+        bank for bank in _parts(files, node, "mem_banks") if bank.get("heap_type") in _GPU_HEAPS
+    ]
     own = partitions * sum(bank.get("size_in_bytes", 0) for bank in banks)
     unique = properties.get("unique_id")
     return KfdGpu(
@@ -74,7 +89,11 @@ def _gpu(files: SystemFiles, node: int, properties: dict[str, int], homes: dict[
         uuid=f"GPU-{unique:016x}" if unique else None,
         numa_node=home.id if home else None,
         memory_node=shared.id if shared else None,
-        memory_bytes=shared.memory_total_bytes if shared else own if 0 < own <= _MOST_BYTES else None,
+        memory_bytes=shared.memory_total_bytes
+        if shared
+        else own
+        if 0 < own <= _MOST_BYTES
+        else None,
         partitions=partitions,
     )
 
@@ -82,7 +101,9 @@ def _gpu(files: SystemFiles, node: int, properties: dict[str, int], homes: dict[
 def _bus_id(properties: dict[str, int]) -> str:
     """Return the PCI address as sysfs writes it. The function number counts partitions; the device itself has 0."""
     location = properties.get("location_id", 0)
-    return f"{properties.get('domain', 0):04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}.0"
+    return (
+        f"{properties.get('domain', 0):04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}.0"
+    )
 
 
 def _parts(files: SystemFiles, node: int, kind: str) -> Iterator[dict[str, int]]:

@@ -57,10 +57,16 @@ def host_memory(files: SystemFiles, nodes: tuple[NumaNode, ...]) -> HostMemory:
     notes = [*_gpu_memory_note(nodes, whole.get("MemTotal"), total)]
     grows = files.live and _grows(files)
     if grows:
-        notes.append(f"Memory of this virtual machine may grow on demand; it has {memory_size(total)} now.")
+        notes.append(
+            f"Memory of this virtual machine may grow on demand; it has {memory_size(total)} now."
+        )
     if limit is not None and limit < total:
-        notes.append(f"The control group allows {memory_size(limit)} of the host's {memory_size(total)}.")
-    return HostMemory(nodes, total, limit if limit is not None and limit < total else None, grows, tuple(notes))
+        notes.append(
+            f"The control group allows {memory_size(limit)} of the host's {memory_size(total)}."
+        )
+    return HostMemory(
+        nodes, total, limit if limit is not None and limit < total else None, grows, tuple(notes)
+    )
 
 
 def pss_bytes(pid: int) -> int | None:
@@ -77,7 +83,10 @@ def pss_bytes(pid: int) -> int | None:
 
 def available_bytes(files: SystemFiles) -> int | None:
     """Return the bytes that this control group can allocate without swapping or being killed; None if unknown."""
-    sizes = (meminfo(files.text("/proc/meminfo")).get("MemAvailable"), cgroup.memory_left_bytes(files))
+    sizes = (
+        meminfo(files.text("/proc/meminfo")).get("MemAvailable"),
+        cgroup.memory_left_bytes(files),
+    )
     return min((size for size in sizes if size is not None), default=None)
 
 
@@ -102,21 +111,37 @@ def _caught_up_nodes(nodes: tuple[NumaNode, ...], whole: dict[str, int]) -> tupl
 def _caught_up_node(node: NumaNode, whole: dict[str, int]) -> NumaNode:
     sizes = caught_up({"MemTotal": node.memory_total_bytes}, whole)
     return msgspec.structs.replace(
-        node, memory_total_bytes=sizes["MemTotal"], memory_free_bytes=sizes.get("MemFree", node.memory_free_bytes)
+        node,
+        memory_total_bytes=sizes["MemTotal"],
+        memory_free_bytes=sizes.get("MemFree", node.memory_free_bytes),
     )
 
 
-def _gpu_memory_note(nodes: tuple[NumaNode, ...], whole_bytes: int | None, host_bytes: int) -> list[str]:
+def _gpu_memory_note(
+    nodes: tuple[NumaNode, ...], whole_bytes: int | None, host_bytes: int
+) -> list[str]:
     if whole_bytes is None or whole_bytes <= host_bytes * (1 + _DIFFERENCE):
         return []
-    reason = ", which includes GPU memory" if any(node.kind == "gpu-memory" for node in nodes) else ""
-    return [f"MemTotal is {memory_size(whole_bytes)}{reason}; plans count the {memory_size(host_bytes)} of the CPU nodes."]
+    reason = (
+        ", which includes GPU memory" if any(node.kind == "gpu-memory" for node in nodes) else ""
+    )
+    return [
+        f"MemTotal is {memory_size(whole_bytes)}{reason}; plans count the {memory_size(host_bytes)} of the CPU nodes."
+    ]
 
 
 def _grows(files: SystemFiles) -> bool:
     """Return whether this is a virtual machine with variable memory: a memory or balloon device is bound, or DMI names Firecracker."""
-    devices = [name for driver in ("virtio_mem", "virtio_balloon") for name in files.names(f"/sys/bus/virtio/drivers/{driver}")]
+    devices = [
+        name
+        for driver in ("virtio_mem", "virtio_balloon")
+        for name in files.names(f"/sys/bus/virtio/drivers/{driver}")
+    ]
     firecracker = (
-        "firecracker" in " ".join(files.text(f"/sys/class/dmi/id/{field}") or "" for field in ("sys_vendor", "product_name")).lower()
+        "firecracker"
+        in " ".join(
+            files.text(f"/sys/class/dmi/id/{field}") or ""
+            for field in ("sys_vendor", "product_name")
+        ).lower()
     )
     return firecracker or any(name.startswith("virtio") and name[6:].isdigit() for name in devices)

@@ -20,7 +20,9 @@ _OFF_ARGUMENTS = ("arm64.nompam", "arm64.nompam=1")
 def read_mpam(files: SystemFiles, architecture: str) -> Mpam:
     """Return the furthest state reached, with its evidence."""
     if mounted := resctrl_mount(files):
-        return Mpam(state="mounted", evidence=f"resctrl at {mounted[0]}: {_controls(files, mounted[0])}")
+        return Mpam(
+            state="mounted", evidence=f"resctrl at {mounted[0]}: {_controls(files, mounted[0])}"
+        )
     if architecture not in ("aarch64", "unknown"):
         return Mpam(state="off", evidence=f"{architecture}: MPAM is an Arm feature")
     if any(argument in _OFF_ARGUMENTS for argument in (files.text("/proc/cmdline") or "").split()):
@@ -33,10 +35,16 @@ def read_mpam(files: SystemFiles, architecture: str) -> Mpam:
     if in_kernel or resctrl:
         seen = in_kernel.group() if in_kernel else "resctrl in /proc/filesystems"
         if firmware:
-            return Mpam(state="firmware", evidence=f"{seen}; the firmware has an MPAM table; resctrl is not mounted (needs root)")
+            return Mpam(
+                state="firmware",
+                evidence=f"{seen}; the firmware has an MPAM table; resctrl is not mounted (needs root)",
+            )
         return Mpam(state="kernel", evidence=f"{seen}; no MPAM table of the firmware is visible")
     if config is None and filesystems is None:
-        return Mpam(state="unknown", evidence="neither the kernel's configuration nor /proc/filesystems can be read")
+        return Mpam(
+            state="unknown",
+            evidence="neither the kernel's configuration nor /proc/filesystems can be read",
+        )
     table = "; the firmware has an MPAM table" if firmware else ""
     return Mpam(state="off", evidence=f"this kernel has no MPAM support{table}")
 
@@ -53,6 +61,12 @@ def _kernel_config(files: SystemFiles) -> str | None:
 
 
 def _controls(files: SystemFiles, mount: str) -> str:
-    controls = [name for name in files.names(f"{mount}/info") if files.exists(f"{mount}/info/{name}/num_closids")]
+    controls = [
+        name
+        for name in files.names(f"{mount}/info")
+        if files.exists(f"{mount}/info/{name}/num_closids")
+    ]
     group = (files.text("/proc/self/cpu_resctrl_groups") or "").replace("\n", " ")
-    return ", ".join(controls or ["no controls"]) + (f"; this process is in group {group}" if group else "")
+    return ", ".join(controls or ["no controls"]) + (
+        f"; this process is in group {group}" if group else ""
+    )

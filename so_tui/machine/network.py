@@ -28,12 +28,18 @@ def _infiniband(files: SystemFiles) -> Iterator[tuple[str, float]]:
         for port in files.names(f"{_INFINIBAND}/{adapter}/ports"):
             folder = f"{_INFINIBAND}/{adapter}/ports/{port}"
             rate = _RATE.match(files.text(f"{folder}/rate") or "")
-            if rate and "ACTIVE" in (files.text(f"{folder}/state") or "") and files.text(f"{folder}/link_layer") == "InfiniBand":
+            if (
+                rate
+                and "ACTIVE" in (files.text(f"{folder}/state") or "")
+                and files.text(f"{folder}/link_layer") == "InfiniBand"
+            ):
                 yield f"{adapter}:{port}", float(rate[1])
 
 
 def _slingshot(files: SystemFiles) -> Iterator[tuple[str, float]]:
     for name in files.names(_INTERFACES):
-        mbit_per_s = files.integer(f"{_INTERFACES}/{name}/speed") if _SLINGSHOT.fullmatch(name) else None
+        mbit_per_s = (
+            files.integer(f"{_INTERFACES}/{name}/speed") if _SLINGSHOT.fullmatch(name) else None
+        )
         if mbit_per_s is not None and mbit_per_s > 0:  # -1 where the link is down
             yield name, mbit_per_s / 1000

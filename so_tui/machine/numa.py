@@ -11,7 +11,11 @@ _NODES = "/sys/devices/system/node"
 
 def read_nodes(files: SystemFiles, online: tuple[int, ...]) -> tuple[NumaNode, ...]:
     """Return all online nodes in ascending order; a single node 0 with every CPU if the kernel has no NUMA support."""
-    ids = sorted(int(name[4:]) for name in files.names(_NODES) if name.startswith("node") and name[4:].isdigit())
+    ids = sorted(
+        int(name[4:])
+        for name in files.names(_NODES)
+        if name.startswith("node") and name[4:].isdigit()
+    )
     if not ids:
         return (_node(0, online, meminfo(files.text("/proc/meminfo")), (10,)),)
     return tuple(_read_node(files, node) for node in ids)
@@ -28,7 +32,9 @@ def _read_node(files: SystemFiles, node: int) -> NumaNode:
     )
 
 
-def _node(node: int, cpus: tuple[int, ...], memory: dict[str, int], distances: tuple[int, ...]) -> NumaNode:
+def _node(
+    node: int, cpus: tuple[int, ...], memory: dict[str, int], distances: tuple[int, ...]
+) -> NumaNode:
     total = memory.get("MemTotal", 0)
     kind: NodeKind = "cpu" if cpus else "gpu-memory" if total > 0 else "empty"
     return NumaNode(
@@ -45,4 +51,8 @@ def _node(node: int, cpus: tuple[int, ...], memory: dict[str, int], distances: t
 def distance(nodes: tuple[NumaNode, ...], from_node: NumaNode, to_id: int) -> int | None:
     """Return the kernel's distance between two nodes; None if unknown. Distances are listed in the order of online nodes."""
     position = next((index for index, node in enumerate(nodes) if node.id == to_id), None)
-    return from_node.distances[position] if position is not None and position < len(from_node.distances) else None
+    return (
+        from_node.distances[position]
+        if position is not None and position < len(from_node.distances)
+        else None
+    )

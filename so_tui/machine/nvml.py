@@ -54,7 +54,11 @@ class Asker:
     def __init__(self, nvml: Any) -> None:
         self.nvml = nvml
         self.errors: list[str] = []
-        self._expected = {nvml.NVML_ERROR_NOT_SUPPORTED, nvml.NVML_ERROR_FUNCTION_NOT_FOUND, nvml.NVML_ERROR_INVALID_ARGUMENT}
+        self._expected = {
+            nvml.NVML_ERROR_NOT_SUPPORTED,
+            nvml.NVML_ERROR_FUNCTION_NOT_FOUND,
+            nvml.NVML_ERROR_INVALID_ARGUMENT,
+        }
 
     def ask(self, function: str, *arguments: Any, read: Callable[[Any], T]) -> T | None:
         """Call a function and return ``read`` of its result; None if it fails or this nvidia-ml-py does not have it."""
@@ -77,13 +81,17 @@ def query_nvml() -> NvmlAnswer:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
         absent = {pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED}
-        return NvmlAnswer(errors=() if error.value in absent else (f"NVML does not start: {error}.",))
+        return NvmlAnswer(
+            errors=() if error.value in absent else (f"NVML does not start: {error}.",)
+        )
     try:
         asker = Asker(pynvml)
         count = asker.ask("nvmlDeviceGetCount", read=int) or 0
         gpus = tuple(gpu for index in range(count) if (gpu := _query_gpu(asker, index)) is not None)
         driver = asker.ask("nvmlSystemGetDriverVersion", read=_text)
-        return NvmlAnswer(answered=True, gpus=gpus, driver=driver, errors=tuple(dict.fromkeys(asker.errors)))
+        return NvmlAnswer(
+            answered=True, gpus=gpus, driver=driver, errors=tuple(dict.fromkeys(asker.errors))
+        )
     finally:
         pynvml.nvmlShutdown()
 
@@ -107,29 +115,50 @@ def query_health() -> tuple[GpuHealth, ...]:
 
 def _health(asker: Asker, nvml: Any, index: int) -> GpuHealth | None:
     handle = asker.ask("nvmlDeviceGetHandleByIndex", index, read=lambda handle: handle)
-    bus_id = None if handle is None else asker.ask("nvmlDeviceGetPciInfo", handle, read=lambda info: _text(info.busId))
+    bus_id = (
+        None
+        if handle is None
+        else asker.ask("nvmlDeviceGetPciInfo", handle, read=lambda info: _text(info.busId))
+    )
     if bus_id is None:
         return None
-    remapped = asker.ask("nvmlDeviceGetRemappedRows", handle, read=lambda rows: (bool(rows[2]), bool(rows[3])))
+    remapped = asker.ask(
+        "nvmlDeviceGetRemappedRows", handle, read=lambda rows: (bool(rows[2]), bool(rows[3]))
+    )
     errors = (nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
     return GpuHealth(
         bus_id=bus_id,
-        pids=asker.ask("nvmlDeviceGetComputeRunningProcesses", handle, read=lambda found: tuple(one.pid for one in found)) or (),
+        pids=asker.ask(
+            "nvmlDeviceGetComputeRunningProcesses",
+            handle,
+            read=lambda found: tuple(one.pid for one in found),
+        )
+        or (),
         uncorrected_ecc_errors=asker.ask("nvmlDeviceGetTotalEccErrors", handle, *errors, read=int),
         row_remap_pending=remapped[0] if remapped else None,
         row_remap_failed=remapped[1] if remapped else None,
         persistence=asker.ask("nvmlDeviceGetPersistenceMode", handle, read=bool),
-        compute_capability=asker.ask("nvmlDeviceGetCudaComputeCapability", handle, read=lambda found: (int(found[0]), int(found[1]))),
+        compute_capability=asker.ask(
+            "nvmlDeviceGetCudaComputeCapability",
+            handle,
+            read=lambda found: (int(found[0]), int(found[1])),
+        ),
     )
 
 
 def _query_gpu(asker: Asker, index: int) -> NvmlGpu | None:
     handle = asker.ask("nvmlDeviceGetHandleByIndex", index, read=lambda handle: handle)
-    bus_id = None if handle is None else asker.ask("nvmlDeviceGetPciInfo", handle, read=lambda info: _text(info.busId))
+    bus_id = (
+        None
+        if handle is None
+        else asker.ask("nvmlDeviceGetPciInfo", handle, read=lambda info: _text(info.busId))
+    )
     if bus_id is None:
         asker.errors.append(f"GPU {index} does not respond and is left out.")
         return None
-    memory = asker.ask("nvmlDeviceGetMemoryInfo", handle, read=lambda info: (int(info.total), int(info.used)))
+    memory = asker.ask(
+        "nvmlDeviceGetMemoryInfo", handle, read=lambda info: (int(info.total), int(info.used))
+    )
     return NvmlGpu(
         index=index,
         name=asker.ask("nvmlDeviceGetName", handle, read=_text) or "NVIDIA GPU",
@@ -139,7 +168,9 @@ def _query_gpu(asker: Asker, index: int) -> NvmlGpu | None:
         memory_total_bytes=memory[0] if memory else None,
         memory_used_bytes=memory[1] if memory else None,
         compute_mode=asker.ask("nvmlDeviceGetComputeMode", handle, read=_COMPUTE_MODES.get),
-        c2c=asker.ask("nvmlDeviceGetC2cModeInfoV1", handle, read=lambda info: bool(info.isC2cEnabled)),
+        c2c=asker.ask(
+            "nvmlDeviceGetC2cModeInfoV1", handle, read=lambda info: bool(info.isC2cEnabled)
+        ),
         mig=asker.ask("nvmlDeviceGetMigMode", handle, read=lambda modes: bool(modes[0])),
     )
 

@@ -55,12 +55,21 @@ def read_resctrl(files: SystemFiles) -> Resctrl | None:
     in_bytes = "mba_MBps" in options.split(",")
     return Resctrl(
         mount=mount,
-        most_groups=min((files.integer(f"{mount}/info/{name}/num_closids") or 0 for name in names), default=0),
+        most_groups=min(
+            (files.integer(f"{mount}/info/{name}/num_closids") or 0 for name in names), default=0
+        ),
         bandwidth=_parts(lines["MB"], 10) if "MB" in lines and not in_bytes else {},
         least_bandwidth=files.integer(f"{mount}/info/MB/min_bandwidth") or 1,
         bandwidth_step=files.integer(f"{mount}/info/MB/bandwidth_gran") or 1,
         caches={name: _parts(lines[name], 16) for name in _CACHES if name in lines},
-        least_bits=max((files.integer(f"{mount}/info/{name}/min_cbm_bits") or 1 for name in _CACHES if name in lines), default=1),
+        least_bits=max(
+            (
+                files.integer(f"{mount}/info/{name}/min_cbm_bits") or 1
+                for name in _CACHES
+                if name in lines
+            ),
+            default=1,
+        ),
         cache_of=_caches_of_cpus(files),
         groups=read_groups(files, mount),
     )
@@ -77,7 +86,11 @@ def resctrl_mount(files: SystemFiles) -> tuple[str, str] | None:
 
 def read_groups(files: SystemFiles, mount: str) -> dict[str, tuple[int, ...]]:
     """Return the control groups and their CPUs, without the default group."""
-    names = (name for name in files.names(mount) if name not in _NO_GROUPS and files.exists(f"{mount}/{name}/cpus_list"))
+    names = (
+        name
+        for name in files.names(mount)
+        if name not in _NO_GROUPS and files.exists(f"{mount}/{name}/cpus_list")
+    )
     return {name: cpus_or_empty(files.text(f"{mount}/{name}/cpus_list")) for name in names}
 
 
@@ -91,6 +104,9 @@ def _caches_of_cpus(files: SystemFiles) -> dict[int, int]:
     for cpu in cpus_or_empty(files.text("/sys/devices/system/cpu/online")):
         folder = f"/sys/devices/system/cpu/cpu{cpu}/cache"
         for index in files.names(folder):
-            if files.integer(f"{folder}/{index}/level") == 3 and (cache := files.integer(f"{folder}/{index}/id")) is not None:
+            if (
+                files.integer(f"{folder}/{index}/level") == 3
+                and (cache := files.integer(f"{folder}/{index}/id")) is not None
+            ):
                 found[cpu] = cache
     return found

@@ -40,7 +40,12 @@ def render_described(machines: Mapping[str, Description]) -> RenderableType:
     table = Table(box=None, pad_edge=False, show_header=False)
     for name, description in machines.items():
         memory = memory_size(description.nodes * description.node_mib << 20)
-        table.add_row(Text(name, style="bold"), description.title, f"{memory} of host memory", Text(description.source, style="dim"))
+        table.add_row(
+            Text(name, style="bold"),
+            description.title,
+            f"{memory} of host memory",
+            Text(description.source, style="dim"),
+        )
     told = "so-tui --machine NAME plans for one of them, and so do plan, doctor and run --dry-run. None was measured."
     return Group(table, Text(), Text(told, style="dim"))
 
@@ -57,8 +62,13 @@ def render_set(software: Software) -> Text:
     found = installed_set(software)
     versions = ", ".join(f"{package} {getattr(software, package)}" for package in PACKAGES)
     if found is None:
-        return Text.assemble(("· ", "cyan"), printable_line(f"Training packages: not a tested set ({versions})."))
-    return Text.assemble(("✓ ", "green"), printable_line(f"Training packages: the tested set {found.name} ({versions})."))
+        return Text.assemble(
+            ("· ", "cyan"), printable_line(f"Training packages: not a tested set ({versions}).")
+        )
+    return Text.assemble(
+        ("✓ ", "green"),
+        printable_line(f"Training packages: the tested set {found.name} ({versions})."),
+    )
 
 
 def _tree(machine: Machine) -> RichTree:
@@ -74,10 +84,20 @@ def _tree(machine: Machine) -> RichTree:
             _add_gpu(tree, gpu, machine)
     for node in machine.numa_nodes:
         if node.kind == "gpu-memory" and node.id not in own:
-            tree.add(Text.assemble((f"node {node.id}", "bold"), f"  memory without CPUs, {memory_size(node.memory_total_bytes)}"))
+            tree.add(
+                Text.assemble(
+                    (f"node {node.id}", "bold"),
+                    f"  memory without CPUs, {memory_size(node.memory_total_bytes)}",
+                )
+            )
     empty = [node.id for node in machine.numa_nodes if node.kind == "empty"]
     if empty:
-        tree.add(Text(f"{len(empty)} empty nodes ({cpu_ranges(empty)}), reserved for GPU partitions", style="dim"))
+        tree.add(
+            Text(
+                f"{len(empty)} empty nodes ({cpu_ranges(empty)}), reserved for GPU partitions",
+                style="dim",
+            )
+        )
     if not machine.gpus:
         tree.add(Text("no GPU", style="dim"))
     return tree
@@ -95,12 +115,21 @@ def _title(machine: Machine) -> Text:
     if machine.network is not None:
         second.append(f"network {machine.network.gbit_per_s:g} Gb/s")
     second.append(f"MPAM {machine.mpam.state}")
-    return Text.assemble((machine.label, "bold"), "  ", printable_line(" · ".join(facts)), "\n", (" · ".join(second), "dim"))
+    return Text.assemble(
+        (machine.label, "bold"),
+        "  ",
+        printable_line(" · ".join(facts)),
+        "\n",
+        (" · ".join(second), "dim"),
+    )
 
 
 def _node_line(node: NumaNode, machine: Machine) -> Text:
     allowed = set(node.cpus) & set(machine.allowed_cpus)
-    line = Text.assemble((f"node {node.id}", "bold"), f"  {plural(len(node.cpus), 'core')} {cpu_ranges(node.cpus)} · {_memory(node)}")
+    line = Text.assemble(
+        (f"node {node.id}", "bold"),
+        f"  {plural(len(node.cpus), 'core')} {cpu_ranges(node.cpus)} · {_memory(node)}",
+    )
     if len(allowed) < len(node.cpus):
         line.append(f" · may use {cpu_ranges(allowed) or 'none'}", style="yellow")
     return line
@@ -111,13 +140,24 @@ def _add_gpu(branch: RichTree, gpu: Gpu, machine: Machine) -> None:
     if gpu.memory_total_bytes is not None and not gpu.shares_memory:
         facts.append(memory_size(gpu.memory_total_bytes))
     split = "partitioned" if gpu.vendor == "amd" else "MIG"
-    kinds = (("NVLink-C2C", gpu.c2c), (split, gpu.mig), ("one memory with this node", gpu.shares_memory))
+    kinds = (
+        ("NVLink-C2C", gpu.c2c),
+        (split, gpu.mig),
+        ("one memory with this node", gpu.shares_memory),
+    )
     facts += [text for text, shown in kinds if shown]
     if gpu.compute_mode not in (None, "Default"):
         facts.append(str(gpu.compute_mode))
-    leaf = branch.add(Text.assemble((f"GPU {gpu.index}", "bold green"), "  ", printable_line(" · ".join(facts))))
+    leaf = branch.add(
+        Text.assemble((f"GPU {gpu.index}", "bold green"), "  ", printable_line(" · ".join(facts)))
+    )
     if gpu.memory_node is not None and not gpu.shares_memory:
-        leaf.add(Text.assemble((f"node {gpu.memory_node}", "bold"), f"  its own memory, {_memory(machine.node(gpu.memory_node))}"))
+        leaf.add(
+            Text.assemble(
+                (f"node {gpu.memory_node}", "bold"),
+                f"  its own memory, {_memory(machine.node(gpu.memory_node))}",
+            )
+        )
 
 
 def _memory(node: NumaNode) -> str:
@@ -134,7 +174,10 @@ def _software(software: Software) -> Table:
     table.add_column(style="dim")
     table.add_column()
     for name, version in _versions(software):
-        table.add_row(name, printable_line(version) if version is not None else Text("not installed", style="dim"))
+        table.add_row(
+            name,
+            printable_line(version) if version is not None else Text("not installed", style="dim"),
+        )
     return table
 
 
@@ -149,7 +192,10 @@ def _versions(software: Software) -> Iterator[tuple[str, str | None]]:
     yield "flash-attn", software.flash_attn
     yield "flash-attn 4", software.flash_attn_4
     yield "numactl", software.numactl and software.numactl + trial
-    yield "AMD driver" if software.amd_driver else "NVIDIA driver", software.amd_driver or software.nvidia_driver
+    yield (
+        "AMD driver" if software.amd_driver else "NVIDIA driver",
+        software.amd_driver or software.nvidia_driver,
+    )
     yield "CUDA toolkit", software.cuda_toolkit
     yield "compiler", software.compiler
     yield "ninja", software.ninja

@@ -16,7 +16,9 @@ from so_tui.machine.system_files import SystemFiles
 from so_tui.machine.types import NumaNode, Software
 from so_tui.trust.printable import quoted
 
-INSTALL_TRAINING = "Install so-tui's wheel with the extra `train`, or run `make install` in its checkout"
+INSTALL_TRAINING = (
+    "Install so-tui's wheel with the extra `train`, or run `make install` in its checkout"
+)
 """What to do where training packages are missing. Never a name for pip alone: anybody could register it."""
 _LOG = logging.getLogger(__name__)
 _COMMAND_TIMEOUT_S = 5.0
@@ -24,7 +26,12 @@ _TORCH_BUILD = re.compile(r"^(cuda|hip)\b[^=]*=\s*['\"]([^'\"]+)", re.MULTILINE)
 _VERSION = re.compile(r"\d+\.\d+(?:\.\d+)*")
 
 
-def read_software(files: SystemFiles, nodes: tuple[NumaNode, ...], allowed: tuple[int, ...], nvml_driver: str | None) -> Software:
+def read_software(
+    files: SystemFiles,
+    nodes: tuple[NumaNode, ...],
+    allowed: tuple[int, ...],
+    nvml_driver: str | None,
+) -> Software:
     """Return the installed versions; all None for copied system files."""
     if not files.live:
         return Software()
@@ -95,8 +102,14 @@ def _numactl_version() -> str | None:
     """Return the version of numactl. Releases before 2.0.17 have no --version, so the package manager is tried next."""
     if shutil.which("numactl") is None:
         return None
-    asked = (("numactl", "--version"), ("dpkg-query", "-W", "-f", "${Version}", "numactl"), ("rpm", "-q", "numactl"))
-    return next((version for command in asked if (version := _first_version(*command))), "installed")
+    asked = (
+        ("numactl", "--version"),
+        ("dpkg-query", "-W", "-f", "${Version}", "numactl"),
+        ("rpm", "-q", "numactl"),
+    )
+    return next(
+        (version for command in asked if (version := _first_version(*command))), "installed"
+    )
 
 
 def _mempolicy_works() -> bool | None:
@@ -106,7 +119,10 @@ def _mempolicy_works() -> bool | None:
     number = {"x86_64": 239, "aarch64": 236}.get(platform.machine())
     if number is None:
         return None
-    return bool(ctypes.CDLL(None).syscall(number, None, None, ctypes.c_ulong(0), None, ctypes.c_ulong(0)) == 0)
+    return bool(
+        ctypes.CDLL(None).syscall(number, None, None, ctypes.c_ulong(0), None, ctypes.c_ulong(0))
+        == 0
+    )
 
 
 @functools.cache
@@ -141,7 +157,14 @@ def output_of(*command: str) -> str | None:
     """Return the output of a command; None if it is missing, fails or times out."""
     try:
         _LOG.info("calling %s", quoted(*command))
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=True, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_COMMAND_TIMEOUT_S,
+            check=True,
+            stdin=subprocess.DEVNULL,
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout

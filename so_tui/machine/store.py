@@ -52,7 +52,9 @@ def load_machine(path: Path | str) -> Machine:
     if (size := _too_large(machine)) is not None:
         raise _problem("out-of-range", path, f"has {size}, more than any machine")
     if machine.schema != SCHEMA:
-        raise _problem("unsupported-schema", path, f"has schema {machine.schema}; this version reads {SCHEMA}")
+        raise _problem(
+            "unsupported-schema", path, f"has schema {machine.schema}; this version reads {SCHEMA}"
+        )
     nodes = {node.id for node in machine.numa_nodes}
     for gpu in machine.gpus:
         if gpu.memory_node is not None and gpu.memory_node not in nodes:
@@ -68,18 +70,39 @@ def load_machine(path: Path | str) -> Machine:
 
 def _too_large(machine: Machine) -> str | None:
     """Return what exceeds the bounds of a machine; None if nothing does."""
-    sizes = [machine.host_memory_bytes, machine.shm_total_bytes, machine.memory_limit_bytes, machine.page_size_bytes]
-    sizes += [size for node in machine.numa_nodes for size in (node.memory_total_bytes, node.memory_free_bytes)]
-    sizes += [size for gpu in machine.gpus for size in (gpu.memory_total_bytes, gpu.memory_used_bytes)]
-    cpus = [*machine.online_cpus, *machine.allowed_cpus, *(cpu for node in machine.numa_nodes for cpu in node.cpus)]
+    sizes = [
+        machine.host_memory_bytes,
+        machine.shm_total_bytes,
+        machine.memory_limit_bytes,
+        machine.page_size_bytes,
+    ]
+    sizes += [
+        size
+        for node in machine.numa_nodes
+        for size in (node.memory_total_bytes, node.memory_free_bytes)
+    ]
+    sizes += [
+        size for gpu in machine.gpus for size in (gpu.memory_total_bytes, gpu.memory_used_bytes)
+    ]
+    cpus = [
+        *machine.online_cpus,
+        *machine.allowed_cpus,
+        *(cpu for node in machine.numa_nodes for cpu in node.cpus),
+    ]
     if len(machine.gpus) > _MOST_GPUS:
         return f"{len(machine.gpus)} GPUs"
     if len(machine.numa_nodes) > _MOST_NODES:
         return f"{len(machine.numa_nodes)} NUMA nodes"
     if len(cpus) > 3 * _MOST_CPUS or any(not 0 <= cpu < _MOST_CPUS for cpu in cpus):
         return f"a CPU beyond {thousands(_MOST_CPUS)}"
-    return f"a size above {thousands(_MOST_BYTES)} bytes" if any(size is not None and size > _MOST_BYTES for size in sizes) else None
+    return (
+        f"a size above {thousands(_MOST_BYTES)} bytes"
+        if any(size is not None and size > _MOST_BYTES for size in sizes)
+        else None
+    )
 
 
 def _problem(code: str, path: Path | str, message: str) -> InputError:
-    return InputError([Problem(code=code, field="--machine", value=str(path), message=message, remedy=_REMEDY)])
+    return InputError(
+        [Problem(code=code, field="--machine", value=str(path), message=message, remedy=_REMEDY)]
+    )

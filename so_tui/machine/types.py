@@ -112,12 +112,22 @@ class Software(Struct, frozen=True, kw_only=True):
     @property
     def torch_built_for(self) -> str | None:
         """What torch computes on besides the CPU: ``CUDA 13.0``, ``ROCm 6.4``; None if nothing."""
-        return f"CUDA {self.torch_cuda}" if self.torch_cuda else f"ROCm {self.torch_rocm}" if self.torch_rocm else None
+        return (
+            f"CUDA {self.torch_cuda}"
+            if self.torch_cuda
+            else f"ROCm {self.torch_rocm}"
+            if self.torch_rocm
+            else None
+        )
 
     @property
     def attention_packages(self) -> frozenset[str]:
         """Installed distributions with attention kernels."""
-        versions = {"flash-attn": self.flash_attn, "flash_attn_3": self.flash_attn_3, "flash-attn-4": self.flash_attn_4}
+        versions = {
+            "flash-attn": self.flash_attn,
+            "flash_attn_3": self.flash_attn_3,
+            "flash-attn-4": self.flash_attn_4,
+        }
         return frozenset(package for package, version in versions.items() if version)
 
 

@@ -93,11 +93,17 @@ def bound_of(package: str) -> Bound:
 def installed_set(software: Software) -> VersionSet | None:
     """Return the tested set that is installed; None if it is none. Builds of a version (``+cpu``, ``+cu130``) count as that version."""
     found = {package: version_numbers(getattr(software, package)) for package in PACKAGES}
-    matching = (each for each in version_sets() if {name: version_numbers(version) for name, version in each.versions.items()} == found)
+    matching = (
+        each
+        for each in version_sets()
+        if {name: version_numbers(version) for name, version in each.versions.items()} == found
+    )
     return next(matching, None)
 
 
 def outside_bounds(software: Software) -> tuple[Bound, ...]:
     """Return the bounds that installed packages, and Python, exceed."""
     installed = ((bound, getattr(software, bound.package)) for bound in bounds())
-    return tuple(bound for bound, version in installed if version is not None and not bound.admits(version))
+    return tuple(
+        bound for bound, version in installed if version is not None and not bound.admits(version)
+    )

@@ -44,7 +44,11 @@ def offloads_results(model: ModelSpec) -> bool:
 def offloaded_bytes(shape: Architecture, model: ModelSpec) -> int:
     """Return what all layers keep in host memory between forward and backward, per token."""
     inputs = block_input_bytes(shape) * shape.layers if offloads_inputs(model) else 0
-    results = attention_bytes(shape) * (shape.layers - shape.other_layers) if offloads_results(model) else 0
+    results = (
+        attention_bytes(shape) * (shape.layers - shape.other_layers)
+        if offloads_results(model)
+        else 0
+    )
     return inputs + results
 
 
@@ -83,7 +87,9 @@ def stored_bytes(shape: Architecture, policy: Policy, *, fused: bool) -> int:
         return block_input_bytes(shape) + product_bytes(shape, fused=fused) + row_indices
     feed_forward = expert_stored_bytes(shape, fused=fused) if shape.experts else 6 * f
     before_rotation = 0 if shape.model_type in _ROTATED_AS_THEY_COME else q + kv
-    return 2 * (4 * h + 2 * (q + kv) + before_rotation) + 4 * shape.heads + feed_forward + row_indices
+    return (
+        2 * (4 * h + 2 * (q + kv) + before_rotation) + 4 * shape.heads + feed_forward + row_indices
+    )
 
 
 def expert_stored_bytes(shape: Architecture, *, fused: bool) -> int:
@@ -94,7 +100,9 @@ def expert_stored_bytes(shape: Architecture, *, fused: bool) -> int:
     torch's memory profiler shows.
     """
     h, k, f = shape.hidden, shape.experts_per_token, shape.active_intermediate
-    return (2 * k * h + 6 * f if fused else 4 * k * h + _plain_gate(shape) * f) + _ROUTER_BYTES * shape.experts
+    return (
+        2 * k * h + 6 * f if fused else 4 * k * h + _plain_gate(shape) * f
+    ) + _ROUTER_BYTES * shape.experts
 
 
 def expert_peak_bytes(shape: Architecture, *, fused: bool) -> int:
@@ -105,7 +113,9 @@ def expert_peak_bytes(shape: Architecture, *, fused: bool) -> int:
     profiler shows.
     """
     h, k, f = shape.hidden, shape.experts_per_token, shape.active_intermediate
-    own = max(4 * k * h + 8 * f, 2 * k * h + 10 * f) if fused else 10 * k * h + _plain_gate(shape) * f
+    own = (
+        max(4 * k * h + 8 * f, 2 * k * h + 10 * f) if fused else 10 * k * h + _plain_gate(shape) * f
+    )
     return own + _ROUTER_BYTES * shape.experts
 
 
@@ -133,7 +143,10 @@ def product_bytes(shape: Architecture, *, fused: bool) -> int:
     are stored by fused kernels only.
     """
     feed_forward = 0 if shape.experts and not fused else 2 * shape.active_intermediate
-    return 2 * (2 * shape.query_width + 2 * shape.key_value_width + shape.hidden + feed_forward) + 4 * shape.heads
+    return (
+        2 * (2 * shape.query_width + 2 * shape.key_value_width + shape.hidden + feed_forward)
+        + 4 * shape.heads
+    )
 
 
 def block_bytes(shape: Architecture, *, fused: bool) -> int:
@@ -143,7 +156,9 @@ def block_bytes(shape: Architecture, *, fused: bool) -> int:
     then), and two of width h. That is what torch's memory history shows on an H200. Without, norms store fp32 copies:
     24 h + 6 (q + 2 kv) + 12 f. With experts ``expert_peak_bytes`` in the place of the last.
     """
-    feed_forward = expert_peak_bytes(shape, fused=fused) if shape.experts else mlp_bytes(shape, fused=fused)
+    feed_forward = (
+        expert_peak_bytes(shape, fused=fused) if shape.experts else mlp_bytes(shape, fused=fused)
+    )
     sinks = 2 * shape.query_width if shape.model_type in SINKS else 0
     return _bytes_beside_mlp(shape, fused=fused) + feed_forward + sinks
 

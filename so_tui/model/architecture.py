@@ -83,9 +83,15 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
                 continue
             if isinstance(value, int) and value > 0:
                 return value
-            problems.append(_problem("invalid-model-key", key, repr(value), "must be a positive whole number"))
+            problems.append(
+                _problem("invalid-model-key", key, repr(value), "must be a positive whole number")
+            )
             return 1
-        problems.append(_problem("missing-model-key", keys[0], "", "is missing, so the model's shape is not known"))
+        problems.append(
+            _problem(
+                "missing-model-key", keys[0], "", "is missing, so the model's shape is not known"
+            )
+        )
         return 1
 
     model_type = str(config.get("model_type", ""))
@@ -94,7 +100,10 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
     layers = number("num_hidden_layers")
     experts = number(*_EXPERTS) if set(_EXPERTS) & config.keys() else 0
     window, windowed_layers = _windows(config, model_type, layers)
-    head_dim, widest = _head_dim(config, number) or _DEFAULT_HEAD_DIM.get(model_type, hidden // heads), _widest_head(config)
+    head_dim, widest = (
+        _head_dim(config, number) or _DEFAULT_HEAD_DIM.get(model_type, hidden // heads),
+        _widest_head(config),
+    )
     found = Architecture(
         model_type=model_type,
         layers=layers,
@@ -103,7 +112,9 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
         heads=heads,
         kv_heads=number("num_key_value_heads") if config.get("num_key_value_heads") else heads,
         head_dim=max(head_dim, widest),
-        intermediate=number("moe_intermediate_size", "intermediate_size") if experts else number("intermediate_size"),
+        intermediate=number("moe_intermediate_size", "intermediate_size")
+        if experts
+        else number("intermediate_size"),
         experts=experts,
         experts_per_token=number("num_experts_per_tok", "top_k_experts") if experts else 0,
         window=window,
@@ -126,7 +137,11 @@ def _head_dim(config: Mapping[str, Any], number: Callable[..., int]) -> int:
 def _widest_head(config: Mapping[str, Any]) -> int:
     """Return the widest head of layers that have heads of their own size (``per_layer_config``); 0 where none has."""
     layers = config.get("per_layer_config")
-    own = [layer.get("head_dim") for layer in layers.values() if isinstance(layer, dict)] if isinstance(layers, dict) else []
+    own = (
+        [layer.get("head_dim") for layer in layers.values() if isinstance(layer, dict)]
+        if isinstance(layers, dict)
+        else []
+    )
     return max((size for size in own if isinstance(size, int)), default=0)
 
 
@@ -136,7 +151,9 @@ def _windows(config: Mapping[str, Any], model_type: str, layers: int) -> tuple[i
         chunk = config.get("attention_chunk_size")
         return (chunk, chunked) if isinstance(chunk, int) and chunk > 0 else (None, 0)
     window = config.get("sliding_window")
-    if not isinstance(window, int) or (model_type.startswith("qwen") and not config.get("use_sliding_window")):
+    if not isinstance(window, int) or (
+        model_type.startswith("qwen") and not config.get("use_sliding_window")
+    ):
         return None, 0
     kinds = config.get("layer_types")
     if isinstance(kinds, list | tuple):
@@ -150,4 +167,6 @@ def _windows(config: Mapping[str, Any], model_type: str, layers: int) -> tuple[i
 
 def _problem(code: str, key: str, value: str, message: str) -> Problem:
     remedy = "copy the keys of the model's config.json, or extend a preset"
-    return Problem(code=code, field=f"model.config.{key}", value=value, message=message, remedy=remedy)
+    return Problem(
+        code=code, field=f"model.config.{key}", value=value, message=message, remedy=remedy
+    )

@@ -64,7 +64,10 @@ class Flops(Struct, frozen=True, kw_only=True):
     def attention_layers(self) -> tuple[tuple[int, int, int | None], ...]:
         """How many layers have which width and window, for each kind of attention that the model has."""
         windowed = self.windowed_attention_width or self.attention_width
-        kinds = ((self.full_layers, self.attention_width, None), (self.windowed_layers, windowed, self.window))
+        kinds = (
+            (self.full_layers, self.attention_width, None),
+            (self.windowed_layers, windowed, self.window),
+        )
         return tuple(kind for kind in kinds if kind[0])
 
     def repeated(self, *, tiled: bool = False) -> int:
@@ -101,8 +104,15 @@ def flops_for(blocks: tuple[ParameterBlock, ...], shape: Architecture) -> Flops:
         windowed_layers=shape.windowed_layers,
         window=shape.window,
         windowed_attention_width=shape.windowed_query_width,
-        last_products=0 if shape.experts else sum(block.repeat * _last_product(block) for block in blocks),
-        norm_after_mlp=any(name in tensor.name for block in blocks for tensor in block.tensors for name in _NORMS_AFTER_MLP),
+        last_products=0
+        if shape.experts
+        else sum(block.repeat * _last_product(block) for block in blocks),
+        norm_after_mlp=any(
+            name in tensor.name
+            for block in blocks
+            for tensor in block.tensors
+            for name in _NORMS_AFTER_MLP
+        ),
     )
 
 
@@ -111,11 +121,17 @@ def _last_product(block: ParameterBlock) -> int:
 
     Some layers list their attention after it (Falcon-H1), or a projection of their own (Gemma 4).
     """
-    linear = [tensor for tensor in block.tensors if tensor.kind == "linear" and len(tensor.shape) == 2 and "{i}." in tensor.name]
+    linear = [
+        tensor
+        for tensor in block.tensors
+        if tensor.kind == "linear" and len(tensor.shape) == 2 and "{i}." in tensor.name
+    ]
     parents = {tensor.name: tensor.name.rsplit(".", 2)[0] for tensor in linear}
     if len(set(parents.values())) < 2:
         return 0
-    plain = [tensor for tensor in linear if not _MIXING.search(parents[tensor.name].partition("{i}")[2])]
+    plain = [
+        tensor for tensor in linear if not _MIXING.search(parents[tensor.name].partition("{i}")[2])
+    ]
     inner = [tensor for tensor in plain if not parents[tensor.name].endswith("{i}")] or plain
     return prod(inner[-1].shape) if inner else 0
 
@@ -137,7 +153,12 @@ def idle_parameters(blocks: Iterable[ParameterBlock], shape: Architecture) -> in
 
 
 def _of_kind(blocks: Iterable[ParameterBlock], kind: TensorKind) -> int:
-    return sum(block.repeat * prod(tensor.shape) for block in blocks for tensor in block.tensors if tensor.kind == kind)
+    return sum(
+        block.repeat * prod(tensor.shape)
+        for block in blocks
+        for tensor in block.tensors
+        if tensor.kind == kind
+    )
 
 
 def attention_pairs(length: int, window: int | None = None) -> float:
@@ -176,23 +197,38 @@ def hw_flops(
     """
     repeated = flops.repeated(tiled=tiled) if checkpointing else 0
     attention_passes = 4.0 if checkpointing and attention_recomputed else 3.0
-    return 2.0 * tokens * (3.0 * flops.active_parameters + repeated) + attention_passes * flops.attention_forward(document_lengths)
+    return 2.0 * tokens * (
+        3.0 * flops.active_parameters + repeated
+    ) + attention_passes * flops.attention_forward(document_lengths)
 
 
-def seed_flops_per_sequence(parameters: int, layers: int, hidden: int, sequence_length: int, *, checkpointing: bool) -> float:
+def seed_flops_per_sequence(
+    parameters: int, layers: int, hidden: int, sequence_length: int, *, checkpointing: bool
+) -> float:
     """Return the original script's count for one sequence padded to ``sequence_length``; ``parameters`` are all of the model's.
 
     2 c P L + 4 c layers hidden L^2 with c = 4 when activations are recomputed, else 3.
     """
     passes = 4 if checkpointing else 3
-    return 2.0 * passes * parameters * sequence_length + 4.0 * passes * layers * hidden * sequence_length**2
+    return (
+        2.0 * passes * parameters * sequence_length
+        + 4.0 * passes * layers * hidden * sequence_length**2
+    )
 
 
 def seed_tflops_total(
-    parameters: int, shape: Architecture, sequence_length: int, sequences: int, step_s: float, *, checkpointing: bool
+    parameters: int,
+    shape: Architecture,
+    sequence_length: int,
+    sequences: int,
+    step_s: float,
+    *,
+    checkpointing: bool,
 ) -> float:
     """Return TFLOPS as the original script prints them: ``sequences`` of all ranks in one step of ``step_s`` seconds, summed over GPUs."""
-    per_sequence = seed_flops_per_sequence(parameters, shape.layers, shape.hidden, sequence_length, checkpointing=checkpointing)
+    per_sequence = seed_flops_per_sequence(
+        parameters, shape.layers, shape.hidden, sequence_length, checkpointing=checkpointing
+    )
     return per_sequence * sequences / step_s / 1e12
 
 

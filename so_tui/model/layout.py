@@ -15,7 +15,12 @@ from typing import Literal
 
 from msgspec import Struct
 
-from so_tui.model.sharding import deepspeed_gpu_sub_groups, gpu_sub_groups, partition_numel, sub_group_slices
+from so_tui.model.sharding import (
+    deepspeed_gpu_sub_groups,
+    gpu_sub_groups,
+    partition_numel,
+    sub_group_slices,
+)
 from so_tui.spec.sections.parameters import ParameterBlock, Tensor
 
 Device = Literal["gpu", "cpu"]
@@ -96,7 +101,13 @@ def expand(blocks: Sequence[ParameterBlock]) -> Iterator[Tensor]:
     for block in blocks:
         for index in range(block.first, block.first + block.repeat):
             for tensor in block.tensors:
-                yield Tensor(tensor.name.replace("{i}", str(index)), tensor.shape, tensor.decay, tensor.kind, tensor.tied)
+                yield Tensor(
+                    tensor.name.replace("{i}", str(index)),
+                    tensor.shape,
+                    tensor.decay,
+                    tensor.kind,
+                    tensor.tied,
+                )
 
 
 UnplacedSubGroup = tuple[Group, tuple[str, ...], int]
@@ -105,11 +116,20 @@ UnplacedSubGroup = tuple[Group, tuple[str, ...], int]
 
 def trainable(blocks: tuple[ParameterBlock, ...]) -> tuple[Parameter, ...]:
     """Return the parameters in the optimizer's order: those with weight decay, then those without. Tied tensors have no states."""
-    own = [Parameter(tensor.name, prod(tensor.shape), tensor.decay) for tensor in expand(blocks) if not tensor.tied]
-    return tuple([parameter for parameter in own if parameter.decay] + [parameter for parameter in own if not parameter.decay])
+    own = [
+        Parameter(tensor.name, prod(tensor.shape), tensor.decay)
+        for tensor in expand(blocks)
+        if not tensor.tied
+    ]
+    return tuple(
+        [parameter for parameter in own if parameter.decay]
+        + [parameter for parameter in own if not parameter.decay]
+    )
 
 
-def cut(parameters: Sequence[Parameter], ranks: int, sub_group_size: int) -> tuple[UnplacedSubGroup, ...]:
+def cut(
+    parameters: Sequence[Parameter], ranks: int, sub_group_size: int
+) -> tuple[UnplacedSubGroup, ...]:
     """Return the sub-groups of one rank in the optimizer's order; none spans the two parameter groups."""
     rows: list[UnplacedSubGroup] = []
     groups: tuple[tuple[Group, bool], ...] = (("decay", True), ("no-decay", False))
@@ -117,25 +137,44 @@ def cut(parameters: Sequence[Parameter], ranks: int, sub_group_size: int) -> tup
         members = [parameter for parameter in parameters if parameter.decay == decay]
         numels = [partition_numel(parameter.numel, ranks) for parameter in members]
         for start, stop in sub_group_slices(numels, sub_group_size):
-            rows.append((group, tuple(parameter.name for parameter in members[start:stop]), sum(numels[start:stop])))
+            rows.append(
+                (
+                    group,
+                    tuple(parameter.name for parameter in members[start:stop]),
+                    sum(numels[start:stop]),
+                )
+            )
     return tuple(rows)
 
 
-def layout_of(parameters: Sequence[Parameter], ranks: int, sub_group_size: int, ratio: float, rule: DeviceRule) -> StateLayout:
+def layout_of(
+    parameters: Sequence[Parameter], ranks: int, sub_group_size: int, ratio: float, rule: DeviceRule
+) -> StateLayout:
     """Return the layout of a parameter list in the optimizer's order; ``ModelProfile.layout`` is this for a model."""
     numels = [parameter.numel for parameter in parameters]
-    return assign_devices(cut(parameters, ranks, sub_group_size), sum(numels), max(numels), ranks, ratio, rule)
+    return assign_devices(
+        cut(parameters, ranks, sub_group_size), sum(numels), max(numels), ranks, ratio, rule
+    )
 
 
 def sub_groups_on_gpu(numels: Sequence[int], ratio: float, rule: DeviceRule) -> int:
     """Return how many of the first sub-groups stay on the GPU."""
     if rule == "gpu":
         return len(numels)
-    return deepspeed_gpu_sub_groups(len(numels), ratio) if rule == "deepspeed" else gpu_sub_groups(numels, ratio)
+    return (
+        deepspeed_gpu_sub_groups(len(numels), ratio)
+        if rule == "deepspeed"
+        else gpu_sub_groups(numels, ratio)
+    )
 
 
 def assign_devices(
-    rows: Sequence[UnplacedSubGroup], parameters: int, largest_parameter: int, ranks: int, ratio: float, rule: DeviceRule
+    rows: Sequence[UnplacedSubGroup],
+    parameters: int,
+    largest_parameter: int,
+    ranks: int,
+    ratio: float,
+    rule: DeviceRule,
 ) -> StateLayout:
     """Return the layout of sub-groups that are cut already: the first ones stay on the GPU, as ``rule`` says."""
     numels = [numel for _, _, numel in rows]
@@ -164,7 +203,10 @@ def tensor_spans(blocks: Sequence[ParameterBlock]) -> dict[str, Span]:
     done = 0.0
     for tensor in expand(blocks):
         if not tensor.tied:
-            begin, done = done, done + (prod(tensor.shape) if tensor.kind in ("linear", "expert") else 0)
+            begin, done = (
+                done,
+                done + (prod(tensor.shape) if tensor.kind in ("linear", "expert") else 0),
+            )
             ends.append((tensor.name, begin, done))
     whole = done or 1.0
     return {name: (begin / whole, end / whole) for name, begin, end in ends}

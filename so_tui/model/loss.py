@@ -29,7 +29,9 @@ def kept_blocks(tokens: int, vocabulary: int) -> int:
 
 def recomputed_logits(tokens: int, vocabulary: int) -> int:
     """Return how many logits are multiplied a second time, at 2 h FLOPs each."""
-    return tokens * max(0, vocabulary - kept_blocks(tokens, vocabulary) * block_columns(tokens, vocabulary))
+    return tokens * max(
+        0, vocabulary - kept_blocks(tokens, vocabulary) * block_columns(tokens, vocabulary)
+    )
 
 
 def loss_bytes(tokens: int, vocabulary: int, hidden: int) -> int:

@@ -11,7 +11,15 @@ from typing import TypeVar
 import msgspec
 from msgspec import Struct
 
-from so_tui.model.activations import POLICIES, Policy, block_bytes, elementwise_bytes, fused_kernels, score_bytes, stored_bytes
+from so_tui.model.activations import (
+    POLICIES,
+    Policy,
+    block_bytes,
+    elementwise_bytes,
+    fused_kernels,
+    score_bytes,
+    stored_bytes,
+)
 from so_tui.model.architecture import Architecture, architecture
 from so_tui.model.flops import Flops, flops_for, idle_parameters
 from so_tui.model.layout import (
@@ -51,7 +59,14 @@ class ActivationSizes(Struct, frozen=True, kw_only=True):
 class ModelProfile:
     """What planning needs to know of a model, whatever the run's other settings. Computed on demand and shared; nothing here changes."""
 
-    def __init__(self, blocks: tuple[ParameterBlock, ...], shape: Architecture, *, fused: bool, eager_attention: bool) -> None:
+    def __init__(
+        self,
+        blocks: tuple[ParameterBlock, ...],
+        shape: Architecture,
+        *,
+        fused: bool,
+        eager_attention: bool,
+    ) -> None:
         self.blocks = blocks
         self.architecture = shape
         self.fused = fused
@@ -95,12 +110,17 @@ class ModelProfile:
     @cached_property
     def largest_layer(self) -> int:
         """Parameters of the largest repeated block; 0 where no block repeats."""
-        return max((sum(prod(tensor.shape) for tensor in block.tensors) for block in self._layers()), default=0)
+        return max(
+            (sum(prod(tensor.shape) for tensor in block.tensors) for block in self._layers()),
+            default=0,
+        )
 
     @cached_property
     def largest_layer_tensor(self) -> int:
         """Elements of the largest tensor in a repeated block."""
-        return max((prod(tensor.shape) for block in self._layers() for tensor in block.tensors), default=0)
+        return max(
+            (prod(tensor.shape) for block in self._layers() for tensor in block.tensors), default=0
+        )
 
     @cached_property
     def small_parameters(self) -> int:
@@ -121,7 +141,10 @@ class ModelProfile:
     def activations(self) -> dict[Policy, ActivationSizes]:
         shape, fused = self.architecture, self.fused
         block = block_bytes(shape, fused=fused)
-        return {policy: ActivationSizes(stored=stored_bytes(shape, policy, fused=fused), block=block) for policy in POLICIES}
+        return {
+            policy: ActivationSizes(stored=stored_bytes(shape, policy, fused=fused), block=block)
+            for policy in POLICIES
+        }
 
     @cached_property
     def elementwise_bytes(self) -> int:
@@ -130,7 +153,11 @@ class ModelProfile:
 
     def score_bytes(self, sequence_length: int, sequences: int) -> int:
         """Return the bytes of one layer's attention scores where they exist as whole matrices, else 0."""
-        return score_bytes(self.architecture, sequence_length, sequences) if self.eager_attention else 0
+        return (
+            score_bytes(self.architecture, sequence_length, sequences)
+            if self.eager_attention
+            else 0
+        )
 
     def loss_bytes(self, tokens: int) -> int:
         """Return the peak bytes of the loss over ``tokens`` trained tokens of one rank."""
@@ -146,14 +173,18 @@ class ModelProfile:
         key = (ranks, offload.sub_group_size, offload.ratio, rule)
         if (found := self._layouts.get(key)) is None:
             rows = self._cut(ranks, offload.sub_group_size)
-            found = assign_devices(rows, self.parameters, self.largest_parameter, ranks, offload.ratio, rule)
+            found = assign_devices(
+                rows, self.parameters, self.largest_parameter, ranks, offload.ratio, rule
+            )
             _store(self._layouts, key, found)
         return found
 
     def gpu_numel(self, ranks: int, offload: OffloadSpec, ratio: float) -> int:
         """Return ``layout(...).gpu_numel`` at another offload ratio, without making that layout."""
         numels = [numel for _, _, numel in self._cut(ranks, offload.sub_group_size)]
-        return sum(numels[: sub_groups_on_gpu(numels, ratio, device_rule(offload.mode, offload.engine))])
+        return sum(
+            numels[: sub_groups_on_gpu(numels, ratio, device_rule(offload.mode, offload.engine))]
+        )
 
     def compute_spans(self, ranks: int, sub_group_size: int) -> tuple[Span, ...]:
         """Return when a forward pass uses each sub-group."""
@@ -161,7 +192,10 @@ class ModelProfile:
         if (found := self._spans.get(key)) is None:
             spans = self._tensor_spans
             # Names are in the model's order.
-            found = tuple((spans[names[0]][0], spans[names[-1]][1]) for _, names, _ in self._cut(ranks, sub_group_size))
+            found = tuple(
+                (spans[names[0]][0], spans[names[-1]][1])
+                for _, names, _ in self._cut(ranks, sub_group_size)
+            )
             _store(self._spans, key, found)
         return found
 
@@ -204,10 +238,17 @@ def profile_of(model: ModelSpec) -> ModelProfile:
                 )
             ]
         )
-    return _profile(model.parameters, architecture(model.config), fused_kernels(model), model.attention == "eager")
+    return _profile(
+        model.parameters,
+        architecture(model.config),
+        fused_kernels(model),
+        model.attention == "eager",
+    )
 
 
 @lru_cache(maxsize=32)
-def _profile(blocks: tuple[ParameterBlock, ...], shape: Architecture, fused: bool, eager_attention: bool) -> ModelProfile:
+def _profile(
+    blocks: tuple[ParameterBlock, ...], shape: Architecture, fused: bool, eager_attention: bool
+) -> ModelProfile:
     # The screen plans a spec again at every key press: expanding a table of a thousand tensors each time would be felt.
     return ModelProfile(blocks, shape, fused=fused, eager_attention=eager_attention)

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from so_tui.plan.output import command_of, plan_tree, plans_json, settings_of
-    from so_tui.plan.planner import best_number_of_gpus, make_plan, plan_table, recommend, unplannable
+    from so_tui.plan.planner import (
+        best_number_of_gpus,
+        make_plan,
+        plan_table,
+        recommend,
+        unplannable,
+    )
     from so_tui.plan.resources import rank_counts
 
 __all__ = [

@@ -37,7 +37,10 @@ class StepError(Struct, frozen=True, kw_only=True):
 
 def step_error(speed: Speed, gpu_name: str, hosts: int) -> StepError:
     """Return the error of a step that is predicted with these rates for so many hosts with this GPU."""
-    return StepError(share=CALIBRATED if speed.calibrated else PUBLISHED, checked=hosts == 1 and _is_checked(gpu_name))
+    return StepError(
+        share=CALIBRATED if speed.calibrated else PUBLISHED,
+        checked=hosts == 1 and _is_checked(gpu_name),
+    )
 
 
 @cache

@@ -45,7 +45,9 @@ def alternatives(spec: RunSpec, pool: Literal["gpu", "node"]) -> Iterator[Altern
         yield from more_recomputation(spec)
         yield from more_offload(spec)
         savings = smaller_activations(spec) if spec.offload.mode == "gpu" else memory_savings(spec)
-        yield from (alternative_to(spec, other) for other in (*savings, *islice(more_sharing(spec), 1)))
+        yield from (
+            alternative_to(spec, other) for other in (*savings, *islice(more_sharing(spec), 1))
+        )
         yield from islice(shorter_sequences(spec), 1)
     else:
         yield from less_speculation(spec, "off")
@@ -74,7 +76,14 @@ def batch_splits(spec: RunSpec) -> tuple[int, ...]:
     if train.tokens_per_step:
         most = train.tokens_per_step / (spec.data.sequence_length * spec.replicas)
         return tuple(sorted({train.micro_batch, *(size for size in MICRO_BATCHES if size <= most)}))
-    return tuple(sorted({train.micro_batch, *(size for size in MICRO_BATCHES if size <= sequences and sequences % size == 0)}))
+    return tuple(
+        sorted(
+            {
+                train.micro_batch,
+                *(size for size in MICRO_BATCHES if size <= sequences and sequences % size == 0),
+            }
+        )
+    )
 
 
 def with_micro_batch(spec: RunSpec, micro_batch: int) -> RunSpec:
@@ -82,8 +91,14 @@ def with_micro_batch(spec: RunSpec, micro_batch: int) -> RunSpec:
     train = spec.train
     if micro_batch == train.micro_batch:
         return spec
-    accumulation = train.gradient_accumulation if train.tokens_per_step else train.micro_batch * train.gradient_accumulation // micro_batch
-    return replace(spec, train=replace(train, micro_batch=micro_batch, gradient_accumulation=accumulation))
+    accumulation = (
+        train.gradient_accumulation
+        if train.tokens_per_step
+        else train.micro_batch * train.gradient_accumulation // micro_batch
+    )
+    return replace(
+        spec, train=replace(train, micro_batch=micro_batch, gradient_accumulation=accumulation)
+    )
 
 
 def with_policy(spec: RunSpec, policy: Policy) -> RunSpec:
@@ -93,7 +108,9 @@ def with_policy(spec: RunSpec, policy: Policy) -> RunSpec:
         return spec
     nothing_left = model.activation_offload == "attention" and policy != "attention"
     offload = "auto" if nothing_left else model.activation_offload
-    return replace(spec, model=replace(model, activation_checkpointing=policy, activation_offload=offload))
+    return replace(
+        spec, model=replace(model, activation_checkpointing=policy, activation_offload=offload)
+    )
 
 
 def more_recomputation(spec: RunSpec) -> Iterator[Alternative]:
@@ -116,7 +133,11 @@ def memory_savings(spec: RunSpec) -> Iterator[RunSpec]:
 def smaller_activations(spec: RunSpec) -> Iterator[RunSpec]:
     """Yield what ``memory_savings`` yields without moving weights."""
     model, policy = spec.model, spec.model.activation_checkpointing
-    tiles = {"tiled_mlp": "on"} if spec.micro_batch_tokens > MLP_TILE_TOKENS and _can_tile(model) else {}
+    tiles = (
+        {"tiled_mlp": "on"}
+        if spec.micro_batch_tokens > MLP_TILE_TOKENS and _can_tile(model)
+        else {}
+    )
     ways: tuple[Literal["attention", "on"], ...] = ()
     if model.activation_offload == "auto" and policy != "none":
         ways = _ON_HOST if policy == "attention" else ("on",)
@@ -134,20 +155,29 @@ def results_on_host(spec: RunSpec, found: RunSpec) -> Iterator[RunSpec]:
         found: The same with what was decided, whose tiles and weights on the host stay.
     """
     model, offload = spec.model, replace(spec.offload, parameters=found.offload.parameters)
-    if model.activation_checkpointing not in ("auto", "attention") or model.activation_offload not in ("auto", "on", "attention"):
+    if model.activation_checkpointing not in (
+        "auto",
+        "attention",
+    ) or model.activation_offload not in ("auto", "on", "attention"):
         return
     ways = _ON_HOST if model.activation_offload == "auto" else (model.activation_offload,)
     keeping = replace(model, activation_checkpointing="attention", tiled_mlp=found.model.tiled_mlp)
     tiles = ("on",) if spec.micro_batch_tokens > MLP_TILE_TOKENS and _can_tile(keeping) else ()
     for tiled in (keeping.tiled_mlp, *tiles):
         for way in ways:
-            yield replace(spec, model=replace(keeping, activation_offload=way, tiled_mlp=tiled), offload=offload)
+            yield replace(
+                spec,
+                model=replace(keeping, activation_offload=way, tiled_mlp=tiled),
+                offload=offload,
+            )
 
 
 def weights_on_host(spec: RunSpec) -> Iterator[RunSpec]:
     """Yield the spec with weights on the host, where it leaves them open and its optimizer can have them there."""
     offload = spec.offload
-    if offload.parameters == "auto" and (offload.engine == "so-tui" or offload.mode == "zerooffload"):
+    if offload.parameters == "auto" and (
+        offload.engine == "so-tui" or offload.mode == "zerooffload"
+    ):
         yield replace(spec, offload=replace(offload, parameters="cpu"))
 
 
@@ -196,10 +226,17 @@ def shorter_sequences(spec: RunSpec) -> Iterator[Alternative]:
 
 def alternative_to(before: RunSpec, after: RunSpec) -> Alternative:
     """Return a spec as an alternative to another that differs in what its activations take."""
-    keys = {"offload": ("parameters",), "model": ("activation_checkpointing", "tiled_mlp", "activation_offload")}
+    keys = {
+        "offload": ("parameters",),
+        "model": ("activation_checkpointing", "tiled_mlp", "activation_offload"),
+    }
     keys["train"] = ("micro_batch", "sequence_parallel", "gradient_accumulation")
     values = [
-        Change(f"{section}.{key}", getattr(getattr(before, section), key), getattr(getattr(after, section), key))
+        Change(
+            f"{section}.{key}",
+            getattr(getattr(before, section), key),
+            getattr(getattr(after, section), key),
+        )
         for section, names in keys.items()
         for key in names
     ]
@@ -216,11 +253,15 @@ def more_gpus(spec: RunSpec, counts: Sequence[int]) -> Iterator[Alternative]:
     """Yield the spec on each larger number of GPUs among ``counts``."""
     for count in counts:
         if count > spec.ranks_per_host:
-            yield Alternative((Change("gpus", spec.ranks_per_host, count),), replace(spec, gpus=count))
+            yield Alternative(
+                (Change("gpus", spec.ranks_per_host, count),), replace(spec, gpus=count)
+            )
 
 
 def _changed(spec: RunSpec, section: str, **values: str | int | float) -> Alternative:
     """Return the spec with these values in one of its sections."""
     before = getattr(spec, section)
-    changes = tuple(Change(f"{section}.{name}", getattr(before, name), value) for name, value in values.items())
+    changes = tuple(
+        Change(f"{section}.{name}", getattr(before, name), value) for name, value in values.items()
+    )
     return Alternative(changes, replace(spec, **{section: replace(before, **values)}))

@@ -5,7 +5,14 @@ from __future__ import annotations
 from so_tui.model.activations import SINKS
 from so_tui.model.profile import ModelProfile
 from so_tui.plan.resources import Resources
-from so_tui.spec.attention import FORMER_NAMES, Chosen, Needs, Present, choose_backend, generation_of
+from so_tui.spec.attention import (
+    FORMER_NAMES,
+    Chosen,
+    Needs,
+    Present,
+    choose_backend,
+    generation_of,
+)
 from so_tui.spec.layers import layer_kinds, mixing_kinds
 from so_tui.spec.types import RunSpec
 
@@ -24,7 +31,13 @@ def needs_of(spec: RunSpec, profile: ModelProfile) -> Needs:
     softcap = bool(spec.model.config.get("attn_logit_softcapping"))
     sinks = shape.model_type in SINKS
     rows = bool(mixing_kinds(layer_kinds(spec.model.config)))
-    return Needs(head_size=shape.head_dim, sinks=sinks, softcap=softcap, rows=rows, deterministic=spec.train.deterministic)
+    return Needs(
+        head_size=shape.head_dim,
+        sinks=sinks,
+        softcap=softcap,
+        rows=rows,
+        deterministic=spec.train.deterministic,
+    )
 
 
 def present_in(resources: Resources) -> Present:

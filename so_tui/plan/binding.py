@@ -28,7 +28,9 @@ class _CpuGroup(NamedTuple):
     """Those that this process may use."""
 
 
-def bind_ranks(machine: Machine, gpus: int | tuple[int, ...], *, mode: str, cpu_adam_cores_fraction: float) -> tuple[RankBinding, ...]:
+def bind_ranks(
+    machine: Machine, gpus: int | tuple[int, ...], *, mode: str, cpu_adam_cores_fraction: float
+) -> tuple[RankBinding, ...]:
     """Return one binding per rank.
 
     Args:
@@ -47,10 +49,17 @@ def bind_ranks(machine: Machine, gpus: int | tuple[int, ...], *, mode: str, cpu_
     homes = _homes(groups, wanted)
     cores = _divided(machine, homes)
     policies = tuple(_memory_policy(machine, home) for home in homes)
-    listed, unlisted = _deepspeed(machine, cores, policies), _deepspeed_unlisted(machine, cores, policies)
+    listed, unlisted = (
+        _deepspeed(machine, cores, policies),
+        _deepspeed_unlisted(machine, cores, policies),
+    )
     bindings = []
     for rank, (gpu, home, cpus) in enumerate(zip(wanted, homes, cores, strict=True)):
-        main, adam = split_cores(by_core(machine, cpus), cpu_adam_cores_fraction) if mode == "superoffload" else (cpus, ())
+        main, adam = (
+            split_cores(by_core(machine, cpus), cpu_adam_cores_fraction)
+            if mode == "superoffload"
+            else (cpus, ())
+        )
         bindings.append(
             RankBinding(
                 rank=rank,
@@ -77,7 +86,9 @@ def uses_numactl(bindings: Sequence[RankBinding]) -> bool:
     return any(binding.deepspeed.numactl for binding in bindings)
 
 
-def split_cores(cpus: Sequence[int], cpu_adam_cores_fraction: float) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def split_cores(
+    cpus: Sequence[int], cpu_adam_cores_fraction: float
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the cores of the training process and of its Adam worker, which gets the fraction, rounded down, from the end of ``cpus``.
 
     The training process gets at least 3 of 8 or more cores, else at least 1; a single core is shared.
@@ -107,15 +118,30 @@ def _wanted(machine: Machine, gpus: int | tuple[int, ...]) -> tuple[Gpu | None, 
     if not short and set(indices) <= set(available) and len(set(indices)) == len(indices):
         return tuple(whole[index] for index in indices)
     split, amd = [gpu.index for gpu in machine.gpus if gpu.mig], machine.gpus[0].vendor == "amd"
-    code, message = "unavailable-gpu", f"{machine.label} has {f'GPU {cpu_ranges(available)}' if available else 'no whole GPU'}"
+    code, message = (
+        "unavailable-gpu",
+        f"{machine.label} has {f'GPU {cpu_ranges(available)}' if available else 'no whole GPU'}",
+    )
     if len(set(indices)) < len(indices):
         code, message = "duplicate-gpu", "the same GPU is named twice"
     elif split:
-        message += f"; GPU {cpu_ranges(split)} is split {'into compute partitions' if amd else 'by MIG'}"
-    whole_again = "Make one whole (`amd-smi set --compute-partition SPX`" if amd else "Switch MIG off (`nvidia-smi -mig 0`"
-    remedy = f"Ask for at most {len(available)}, each once." if available else f"{whole_again}, as root)."
+        message += (
+            f"; GPU {cpu_ranges(split)} is split {'into compute partitions' if amd else 'by MIG'}"
+        )
+    whole_again = (
+        "Make one whole (`amd-smi set --compute-partition SPX`"
+        if amd
+        else "Switch MIG off (`nvidia-smi -mig 0`"
+    )
+    remedy = (
+        f"Ask for at most {len(available)}, each once."
+        if available
+        else f"{whole_again}, as root)."
+    )
     value = str(gpus) if isinstance(gpus, int) else str(list(gpus))
-    raise InputError([Problem(code=code, field="gpus", value=value, message=message, remedy=remedy)])
+    raise InputError(
+        [Problem(code=code, field="gpus", value=value, message=message, remedy=remedy)]
+    )
 
 
 def _cpu_groups(machine: Machine) -> tuple[_CpuGroup, ...]:
@@ -123,19 +149,35 @@ def _cpu_groups(machine: Machine) -> tuple[_CpuGroup, ...]:
     nodes: dict[tuple[int, ...], list[int]] = {}
     for node in machine.cpu_nodes:
         nodes.setdefault(node.cpus, []).append(node.id)
-    groups = [_CpuGroup(tuple(ids), tuple(cpu for cpu in cpus if cpu in allowed)) for cpus, ids in nodes.items()]
+    groups = [
+        _CpuGroup(tuple(ids), tuple(cpu for cpu in cpus if cpu in allowed))
+        for cpus, ids in nodes.items()
+    ]
     usable = tuple(group for group in groups if group.cpus)
     if not usable:
         remedy = "Start so-tui where it may use CPUs of this machine."
         message = "none of the CPUs that may be used belongs to a NUMA node"
-        raise InputError([Problem(code="no-usable-cpu", field="allowed_cpus", value=cpu_ranges(allowed), message=message, remedy=remedy)])
+        raise InputError(
+            [
+                Problem(
+                    code="no-usable-cpu",
+                    field="allowed_cpus",
+                    value=cpu_ranges(allowed),
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        )
     return usable
 
 
 def _homes(groups: tuple[_CpuGroup, ...], wanted: tuple[Gpu | None, ...]) -> tuple[_CpuGroup, ...]:
     """Return the CPUs of each rank: those its GPU is attached to; ranks without a GPU fill up the groups evenly, in ascending order."""
     by_node = {node: group for group in groups for node in group.nodes}
-    known = [by_node.get(gpu.numa_node) if gpu is not None and gpu.numa_node is not None else None for gpu in wanted]
+    known = [
+        by_node.get(gpu.numa_node) if gpu is not None and gpu.numa_node is not None else None
+        for gpu in wanted
+    ]
     taken = {group: known.count(group) for group in groups}
     extra: list[_CpuGroup] = []
     for _ in range(known.count(None)):
@@ -180,7 +222,12 @@ def _cores(machine: Machine, cpus: Sequence[int]) -> tuple[tuple[int, ...], ...]
             cores.setdefault(core_of.get(cpu, (cpu,)), []).append(cpu)
         return tuple(tuple(core) for core in cores.values())
     runs = contiguous_runs(cpus)
-    if machine.architecture != "aarch64" and len(runs) > 1 and len({len(run) for run in runs}) == 1 and len(runs[0]) > 1:
+    if (
+        machine.architecture != "aarch64"
+        and len(runs) > 1
+        and len({len(run) for run in runs}) == 1
+        and len(runs[0]) > 1
+    ):
         return tuple(zip(*runs, strict=True))
     return tuple((cpu,) for cpu in sorted(cpus))
 
@@ -193,20 +240,29 @@ def by_core(machine: Machine, cpus: Sequence[int]) -> tuple[int, ...]:
 def _memory_policy(machine: Machine, home: _CpuGroup) -> MemoryPolicy:
     """Return a policy bound to the rank's own CPU nodes, never to a GPU's memory; the default where only one node has memory."""
     with_memory = [node for node in machine.numa_nodes if node.memory_total_bytes > 0]
-    own = tuple(node.id for node in with_memory if node.id in home.nodes and _may_use(machine, node.id))
+    own = tuple(
+        node.id for node in with_memory if node.id in home.nodes and _may_use(machine, node.id)
+    )
     if len(with_memory) <= 1 or not own:
         return MemoryPolicy(mode="default")
     return MemoryPolicy(mode="bind", nodes=own)
 
 
-def _deepspeed(machine: Machine, cores: tuple[tuple[int, ...], ...], policies: tuple[MemoryPolicy, ...]) -> tuple[DeepSpeedBinding, ...]:
+def _deepspeed(
+    machine: Machine, cores: tuple[tuple[int, ...], ...], policies: tuple[MemoryPolicy, ...]
+) -> tuple[DeepSpeedBinding, ...]:
     """Return what the launcher does for each rank with our core list. Where it would fail with one, it gets none and binds nothing."""
     bound = _launched(machine, _listed(machine, cores), cores, policies)
     if not any(binding.error for binding in bound):
         return bound
     allowed = machine.allowed_cpus
     return tuple(
-        DeepSpeedBinding(cpus=allowed, numactl=(), omp_num_threads=len(allowed), matches=allowed == cpus and policy.mode == "default")
+        DeepSpeedBinding(
+            cpus=allowed,
+            numactl=(),
+            omp_num_threads=len(allowed),
+            matches=allowed == cpus and policy.mode == "default",
+        )
         for cpus, policy in zip(cores, policies, strict=True)
     )
 
@@ -221,7 +277,10 @@ def _listed(machine: Machine, cores: tuple[tuple[int, ...], ...]) -> list[int]:
     for shares in (cores, _cut(cores), _cut(firsts)):
         listed = sorted({cpu for share in shares for cpu in share})
         size = len(listed) // len(cores)
-        if all(set(listed[size * rank : size * (rank + 1)]) <= set(cpus) for rank, cpus in enumerate(cores)):
+        if all(
+            set(listed[size * rank : size * (rank + 1)]) <= set(cpus)
+            for rank, cpus in enumerate(cores)
+        ):
             return listed
     return sorted({cpu for cpus in cores for cpu in cpus})
 
@@ -240,13 +299,32 @@ def _deepspeed_unlisted(
 
 
 def _launched(
-    machine: Machine, listed: list[int], cores: tuple[tuple[int, ...], ...], policies: tuple[MemoryPolicy, ...]
+    machine: Machine,
+    listed: list[int],
+    cores: tuple[tuple[int, ...], ...],
+    policies: tuple[MemoryPolicy, ...],
 ) -> tuple[DeepSpeedBinding, ...]:
     """Return what the launcher does for each rank under a core list. Where numactl was not tried (a machine file), it counts as working."""
     if machine.software.numactl_works is False:
-        return (DeepSpeedBinding(cpus=(), numactl=(), omp_num_threads=0, matches=False, error="numactl does not work here"),) * len(cores)
+        return (
+            DeepSpeedBinding(
+                cpus=(),
+                numactl=(),
+                omp_num_threads=0,
+                matches=False,
+                error="numactl does not work here",
+            ),
+        ) * len(cores)
     if len(listed) < len(cores):
-        return (DeepSpeedBinding(cpus=(), numactl=(), omp_num_threads=0, matches=False, error="fewer cores than ranks"),) * len(cores)
+        return (
+            DeepSpeedBinding(
+                cpus=(),
+                numactl=(),
+                omp_num_threads=0,
+                matches=False,
+                error="fewer cores than ranks",
+            ),
+        ) * len(cores)
     nodes = numactl_nodes(machine.numa_nodes)
     prefixes = [numactl_prefix(nodes, listed, len(cores), rank) for rank in range(len(cores))]
     return tuple(
@@ -266,7 +344,11 @@ def _numactl_error(machine: Machine, cpus: tuple[int, ...], numactl: tuple[str, 
     if outside := set(cpus) - set(machine.allowed_cpus):
         return f"cores {cpu_ranges(outside)} may not be used"
     memoryless = {str(node.id) for node in machine.numa_nodes if node.memory_total_bytes == 0}
-    forbidden = [node for node in _bound_nodes(numactl) if node in memoryless or not _may_use(machine, int(node))]
+    forbidden = [
+        node
+        for node in _bound_nodes(numactl)
+        if node in memoryless or not _may_use(machine, int(node))
+    ]
     return f"memory of node {forbidden[0]} may not be used" if forbidden else ""
 
 

@@ -10,4 +10,8 @@ def deepspeed_text(binding: DeepSpeedBinding) -> str:
     """Return what DeepSpeed's launcher does, for a table: ``the same``, the numactl prefix, or why it fails."""
     if binding.error:
         return f"fails: {binding.error}"
-    return "the same" if binding.matches else " ".join(binding.numactl) or f"unbound, cores {cpu_ranges(binding.cpus)}"
+    return (
+        "the same"
+        if binding.matches
+        else " ".join(binding.numactl) or f"unbound, cores {cpu_ranges(binding.cpus)}"
+    )

@@ -13,7 +13,9 @@ from so_tui.spec.types import RunSpec
 def blockers(spec: RunSpec, resources: Resources) -> Iterator[Blocker]:
     """Yield why ``spec`` can never run on these resources, whatever the memory."""
     machine, offload = resources.machine, spec.offload
-    if amd := next((gpu for gpu in machine.gpus if gpu.vendor == "amd" and not gpu.shares_memory), None):
+    if amd := next(
+        (gpu for gpu in machine.gpus if gpu.vendor == "amd" and not gpu.shares_memory), None
+    ):
         yield AmdGpu(gpu=amd.index, name=amd.name)
     if not machine.gpus and offload.mode == "gpu":
         yield ModeNeedsGpu(machine=machine.label)

@@ -138,7 +138,12 @@ def model_key(model: ModelSpec) -> str:
 def empty(machine: Machine) -> Calibration:
     """Return the calibration of a machine that was not measured yet."""
     gpu = machine.gpus[0].name if machine.gpus else ""
-    return Calibration(hostname=machine.hostname, gpu_name=gpu, cpu_name=machine.cpu_name, cores=len(machine.online_cpus))
+    return Calibration(
+        hostname=machine.hostname,
+        gpu_name=gpu,
+        cpu_name=machine.cpu_name,
+        cores=len(machine.online_cpus),
+    )
 
 
 def folder() -> Path:
@@ -148,7 +153,9 @@ def folder() -> Path:
 def path_of(machine: Machine) -> Path:
     """Return the file of this machine, whether it exists or not."""
     mine = empty(machine)
-    kind = hashlib.sha256(f"{mine.gpu_name}\0{mine.cpu_name}\0{mine.cores}".encode()).hexdigest()[:8]
+    kind = hashlib.sha256(f"{mine.gpu_name}\0{mine.cpu_name}\0{mine.cores}".encode()).hexdigest()[
+        :8
+    ]
     return folder() / f"{re.sub(r'[^A-Za-z0-9.-]', '_', mine.hostname)}-{kind}.json"
 
 
@@ -158,9 +165,19 @@ def calibration_of(machine: Machine) -> Calibration | None:
     if (found := state_files.read(own, Calibration)) is not None:
         return found
     mine = empty(machine)
-    same_kind = (state_files.read(path, Calibration) for path in sorted(folder().glob(f"*-{own.stem[-8:]}.json")))
+    same_kind = (
+        state_files.read(path, Calibration)
+        for path in sorted(folder().glob(f"*-{own.stem[-8:]}.json"))
+    )
     alike = (mine.gpu_name, mine.cpu_name, mine.cores)
-    return next((other for other in same_kind if other and (other.gpu_name, other.cpu_name, other.cores) == alike), None)
+    return next(
+        (
+            other
+            for other in same_kind
+            if other and (other.gpu_name, other.cpu_name, other.cores) == alike
+        ),
+        None,
+    )
 
 
 def store(machine: Machine, *, rates: Rates | None = None, probe: Probe | None = None) -> Path:
@@ -171,7 +188,9 @@ def store(machine: Machine, *, rates: Rates | None = None, probe: Probe | None =
         known = replace(known, rates=rates)
     if probe is not None:
         same = (probe.model, probe.mode, probe.ranks, probe.settings)
-        others = tuple(old for old in known.probes if (old.model, old.mode, old.ranks, old.settings) != same)
+        others = tuple(
+            old for old in known.probes if (old.model, old.mode, old.ranks, old.settings) != same
+        )
         known = replace(known, probes=(*others, probe))
     return state_files.write(path, known)
 
@@ -202,13 +221,25 @@ def speed_of(machine: Machine, gpu_name: str, known: Calibration | None) -> Spee
         "node_bytes_per_s": slowest,
     }
     own = {name: value for name, value in measured.items() if value is not None}
-    missing = measured.keys() - own.keys() - ({"peer_bytes_per_s"} if len(machine.gpus) < 2 else set()) - _DEEPSPEEDS
-    calibrated = Calibrated(date=rates.measured, host="" if known.hostname == machine.hostname else known.hostname)
+    missing = (
+        measured.keys()
+        - own.keys()
+        - ({"peer_bytes_per_s"} if len(machine.gpus) < 2 else set())
+        - _DEEPSPEEDS
+    )
+    calibrated = Calibrated(
+        date=rates.measured, host="" if known.hostname == machine.hostname else known.hostname
+    )
     if published is None:
         if missing:
             return None
         # One GPU has no peer; where more machines like it are imagined, memory alone counts.
-        assumed = {"peer_bytes_per_s": own["h2d_bytes_per_s"], "pageable_d2h_bytes_per_s": own["d2h_bytes_per_s"]}
+        assumed = {
+            "peer_bytes_per_s": own["h2d_bytes_per_s"],
+            "pageable_d2h_bytes_per_s": own["d2h_bytes_per_s"],
+        }
         return Speed(**assumed | own, calibrated=calibrated)
-    rest = {name: getattr(published, name) for name in Speed.__struct_fields__} | {"source": published.source if missing else ""}
+    rest = {name: getattr(published, name) for name in Speed.__struct_fields__} | {
+        "source": published.source if missing else ""
+    }
     return Speed(**rest | own | {"calibrated": calibrated})

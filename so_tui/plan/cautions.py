@@ -63,15 +63,25 @@ def cautions(spec: RunSpec, found: Assessment, *, searched: bool = False) -> Ite
         in_folder = spec.model.id.startswith(_FOLDERS)
         yield RemoteCode(model=spec.model.id, revision="" if in_folder else spec.model.revision)
     if 0 < spec.model.positions < spec.data.sequence_length:
-        yield BeyondPositions(sequence_length=spec.data.sequence_length, positions=spec.model.positions)
+        yield BeyondPositions(
+            sequence_length=spec.data.sequence_length, positions=spec.model.positions
+        )
     if indexers := _indexer_parameters(spec):
         yield IndexersUntrained(parameters=indexers)
-    if offload.mode == "superoffload" and offload.engine == "deepspeed" and spec.train.gradient_clipping > 0:
+    if (
+        offload.mode == "superoffload"
+        and offload.engine == "deepspeed"
+        and spec.train.gradient_clipping > 0
+    ):
         yield _clipping(found)
     if offload.mode != "gpu" and resources.has_gpu:
         if not searched:
             yield from _needless_offload(found)
-        if offload.ratio and resources.speed is not None and resources.speed.d2h_bytes_per_s < _SLOW_LINK_BYTES_PER_S:
+        if (
+            offload.ratio
+            and resources.speed is not None
+            and resources.speed.d2h_bytes_per_s < _SLOW_LINK_BYTES_PER_S
+        ):
             yield PcieOffload()
     yield from _faster_states(found)
     yield from _faster_attention(found)
@@ -79,21 +89,35 @@ def cautions(spec: RunSpec, found: Assessment, *, searched: bool = False) -> Ite
         yield GpuMemoryUnknown()
     if not resources.has_gpu and found.layout.parameters > _SLOW_ON_CPU:
         yield SlowWithoutGpu(parameters=found.layout.parameters)
-    if not spec.data.packing and attention_of(found.spec, found.target.profile, resources).backend in MASKED_BACKENDS:
-        useful = found.target.workload.useful_share / found.target.workload.row_share(spec.train.micro_batch)
+    if (
+        not spec.data.packing
+        and attention_of(found.spec, found.target.profile, resources).backend in MASKED_BACKENDS
+    ):
+        useful = found.target.workload.useful_share / found.target.workload.row_share(
+            spec.train.micro_batch
+        )
         mixing = mixing_kinds(layer_kinds(spec.model.config))
         yield PackingOff(padding_share=1 - useful if useful < 1 else None, mixing=mixing)
     yield from (Note(text=note) for note in resources.machine.notes)
 
 
 def _indexer_parameters(spec: RunSpec) -> int:
-    return sum(block.repeat * prod(tensor.shape) for block in spec.model.parameters for tensor in block.tensors if is_indexer(tensor.name))
+    return sum(
+        block.repeat * prod(tensor.shape)
+        for block in spec.model.parameters
+        for tensor in block.tensors
+        if is_indexer(tensor.name)
+    )
 
 
 def _clipping(found: Assessment) -> ClippingWaits:
     train = replace(found.spec.train, gradient_clipping=0.0)
     unclipped = assess(replace(found.spec, train=train), found.target)
-    return ClippingWaits(seconds=found.step.total_s - unclipped.step.total_s if found.step and unclipped.step else None)
+    return ClippingWaits(
+        seconds=found.step.total_s - unclipped.step.total_s
+        if found.step and unclipped.step
+        else None
+    )
 
 
 def _faster_states(found: Assessment) -> Iterator[FasterStates]:
@@ -112,7 +136,11 @@ def _faster_states(found: Assessment) -> Iterator[FasterStates]:
     fastest = max(map(rate, fitting), default=0.0)
     if not surely_faster(fastest, rate(found)):
         return
-    chosen = next(other for other in fitting if about_as_fast(rate(other), fastest) and surely_faster(rate(other), rate(found)))
+    chosen = next(
+        other
+        for other in fitting
+        if about_as_fast(rate(other), fastest) and surely_faster(rate(other), rate(found))
+    )
     if chosen.step is not None:
         yield FasterStates(
             states=chosen.spec.offload.states,
@@ -126,22 +154,41 @@ def _faster_states(found: Assessment) -> Iterator[FasterStates]:
 def _faster_attention(found: Assessment) -> Iterator[FasterAttention]:
     """Yield the fastest attention backend that is not installed, where it would make steps noticeably faster."""
     chosen = attention_of(found.spec, found.target.profile, found.target.resources)
-    missing = next((passed.backend for passed in chosen.passed_over if passed.obstacle == "not-installed"), None)
+    missing = next(
+        (passed.backend for passed in chosen.passed_over if passed.obstacle == "not-installed"),
+        None,
+    )
     if missing is None or found.step is None:
         return
     model = replace(found.spec.model, attention=missing)
     other = assess(replace(found.spec, model=model), found.target)
-    if other.step and found.step.total_s - other.step.total_s > _NOTICEABLE_ATTENTION * found.step.total_s:
-        yield FasterAttention(backend=missing, used=chosen.backend, step_s=other.step.total_s, given_step_s=found.step.total_s)
+    if (
+        other.step
+        and found.step.total_s - other.step.total_s > _NOTICEABLE_ATTENTION * found.step.total_s
+    ):
+        yield FasterAttention(
+            backend=missing,
+            used=chosen.backend,
+            step_s=other.step.total_s,
+            given_step_s=found.step.total_s,
+        )
 
 
 def _needless_offload(found: Assessment) -> Iterator[FasterOffload]:
     """Yield the smaller ratio that fits too, where the CPU does noticeable work for which the GPU has memory."""
     smaller = best(found.spec, found.target)
-    if found.verdict == "does not fit" or smaller.verdict != "fits" or not smaller.step or not found.step:
+    if (
+        found.verdict == "does not fit"
+        or smaller.verdict != "fits"
+        or not smaller.step
+        or not found.step
+    ):
         return
     if found.step.total_s - smaller.step.total_s > _NOTICEABLE * found.step.total_s:
         offload = smaller.spec.offload
         yield FasterOffload(
-            mode=cast(Mode, offload.mode), ratio=offload.ratio, step_s=smaller.step.total_s, given_step_s=found.step.total_s
+            mode=cast(Mode, offload.mode),
+            ratio=offload.ratio,
+            step_s=smaller.step.total_s,
+            given_step_s=found.step.total_s,
         )

@@ -33,7 +33,9 @@ from so_tui.spec.sections.offload import Mode
 from so_tui.spec.types import RunSpec
 
 
-def choices(given: RunSpec, chosen: Assessment, tried: Sequence[Assessment]) -> Iterator[Recommended]:
+def choices(
+    given: RunSpec, chosen: Assessment, tried: Sequence[Assessment]
+) -> Iterator[Recommended]:
     """Yield why the recommended settings were chosen, and the next best with its price.
 
     Args:
@@ -104,7 +106,12 @@ def _offload_choice(given: RunSpec, chosen: Assessment) -> Recommended:
     if as_given.verdict == "does not fit":
         return replace(plain, given_ratio=given_ratio, given_shortage=as_given.shortages[0])
     if as_given.step and chosen.step and as_given.step.total_s >= chosen.step.total_s:
-        return replace(plain, given_ratio=given_ratio, given_step_s=as_given.step.total_s, step_s=chosen.step.total_s)
+        return replace(
+            plain,
+            given_ratio=given_ratio,
+            given_step_s=as_given.step.total_s,
+            step_s=chosen.step.total_s,
+        )
     return plain
 
 
@@ -113,12 +120,16 @@ def _checkpointing_choice(chosen: Assessment) -> CheckpointingChosen:
     full = chosen if policy == "full" else assess(with_policy(chosen.spec, "full"), chosen.target)
     if policy == "full" or not full.step or not chosen.step:
         return CheckpointingChosen(policy=policy)
-    return CheckpointingChosen(policy=policy, step_s=chosen.step.total_s, full_step_s=full.step.total_s)
+    return CheckpointingChosen(
+        policy=policy, step_s=chosen.step.total_s, full_step_s=full.step.total_s
+    )
 
 
 def _micro_batch_choice(given: RunSpec, chosen: Assessment) -> MicroBatchChosen:
     mode: Mode = "gpu" if chosen.spec.offload.mode == "gpu" else "superoffload"
-    spec = in_mode(with_micro_batch(chosen.spec, given.train.micro_batch), mode, chosen.spec.offload.ratio)
+    spec = in_mode(
+        with_micro_batch(chosen.spec, given.train.micro_batch), mode, chosen.spec.offload.ratio
+    )
     before = assess(spec, chosen.target)
     found = MicroBatchChosen(
         micro_batch=chosen.spec.train.micro_batch,
@@ -131,17 +142,30 @@ def _micro_batch_choice(given: RunSpec, chosen: Assessment) -> MicroBatchChosen:
 
 
 def _core_choice(given: RunSpec, chosen: Assessment) -> Iterator[AdamCoresChosen]:
-    fraction, given_fraction = chosen.spec.offload.cpu_adam_cores_fraction, given.offload.cpu_adam_cores_fraction
+    fraction, given_fraction = (
+        chosen.spec.offload.cpu_adam_cores_fraction,
+        given.offload.cpu_adam_cores_fraction,
+    )
     if fraction != given_fraction and chosen.spec.offload.ratio:
         resources = chosen.target.resources
         yield AdamCoresChosen(
-            adam_cores=resources.adam_cores, cores=resources.cores, fraction=fraction, raised=not fraction < given_fraction
+            adam_cores=resources.adam_cores,
+            cores=resources.cores,
+            fraction=fraction,
+            raised=not fraction < given_fraction,
         )
 
 
 def _runner_up(chosen: Assessment, tried: Sequence[Assessment]) -> Assessment | None:
     """Return the next best that fits with a margin and differs in more than the ratio."""
-    return next((found for found in tried if found.verdict == "fits" and _settings(found) != _settings(chosen)), None)
+    return next(
+        (
+            found
+            for found in tried
+            if found.verdict == "fits" and _settings(found) != _settings(chosen)
+        ),
+        None,
+    )
 
 
 def _preference(given: RunSpec, chosen: Assessment, other: Assessment) -> Preference | None:
@@ -155,7 +179,12 @@ def _preference(given: RunSpec, chosen: Assessment, other: Assessment) -> Prefer
 
 
 def _settings(found: Assessment) -> tuple[str, str, bool, int]:
-    return found.spec.offload.mode, found.spec.model.activation_checkpointing, _on_host(found), found.spec.train.micro_batch
+    return (
+        found.spec.offload.mode,
+        found.spec.model.activation_checkpointing,
+        _on_host(found),
+        found.spec.train.micro_batch,
+    )
 
 
 def _on_host(found: Assessment) -> bool:

@@ -8,7 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from so_tui.model.sharding import PERSISTENCE_THRESHOLD, live_parameters, partition_numel, run_ahead_parameters
+from so_tui.model.sharding import (
+    PERSISTENCE_THRESHOLD,
+    live_parameters,
+    partition_numel,
+    run_ahead_parameters,
+)
 from so_tui.plan.constants import constants
 from so_tui.plan.placement import Placement, own_engine
 from so_tui.plan.terms import Formula, MemoryTerm, TermKind
@@ -28,9 +33,20 @@ NORM_CHUNK = 250_000_000
 
 def communication_terms(placement: Placement) -> Iterator[MemoryTerm]:
     """Yield the terms of reducing gradients and, on several ranks, of all-gathering weights."""
-    layout, profile, gpu, bucket = placement.layout, placement.profile, placement.gpu, placement.reduce_bucket
+    layout, profile, gpu, bucket = (
+        placement.layout,
+        placement.profile,
+        placement.gpu,
+        placement.reduce_bucket,
+    )
     ranks, layer = layout.ranks, profile.largest_layer
-    yield MemoryTerm(TermKind.REDUCE_BUCKET, gpu, 2 * bucket, "exact", Formula("2 B x {} (reduce_bucket_size)", (bucket,)))
+    yield MemoryTerm(
+        TermKind.REDUCE_BUCKET,
+        gpu,
+        2 * bucket,
+        "exact",
+        Formula("2 B x {} (reduce_bucket_size)", (bucket,)),
+    )
     yield _in_reduction(placement)
     if ranks > 1:
         small = 0 if own_engine(placement.spec) else profile.small_parameters
@@ -40,20 +56,40 @@ def communication_terms(placement: Placement) -> Iterator[MemoryTerm]:
         in_use = max(live_parameters(layer, ranks) + layer, 2 * layout.largest_parameter)
         live = min(layout.parameters, run_ahead_parameters(layer, ranks) + in_use)
         yield MemoryTerm(
-            TermKind.GATHERED_PARAMETERS, gpu, 2 * live, "estimate", Formula("2 B x {} (ahead, in use, and being copied)", (live,))
+            TermKind.GATHERED_PARAMETERS,
+            gpu,
+            2 * live,
+            "estimate",
+            Formula("2 B x {} (ahead, in use, and being copied)", (live,)),
         )
         pools = constants().memory.stream_pool_share
-        formula = Formula("{:.1f} x the all-gathered parameters, on streams whose memory others cannot use", (pools,))
-        yield MemoryTerm(TermKind.ALL_GATHER_POOLS, gpu, int(pools * 2 * live), "calibrated", formula)
+        formula = Formula(
+            "{:.1f} x the all-gathered parameters, on streams whose memory others cannot use",
+            (pools,),
+        )
+        yield MemoryTerm(
+            TermKind.ALL_GATHER_POOLS, gpu, int(pools * 2 * live), "calibrated", formula
+        )
     yield from _fetched_weights(placement)
     # Layers are gathered whole, and their gradients enter a bucket when the whole layer's backward is over.
-    yield MemoryTerm(TermKind.GRADIENTS_IN_FLIGHT, gpu, 2 * layer, "estimate", Formula("2 B x {} (a layer)", (layer,)), phase="backward")
+    yield MemoryTerm(
+        TermKind.GRADIENTS_IN_FLIGHT,
+        gpu,
+        2 * layer,
+        "estimate",
+        Formula("2 B x {} (a layer)", (layer,)),
+        phase="backward",
+    )
     share = partition_numel(layout.largest_parameter, ranks)
     # The norm of the largest gradient is computed before the first sub-group's gradients are cast.
     cast = 4 * layout.largest_sub_group if placement.spec.offload.mode == "gpu" else 0
     temporaries = max(0, 2 * layout.largest_parameter + 6 * share - cast)
-    formula = Formula("2 B x {} + (2 + 4) B x {}, beyond what comes after", (layout.largest_parameter, share))
-    yield MemoryTerm(TermKind.LARGEST_PARAMETER, gpu, temporaries, "estimate", formula, phase="optimizer")
+    formula = Formula(
+        "2 B x {} + (2 + 4) B x {}, beyond what comes after", (layout.largest_parameter, share)
+    )
+    yield MemoryTerm(
+        TermKind.LARGEST_PARAMETER, gpu, temporaries, "estimate", formula, phase="optimizer"
+    )
 
 
 def _fetched_weights(placement: Placement) -> Iterator[MemoryTerm]:
@@ -65,13 +101,24 @@ def _fetched_weights(placement: Placement) -> Iterator[MemoryTerm]:
     if not placement.host_weights or not placement.has_gpu:
         return
     if layout.ranks > 1:
-        share = partition_numel(max(live_parameters(layer, layout.ranks), layout.largest_parameter), layout.ranks)
+        share = partition_numel(
+            max(live_parameters(layer, layout.ranks), layout.largest_parameter), layout.ranks
+        )
         text, numel = "2 B x {} (shards that are about to be gathered)", min(layout.numel, share)
     else:
         in_use = live_parameters(layer, 1) + max(layer, layout.largest_parameter)
-        text, numel = "2 B x {} (ahead, in use, and being copied)", min(layout.numel, run_ahead_parameters(layer, 1) + in_use)
+        text, numel = (
+            "2 B x {} (ahead, in use, and being copied)",
+            min(layout.numel, run_ahead_parameters(layer, 1) + in_use),
+        )
     pools = constants().memory.stream_pool_share
-    yield MemoryTerm(TermKind.FETCHED_WEIGHTS, placement.gpu, int((1 + pools) * 2 * numel), "estimate", Formula(text, (numel,)))
+    yield MemoryTerm(
+        TermKind.FETCHED_WEIGHTS,
+        placement.gpu,
+        int((1 + pools) * 2 * numel),
+        "estimate",
+        Formula(text, (numel,)),
+    )
 
 
 def _in_reduction(placement: Placement) -> MemoryTerm:

@@ -234,12 +234,23 @@ class Speed(Struct, frozen=True, kw_only=True, rename=JSON_NAMES):
             return rate_at(measured, document)
         shares = rate_at(constants().attention.rates[backend], document)
         return AttentionRate(
-            document=shares.document, forward=shares.forward * self.matrix_flops, backward=shares.backward * self.matrix_flops
+            document=shares.document,
+            forward=shares.forward * self.matrix_flops,
+            backward=shares.backward * self.matrix_flops,
         )
 
     def layer_launch_overhead_of(self, ranks: int) -> float:
         """Return the host time of a small layer where ``ranks`` all-gather weights. More ranks than were measured take no less time."""
-        return max([self.layer_launch_overhead_s, *(seconds for count, seconds in self.layer_launch_overhead_by_ranks if count <= ranks)])
+        return max(
+            [
+                self.layer_launch_overhead_s,
+                *(
+                    seconds
+                    for count, seconds in self.layer_launch_overhead_by_ranks
+                    if count <= ranks
+                ),
+            ]
+        )
 
     def adam_bytes_per_s(self, cores: int, ranks_per_node: int) -> float:
         """Return the rate of Adam on ``cores`` cores with ``ranks_per_node`` of them running at the same time on one node.
@@ -249,7 +260,9 @@ class Speed(Struct, frozen=True, kw_only=True, rename=JSON_NAMES):
         measured = [rate for ranks, rate in self.adam_together if ranks <= ranks_per_node]
         if ranks_per_node not in dict(self.adam_together):
             measured.append(_interpolated(self.adam, cores * ranks_per_node) / ranks_per_node)
-        return min(_interpolated(self.adam, cores), self.node_bytes_per_s / ranks_per_node, *measured)
+        return min(
+            _interpolated(self.adam, cores), self.node_bytes_per_s / ranks_per_node, *measured
+        )
 
 
 class Kind(Speed, frozen=True, kw_only=True, rename=JSON_NAMES):
@@ -297,7 +310,14 @@ def digest() -> str:
 
 def published_speed(gpu_name: str) -> Speed | None:
     """Return the rates of a GPU by its product name (``NVIDIA GH200 480GB``); None when nothing is known of it."""
-    return next((kind for kind in constants().machines if re.search(rf"\b(?:{kind.pattern})\b", gpu_name, re.IGNORECASE)), None)
+    return next(
+        (
+            kind
+            for kind in constants().machines
+            if re.search(rf"\b(?:{kind.pattern})\b", gpu_name, re.IGNORECASE)
+        ),
+        None,
+    )
 
 
 def _interpolated(points: tuple[tuple[int, float], ...], cores: int) -> float:

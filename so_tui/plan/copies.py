@@ -47,7 +47,10 @@ def copies(placement: Placement, room: Callable[[], int]) -> Copies | None:
     if not makes_copies(spec):
         return None
     states = spec.offload.states
-    sizes = [copy_bytes(states if group.device == "cpu" else "fp32") * group.numel for group in placement.layout.sub_groups]
+    sizes = [
+        copy_bytes(states if group.device == "cpu" else "fp32") * group.numel
+        for group in placement.layout.sub_groups
+    ]
     given = [int(spec.checkpoint.copies_gib * 2**30)] if spec.checkpoint.copies_gib else []
     chosen = copied(sizes, placement.speculating, min([*given, max(0, room())]))
     have = {*chosen, *placement.speculating}

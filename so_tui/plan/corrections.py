@@ -33,7 +33,9 @@ class Fetching(NamedTuple):
     """Of each pass's copies, over all micro-batches."""
 
 
-def correcting(mode: Mode, ranks: int, probes: Sequence[Probe], *, host_weights: bool = False) -> list[Probe]:
+def correcting(
+    mode: Mode, ranks: int, probes: Sequence[Probe], *, host_weights: bool = False
+) -> list[Probe]:
     """Return the probes by which a plan is corrected: those that kept weights where it does, else the others.
 
     Of them those with as many ranks if there are any, and of these those of its mode if there are.
@@ -47,7 +49,13 @@ def _nearest(mode: Mode, ranks: int, probes: Sequence[Probe]) -> list[Probe]:
     return [probe for probe in near if probe.mode == mode] or near
 
 
-def corrected_step(step: StepTime, mode: Mode, ranks: int, probes: Sequence[Probe], fetching: Fetching | None = None) -> StepTime:
+def corrected_step(
+    step: StepTime,
+    mode: Mode,
+    ranks: int,
+    probes: Sequence[Probe],
+    fetching: Fetching | None = None,
+) -> StepTime:
     """Return a predicted step corrected by probes of the same model.
 
     Args:
@@ -57,17 +65,35 @@ def corrected_step(step: StepTime, mode: Mode, ranks: int, probes: Sequence[Prob
         probes: Of any mode and number of ranks.
         fetching: Where the plan keeps weights in host memory, what is predicted of that.
     """
-    having, fetched = (_nearest(mode, ranks, [probe for probe in probes if probe.host_weights == where]) for where in (False, True))
+    having, fetched = (
+        _nearest(mode, ranks, [probe for probe in probes if probe.host_weights == where])
+        for where in (False, True)
+    )
     if fetching:
-        forward_s, backward_s = (_fetching_pass_s(name, step, fetching, having, fetched) for name in _NAMES)
+        forward_s, backward_s = (
+            _fetching_pass_s(name, step, fetching, having, fetched) for name in _NAMES
+        )
     else:
-        forward_s, backward_s = (getattr(step, name) * (_error(name, having) if having else _shared_error(fetched)) for name in _NAMES)
-    same = [probe for probe in correcting(mode, ranks, probes, host_weights=fetching is not None) if probe.mode == mode]
+        forward_s, backward_s = (
+            getattr(step, name) * (_error(name, having) if having else _shared_error(fetched))
+            for name in _NAMES
+        )
+    same = [
+        probe
+        for probe in correcting(mode, ranks, probes, host_weights=fetching is not None)
+        if probe.mode == mode
+    ]
     exposed_s = _corrected_exposed_s(step.exposed_optimizer_s, mode, same)
     return replace(step, forward_s=forward_s, backward_s=backward_s, exposed_optimizer_s=exposed_s)
 
 
-def _fetching_pass_s(name: PassName, step: StepTime, fetching: Fetching, having: Sequence[Probe], fetched: Sequence[Probe]) -> float:
+def _fetching_pass_s(
+    name: PassName,
+    step: StepTime,
+    fetching: Fetching,
+    having: Sequence[Probe],
+    fetched: Sequence[Probe],
+) -> float:
     """Return the corrected seconds of a pass that fetches weights: it takes as long as computing, or as fetching if that takes longer.
 
     Args:
@@ -86,7 +112,9 @@ def _fetching_pass_s(name: PassName, step: StepTime, fetching: Fetching, having:
 
 def _waited(name: PassName, probe: Probe) -> bool:
     """Return whether a pass of a probe that fetched weights was predicted to wait for them."""
-    return probe.computing is not None and getattr(probe.predicted, name) > _WAITS * getattr(probe.computing, name)
+    return probe.computing is not None and getattr(probe.predicted, name) > _WAITS * getattr(
+        probe.computing, name
+    )
 
 
 def _tells_computing(probe: Probe) -> bool:
@@ -110,7 +138,9 @@ def _shared_error(fetched: Sequence[Probe]) -> float:
         if (computing := probe.computing) is None or not _tells_computing(probe):
             continue
         pairs = [(getattr(probe.actual, name), getattr(computing, name)) for name in _NAMES]
-        if ratios := [actual / predicted for actual, predicted in pairs if actual > 0 and predicted > 0]:
+        if ratios := [
+            actual / predicted for actual, predicted in pairs if actual > 0 and predicted > 0
+        ]:
             bounds.append(min(ratios))
     return median(bounds) if bounds else 1.0
 
@@ -122,11 +152,17 @@ def _corrected_exposed_s(exposed_s: float, mode: Mode, probes: Sequence[Probe]) 
     There it is scaled too, but not changed by more seconds than the probe was off.
     """
     corrected = []
-    for actual, predicted in ((probe.actual.exposed_optimizer_s, probe.predicted.exposed_optimizer_s) for probe in probes):
+    for actual, predicted in (
+        (probe.actual.exposed_optimizer_s, probe.predicted.exposed_optimizer_s) for probe in probes
+    ):
         if actual <= 0 or predicted <= 0:
             continue
         scaled, most = exposed_s * actual / predicted, abs(actual - predicted)
-        corrected.append(max(exposed_s - most, min(exposed_s + most, scaled)) if mode == "superoffload" else scaled)
+        corrected.append(
+            max(exposed_s - most, min(exposed_s + most, scaled))
+            if mode == "superoffload"
+            else scaled
+        )
     return median(corrected) if corrected else exposed_s
 
 
@@ -137,7 +173,9 @@ def _error(name: PassName, probes: Sequence[Probe]) -> float:
     return median(ratios) if ratios else 1.0
 
 
-def corrected_terms(terms: Sequence[MemoryTerm], mode: Mode, ranks: int, probes: Sequence[Probe]) -> tuple[MemoryTerm, ...]:
+def corrected_terms(
+    terms: Sequence[MemoryTerm], mode: Mode, ranks: int, probes: Sequence[Probe]
+) -> tuple[MemoryTerm, ...]:
     """Return GPU memory terms corrected by probes of the same model, as ``correcting`` returns them.
 
     What the allocator reserved beyond the prediction becomes a term, and what it reserved less is taken off its slack. The share of the
@@ -149,14 +187,30 @@ def corrected_terms(terms: Sequence[MemoryTerm], mode: Mode, ranks: int, probes:
     if not same:
         shared = min((max(map(_excess, alike)) for alike in _by_mode(near).values()), default=0)
         formula = f"by a probe of this model here, with {' and '.join(_by_mode(near))}"
-        return (*terms, *([MemoryTerm(TermKind.PROBE_EXCESS, "gpu", shared, "estimate", formula)] if shared > 0 else []))
+        return (
+            *terms,
+            *(
+                [MemoryTerm(TermKind.PROBE_EXCESS, "gpu", shared, "estimate", formula)]
+                if shared > 0
+                else []
+            ),
+        )
     more = max(map(_excess, same))
     outside = max(
-        (probe.actual.gpu_device_bytes - probe.actual.gpu_reserved_bytes for probe in same if probe.actual.gpu_device_bytes), default=0
+        (
+            probe.actual.gpu_device_bytes - probe.actual.gpu_reserved_bytes
+            for probe in same
+            if probe.actual.gpu_device_bytes
+        ),
+        default=0,
     )
     found = [_corrected(each, more, outside) for each in terms]
     if more > 0:
-        found.append(MemoryTerm(TermKind.PROBE_EXCESS, "gpu", more, "calibrated", "by a probe of this model here"))
+        found.append(
+            MemoryTerm(
+                TermKind.PROBE_EXCESS, "gpu", more, "calibrated", "by a probe of this model here"
+            )
+        )
     return tuple(found)
 
 
@@ -166,12 +220,17 @@ def _excess(probe: Probe) -> int:
 
 
 def _by_mode(probes: Sequence[Probe]) -> dict[Mode, list[Probe]]:
-    return {mode: [probe for probe in probes if probe.mode == mode] for mode in dict.fromkeys(probe.mode for probe in probes)}
+    return {
+        mode: [probe for probe in probes if probe.mode == mode]
+        for mode in dict.fromkeys(probe.mode for probe in probes)
+    }
 
 
 def _corrected(found: MemoryTerm, more: int, outside: int) -> MemoryTerm:
     if found.kind is TermKind.ALLOCATOR_SLACK and more < 0:
-        return replace(found, bytes=max(0, found.bytes + more), formula=f"{found.formula}, less by a probe")
+        return replace(
+            found, bytes=max(0, found.bytes + more), formula=f"{found.formula}, less by a probe"
+        )
     if found.kind is TermKind.CUDA_CONTEXT and outside:
         return replace(found, bytes=outside, formula="driver, kernels, NCCL, by a probe")
     if found.kind is TermKind.NCCL_BUFFERS and outside:

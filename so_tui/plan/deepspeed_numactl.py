@@ -20,7 +20,9 @@ def numactl_nodes(nodes: tuple[NumaNode, ...]) -> tuple[tuple[int, ...], ...]:
     return tuple(by_id[number] for number in range(len(nodes)) if number in by_id)
 
 
-def numactl_prefix(nodes: NodeCpus, core_list: Sequence[int], ranks: int, rank: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
+def numactl_prefix(
+    nodes: NodeCpus, core_list: Sequence[int], ranks: int, rank: int
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Return the cores and the numactl command prefix of a rank. ``OMP_NUM_THREADS`` is the number of those cores.
 
     The ascending core list is cut into equal slices; the remainder is not used. The slice's memory is the first node that holds

@@ -22,7 +22,14 @@ _ALIKE = 0.001
 def rate(found: Assessment) -> float:
     """Return the sequences per second of one rank, of a shared one its part; 0 where no speed is known."""
     train = found.spec.train
-    return train.micro_batch * found.spec.gradient_accumulation_steps / train.sequence_parallel / found.step.total_s if found.step else 0.0
+    return (
+        train.micro_batch
+        * found.spec.gradient_accumulation_steps
+        / train.sequence_parallel
+        / found.step.total_s
+        if found.step
+        else 0.0
+    )
 
 
 def at_fastest_ratio(given: RunSpec, chosen: Assessment) -> Assessment:
@@ -35,7 +42,11 @@ def at_fastest_ratio(given: RunSpec, chosen: Assessment) -> Assessment:
     The ratios in between are tried coarsely, then closely around the best. Of ratios that are as good, the smallest stays, which takes the
     least host memory; otherwise the given one.
     """
-    if chosen.spec.offload.mode != "superoffload" or chosen.verdict != "fits" or chosen.step is None:
+    if (
+        chosen.spec.offload.mode != "superoffload"
+        or chosen.verdict != "fits"
+        or chosen.step is None
+    ):
         return chosen
     larger = [ratio for ratio in RATIOS if ratio > chosen.spec.offload.ratio]
     known = {chosen.spec.offload.ratio: chosen}
@@ -43,7 +54,9 @@ def at_fastest_ratio(given: RunSpec, chosen: Assessment) -> Assessment:
 
     def try_all(ratios: Iterable[float]) -> float:
         for ratio in set(ratios).difference(known):
-            found = known[ratio] = assess(in_mode(chosen.spec, "superoffload", ratio), chosen.target)
+            found = known[ratio] = assess(
+                in_mode(chosen.spec, "superoffload", ratio), chosen.target
+            )
             if found.verdict == "fits":
                 seconds[ratio] = _expected_s(found)
         return min(seconds, key=lambda ratio: seconds[ratio])
@@ -52,7 +65,9 @@ def at_fastest_ratio(given: RunSpec, chosen: Assessment) -> Assessment:
     best = try_all([*larger[::_COARSE], *larger[-1:], asked])
     best = try_all(ratio for ratio in larger if abs(ratio - best) < _COARSE * RATIOS[1])
     alike = [ratio for ratio in seconds if seconds[ratio] <= (1 + _ALIKE) * seconds[best]]
-    return known[next((ratio for ratio in (chosen.spec.offload.ratio, asked) if ratio in alike), best)]
+    return known[
+        next((ratio for ratio in (chosen.spec.offload.ratio, asked) if ratio in alike), best)
+    ]
 
 
 def _expected_s(found: Assessment) -> float:
@@ -68,5 +83,7 @@ def _expected_s(found: Assessment) -> float:
         adam_together=tuple((ranks, _SLOWER * rate) for ranks, rate in speed.adam_together),
         node_bytes_per_s=_SLOWER * speed.node_bytes_per_s,
     )
-    there = step_with(found, found.spec, replace(target, resources=replace(target.resources, speed=slower)))
+    there = step_with(
+        found, found.spec, replace(target, resources=replace(target.resources, speed=slower))
+    )
     return found.step.total_s if there is None else (found.step.total_s + there.total_s) / 2

@@ -60,7 +60,9 @@ class Target:
         return self.hosts * self.resources.ranks
 
 
-def target_of(spec: RunSpec, machine: Machine, *, workload: Workload | None = None, probed: bool = True) -> Target:
+def target_of(
+    spec: RunSpec, machine: Machine, *, workload: Workload | None = None, probed: bool = True
+) -> Target:
     """Return what a spec is planned for.
 
     Args:
@@ -77,13 +79,20 @@ def target_of(spec: RunSpec, machine: Machine, *, workload: Workload | None = No
     known = resources.calibration.probes if resources.calibration and probed else ()
     probes = tuple(probe for probe in known if _corrects(probe, profile.key))
     found = workload or (probes[-1].workload if probes else Workload())
-    return Target(profile=profile, resources=resources, hosts=spec.nodes, probes=probes, workload=found)
+    return Target(
+        profile=profile, resources=resources, hosts=spec.nodes, probes=probes, workload=found
+    )
 
 
 def _corrects(probe: Probe, key: str) -> bool:
     """Return whether a probe is of the model with this key, and measured the error of today's predictions."""
     tells_fetching_apart = not probe.host_weights or probe.computing is not None
-    return probe.model == key and probe.constants == digest() and probe.step_parts == STEP_PARTS and tells_fetching_apart
+    return (
+        probe.model == key
+        and probe.constants == digest()
+        and probe.step_parts == STEP_PARTS
+        and tells_fetching_apart
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +119,11 @@ class Assessment:
     def gpu_bytes_left(self) -> int:
         """Of each GPU, where they have memory of their own; 0 where its size is not known."""
         supply = self.target.resources.supply
-        return 0 if supply.one_memory or supply.gpu_bytes is None else supply.gpu_bytes - self.demand.gpu_bytes
+        return (
+            0
+            if supply.one_memory or supply.gpu_bytes is None
+            else supply.gpu_bytes - self.demand.gpu_bytes
+        )
 
     @property
     def roomy(self) -> bool:
@@ -167,7 +180,11 @@ def assess(spec: RunSpec, target: Target) -> Assessment:
 
 
 def _speculating(placement: Placement, second: SecondStates | None) -> Placement:
-    return replace(placement, speculating=second.sub_groups, speculation_bytes=second.budget_bytes) if second else placement
+    return (
+        replace(placement, speculating=second.sub_groups, speculation_bytes=second.budget_bytes)
+        if second
+        else placement
+    )
 
 
 def step_with(found: Assessment, spec: RunSpec, target: Target) -> StepTime | None:
@@ -182,7 +199,9 @@ def held_back_step(found: Assessment) -> StepTime | None:
 
 def in_mode(spec: RunSpec, mode: Mode, ratio: float | None = None) -> RunSpec:
     """Return the spec with its mode decided, and its ratio where one is given."""
-    offload = msgspec.structs.replace(spec.offload, mode=mode, ratio=spec.offload.ratio if ratio is None else ratio)
+    offload = msgspec.structs.replace(
+        spec.offload, mode=mode, ratio=spec.offload.ratio if ratio is None else ratio
+    )
     return msgspec.structs.replace(spec, offload=offload)
 
 
@@ -242,7 +261,9 @@ def best(spec: RunSpec, target: Target) -> Assessment:
 def states_fit(spec: RunSpec, target: Target) -> bool:
     """Return whether the bare states fit on the GPUs: a quick no for large models."""
     supply = target.resources.supply
-    capacity = min(supply.node_bytes.values(), default=None) if supply.one_memory else supply.gpu_bytes
+    capacity = (
+        min(supply.node_bytes.values(), default=None) if supply.one_memory else supply.gpu_bytes
+    )
     return capacity is None or STATE_BYTES * spec.model.parameter_count <= capacity * target.ranks
 
 
@@ -268,7 +289,13 @@ def _at_smallest_ratio_in_one_memory(whole: Assessment, margin: float) -> Assess
 
     if whole.verdict not in accepted:
         return whole
-    smallest = at(RATIOS[bisect_left(RATIOS, True, hi=len(RATIOS) - 1, key=lambda ratio: at(ratio).verdict in accepted)])
+    smallest = at(
+        RATIOS[
+            bisect_left(
+                RATIOS, True, hi=len(RATIOS) - 1, key=lambda ratio: at(ratio).verdict in accepted
+            )
+        ]
+    )
     return smallest if smallest.verdict in accepted else whole
 
 
@@ -286,7 +313,11 @@ def _placement(spec: RunSpec, target: Target) -> Placement:
 
 def _terms(placement: Placement, target: Target) -> tuple[MemoryTerm, ...]:
     found = memory_terms(placement)
-    mode, ranks, host_weights = cast(Mode, placement.spec.offload.mode), placement.layout.ranks, keeps_weights_on_host(placement.spec)
+    mode, ranks, host_weights = (
+        cast(Mode, placement.spec.offload.mode),
+        placement.layout.ranks,
+        keeps_weights_on_host(placement.spec),
+    )
     near = correcting(mode, ranks, target.probes, host_weights=host_weights)
     # A GPU that held a layer's weights at a time says nothing of one that holds all.
     near = [probe for probe in near if host_weights or not probe.host_weights]
@@ -297,7 +328,11 @@ def _step(placement: Placement, target: Target) -> StepTime | None:
     if (model := step_model(placement, target)) is None:
         return None
     step, mode = model.step_time(), cast(Mode, placement.spec.offload.mode)
-    return corrected_step(step, mode, placement.layout.ranks, target.probes, fetching_of(model)) if target.probes else step
+    return (
+        corrected_step(step, mode, placement.layout.ranks, target.probes, fetching_of(model))
+        if target.probes
+        else step
+    )
 
 
 def fetching_of(model: StepModel) -> Fetching | None:
@@ -307,7 +342,9 @@ def fetching_of(model: StepModel) -> Fetching | None:
         return None
     computing = replace(model, passes=replace(passes, fetches=False)).step_time()
     copies_s = passes.placement.spec.gradient_accumulation_steps * passes.fetched_weights_s
-    return Fetching(Passes(forward_s=computing.forward_s, backward_s=computing.backward_s), copies_s)
+    return Fetching(
+        Passes(forward_s=computing.forward_s, backward_s=computing.backward_s), copies_s
+    )
 
 
 def step_model(placement: Placement, target: Target) -> StepModel | None:
@@ -315,7 +352,9 @@ def step_model(placement: Placement, target: Target) -> StepModel | None:
     resources = target.resources
     if (passes := pass_model(placement, target)) is None:
         return None
-    adam_cores = resources.adam_cores if placement.spec.offload.mode == "superoffload" else resources.cores
+    adam_cores = (
+        resources.adam_cores if placement.spec.offload.mode == "superoffload" else resources.cores
+    )
     return StepModel(passes=passes, adam_cores=adam_cores, ranks_per_node=resources.ranks_per_node)
 
 
@@ -330,5 +369,7 @@ def pass_model(placement: Placement, target: Target) -> PassModel | None:
         speed=resources.speed,
         workload=target.workload,
         attention=attention_of(placement.spec, placement.profile, resources).backend,
-        between_hosts_bytes_per_s=between_hosts_bytes_per_s(resources.network, share) if target.hosts > 1 else None,
+        between_hosts_bytes_per_s=between_hosts_bytes_per_s(resources.network, share)
+        if target.hosts > 1
+        else None,
     )

@@ -79,17 +79,33 @@ class PassModel:
         All-gathers take part of the GPU from the computation they overlap with. Where layers are small the GPU waits for Python, and has
         time for both.
         """
-        use, layers, gather_s = self.use, self.placement.profile.architecture.layers, self.all_gather_s
+        use, layers, gather_s = (
+            self.use,
+            self.placement.profile.architecture.layers,
+            self.all_gather_s,
+        )
         layers_s = self._layers_s()
         overhead_s = layers * self.speed.layer_launch_overhead_of(self.placement.layout.ranks)
         gathering = use.all_gather_launches_per_layer if self.placement.layout.ranks > 1 else 0.0
         # Selective recomputation runs all of a layer's Python again, and skips its products.
-        again = 0.0 if policy_of(self.placement.spec.model) == "none" else use.forward_launches_per_layer
+        again = (
+            0.0
+            if policy_of(self.placement.spec.model) == "none"
+            else use.forward_launches_per_layer
+        )
         forward_python_s = (use.forward_launches_per_layer + gathering) * overhead_s
         fetched_s = self.fetched_weights_s
-        forward = max(layers_s.forward + use.all_gather_share * gather_s, gather_s + fetched_s, forward_python_s)
+        forward = max(
+            layers_s.forward + use.all_gather_share * gather_s,
+            gather_s + fetched_s,
+            forward_python_s,
+        )
         python = (use.backward_launches_per_layer + again + gathering) * overhead_s
-        backward = max(layers_s.backward + layers_s.repeated + 2 * use.all_gather_share * gather_s, 2 * gather_s + fetched_s, python)
+        backward = max(
+            layers_s.backward + layers_s.repeated + 2 * use.all_gather_share * gather_s,
+            2 * gather_s + fetched_s,
+            python,
+        )
         # What layers keep on the host is copied beside all that, in backward behind weights from there.
         waits = max(0.0, self.kept_copies_s(self.speed.d2h_bytes_per_s) - forward)
         waits_back = max(0.0, self.kept_copies_s(self.speed.h2d_bytes_per_s) + fetched_s - backward)
@@ -103,13 +119,25 @@ class PassModel:
     def _layers_s(self) -> _Layers:
         """Return the seconds of all layers' forward, their backward, and what it recomputes."""
         placement, use = self.placement, self.use
-        profile, shape, tokens = placement.profile, placement.profile.architecture, self._computed_tokens
-        rate = self.speed.matrix_flops * (use.expert_efficiency if shape.experts else use.matrix_efficiency)
-        products = 2.0 * tokens * (profile.flops.active_parameters - profile.flops.head_parameters) / rate
+        profile, shape, tokens = (
+            placement.profile,
+            placement.profile.architecture,
+            self._computed_tokens,
+        )
+        rate = self.speed.matrix_flops * (
+            use.expert_efficiency if shape.experts else use.matrix_efficiency
+        )
+        products = (
+            2.0 * tokens * (profile.flops.active_parameters - profile.flops.head_parameters) / rate
+        )
         elementwise = tokens * shape.layers * profile.elementwise_bytes / self._moved_bytes_per_s
         attention_forward, attention_backward = self._attention_s()
         unfused_experts = shape.experts and not profile.fused
-        expert_products = 6.0 * tokens * shape.hidden * shape.active_intermediate * shape.layers / rate if unfused_experts else 0.0
+        expert_products = (
+            6.0 * tokens * shape.hidden * shape.active_intermediate * shape.layers / rate
+            if unfused_experts
+            else 0.0
+        )
         again = 2.0 * tokens * profile.flops.repeated(tiled=placement.tiled) / rate
         repeated = {
             "full": again + elementwise + attention_forward,
@@ -137,15 +165,27 @@ class PassModel:
 
         Attention waits for it, so nothing hides it.
         """
-        shape, ranks = self.placement.profile.architecture, self.placement.spec.train.sequence_parallel
+        shape, ranks = (
+            self.placement.profile.architecture,
+            self.placement.spec.train.sequence_parallel,
+        )
         if ranks == 1:
             return 0.0
-        return self._computed_tokens * shape.layers * exchanged_bytes(shape, ranks) / self.speed.peer_bytes_per_s
+        return (
+            self._computed_tokens
+            * shape.layers
+            * exchanged_bytes(shape, ranks)
+            / self.speed.peer_bytes_per_s
+        )
 
     def kept_copies_s(self, bytes_per_s: float) -> float:
         """Return the seconds of copying in one direction what layers keep in host memory between the passes of one micro-batch."""
         placement = self.placement
-        return self._computed_tokens * offloaded_bytes(placement.profile.architecture, placement.spec.model) / bytes_per_s
+        return (
+            self._computed_tokens
+            * offloaded_bytes(placement.profile.architecture, placement.spec.model)
+            / bytes_per_s
+        )
 
     @property
     def fetched_weights_s(self) -> float:
@@ -182,8 +222,17 @@ class PassModel:
         tokens = self.placement.tokens * self.workload.useful_share
         forward_s = backward_s = 0.0
         for layers, width, window in flops.attention_layers:
-            rate = self.speed.attention_at(self.attention, document if window is None else min(document, 2.0 * window))
-            forward = 4.0 * width * layers * attention_pairs(round(document), window) * tokens / round(document)
+            rate = self.speed.attention_at(
+                self.attention, document if window is None else min(document, 2.0 * window)
+            )
+            forward = (
+                4.0
+                * width
+                * layers
+                * attention_pairs(round(document), window)
+                * tokens
+                / round(document)
+            )
             forward_s += forward / rate.forward
             backward_s += BACKWARD_ATTENTION * forward / rate.backward
         return forward_s, backward_s
@@ -193,11 +242,19 @@ class PassModel:
         shape, trained = profile.architecture, self.placement.tokens * self.workload.trained_share
         again = 2.0 * profile.recomputed_logits(int(trained)) * shape.hidden
         # The head's products are dense in any model.
-        products = (6.0 * trained * profile.flops.head_parameters + again) / (self.speed.matrix_flops * use.matrix_efficiency)
-        return products + trained * shape.vocabulary * use.loss_bytes_per_logit / self._moved_bytes_per_s
+        products = (6.0 * trained * profile.flops.head_parameters + again) / (
+            self.speed.matrix_flops * use.matrix_efficiency
+        )
+        return (
+            products
+            + trained * shape.vocabulary * use.loss_bytes_per_logit / self._moved_bytes_per_s
+        )
 
     @property
     def _moved_bytes_per_s(self) -> float:
         """Rate of elementwise work through GPU memory."""
         speed, use = self.speed, self.use
-        return min(speed.matrix_flops * use.elementwise_bytes_per_flop, speed.hbm_bytes_per_s * use.elementwise_efficiency)
+        return min(
+            speed.matrix_flops * use.elementwise_bytes_per_flop,
+            speed.hbm_bytes_per_s * use.elementwise_efficiency,
+        )

@@ -39,10 +39,18 @@ def load_bytes(spec: RunSpec, terms: Sequence[MemoryTerm], ranks: int) -> int:
     if not own_engine(spec):
         later |= {TermKind.MOMENTS, *({TermKind.LOADING} if partition else ())}
     allocating = 0
-    if partition and TermKind.LIBRARIES in kinds:  # without CUDA nothing is copied into pinned memory
+    if (
+        partition and TermKind.LIBRARIES in kinds
+    ):  # without CUDA nothing is copied into pinned memory
         layout = profile_of(spec.model).layout(ranks, spec.offload)
-        allocating = gradient_blocks(layout, partition, TermKind.PINNED_ROUNDING in kinds).allocating
-    each = sum(found.bytes * (ranks if found.rank is None else 1) for found in node if found.kind not in later)
+        allocating = gradient_blocks(
+            layout, partition, TermKind.PINNED_ROUNDING in kinds
+        ).allocating
+    each = sum(
+        found.bytes * (ranks if found.rank is None else 1)
+        for found in node
+        if found.kind not in later
+    )
     return allocating * ranks + each
 
 
@@ -55,7 +63,9 @@ class GradientBlocks(Struct, frozen=True, kw_only=True):
     """Blocks that torch's allocator retains for others of their size, none of which follows."""
 
 
-def gradient_blocks(layout: StateLayout, partition_bytes: int, pinned_rounded: bool) -> GradientBlocks:
+def gradient_blocks(
+    layout: StateLayout, partition_bytes: int, pinned_rounded: bool
+) -> GradientBlocks:
     """Return what DeepSpeed's optimizers need to allocate their gradients (``stage3.py`` of 0.19.8).
 
     Each block is allocated in ordinary memory and then copied into pinned memory: sub-group by sub-group in fp32, beside a buffer as large
@@ -64,7 +74,10 @@ def gradient_blocks(layout: StateLayout, partition_bytes: int, pinned_rounded: b
     """
     peak = pinned = 0
     free: list[int] = []
-    sizes = [(4 * group.numel, 4 * layout.largest_sub_group, group.device == "gpu") for group in layout.sub_groups]
+    sizes = [
+        (4 * group.numel, 4 * layout.largest_sub_group, group.device == "gpu")
+        for group in layout.sub_groups
+    ]
     for size, buffer, released in [*sizes, (partition_bytes, 0, False)]:
         block = power_of_two(size) if pinned_rounded else size
         if block in free:
@@ -74,7 +87,9 @@ def gradient_blocks(layout: StateLayout, partition_bytes: int, pinned_rounded: b
         peak = max(peak, pinned + size + buffer)
         if released:
             free.append(block)
-    unused = sum(free) if pinned_rounded else 0  # torch 2.13 retains other blocks, which were not measured
+    unused = (
+        sum(free) if pinned_rounded else 0
+    )  # torch 2.13 retains other blocks, which were not measured
     return GradientBlocks(allocating=peak - (pinned - sum(free) + unused), unused=unused)
 
 
@@ -83,49 +98,107 @@ def host_terms(placement: Placement, states: Sequence[MemoryTerm]) -> Iterator[M
     memory, layout, has_gpu = constants().memory, placement.layout, placement.has_gpu
     libraries = memory.shared_libraries_bytes if has_gpu else 0
     process = (memory.cuda_process_bytes if has_gpu else memory.cpu_process_bytes) - libraries
-    yield MemoryTerm(TermKind.TRAINING_PROCESS, "node", process, "calibrated", "Python, torch, DeepSpeed, data")
+    yield MemoryTerm(
+        TermKind.TRAINING_PROCESS, "node", process, "calibrated", "Python, torch, DeepSpeed, data"
+    )
     if libraries:
-        yield MemoryTerm(TermKind.LIBRARIES, "node", libraries, "calibrated", "torch, CUDA; once a host", rank=0)
+        yield MemoryTerm(
+            TermKind.LIBRARIES, "node", libraries, "calibrated", "torch, CUDA; once a host", rank=0
+        )
     if has_gpu and layout.ranks > 1:
         channels = memory.nccl_host_bytes + memory.nccl_peer_host_bytes * (layout.ranks - 2)
-        yield MemoryTerm(TermKind.NCCL_ON_HOST, "node", channels, "calibrated", "channels between the GPUs")
-    yield MemoryTerm(TermKind.LAUNCHER, "node", memory.launcher_bytes, "calibrated", "once a host", rank=0)
+        yield MemoryTerm(
+            TermKind.NCCL_ON_HOST, "node", channels, "calibrated", "channels between the GPUs"
+        )
+    yield MemoryTerm(
+        TermKind.LAUNCHER, "node", memory.launcher_bytes, "calibrated", "once a host", rank=0
+    )
     yield from _worker_terms(placement)
     if placement.spec.checkpoint.saves:
-        largest = max((group.numel for group in layout.sub_groups if group.device == "gpu"), default=0)
-        formula = Formula("4 B x {}, the largest sub-group on the GPU on its way to the disk", (largest,))
-        decoded = max((group.numel for group in layout.sub_groups if group.device == "cpu"), default=0)
-        if own_engine(placement.spec) and placement.spec.offload.states != "fp32" and 2 * decoded > largest:
-            largest, formula = 2 * decoded, Formula("8 B x {}, the moments of the largest sub-group, decoded for the disk", (decoded,))
+        largest = max(
+            (group.numel for group in layout.sub_groups if group.device == "gpu"), default=0
+        )
+        formula = Formula(
+            "4 B x {}, the largest sub-group on the GPU on its way to the disk", (largest,)
+        )
+        decoded = max(
+            (group.numel for group in layout.sub_groups if group.device == "cpu"), default=0
+        )
+        if (
+            own_engine(placement.spec)
+            and placement.spec.offload.states != "fp32"
+            and 2 * decoded > largest
+        ):
+            largest, formula = (
+                2 * decoded,
+                Formula(
+                    "8 B x {}, the moments of the largest sub-group, decoded for the disk",
+                    (decoded,),
+                ),
+            )
         yield MemoryTerm(TermKind.SAVING, "node", 4 * largest, "estimate", formula)
-    later = {found.kind: found.bytes for found in states if found.location == "node"} if has_gpu else {}
+    later = (
+        {found.kind: found.bytes for found in states if found.location == "node"} if has_gpu else {}
+    )
     allocating = 0
     if TermKind.GRADIENT_PARTITION in later:
-        blocks = gradient_blocks(layout, later[TermKind.GRADIENT_PARTITION], placement.pinned_rounded)
+        blocks = gradient_blocks(
+            layout, later[TermKind.GRADIENT_PARTITION], placement.pinned_rounded
+        )
         allocating, later[TermKind.UNUSED_PINNED_BLOCKS] = blocks.allocating, blocks.unused
         if blocks.unused:
             moved = "gradients of sub-groups that moved on to the GPU"
             yield MemoryTerm(TermKind.UNUSED_PINNED_BLOCKS, "node", blocks.unused, "exact", moved)
-    yield from _loading(layout, later, allocating, memory.after_loading_bytes if has_gpu and layout.ranks > 1 else 0)
+    yield from _loading(
+        layout, later, allocating, memory.after_loading_bytes if has_gpu and layout.ranks > 1 else 0
+    )
 
 
 def _worker_terms(placement: Placement) -> Iterator[MemoryTerm]:
     memory, largest = constants().memory, placement.layout.largest_sub_group
     if own_engine(placement.spec):
-        yield MemoryTerm(TermKind.ADAM_WORKER, "node", memory.own_worker_bytes, "calibrated", "a second process, without torch")
+        yield MemoryTerm(
+            TermKind.ADAM_WORKER,
+            "node",
+            memory.own_worker_bytes,
+            "calibrated",
+            "a second process, without torch",
+        )
     elif placement.spec.offload.mode == "superoffload":
-        yield MemoryTerm(TermKind.ADAM_WORKER, "node", memory.deepspeed_worker_bytes, "calibrated", "a second process with torch")
-        yield MemoryTerm(TermKind.WORKER_GRADIENT_COPY, "node", 4 * largest, "exact", Formula("4 B x {}, pinned", (largest,)))
+        yield MemoryTerm(
+            TermKind.ADAM_WORKER,
+            "node",
+            memory.deepspeed_worker_bytes,
+            "calibrated",
+            "a second process with torch",
+        )
+        yield MemoryTerm(
+            TermKind.WORKER_GRADIENT_COPY,
+            "node",
+            4 * largest,
+            "exact",
+            Formula("4 B x {}, pinned", (largest,)),
+        )
         if placement.pinned_rounded:
             lost = power_of_two(4 * largest) - 4 * largest
-            yield MemoryTerm(TermKind.WORKER_ROUNDING, "node", lost, "exact", "to the next power of two by torch before 2.13")
+            yield MemoryTerm(
+                TermKind.WORKER_ROUNDING,
+                "node",
+                lost,
+                "exact",
+                "to the next power of two by torch before 2.13",
+            )
         # The first step sends them to the worker, which copies each into shared memory; torch retains its pinned block.
         cpu_numel = placement.layout.cpu_numel
         formula = Formula("4 B x {} (gradients, which moved into shared memory)", (cpu_numel,))
-        yield MemoryTerm(TermKind.UNUSED_PINNED_BLOCKS, "node", 4 * cpu_numel, "calibrated", formula)
+        yield MemoryTerm(
+            TermKind.UNUSED_PINNED_BLOCKS, "node", 4 * cpu_numel, "calibrated", formula
+        )
 
 
-def _loading(layout: StateLayout, later: Mapping[TermKind, int], allocating: int, process_later: int) -> Iterator[MemoryTerm]:
+def _loading(
+    layout: StateLayout, later: Mapping[TermKind, int], allocating: int, process_later: int
+) -> Iterator[MemoryTerm]:
     """Yield what loading needs beyond what the states need later: a rank's share of the weights passes through the host as one array.
 
     Args:
@@ -138,9 +211,13 @@ def _loading(layout: StateLayout, later: Mapping[TermKind, int], allocating: int
     gradients = allocating - later.get(TermKind.MOMENTS, 0)
     if max(weights, gradients) > 0:
         less = ", less what its process allocates only later" if process_later else ""
-        formula: Formula | str = Formula("2 B x {}, the weights of a rank on their way to the GPU{}", (layout.numel, less))
+        formula: Formula | str = Formula(
+            "2 B x {}, the weights of a rank on their way to the GPU{}", (layout.numel, less)
+        )
         if gradients > weights:
-            formula = "gradients on their way into pinned memory, less the moments that come after them"
+            formula = (
+                "gradients on their way into pinned memory, less the moments that come after them"
+            )
         yield MemoryTerm(TermKind.LOADING, "node", max(weights, gradients), "estimate", formula)
 
 
@@ -149,18 +226,36 @@ def shared_terms(placement: Placement) -> Iterator[MemoryTerm]:
     offload, layout, local_ranks = placement.spec.offload, placement.layout, placement.local_ranks
     if offload.mode == "superoffload" and offload.engine == "deepspeed":
         formula = Formula(
-            "8 B x {} x {} ranks (fp32 weights and gradients; part of the host memory above)", (layout.cpu_numel, local_ranks)
+            "8 B x {} x {} ranks (fp32 weights and gradients; part of the host memory above)",
+            (layout.cpu_numel, local_ranks),
         )
-        yield MemoryTerm(TermKind.SHARED_STATES, "shm", 8 * layout.cpu_numel * local_ranks, "exact", formula)
+        yield MemoryTerm(
+            TermKind.SHARED_STATES, "shm", 8 * layout.cpu_numel * local_ranks, "exact", formula
+        )
     if local_ranks > 1:
-        yield MemoryTerm(TermKind.RANK_MESSAGES, "shm", _MESSAGES_SHM_BYTES * local_ranks, "estimate", "buffers of the collectives")
+        yield MemoryTerm(
+            TermKind.RANK_MESSAGES,
+            "shm",
+            _MESSAGES_SHM_BYTES * local_ranks,
+            "estimate",
+            "buffers of the collectives",
+        )
 
 
 def disk_terms(placement: Placement) -> Iterator[MemoryTerm]:
     """Yield what one checkpoint takes on disk, and its export where one is asked for."""
     layout = placement.layout
     states = STATE_BYTES * layout.numel * layout.ranks
-    formula = Formula("{} B x {} x {} ranks (fp32 weights, two moments)", (STATE_BYTES, layout.numel, layout.ranks))
+    formula = Formula(
+        "{} B x {} x {} ranks (fp32 weights, two moments)",
+        (STATE_BYTES, layout.numel, layout.ranks),
+    )
     yield MemoryTerm(TermKind.CHECKPOINT, "disk", states, "exact", formula)
     if placement.spec.checkpoint.export:
-        yield MemoryTerm(TermKind.EXPORT, "disk", 2 * layout.parameters, "exact", Formula("2 B x {} (bf16)", (layout.parameters,)))
+        yield MemoryTerm(
+            TermKind.EXPORT,
+            "disk",
+            2 * layout.parameters,
+            "exact",
+            Formula("2 B x {} (bf16)", (layout.parameters,)),
+        )

@@ -27,7 +27,9 @@ def across_hosts(found: Assessment) -> Iterator[AcrossHosts]:
         bytes_per_step=times * gathered,
         network=target.resources.network,
         seconds=times * model.passes.all_gather_s if model else None,
-        longer_s=model.step_time().total_s - _on_one_host(model).step_time().total_s if model else None,
+        longer_s=model.step_time().total_s - _on_one_host(model).step_time().total_s
+        if model
+        else None,
     )
 
 

@@ -35,7 +35,12 @@ def best_interval_s(cost_s: float, failure_s: float) -> float:
 def checkpoint_interval(found: Assessment) -> Iterator[CheckpointInterval]:
     """Yield the best interval for a run that a failure would cost much: in a job, on several hosts, or longer than the interval."""
     spec, target, speed = found.spec, found.target, found.target.resources.speed
-    if not target.resources.has_gpu or speed is None or found.step is None or found.verdict == "does not fit":
+    if (
+        not target.resources.has_gpu
+        or speed is None
+        or found.step is None
+        or found.verdict == "does not fit"
+    ):
         return
     saving = found if spec.checkpoint.repeats else assess(_repeating(found), target)
     bytes_ = sum(term.bytes for term in saving.terms if term.location == "disk")
@@ -57,7 +62,9 @@ def checkpoint_interval(found: Assessment) -> Iterator[CheckpointInterval]:
 
 
 def _repeating(found: Assessment) -> RunSpec:
-    return replace(found.spec, checkpoint=replace(found.spec.checkpoint, every_minutes=_USUAL_MINUTES))
+    return replace(
+        found.spec, checkpoint=replace(found.spec.checkpoint, every_minutes=_USUAL_MINUTES)
+    )
 
 
 def _given_minutes(found: Assessment) -> float | None:

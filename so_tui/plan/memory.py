@@ -55,12 +55,18 @@ def memory_terms(placement: Placement) -> tuple[MemoryTerm, ...]:
     """Return the terms of the peak: those of the fullest phase, and those that are there in every phase."""
     terms = all_terms(placement)
     fullest = {location: _fullest(terms, location) for location in ("gpu", "node")}
-    return tuple(found for found in terms if not found.phase or found.phase == fullest[found.location])
+    return tuple(
+        found for found in terms if not found.phase or found.phase == fullest[found.location]
+    )
 
 
 def phase_bytes(terms: Sequence[MemoryTerm], location: Location) -> dict[Phase, int]:
     """Return the bytes of one rank at the peak of each phase, from ``all_terms``."""
-    always = sum(found.bytes for found in terms if found.location == location and not found.phase and found.rank is None)
+    always = sum(
+        found.bytes
+        for found in terms
+        if found.location == location and not found.phase and found.rank is None
+    )
     totals: dict[Phase, int] = {}
     for found in terms:
         if found.location == location and found.phase:
@@ -88,16 +94,45 @@ def _states(placement: Placement) -> Iterator[MemoryTerm]:
     buffer = placement.gradient_bytes
     moved = placement.host_weights
     if moved < whole:
-        yield MemoryTerm(TermKind.WEIGHTS, gpu, 2 * (whole - moved), "exact", Formula("2 B x {} parameters (bf16)", (whole - moved,)))
+        yield MemoryTerm(
+            TermKind.WEIGHTS,
+            gpu,
+            2 * (whole - moved),
+            "exact",
+            Formula("2 B x {} parameters (bf16)", (whole - moved,)),
+        )
     if moved:
-        yield MemoryTerm(TermKind.HOST_WEIGHTS, "node", 2 * moved, "exact", Formula("2 B x {} parameters (bf16), pinned", (moved,)))
+        yield MemoryTerm(
+            TermKind.HOST_WEIGHTS,
+            "node",
+            2 * moved,
+            "exact",
+            Formula("2 B x {} parameters (bf16), pinned", (moved,)),
+        )
     if spec.offload.mode == "gpu":
         weights = Formula("4 B x {} (fp32 weights)", (on_gpu,))
-        yield MemoryTerm(TermKind.MASTER_WEIGHTS, gpu, layout.master_weights_bytes("gpu"), "exact", weights)
-        yield MemoryTerm(TermKind.MOMENTS, gpu, layout.moments_bytes("gpu"), "exact", Formula("8 B x {} (two fp32 moments)", (on_gpu,)))
-        yield MemoryTerm(TermKind.GRADIENTS, gpu, buffer * whole, "exact", Formula("{} B x {}", (buffer, whole)))
+        yield MemoryTerm(
+            TermKind.MASTER_WEIGHTS, gpu, layout.master_weights_bytes("gpu"), "exact", weights
+        )
+        yield MemoryTerm(
+            TermKind.MOMENTS,
+            gpu,
+            layout.moments_bytes("gpu"),
+            "exact",
+            Formula("8 B x {} (two fp32 moments)", (on_gpu,)),
+        )
+        yield MemoryTerm(
+            TermKind.GRADIENTS, gpu, buffer * whole, "exact", Formula("{} B x {}", (buffer, whole))
+        )
         largest = layout.largest_sub_group
-        yield MemoryTerm(TermKind.SUB_GROUP_GRADIENTS, gpu, 4 * largest, "exact", Formula("4 B x {}", (largest,)), phase="optimizer")
+        yield MemoryTerm(
+            TermKind.SUB_GROUP_GRADIENTS,
+            gpu,
+            4 * largest,
+            "exact",
+            Formula("4 B x {}", (largest,)),
+            phase="optimizer",
+        )
         return
     if on_gpu:
         formula = Formula("16 B x {} (fp32 weights, gradients, two moments)", (on_gpu,))
@@ -108,30 +143,71 @@ def _states(placement: Placement) -> Iterator[MemoryTerm]:
 def _offloaded_states(placement: Placement) -> Iterator[MemoryTerm]:
     layout, moved, buffer = placement.layout, placement.layout.cpu_numel, placement.gradient_bytes
     weights = Formula("4 B x {} (fp32 weights)", (moved,))
-    yield MemoryTerm(TermKind.MASTER_WEIGHTS, "node", layout.master_weights_bytes("cpu"), "exact", weights)
+    yield MemoryTerm(
+        TermKind.MASTER_WEIGHTS, "node", layout.master_weights_bytes("cpu"), "exact", weights
+    )
     if own_engine(placement.spec):
-        text = "2 B x {} (bf16 gradients)" if placement.host_weights else "2 B x {} (bf16 gradients, then weights)"
-        yield MemoryTerm(TermKind.STAGING_BUFFER, "node", 2 * moved, "exact", Formula(text, (moved,)))
+        text = (
+            "2 B x {} (bf16 gradients)"
+            if placement.host_weights
+            else "2 B x {} (bf16 gradients, then weights)"
+        )
+        yield MemoryTerm(
+            TermKind.STAGING_BUFFER, "node", 2 * moved, "exact", Formula(text, (moved,))
+        )
         if placement.spec.gradient_accumulation_steps > 1:
             yield MemoryTerm(
-                TermKind.ACCUMULATED_GRADIENTS, "node", layout.gradients_bytes("cpu"), "exact", Formula("4 B x {} (fp32)", (moved,))
+                TermKind.ACCUMULATED_GRADIENTS,
+                "node",
+                layout.gradients_bytes("cpu"),
+                "exact",
+                Formula("4 B x {} (fp32)", (moved,)),
             )
         states = placement.spec.offload.states
         formula = Formula("{} B x {} ({})", (f"{moments_bytes(states):g}", moved, _MOMENTS[states]))
-        yield MemoryTerm(TermKind.MOMENTS, "node", int(moments_bytes(states) * moved), "exact", formula)
+        yield MemoryTerm(
+            TermKind.MOMENTS, "node", int(moments_bytes(states) * moved), "exact", formula
+        )
         return
-    yield MemoryTerm(TermKind.GRADIENTS, "node", layout.gradients_bytes("cpu"), "exact", Formula("4 B x {} (fp32), pinned", (moved,)))
-    yield MemoryTerm(TermKind.MOMENTS, "node", layout.moments_bytes("cpu"), "exact", Formula("8 B x {} (two fp32 moments)", (moved,)))
+    yield MemoryTerm(
+        TermKind.GRADIENTS,
+        "node",
+        layout.gradients_bytes("cpu"),
+        "exact",
+        Formula("4 B x {} (fp32), pinned", (moved,)),
+    )
+    yield MemoryTerm(
+        TermKind.MOMENTS,
+        "node",
+        layout.moments_bytes("cpu"),
+        "exact",
+        Formula("8 B x {} (two fp32 moments)", (moved,)),
+    )
     partition = buffer * layout.numel
     yield MemoryTerm(
-        TermKind.GRADIENT_PARTITION, "node", partition, "exact", Formula("{} B x {}, pinned, of any ratio", (buffer, layout.numel))
+        TermKind.GRADIENT_PARTITION,
+        "node",
+        partition,
+        "exact",
+        Formula("{} B x {}, pinned, of any ratio", (buffer, layout.numel)),
     )
     if placement.pinned_rounded:
-        pieces = [4 * group.numel for group in layout.sub_groups if group.device == "cpu"] + [partition]
+        pieces = [4 * group.numel for group in layout.sub_groups if group.device == "cpu"] + [
+            partition
+        ]
         if placement.host_weights:  # one block for each parameter group
-            pieces += [2 * sum(group.numel for group in layout.sub_groups if group.group == name) for name in ("decay", "no-decay")]
+            pieces += [
+                2 * sum(group.numel for group in layout.sub_groups if group.group == name)
+                for name in ("decay", "no-decay")
+            ]
         lost = sum(power_of_two(piece) - piece for piece in pieces)
-        yield MemoryTerm(TermKind.PINNED_ROUNDING, "node", lost, "exact", "each to the next power of two by torch before 2.13")
+        yield MemoryTerm(
+            TermKind.PINNED_ROUNDING,
+            "node",
+            lost,
+            "exact",
+            "each to the next power of two by torch before 2.13",
+        )
 
 
 def _activations(placement: Placement) -> Iterator[MemoryTerm]:
@@ -142,13 +218,20 @@ def _activations(placement: Placement) -> Iterator[MemoryTerm]:
     results = attention_bytes(shape) if offloads_results(spec.model) else 0
     kept = sizes.stored - inputs - results
     scores = profile.score_bytes(spec.data.sequence_length, spec.train.micro_batch)
-    formula = Formula("{} tokens x {} B x {} layers (activation checkpointing: {})", (tokens, kept, shape.layers, policy))
+    formula = Formula(
+        "{} tokens x {} B x {} layers (activation checkpointing: {})",
+        (tokens, kept, shape.layers, policy),
+    )
     whole = tokens * kept * shape.layers + (scores * shape.layers if policy == "none" else 0)
     if inputs:
-        yield from _on_host(placement, inputs, shape.layers, TermKind.OFFLOADED_INPUTS, TermKind.LAYER_INPUTS)
+        yield from _on_host(
+            placement, inputs, shape.layers, TermKind.OFFLOADED_INPUTS, TermKind.LAYER_INPUTS
+        )
     if results:
         attending = shape.layers - shape.other_layers
-        yield from _on_host(placement, results, attending, TermKind.OFFLOADED_RESULTS, TermKind.ATTENTION_RESULTS)
+        yield from _on_host(
+            placement, results, attending, TermKind.OFFLOADED_RESULTS, TermKind.ATTENTION_RESULTS
+        )
     for phase in _STORED_PHASES if whole else ():
         if policy == "full" and not inputs:
             yield MemoryTerm(TermKind.LAYER_INPUTS, gpu, whole, "exact", formula, phase=phase)
@@ -158,16 +241,30 @@ def _activations(placement: Placement) -> Iterator[MemoryTerm]:
     yield working
     if scores:
         formula = Formula(
-            "6 B x {} heads x {}^2 tokens x {} (eager attention)", (shape.heads, str(spec.data.sequence_length), spec.train.micro_batch)
+            "6 B x {} heads x {}^2 tokens x {} (eager attention)",
+            (shape.heads, str(spec.data.sequence_length), spec.train.micro_batch),
         )
-        yield MemoryTerm(TermKind.ATTENTION_SCORES, gpu, scores, "estimate", formula, phase="backward")
+        yield MemoryTerm(
+            TermKind.ATTENTION_SCORES, gpu, scores, "estimate", formula, phase="backward"
+        )
     waiting = gradients_waiting_bytes(placement, tokens * kept, working.bytes)
     if waiting:
         text = "full buckets, less the activations of layers that are done"
-        yield MemoryTerm(TermKind.GRADIENTS_WAITING, gpu, waiting, "estimate", text, phase="backward")
+        yield MemoryTerm(
+            TermKind.GRADIENTS_WAITING, gpu, waiting, "estimate", text, phase="backward"
+        )
     if spec.train.sequence_parallel > 1:
-        formula = Formula("2 x 2 B x {} tokens x {}, sent and received", (tokens, shape.query_width))
-        yield MemoryTerm(TermKind.SEQUENCE_EXCHANGE, gpu, 4 * tokens * shape.query_width, "estimate", formula, phase="backward")
+        formula = Formula(
+            "2 x 2 B x {} tokens x {}, sent and received", (tokens, shape.query_width)
+        )
+        yield MemoryTerm(
+            TermKind.SEQUENCE_EXCHANGE,
+            gpu,
+            4 * tokens * shape.query_width,
+            "estimate",
+            formula,
+            phase="backward",
+        )
     if shape.experts:
         yield from _expert_terms(placement)
     yield from _loss_terms(placement)
@@ -181,34 +278,60 @@ def _working_set(placement: Placement, stored: int) -> MemoryTerm:
         block = profile.activations[policy_of(placement.spec.model)].block
         formula = Formula("{} tokens x {} B", (tokens, block))
         size = int(share * tokens * max(0, block - stored))
-        return MemoryTerm(TermKind.BLOCK_WORKING_SET, placement.gpu, size, "calibrated", formula, phase="backward")
-    block, tile, weights = tiled_block_bytes(shape, fused=fused), tile_bytes(shape, fused=fused), 3 * shape.hidden * shape.intermediate
+        return MemoryTerm(
+            TermKind.BLOCK_WORKING_SET, placement.gpu, size, "calibrated", formula, phase="backward"
+        )
+    block, tile, weights = (
+        tiled_block_bytes(shape, fused=fused),
+        tile_bytes(shape, fused=fused),
+        3 * shape.hidden * shape.intermediate,
+    )
     values = (tokens, block, MLP_TILE_TOKENS, tile, GRADIENT_SUM_BYTES, weights)
-    formula = Formula("{} tokens x {} B + {} tokens x {} B, {} B x {} for gradients of tiles", values)
-    size = int(share * (tokens * max(0, block - stored) + MLP_TILE_TOKENS * tile)) + GRADIENT_SUM_BYTES * weights
-    return MemoryTerm(TermKind.BLOCK_WORKING_SET, placement.gpu, size, "estimate", formula, phase="backward")
+    formula = Formula(
+        "{} tokens x {} B + {} tokens x {} B, {} B x {} for gradients of tiles", values
+    )
+    size = (
+        int(share * (tokens * max(0, block - stored) + MLP_TILE_TOKENS * tile))
+        + GRADIENT_SUM_BYTES * weights
+    )
+    return MemoryTerm(
+        TermKind.BLOCK_WORKING_SET, placement.gpu, size, "estimate", formula, phase="backward"
+    )
 
 
-def _on_host(placement: Placement, each: int, layers: int, on_host: TermKind, on_gpu: TermKind) -> Iterator[MemoryTerm]:
+def _on_host(
+    placement: Placement, each: int, layers: int, on_host: TermKind, on_gpu: TermKind
+) -> Iterator[MemoryTerm]:
     """Yield what layers keep in host memory, ``each`` bytes a token, and the few that the GPU holds meanwhile."""
     tokens = placement.tokens
     formula = Formula("{} tokens x {} B x {} layers, pinned", (tokens, each, layers))
     yield MemoryTerm(on_host, "node", tokens * each * layers, "exact", formula)
     for phase in _STORED_PHASES:
         held = min(layers, HELD[phase])
-        formula = Formula("{} tokens x {} B x {} of {} layers, the others on the host", (tokens, each, held, layers))
+        formula = Formula(
+            "{} tokens x {} B x {} of {} layers, the others on the host",
+            (tokens, each, held, layers),
+        )
         yield MemoryTerm(on_gpu, placement.gpu, tokens * each * held, "exact", formula, phase=phase)
 
 
 def _expert_terms(placement: Placement) -> Iterator[MemoryTerm]:
     shape, gpu = placement.profile.architecture, placement.gpu
     largest = placement.profile.largest_layer_tensor
-    formula = Formula("{} x 2 B x {}: freed blocks are too small for the gradient of a layer's experts", (LOST_EXPERT_TENSORS, largest))
+    formula = Formula(
+        "{} x 2 B x {}: freed blocks are too small for the gradient of a layer's experts",
+        (LOST_EXPERT_TENSORS, largest),
+    )
     lost = LOST_EXPERT_TENSORS * 2 * largest
-    yield MemoryTerm(TermKind.EXPERT_FRAGMENTATION, gpu, lost, "calibrated", formula, phase="backward")
+    yield MemoryTerm(
+        TermKind.EXPERT_FRAGMENTATION, gpu, lost, "calibrated", formula, phase="backward"
+    )
     if placement.spec.train.router_loss_coefficient:
         size = 2 * placement.tokens * shape.experts * shape.layers
-        formula = Formula("2 B x {} tokens x {} experts x {} layers", (placement.tokens, shape.experts, shape.layers))
+        formula = Formula(
+            "2 B x {} tokens x {} experts x {} layers",
+            (placement.tokens, shape.experts, shape.layers),
+        )
         for phase in _STORED_PHASES:
             yield MemoryTerm(TermKind.ROUTER_LOGITS, gpu, size, "exact", formula, phase=phase)
 
@@ -216,43 +339,88 @@ def _expert_terms(placement: Placement) -> Iterator[MemoryTerm]:
 def _loss_terms(placement: Placement) -> Iterator[MemoryTerm]:
     shape, gpu, tokens = placement.profile.architecture, placement.gpu, placement.tokens
     formula = Formula(
-        "2 B x {} stored logits + 6 B x {} at a time + 6 B x tokens x {}", (LOSS_KEPT_LOGITS, LOSS_BLOCK_LOGITS, str(shape.hidden))
+        "2 B x {} stored logits + 6 B x {} at a time + 6 B x tokens x {}",
+        (LOSS_KEPT_LOGITS, LOSS_BLOCK_LOGITS, str(shape.hidden)),
     )
-    yield MemoryTerm(TermKind.LOSS, gpu, placement.profile.loss_bytes(tokens), "estimate", formula, phase="loss")
+    yield MemoryTerm(
+        TermKind.LOSS, gpu, placement.profile.loss_bytes(tokens), "estimate", formula, phase="loss"
+    )
     head = shape.vocabulary * shape.hidden
     # On one GPU the head's gradient is one of the buckets that wait; on several there are fewer of these, and it comes beside them.
-    beside_buckets = placement.spec.offload.mode != "gpu" or placement.layout.ranks > 1 or placement.profile.tied_head
+    beside_buckets = (
+        placement.spec.offload.mode != "gpu"
+        or placement.layout.ranks > 1
+        or placement.profile.tied_head
+    )
     for phase in _STORED_PHASES:
         if phase == "loss" or beside_buckets:
             formula = Formula("2 B x {}, from the loss until it is reduced", (head,))
             yield MemoryTerm(TermKind.HEAD_GRADIENT, gpu, 2 * head, "exact", formula, phase=phase)
         formula = Formula("2 x 2 B x {} x {}", (tokens, str(shape.hidden)))
-        yield MemoryTerm(TermKind.HIDDEN_STATES, gpu, 4 * tokens * shape.hidden, "exact", formula, phase=phase)
+        yield MemoryTerm(
+            TermKind.HIDDEN_STATES, gpu, 4 * tokens * shape.hidden, "exact", formula, phase=phase
+        )
 
 
 def _gpu_overhead(placement: Placement, moving: Sequence[MemoryTerm]) -> Iterator[MemoryTerm]:
     if not placement.has_gpu:
         return
-    memory, layout, offload, gpu = constants().memory, placement.layout, placement.spec.offload, placement.gpu
+    memory, layout, offload, gpu = (
+        constants().memory,
+        placement.layout,
+        placement.spec.offload,
+        placement.gpu,
+    )
     offloads = offload.mode == "superoffload" and layout.cpu_numel > 0
     context = memory.cuda_context_bytes + (memory.offload_context_bytes if offloads else 0)
-    yield MemoryTerm(TermKind.CUDA_CONTEXT, gpu, context, "calibrated", "driver, context, kernels, libraries")
+    yield MemoryTerm(
+        TermKind.CUDA_CONTEXT, gpu, context, "calibrated", "driver, context, kernels, libraries"
+    )
     if layout.ranks > 1:
         groups = 1 if placement.spec.train.sequence_parallel == 1 else 2
-        formula = Formula("channels between the GPUs, of {} groups of ranks", (groups,)) if groups > 1 else "channels between the GPUs"
-        yield MemoryTerm(TermKind.NCCL_BUFFERS, gpu, groups * memory.nccl_bytes, "calibrated", formula)
+        formula = (
+            Formula("channels between the GPUs, of {} groups of ranks", (groups,))
+            if groups > 1
+            else "channels between the GPUs"
+        )
+        yield MemoryTerm(
+            TermKind.NCCL_BUFFERS, gpu, groups * memory.nccl_bytes, "calibrated", formula
+        )
     if offload.mode == "superoffload" and offload.engine == "deepspeed":
         text = "pinned memory of each rank's worker opens a context on the first GPU"
-        yield MemoryTerm(TermKind.WORKER_CONTEXT, gpu, memory.second_context_bytes * layout.ranks, "calibrated", text)
-    changing = max(phase_bytes([found for found in moving if found.kind not in ACTIVATION_STACK], gpu).values(), default=0)
+        yield MemoryTerm(
+            TermKind.WORKER_CONTEXT,
+            gpu,
+            memory.second_context_bytes * layout.ranks,
+            "calibrated",
+            text,
+        )
+    changing = max(
+        phase_bytes(
+            [found for found in moving if found.kind not in ACTIVATION_STACK], gpu
+        ).values(),
+        default=0,
+    )
     formula = Formula("{:.1%} of what is allocated and freed within a layer", (memory.slack_share,))
-    yield MemoryTerm(TermKind.ALLOCATOR_SLACK, gpu, int(memory.slack_share * changing), "calibrated", formula)
+    yield MemoryTerm(
+        TermKind.ALLOCATOR_SLACK, gpu, int(memory.slack_share * changing), "calibrated", formula
+    )
     if policy_of(placement.spec.model) == "attention":
         shape = placement.profile.architecture
-        layers = min(shape.layers, HELD["backward"]) if offloads_results(placement.spec.model) else shape.layers
+        layers = (
+            min(shape.layers, HELD["backward"])
+            if offloads_results(placement.spec.model)
+            else shape.layers
+        )
         kept = placement.tokens * attention_bytes(shape) * layers
         lost = min(int(LOST_BETWEEN_RESULTS * kept), MOST_LOST_BETWEEN_RESULTS_BYTES)
-        yield MemoryTerm(TermKind.RESULT_FRAGMENTATION, gpu, lost, "calibrated", "between attention's results and what is freed")
+        yield MemoryTerm(
+            TermKind.RESULT_FRAGMENTATION,
+            gpu,
+            lost,
+            "calibrated",
+            "between attention's results and what is freed",
+        )
 
 
 def _fullest(terms: Sequence[MemoryTerm], location: str) -> Phase | None:

@@ -24,7 +24,9 @@ _LEAST_BYTES = 2**20
 """Savings below this are not proposed."""
 
 
-def memory_advice(spec: RunSpec, pool: Literal["gpu", "node"], given: GivenMemory = NOTHING_KNOWN) -> MemoryAdvice:
+def memory_advice(
+    spec: RunSpec, pool: Literal["gpu", "node"], given: GivenMemory = NOTHING_KNOWN
+) -> MemoryAdvice:
     """Return what would need less memory, for a run that ran out of it and whose mode is decided.
 
     Args:
@@ -51,9 +53,15 @@ def memory_advice(spec: RunSpec, pool: Literal["gpu", "node"], given: GivenMemor
 def _without_optional(spec: RunSpec, optional: OptionalMemory) -> Iterator[MemorySaving]:
     """Yield what a run saves without copies, and without second states where the plan chose them."""
     if optional.copies_bytes:
-        yield MemorySaving(changes=(Change("checkpoint.background", "true", "false"),), saves_bytes=optional.copies_bytes)
+        yield MemorySaving(
+            changes=(Change("checkpoint.background", "true", "false"),),
+            saves_bytes=optional.copies_bytes,
+        )
     if optional.second_states_bytes and spec.offload.speculation == "auto":
-        yield MemorySaving(changes=(Change("offload.speculation", "auto", "off"),), saves_bytes=optional.second_states_bytes)
+        yield MemorySaving(
+            changes=(Change("offload.speculation", "auto", "off"),),
+            saves_bytes=optional.second_states_bytes,
+        )
 
 
 def less_gpu_memory(spec: RunSpec, given: GivenMemory = NOTHING_KNOWN) -> str:
@@ -69,7 +77,13 @@ def less_host_memory(spec: RunSpec, given: GivenMemory = NOTHING_KNOWN) -> str:
 def _bytes(spec: RunSpec, pool: Literal["gpu", "node"], given: GivenMemory) -> int:
     profile = profile_of(spec.model)
     layout = profile.layout(spec.ranks, spec.offload)
-    placement = Placement(spec=spec, profile=profile, layout=layout, local_ranks=spec.ranks_per_host, one_memory=given.one_memory)
+    placement = Placement(
+        spec=spec,
+        profile=profile,
+        layout=layout,
+        local_ranks=spec.ranks_per_host,
+        one_memory=given.one_memory,
+    )
     second = second_states(placement, lambda: 0)
     terms = (*memory_terms(placement), *([second.term] if second else ()))
     return sum(term.bytes for term in terms if term.location == pool and term.rank is None)

@@ -33,4 +33,8 @@ def between_hosts_bytes_per_s(network: Network, share: float) -> float:
 
 def measured_network(bytes_per_s: float, share: float, source: str) -> Network:
     """Return the network of a host whose collectives were measured; the inverse of ``between_hosts_bytes_per_s``."""
-    return Network(gbit_per_s=float(f"{bytes_per_s / _BYTES_PER_GBIT / share:.3g}"), source=source, measured=True)
+    return Network(
+        gbit_per_s=float(f"{bytes_per_s / _BYTES_PER_GBIT / share:.3g}"),
+        source=source,
+        measured=True,
+    )

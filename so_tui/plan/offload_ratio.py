@@ -25,7 +25,9 @@ def smallest_ratio(profile: ModelProfile, ranks: int, offload: OffloadSpec, room
     """
 
     # Weights whose states stay on the GPU are there, too.
-    each = STATE_BYTES + (WEIGHT_BYTES if offload.parameters == "cpu" and offload.engine == "so-tui" else 0)
+    each = STATE_BYTES + (
+        WEIGHT_BYTES if offload.parameters == "cpu" and offload.engine == "so-tui" else 0
+    )
 
     def fits(ratio: float) -> bool:
         # The ratio changes nothing on the GPU but the states that stay there.

@@ -37,11 +37,21 @@ def plan_tree(plan: Plan) -> dict[str, Any]:
     """
     row: dict[str, Any] = msgspec.to_builtins(plan, str_keys=True)
     row["facts"] = [
-        {"role": role, **msgspec.to_builtins(fact), "message": message(fact)} for role, fact in _roles(plan) if not isinstance(fact, str)
+        {"role": role, **msgspec.to_builtins(fact), "message": message(fact)}
+        for role, fact in _roles(plan)
+        if not isinstance(fact, str)
     ]
-    row |= {"reasons": plan.reason_texts, "remedies": plan.remedy_texts, "warnings": plan.warning_texts}
+    row |= {
+        "reasons": plan.reason_texts,
+        "remedies": plan.remedy_texts,
+        "warnings": plan.warning_texts,
+    }
     row["speed_source"] = speed_source_text(plan.speed_source or "", plan.mode)
-    row["speed"] = msgspec.to_builtins(plan.speed_source) if isinstance(plan.speed_source, SpeedSource) else None
+    row["speed"] = (
+        msgspec.to_builtins(plan.speed_source)
+        if isinstance(plan.speed_source, SpeedSource)
+        else None
+    )
     if plan.shortage is not None:
         row["shortage"]["place"] = pool_name(plan.shortage)
     return row
@@ -70,7 +80,9 @@ def settings_of(spec: RunSpec) -> dict[str, str | int | float]:
     }
 
 
-def command_of(plan: Plan, given: RunSpec, preset: str, gpus: Gpus, changes: Mapping[str, str] | None = None) -> str:
+def command_of(
+    plan: Plan, given: RunSpec, preset: str, gpus: Gpus, changes: Mapping[str, str] | None = None
+) -> str:
     """Return the command that runs a plan, quoted for a shell.
 
     Args:
@@ -85,8 +97,15 @@ def command_of(plan: Plan, given: RunSpec, preset: str, gpus: Gpus, changes: Map
         del after["train.gradient_accumulation"]  # follows from the target
     if plan.mode == "gpu":
         del after["offload.ratio"], after["offload.cpu_adam_cores_fraction"]
-    wanted = str(gpus) if isinstance(gpus, int) else ",".join(map(str, gpus)) + ("," if len(gpus) == 1 else "")
+    wanted = (
+        str(gpus)
+        if isinstance(gpus, int)
+        else ",".join(map(str, gpus)) + ("," if len(gpus) == 1 else "")
+    )
     options = [] if gpus == given.gpus else ["--gpus", wanted]
-    for key, value in {**{key: value for key, value in after.items() if before[key] != value}, **(changes or {})}.items():
+    for key, value in {
+        **{key: value for key, value in after.items() if before[key] != value},
+        **(changes or {}),
+    }.items():
         options += ["--set", f"{key}={value}"]
     return so_tui_command("run", preset, *options)

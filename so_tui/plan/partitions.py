@@ -59,13 +59,24 @@ def _schemata(found: Resctrl, adam: bool, caches: Iterable[int | None]) -> Itera
     own = set(caches)
 
     def line(name: str, values: dict[int, str]) -> Iterator[str]:
-        parts = [f"{cache}={value}" for cache, value in values.items() if cache in own or None in own]
+        parts = [
+            f"{cache}={value}" for cache, value in values.items() if cache in own or None in own
+        ]
         if parts:
             yield f"{name}:{';'.join(parts)}"
 
-    yield from line("MB", {cache: str(_bandwidth(found, full) if adam else full) for cache, full in found.bandwidth.items()})
+    yield from line(
+        "MB",
+        {
+            cache: str(_bandwidth(found, full) if adam else full)
+            for cache, full in found.bandwidth.items()
+        },
+    )
     for name, masks in found.caches.items():
-        yield from line(name, {cache: f"{_cut(mask, found.least_bits)[adam]:x}" for cache, mask in masks.items()})
+        yield from line(
+            name,
+            {cache: f"{_cut(mask, found.least_bits)[adam]:x}" for cache, mask in masks.items()},
+        )
 
 
 def _bandwidth(found: Resctrl, full: int) -> int:

@@ -69,7 +69,9 @@ class Placement:
     @property
     def early_share(self) -> float:
         """Share of the offloaded parameters with a second set of states, which are stepped before the gradient norm is known."""
-        early = sum(group.numel for group in self.layout.sub_groups if group.index in self.speculating)
+        early = sum(
+            group.numel for group in self.layout.sub_groups if group.index in self.speculating
+        )
         return early / self.layout.cpu_numel if self.layout.cpu_numel else 0.0
 
     @property

@@ -38,12 +38,28 @@ from so_tui.plan.facts.choices import (
 )
 from so_tui.plan.facts.memory import MemoryNeeded, Need, Shortage
 from so_tui.plan.fastest_ratio import rate
-from so_tui.plan.fit import Assessment, Target, assess, held_back_step, in_mode, mode_without_gpu, pass_model, target_of
+from so_tui.plan.fit import (
+    Assessment,
+    Target,
+    assess,
+    held_back_step,
+    in_mode,
+    mode_without_gpu,
+    pass_model,
+    target_of,
+)
 from so_tui.plan.hosts import across_hosts
 from so_tui.plan.interval import checkpoint_interval
 from so_tui.plan.remedies import gpus_with_margin, remedies
 from so_tui.plan.resources import Resources, rank_counts
-from so_tui.plan.search import best_settings, fastest_policy, larger_steps, or_faster_on_host, or_with_less_memory, with_fitting_cores
+from so_tui.plan.search import (
+    best_settings,
+    fastest_policy,
+    larger_steps,
+    or_faster_on_host,
+    or_with_less_memory,
+    with_fitting_cores,
+)
 from so_tui.plan.speculation import can_speculate, second_states_bytes
 from so_tui.plan.speed_source import speed_source_of
 from so_tui.plan.terms import OUTSIDE_ALLOCATOR, TERM_NAMES, MemoryTerm, TermKind
@@ -55,7 +71,9 @@ from so_tui.spec.sections.offload import Mode
 from so_tui.spec.types import Preset, RunSpec
 
 
-def make_plan(spec: RunSpec, machine: Machine, *, workload: Workload | None = None, probed: bool = True) -> Plan:
+def make_plan(
+    spec: RunSpec, machine: Machine, *, workload: Workload | None = None, probed: bool = True
+) -> Plan:
     """Plan the spec as given, and decide only what it leaves open.
 
     Mode ``auto`` becomes ``gpu`` when that fits with a margin and is about as fast or faster, else ``superoffload`` at the spec's ratio.
@@ -70,12 +88,18 @@ def make_plan(spec: RunSpec, machine: Machine, *, workload: Workload | None = No
     """
     spec = as_read(spec, machine)
     target = _target(spec, machine, workload, probed=probed)
-    found, decided = or_with_less_memory(spec, _decided(spec, target), lambda other: _decided(other, target))
-    found, decided = or_faster_on_host(spec, (found, decided), lambda other: _decided(other, target))
+    found, decided = or_with_less_memory(
+        spec, _decided(spec, target), lambda other: _decided(other, target)
+    )
+    found, decided = or_faster_on_host(
+        spec, (found, decided), lambda other: _decided(other, target)
+    )
     return _plan(spec, found, (*decided, *_checkpointing(spec, found)))
 
 
-def _target(spec: RunSpec, machine: Machine, workload: Workload | None = None, *, probed: bool = True) -> Target:
+def _target(
+    spec: RunSpec, machine: Machine, workload: Workload | None = None, *, probed: bool = True
+) -> Target:
     known = seen(spec) if workload is None else None
     return target_of(spec, machine, workload=known.workload if known else workload, probed=probed)
 
@@ -92,15 +116,25 @@ def _decided(spec: RunSpec, target: Target) -> tuple[Assessment, tuple[Choice, .
     if spec.offload.parameters == "cpu":
         return offloaded, (AutoMode(mode="superoffload", why="weights-on-host"),)
     on_gpu = fastest_policy(in_mode(spec, "gpu"), target)
-    if on_gpu.verdict == "fits" and (offloaded.verdict != "fits" or not clearly_faster(rate(offloaded), rate(on_gpu))):
+    if on_gpu.verdict == "fits" and (
+        offloaded.verdict != "fits" or not clearly_faster(rate(offloaded), rate(on_gpu))
+    ):
         return on_gpu, (AutoMode(mode="gpu", why="fits-on-gpu"),)
     if on_gpu.verdict == "fits":
         alike = policy_of(offloaded.spec.model) == policy_of(on_gpu.spec.model)
-        return offloaded, (AutoMode(mode="superoffload", why="overlaps" if alike else "less-recomputation"),)
+        return offloaded, (
+            AutoMode(mode="superoffload", why="overlaps" if alike else "less-recomputation"),
+        )
     if on_gpu.verdict == "tight" and offloaded.verdict == "does not fit":
         short = _worst(offloaded)
-        return on_gpu, (AutoMode(mode="gpu", why="offload-does-not-fit", ratio=spec.offload.ratio, shortage=short),)
-    return offloaded, (AutoMode(mode="superoffload", why="gpu-does-not-fit", shortage=_worst(on_gpu)),)
+        return on_gpu, (
+            AutoMode(
+                mode="gpu", why="offload-does-not-fit", ratio=spec.offload.ratio, shortage=short
+            ),
+        )
+    return offloaded, (
+        AutoMode(mode="superoffload", why="gpu-does-not-fit", shortage=_worst(on_gpu)),
+    )
 
 
 def _worst(found: Assessment) -> Shortage | None:
@@ -126,7 +160,11 @@ def recommend(spec: RunSpec, machine: Machine, gpus: int | None = None) -> Plan:
     """
     wanted = as_read(spec if gpus is None else replace(spec, gpus=gpus), machine)
     plan, chosen = _recommended(wanted, machine)
-    advice = gpus_with_margin(chosen.spec, chosen.target) if plan.verdict == "tight" else larger_steps(wanted, chosen)
+    advice = (
+        gpus_with_margin(chosen.spec, chosen.target)
+        if plan.verdict == "tight"
+        else larger_steps(wanted, chosen)
+    )
     return replace(plan, warnings=(*plan.warnings, *advice))
 
 
@@ -135,25 +173,42 @@ def _recommended(wanted: RunSpec, machine: Machine) -> tuple[Plan, Assessment]:
     chosen, tried = best_settings(wanted, target)
     with_cores = with_fitting_cores(chosen, target)
     if with_cores is not chosen.spec:
-        chosen = assess(with_cores, target.on(target.resources.gpus, with_cores.offload.cpu_adam_cores_fraction))
+        chosen = assess(
+            with_cores, target.on(target.resources.gpus, with_cores.offload.cpu_adam_cores_fraction)
+        )
     reasons = tuple(choices(wanted, chosen, tried))
-    plan = _plan(chosen.spec if chosen.verdict != "does not fit" else wanted, chosen, reasons, searched=True)
+    plan = _plan(
+        chosen.spec if chosen.verdict != "does not fit" else wanted, chosen, reasons, searched=True
+    )
     return replace(plan, recommended=plan.verdict == "fits"), chosen
 
 
-def plan_table(presets: Sequence[Preset], machine: Machine, gpu_counts: Sequence[int] = (), nodes: int = 1) -> tuple[PlanRow, ...]:
+def plan_table(
+    presets: Sequence[Preset], machine: Machine, gpu_counts: Sequence[int] = (), nodes: int = 1
+) -> tuple[PlanRow, ...]:
     """Return the recommended plan of every preset on every GPU count, by default ``rank_counts``, of each of ``nodes`` hosts.
 
     In each row the count with the most tokens/s per GPU is marked, or the smallest of those that are alike. Presets that cannot be planned
     (``unplannable``) are left out.
     """
     counts = gpu_counts or rank_counts(machine)
-    return tuple(_row(replace(preset.spec, nodes=nodes), machine, counts) for preset in presets if not unplannable(preset.spec))
+    return tuple(
+        _row(replace(preset.spec, nodes=nodes), machine, counts)
+        for preset in presets
+        if not unplannable(preset.spec)
+    )
 
 
 def best_number_of_gpus(spec: RunSpec, machine: Machine) -> Plan | None:
     """Return the plan that the table marks in the row of this spec; None where none fits with a margin."""
-    return next((plan for plan in _row(spec, machine, rank_counts(machine)).cells.values() if plan.recommended), None)
+    return next(
+        (
+            plan
+            for plan in _row(spec, machine, rank_counts(machine)).cells.values()
+            if plan.recommended
+        ),
+        None,
+    )
 
 
 def unplannable(spec: RunSpec) -> str:
@@ -166,7 +221,10 @@ def unplannable(spec: RunSpec) -> str:
 
 
 def _row(spec: RunSpec, machine: Machine, gpu_counts: Sequence[int]) -> PlanRow:
-    cells = {count: replace(_recommended(replace(spec, gpus=count), machine)[0], recommended=False) for count in gpu_counts}
+    cells = {
+        count: replace(_recommended(replace(spec, gpus=count), machine)[0], recommended=False)
+        for count in gpu_counts
+    }
     marked = _best_count(cells)
     if marked is not None:
         cells[marked] = replace(cells[marked], recommended=True)
@@ -186,17 +244,35 @@ def _best_count(cells: dict[int, Plan]) -> int | None:
 
     What is tight is never recommended: the margin covers the error of the estimates.
     """
-    rates = {count: (plan.useful_tokens_per_s_total or 0.0) / count for count, plan in cells.items() if plan.verdict == "fits"}
-    return min((count for count, found in rates.items() if about_as_fast(found, max(rates.values()))), default=None)
+    rates = {
+        count: (plan.useful_tokens_per_s_total or 0.0) / count
+        for count, plan in cells.items()
+        if plan.verdict == "fits"
+    }
+    return min(
+        (count for count, found in rates.items() if about_as_fast(found, max(rates.values()))),
+        default=None,
+    )
 
 
-def _plan(spec: RunSpec, found: Assessment, decided: Sequence[Choice], *, searched: bool = False) -> Plan:
+def _plan(
+    spec: RunSpec, found: Assessment, decided: Sequence[Choice], *, searched: bool = False
+) -> Plan:
     target, resources, offload = found.target, found.target.resources, found.spec.offload
     blocked = tuple(blockers(spec, resources))
     fits = not blocked and found.verdict != "does not fit"
-    sequences = target.ranks // spec.train.sequence_parallel * spec.train.micro_batch * spec.gradient_accumulation_steps
+    sequences = (
+        target.ranks
+        // spec.train.sequence_parallel
+        * spec.train.micro_batch
+        * spec.gradient_accumulation_steps
+    )
     tokens = sequences * spec.data.sequence_length
-    proposed = tuple(remedies(spec, target, searched=searched)) if found.verdict == "does not fit" and not blocked else ()
+    proposed = (
+        tuple(remedies(spec, target, searched=searched))
+        if found.verdict == "does not fit" and not blocked
+        else ()
+    )
     step = None if blocked else found.step
     disk = sum(term.bytes for term in found.terms if term.location == "disk")
     return Plan(
@@ -207,17 +283,30 @@ def _plan(spec: RunSpec, found: Assessment, decided: Sequence[Choice], *, search
         fits=fits,
         verdict=found.verdict if fits else "does not fit",
         possible=not blocked,
-        reasons=(*blocked, *_needs(found, blocked=bool(blocked)), *proposed, *((*decided, *_settled(spec, found)) if fits else ())),
+        reasons=(
+            *blocked,
+            *_needs(found, blocked=bool(blocked)),
+            *proposed,
+            *((*decided, *_settled(spec, found)) if fits else ()),
+        ),
         remedies=proposed,
         warnings=tuple(cautions(spec, found, searched=searched)),
         shortage=_worst(found),
         gpu_bytes=found.demand.gpu_bytes,
-        gpu_reserved_bytes=sum(term.bytes for term in found.terms if term.location == "gpu" and term.kind not in OUTSIDE_ALLOCATOR),
+        gpu_reserved_bytes=sum(
+            term.bytes
+            for term in found.terms
+            if term.location == "gpu" and term.kind not in OUTSIDE_ALLOCATOR
+        ),
         gpu_capacity_bytes=resources.supply.gpu_bytes,
         one_memory=resources.supply.one_memory,
         host_bytes_per_node=found.demand.node_bytes,
-        host_optional_bytes=(_second_states_bytes(found) + found.placement.copies_bytes) * resources.ranks,
-        optional=OptionalMemory(second_states_bytes=found.placement.speculation_bytes, copies_bytes=found.placement.copies_bytes),
+        host_optional_bytes=(_second_states_bytes(found) + found.placement.copies_bytes)
+        * resources.ranks,
+        optional=OptionalMemory(
+            second_states_bytes=found.placement.speculation_bytes,
+            copies_bytes=found.placement.copies_bytes,
+        ),
         host_capacity_bytes_per_node=resources.supply.node_bytes,
         shm_bytes=found.demand.shm_bytes,
         disk_bytes=disk,
@@ -226,10 +315,16 @@ def _plan(spec: RunSpec, found: Assessment, decided: Sequence[Choice], *, search
         step=step,
         rates=found.rates if step else None,
         step_s=step.total_s if step else None,
-        step_error=step_error(resources.speed, resources.gpu_name, target.hosts) if step and resources.speed else None,
+        step_error=step_error(resources.speed, resources.gpu_name, target.hosts)
+        if step and resources.speed
+        else None,
         tokens_per_step=tokens,
-        useful_tokens_per_s_total=tokens * target.workload.useful_share / step.total_s if step else None,
-        model_tflops_per_gpu=_tflops(target, spec.data.sequence_length, sequences, step.total_s) if step else None,
+        useful_tokens_per_s_total=tokens * target.workload.useful_share / step.total_s
+        if step
+        else None,
+        model_tflops_per_gpu=_tflops(target, spec.data.sequence_length, sequences, step.total_s)
+        if step
+        else None,
         speed_source=speed_source_of(target, found.spec) if step else None,
         binding=resources.bindings(offload.mode),
         spec=_resolved(found, resources),
@@ -244,7 +339,12 @@ def _needs(found: Assessment, *, blocked: bool) -> tuple[Need, ...]:
         return ()
     supply = found.target.resources.supply
     hosts = node_needs(found.demand, supply)
-    return (*found.shortages, MemoryNeeded(gpu_bytes=found.demand.gpu_bytes, gpu_capacity_bytes=supply.gpu_bytes, hosts=hosts))
+    return (
+        *found.shortages,
+        MemoryNeeded(
+            gpu_bytes=found.demand.gpu_bytes, gpu_capacity_bytes=supply.gpu_bytes, hosts=hosts
+        ),
+    )
 
 
 def _settled(spec: RunSpec, found: Assessment) -> Iterator[Choice]:
@@ -255,7 +355,12 @@ def _settled(spec: RunSpec, found: Assessment) -> Iterator[Choice]:
         second = _second_states_bytes(found)
         held_back = held_back_step(found) if second else None
         seconds = held_back.total_s if held_back else None
-        yield StepsEarly(share=found.placement.early_share, bytes=second, why_none=_why_none(found), held_back_step_s=seconds)
+        yield StepsEarly(
+            share=found.placement.early_share,
+            bytes=second,
+            why_none=_why_none(found),
+            held_back_step_s=seconds,
+        )
     if found.copies:
         yield SavesBehind(share=found.copies.share, bytes=found.copies.bytes)
     if tiles_mlp(found.spec.model):
@@ -265,19 +370,28 @@ def _settled(spec: RunSpec, found: Assessment) -> Iterator[Choice]:
     yield from across_hosts(found)
     yield from checkpoint_interval(found)
     attention = attention_of(found.spec, found.target.profile, found.target.resources)
-    if attention.passed_over and (fastest := attention.passed_over[0]).obstacle not in ("not-installed", "other-gpu"):
-        yield AttentionFallsBack(backend=attention.backend, fastest=fastest.backend, obstacle=fastest.obstacle)
+    if attention.passed_over and (fastest := attention.passed_over[0]).obstacle not in (
+        "not-installed",
+        "other-gpu",
+    ):
+        yield AttentionFallsBack(
+            backend=attention.backend, fastest=fastest.backend, obstacle=fastest.obstacle
+        )
     if target := spec.train.tokens_per_step:
         once = spec.replicas * spec.train.micro_batch * spec.data.sequence_length
         steps = spec.gradient_accumulation_steps
-        yield TokensReached(accumulation=steps, target=target, tokens=steps * once, tokens_per_pass=once)
+        yield TokensReached(
+            accumulation=steps, target=target, tokens=steps * once, tokens_per_pass=once
+        )
 
 
 def _inputs_on_host(found: Assessment) -> Iterator[InputsOnHost]:
     if not offloaded_bytes(found.target.profile.architecture, found.spec.model):
         return
     kinds = (TermKind.OFFLOADED_INPUTS, TermKind.OFFLOADED_RESULTS)
-    inputs, results = (sum(term.bytes for term in found.terms if term.kind is kind) for kind in kinds)
+    inputs, results = (
+        sum(term.bytes for term in found.terms if term.kind is kind) for kind in kinds
+    )
     fact = InputsOnHost(bytes=inputs, results_bytes=results)
     if (model := pass_model(found.placement, found.target)) is None:
         yield fact
@@ -308,7 +422,9 @@ def _why_none(found: Assessment) -> Literal["memory", "budget", "slower"]:
     if found.speculation_gains_nothing:
         return "slower"
     given = found.spec.offload.speculation_gib * 2**30
-    smallest = second_states_bytes(found.spec) * min(group.numel for group in found.layout.sub_groups if group.device == "cpu")
+    smallest = second_states_bytes(found.spec) * min(
+        group.numel for group in found.layout.sub_groups if group.device == "cpu"
+    )
     return "budget" if 0 < given < smallest else "memory"
 
 
@@ -325,7 +441,9 @@ def _resolved(found: Assessment, resources: Resources) -> RunSpec:
     spec = with_policy(found.spec, policy_of(found.spec.model))
     if resources.problem or not resources.has_gpu or not isinstance(spec.gpus, int):
         return spec
-    return replace(spec, gpus=tuple(gpu.index for gpu in whole_gpus(resources.machine)[: spec.gpus]))
+    return replace(
+        spec, gpus=tuple(gpu.index for gpu in whole_gpus(resources.machine)[: spec.gpus])
+    )
 
 
 def _tflops(target: Target, length: int, sequences: int, step_s: float) -> float:

@@ -91,7 +91,13 @@ def compare(figure: Published) -> Compared:
     difference = predicted / figure.value - 1 if predicted is not None and figure.value else None
     notable = difference is None or abs(difference) > NOTABLE or figure.quantity == "adam"
     reason = _filled_in(figure) if notable else ""
-    return Compared(published=figure, settings=_settings(figure), predicted=predicted, difference=difference, reason=reason)
+    return Compared(
+        published=figure,
+        settings=_settings(figure),
+        predicted=predicted,
+        difference=difference,
+        reason=reason,
+    )
 
 
 @cache
@@ -103,8 +109,17 @@ def _settings(figure: Published, use: Setting = "", **changes: str) -> dict[str,
     if figure.quantity == "none" or not figure.preset:
         return {}
     common = _file().common[use or figure.use]
-    more = {key: value for key, value in figure.settings.items() if key in common or not key.startswith("offload.")}
-    return {"gpus": str(figure.gpus)} | common | more | {key.replace("__", "."): value for key, value in changes.items()}
+    more = {
+        key: value
+        for key, value in figure.settings.items()
+        if key in common or not key.startswith("offload.")
+    }
+    return (
+        {"gpus": str(figure.gpus)}
+        | common
+        | more
+        | {key.replace("__", "."): value for key, value in changes.items()}
+    )
 
 
 def _plan(figure: Published, use: Setting = "", **changes: str) -> Plan:
@@ -145,7 +160,9 @@ def _predicted(figure: Published) -> float | None:
 
 
 def _step_s(plan: Plan) -> float:
-    assert plan.step_s is not None, f"{plan.preset}: the machines of published figures have known speeds"
+    assert plan.step_s is not None, (
+        f"{plan.preset}: the machines of published figures have known speeds"
+    )
     return plan.step_s
 
 
@@ -171,8 +188,16 @@ def with_layers(spec: RunSpec, layers: int) -> RunSpec:
     """Return a spec of the same shape with another number of layers."""
     model = spec.model
     old = architecture(model.config).layers
-    blocks = tuple(replace(block, repeat=layers) if block.repeat == old else block for block in model.parameters)
-    return replace(spec, model=replace(model, config=model.config | {"num_hidden_layers": layers}, parameters=blocks))
+    blocks = tuple(
+        replace(block, repeat=layers) if block.repeat == old else block
+        for block in model.parameters
+    )
+    return replace(
+        spec,
+        model=replace(
+            model, config=model.config | {"num_hidden_layers": layers}, parameters=blocks
+        ),
+    )
 
 
 def _largest(figure: Published, use: Setting) -> float:
@@ -181,7 +206,11 @@ def _largest(figure: Published, use: Setting) -> float:
     fits, too_many = 1, _MOST_LAYERS
     while too_many - fits > 1:
         middle = (fits + too_many) // 2
-        fits, too_many = (middle, too_many) if _planned(with_layers(spec, middle), figure.machine).fits else (fits, middle)
+        fits, too_many = (
+            (middle, too_many)
+            if _planned(with_layers(spec, middle), figure.machine).fits
+            else (fits, middle)
+        )
     return with_layers(spec, fits).model.parameter_count / 1e9
 
 
@@ -210,7 +239,9 @@ def _early_step_s(figure: Published) -> float:
     assert speed is not None
     layout = profile_of(plan.spec.model).layout(plan.gpus, plan.spec.offload)
     largest = max(group.numel for group in layout.sub_groups if group.device == "cpu")
-    states = deepspeed_step.OffloadedStates(parameters=layout.numel, on_cpu=layout.cpu_numel, last_sub_group=largest)
+    states = deepspeed_step.OffloadedStates(
+        parameters=layout.numel, on_cpu=layout.cpu_numel, last_sub_group=largest
+    )
     rate = speed.adam_bytes_per_s(len(plan.binding[0].adam_cpus), 1)
     return _gpu_s(figure) + deepspeed_step.exposed_adam_s(states, rate, without.backward_s)
 
@@ -263,7 +294,9 @@ _EVIDENCE: dict[str, Callable[[Published], float | str]] = {
     "one_sequence": lambda figure: _plan(figure, train__micro_batch="1").verdict,
     "ours_exposed_s": lambda figure: _exposed_s(figure, "ours"),
     "ours_largest": lambda figure: _largest(figure, "ours"),
-    "ours_speedup": lambda figure: _step_s(_plan(figure, figure.against)) / _step_s(_plan(figure, "ours")),
+    "ours_speedup": lambda figure: (
+        _step_s(_plan(figure, figure.against)) / _step_s(_plan(figure, "ours"))
+    ),
     "shortage": _shortage,
 }
 """What reasons may name in braces. Computed where a reason does."""

@@ -81,14 +81,21 @@ def _fitting_here(spec: RunSpec, target: Target) -> FitsHere | None:
     if smaller is None:
         return _fitting_when_shared(spec, target)
     batch = Change("train.micro_batch", spec.train.micro_batch, smaller.spec.train.micro_batch)
-    steps = Change("train.gradient_accumulation", spec.gradient_accumulation_steps, smaller.spec.gradient_accumulation_steps)
+    steps = Change(
+        "train.gradient_accumulation",
+        spec.gradient_accumulation_steps,
+        smaller.spec.gradient_accumulation_steps,
+    )
     return FitsHere(changes=(batch, steps))
 
 
 def _fitting_when_shared(spec: RunSpec, target: Target) -> FitsHere | None:
     """Return the fewest ranks for each sequence with which it fits, at the smallest micro-batch."""
     recomputing = _recomputing(spec)
-    smallest = [recomputing, *(alternative.spec for alternative in smaller_batches(recomputing, exact=True))][-1]
+    smallest = [
+        recomputing,
+        *(alternative.spec for alternative in smaller_batches(recomputing, exact=True)),
+    ][-1]
     for shared in more_sharing(smallest):
         if not_shareable(shared, target.resources):
             return None
@@ -103,14 +110,21 @@ def _fitting_with_compact_states(spec: RunSpec, target: Target) -> Iterator[Comp
         found, states = best(alternative.spec, target), alternative.spec.offload.states
         if found.verdict != "does not fit":
             each = moments_bytes(spec.offload.states) - moments_bytes(states)
-            yield CompactStatesFit(states=states, saved_bytes=int(each * found.layout.cpu_numel) * target.resources.ranks)
+            yield CompactStatesFit(
+                states=states,
+                saved_bytes=int(each * found.layout.cpu_numel) * target.resources.ranks,
+            )
             return
 
 
 def _offload_changes(spec: RunSpec, found: Assessment) -> tuple[Change, ...]:
     before, after = spec.offload, found.spec.offload
     mode = Change("offload.mode", before.mode, after.mode)
-    return (mode,) if after.mode == "gpu" else (mode, Change("offload.ratio", before.ratio, after.ratio))
+    return (
+        (mode,)
+        if after.mode == "gpu"
+        else (mode, Change("offload.ratio", before.ratio, after.ratio))
+    )
 
 
 def _recomputing(spec: RunSpec) -> RunSpec:
@@ -124,11 +138,18 @@ def _fitting_when_shorter(spec: RunSpec, target: Target) -> Iterator[FitsHere]:
     for alternative in shorter_sequences(_recomputing(spec)):
         found = best(alternative.spec, target)
         moved = weights_on_host(alternative.spec)
-        if found.verdict != "does not fit" or any(best(other, target).verdict != "does not fit" for other in moved):
+        if found.verdict != "does not fit" or any(
+            best(other, target).verdict != "does not fit" for other in moved
+        ):
             yield FitsHere(changes=alternative.changes)
             return
         one_memory = target.resources.supply.one_memory
-        if found.shortages and found.shortages[0].pool != "gpu" and not one_memory and not offloads_inputs(found.spec.model):
+        if (
+            found.shortages
+            and found.shortages[0].pool != "gpu"
+            and not one_memory
+            and not offloads_inputs(found.spec.model)
+        ):
             return  # sequences take no host memory
 
 
@@ -156,7 +177,10 @@ def _larger_targets(spec: RunSpec, target: Target) -> Iterator[tuple[RunSpec, Ta
     """Yield the spec on more GPUs of the machine, up to all of them."""
     if target.resources.has_gpu:
         for alternative in more_gpus(spec, rank_counts(target.resources.machine)):
-            yield alternative.spec, target.on(alternative.spec.gpus, spec.offload.cpu_adam_cores_fraction)
+            yield (
+                alternative.spec,
+                target.on(alternative.spec.gpus, spec.offload.cpu_adam_cores_fraction),
+            )
 
 
 def _fitting_on_more_gpus(spec: RunSpec, target: Target) -> MoreGpusFit | None:
@@ -177,8 +201,13 @@ def gpus_with_margin(spec: RunSpec, target: Target) -> Iterator[MoreGpusKeepMarg
 
 def _fitting_elsewhere(spec: RunSpec, target: Target) -> Iterator[Remedy]:
     """Yield the machines that would fit the run: GH200 parts with more host memory, or several machines like this one."""
-    whole = target.on(max(rank_counts(target.resources.machine)), spec.offload.cpu_adam_cores_fraction)
-    if "GH200" in target.resources.gpu_name and min(whole.resources.supply.node_bytes.values(), default=0) < LARGE_GRACE_BYTES / 2:
+    whole = target.on(
+        max(rank_counts(target.resources.machine)), spec.offload.cpu_adam_cores_fraction
+    )
+    if (
+        "GH200" in target.resources.gpu_name
+        and min(whole.resources.supply.node_bytes.values(), default=0) < LARGE_GRACE_BYTES / 2
+    ):
         yield from _fitting_larger_hosts(spec, whole)
     counts = range(target.hosts + 1, MOST_HOSTS + 1)
 
@@ -189,14 +218,23 @@ def _fitting_elsewhere(spec: RunSpec, target: Target) -> Iterator[Remedy]:
     found = bisect_left(counts, True, key=lambda count: _fits(spec, hosts(count))[0])
     if found < len(counts):
         shared = hosts(counts[found])
-        yield MoreMachinesFit(machines=counts[found], gpus=shared.ranks, micro_batch=_fits(spec, shared)[1])
+        yield MoreMachinesFit(
+            machines=counts[found], gpus=shared.ranks, micro_batch=_fits(spec, shared)[1]
+        )
 
 
 def _fitting_larger_hosts(spec: RunSpec, whole: Target) -> Iterator[LargerHostFits]:
     supply = whole.resources.supply
-    roomy = msgspec.structs.replace(supply, node_bytes=dict.fromkeys(supply.node_bytes, usable_bytes(LARGE_GRACE_BYTES)))
+    roomy = msgspec.structs.replace(
+        supply, node_bytes=dict.fromkeys(supply.node_bytes, usable_bytes(LARGE_GRACE_BYTES))
+    )
     larger = replace(whole, resources=replace(whole.resources, supply=roomy))
     fits, micro_batch = _fits(spec, larger)
     if fits:
         needs = max(best(spec, larger).demand.node_bytes.values(), default=0)
-        yield LargerHostFits(gpus=whole.ranks, host_bytes=LARGE_GRACE_BYTES, needs_bytes=needs, micro_batch=micro_batch)
+        yield LargerHostFits(
+            gpus=whole.ranks,
+            host_bytes=LARGE_GRACE_BYTES,
+            needs_bytes=needs,
+            micro_batch=micro_batch,
+        )

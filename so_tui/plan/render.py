@@ -18,16 +18,32 @@ from so_tui.plan.example import example_tflops
 from so_tui.plan.facts.memory import MemoryPool
 from so_tui.plan.messages import message
 from so_tui.plan.network_text import network_text
-from so_tui.plan.speed_text import error_source_text, rates_text, speed_source_text, step_text, workload_text
+from so_tui.plan.speed_text import (
+    error_source_text,
+    rates_text,
+    speed_source_text,
+    step_text,
+    workload_text,
+)
 from so_tui.plan.terms import Confidence, Location, MemoryTerm
 from so_tui.plan.types import Plan, PlanRow, Verdict
 from so_tui.plan.workload import Workload
 from so_tui.trust.printable import printable_line
 from so_tui.units import disk_size, memory_size, memory_unit, thousands
 
-_SIGNS: dict[Verdict, tuple[str, str]] = {"fits": ("✓", "green"), "tight": ("~", "yellow"), "does not fit": ("✗", "red")}
+_SIGNS: dict[Verdict, tuple[str, str]] = {
+    "fits": ("✓", "green"),
+    "tight": ("~", "yellow"),
+    "does not fit": ("✗", "red"),
+}
 _MARKS: dict[Confidence, str] = {"exact": "=", "calibrated": "≈ measured", "estimate": "≈"}
-_POOLS: dict[MemoryPool, str] = {"gpu": "GPU", "node": "host", "limit": "limit", "shm": "shm", "unknown": "host"}
+_POOLS: dict[MemoryPool, str] = {
+    "gpu": "GPU",
+    "node": "host",
+    "limit": "limit",
+    "shm": "shm",
+    "unknown": "host",
+}
 _BAR_WIDTH = 28
 _NONE = "—"
 _NAME, _WITH_FACTS, _CELL, _WIDE_CELL = 18, 44, 19, 22
@@ -36,11 +52,23 @@ _NAME, _WITH_FACTS, _CELL, _WIDE_CELL = 18, 44, 19, 22
 
 def render_table(rows: Sequence[PlanRow], machine: Machine) -> RenderableType:
     """Render what this machine can train: a line per model, a column per GPU count, and a legend. Narrow terminals get less detail."""
-    parts: list[RenderableType] = [_machine_line(machine), Text(), _Grid(rows, machine), Text(), _legend(rows, machine)]
+    parts: list[RenderableType] = [
+        _machine_line(machine),
+        Text(),
+        _Grid(rows, machine),
+        Text(),
+        _legend(rows, machine),
+    ]
     if any(plan.never_run for row in rows for plan in row.cells.values()):
-        parts.append(Text("Planned, never run: so-tui has not run on such GPUs yet.", style="yellow"))
+        parts.append(
+            Text("Planned, never run: so-tui has not run on such GPUs yet.", style="yellow")
+        )
     if not any(plan.recommended for row in rows for plan in row.cells.values()):
-        parts.append(Text("No preset is sure to fit this machine. `so-tui plan PRESET` says why, and what would."))
+        parts.append(
+            Text(
+                "No preset is sure to fit this machine. `so-tui plan PRESET` says why, and what would."
+            )
+        )
     return Group(*parts)
 
 
@@ -57,7 +85,10 @@ class _Grid:
 def _grid(rows: Sequence[PlanRow], machine: Machine, width: int) -> Table:
     unit = "GPU" if machine.gpus else "rank"
     counts = sorted({count for row in rows for count in row.cells})
-    narrow, compact = width < _WITH_FACTS + _WIDE_CELL * len(counts), width < _NAME + _CELL * len(counts)
+    narrow, compact = (
+        width < _WITH_FACTS + _WIDE_CELL * len(counts),
+        width < _NAME + _CELL * len(counts),
+    )
     table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
     table.add_column("model", no_wrap=True)
     if not narrow:
@@ -68,7 +99,12 @@ def _grid(rows: Sequence[PlanRow], machine: Machine, width: int) -> Table:
         table.add_column(f"{hosts}{count} {unit}" + ("s" if count > 1 else ""), no_wrap=True)
     for row in rows:
         facts = [] if narrow else [_parameters(row), thousands(row.sequence_length)]
-        cells = [cell(row.cells[count], narrow=narrow, compact=compact) if count in row.cells else Text("") for count in counts]
+        cells = [
+            cell(row.cells[count], narrow=narrow, compact=compact)
+            if count in row.cells
+            else Text("")
+            for count in counts
+        ]
         table.add_row(printable_line(row.preset), *facts, *cells)
     return table
 
@@ -77,7 +113,11 @@ def cell(plan: Plan, *, narrow: bool = False, compact: bool = False) -> Text:
     """Return one cell: ``★ ✓ 0.15  16.0k/s``, ``~ gpu  9.9k/s``, ``✗ host 226 > 105``; compact ``✓★0.15  16.0k``."""
     sign, style = _SIGNS[plan.verdict]
     star = "★" if plan.recommended else " "
-    text = Text.assemble((sign, style), star) if compact else Text.assemble(star, " ", (f"{sign} ", style))
+    text = (
+        Text.assemble((sign, style), star)
+        if compact
+        else Text.assemble(star, " ", (f"{sign} ", style))
+    )
     if not plan.fits:
         return text.append(_shortfall(plan, narrow), "dim")
     text.append("gpu " if plan.mode == "gpu" else f"{plan.ratio:.2f}")
@@ -95,25 +135,52 @@ def render_plan(plan: Plan, machine: Machine) -> RenderableType:
         parts.append(_bullet(sign, style, message(reason)))
     parts += [_bullet("!", "yellow", warning) for warning in plan.warning_texts]
     for location, title, capacity in _locations(plan, machine):
-        terms = sorted((term for term in plan.breakdown if term.location == location and term.bytes), key=lambda term: -term.bytes)
+        terms = sorted(
+            (term for term in plan.breakdown if term.location == location and term.bytes),
+            key=lambda term: -term.bytes,
+        )
         if terms:
             size = disk_size if location == "disk" else memory_size
-            parts += [Text(), _heading(title, sum(term.bytes for term in terms), capacity, size), _terms(terms, size)]
-    parts += [Text(), Text("= exact   ≈ measured: calibrated by measurements   ≈ derived, not measured", style="dim")]
+            parts += [
+                Text(),
+                _heading(title, sum(term.bytes for term in terms), capacity, size),
+                _terms(terms, size),
+            ]
+    parts += [
+        Text(),
+        Text(
+            "= exact   ≈ measured: calibrated by measurements   ≈ derived, not measured",
+            style="dim",
+        ),
+    ]
     parts += [Text(), _step(plan)]
     if plan.binding:
         parts += [Text(), _binding(plan)]
     return Group(*parts)
 
 
-def render_comparison(settings: str, rows: Sequence[tuple[str, float, float, float | None]]) -> RenderableType:
+def render_comparison(
+    settings: str, rows: Sequence[tuple[str, float, float, float | None]]
+) -> RenderableType:
     """Render what a probe measured beside what was predicted without it; ``rows``: (name with unit, predicted, measured, error)."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False, title=f"probe: {settings}", title_justify="left")
+    table = Table(
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        header_style="bold",
+        show_edge=False,
+        title=f"probe: {settings}",
+        title_justify="left",
+    )
     table.add_column("", no_wrap=True)
     for heading in ("predicted", "measured", "error"):
         table.add_column(heading, justify="right")
     for name, predicted, measured, error in rows:
-        table.add_row(name, f"{predicted:.3g}" if predicted else _NONE, f"{measured:.3g}", _NONE if error is None else f"{error:+.1%}")
+        table.add_row(
+            name,
+            f"{predicted:.3g}" if predicted else _NONE,
+            f"{measured:.3g}",
+            _NONE if error is None else f"{error:+.1%}",
+        )
     return table
 
 
@@ -123,8 +190,12 @@ def _headline(plan: Plan) -> Text:
     how += f", micro-batch {plan.spec.train.micro_batch}, activation checkpointing {plan.spec.model.activation_checkpointing}"
     ranks = f"{plan.gpus} {'GPU' if plan.on_gpus else 'rank'}" + ("s" if plan.gpus > 1 else "")
     ranks += f" of {plan.spec.nodes} nodes" if plan.spec.nodes > 1 else ""
-    text = Text.assemble((plan.spec.label, "bold"), f" on {ranks}: ", (f"{sign} {plan.verdict}", style))
-    text.append(f"   {step_text(plan)} a step" if plan.fits and plan.step_s else "").append(f"   {how}")
+    text = Text.assemble(
+        (plan.spec.label, "bold"), f" on {ranks}: ", (f"{sign} {plan.verdict}", style)
+    )
+    text.append(f"   {step_text(plan)} a step" if plan.fits and plan.step_s else "").append(
+        f"   {how}"
+    )
     text.append(f"   recommended for {ranks}" if plan.recommended else "", "bold")
     return text.append("   planned, never run" if plan.never_run else "", "yellow")
 
@@ -145,7 +216,9 @@ def _heading(title: str, total: int, capacity: int | None, size: Callable[[int],
     text = Text.assemble((f"{title:<22}", "bold"))
     if capacity:
         filled = min(_BAR_WIDTH, round(_BAR_WIDTH * total / capacity))
-        text.append("▇" * filled, "red" if total > capacity else "cyan").append("░" * (_BAR_WIDTH - filled), "dim").append("  ")
+        text.append("▇" * filled, "red" if total > capacity else "cyan").append(
+            "░" * (_BAR_WIDTH - filled), "dim"
+        ).append("  ")
         return text.append(f"{size(total)} of {size(capacity)}")
     return text.append(size(total))
 
@@ -167,15 +240,27 @@ def _step(plan: Plan) -> RenderableType:
     if plan.possible and not plan.fits:
         return text.append("none: it does not fit")
     if plan.step is None or plan.step_s is None:
-        return text.append("no prediction: " + ("it cannot run here" if not plan.possible else "this machine's speed is not known"))
+        return text.append(
+            "no prediction: "
+            + ("it cannot run here" if not plan.possible else "this machine's speed is not known")
+        )
     step = plan.step
-    parts = f"data {step.data_s:.2f}   forward {step.forward_s:.2f}   backward {step.backward_s:.2f}"
+    parts = (
+        f"data {step.data_s:.2f}   forward {step.forward_s:.2f}   backward {step.backward_s:.2f}"
+    )
     said = Text(f"{step_text(plan)}:   {parts}   optimizer exposed {step.exposed_optimizer_s:.2f}")
-    said.append(f"\n{thousands(round(plan.useful_tokens_per_s_total or 0))} tokens/s, {thousands(plan.tokens_per_step)} tokens a step")
+    said.append(
+        f"\n{thousands(round(plan.useful_tokens_per_s_total or 0))} tokens/s, {thousands(plan.tokens_per_step)} tokens a step"
+    )
     if plan.model_tflops_per_gpu:
         said.append(f", {thousands(round(plan.model_tflops_per_gpu))} model TFLOPS per GPU")
-        said.append(f" ({thousands(round(example_tflops(plan) or 0))} in all by the formula of DeepSpeed's example)", "dim")
-    said.append(f"\n≈ {speed_source_text(plan.speed_source, plan.mode)}" if plan.speed_source else "", "dim")
+        said.append(
+            f" ({thousands(round(example_tflops(plan) or 0))} in all by the formula of DeepSpeed's example)",
+            "dim",
+        )
+    said.append(
+        f"\n≈ {speed_source_text(plan.speed_source, plan.mode)}" if plan.speed_source else "", "dim"
+    )
     said.append(f"\n± {error_source_text(plan.step_error)}" if plan.step_error else "", "dim")
     table = Table.grid()
     table.add_column(width=22)
@@ -185,7 +270,15 @@ def _step(plan: Plan) -> RenderableType:
 
 def _binding(plan: Plan) -> RenderableType:
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for heading in ("rank", "GPU", "node", "training cores", "CPU-Adam cores", "memory", "DeepSpeed by itself"):
+    for heading in (
+        "rank",
+        "GPU",
+        "node",
+        "training cores",
+        "CPU-Adam cores",
+        "memory",
+        "DeepSpeed by itself",
+    ):
         table.add_column(heading)
     for rank in plan.binding:
         policy = rank.memory_policy
@@ -204,20 +297,37 @@ def _binding(plan: Plan) -> RenderableType:
 def _machine_line(machine: Machine) -> Text:
     nodes = machine.cpu_nodes
     gpus = f"{len(machine.gpus)}x {machine.gpus[0].name}" if machine.gpus else "no GPU"
-    each = f", {memory_size(min(node.memory_total_bytes for node in nodes))} each" if len(nodes) > 1 else ""
+    each = (
+        f", {memory_size(min(node.memory_total_bytes for node in nodes))} each"
+        if len(nodes) > 1
+        else ""
+    )
     plural = "s" if len(nodes) > 1 else ""
     host = f"{len(nodes)} CPU node{plural}, {len(machine.allowed_cpus)} cores, {memory_size(machine.host_memory_bytes)}{each}"
     return Text.assemble((machine.label, "bold"), printable_line(f"   {gpus} · {host}"))
 
 
 def _legend(rows: Sequence[PlanRow], machine: Machine) -> Text:
-    text = Text.assemble(("✓", "green"), " fits   ", ("~", "yellow"), " tight   ", ("✗", "red"), " does not fit   ★ recommended")
+    text = Text.assemble(
+        ("✓", "green"),
+        " fits   ",
+        ("~", "yellow"),
+        " tight   ",
+        ("✗", "red"),
+        " does not fit   ★ recommended",
+    )
     text.append("\ngpu: no offload   0.40: offload ratio   16.0k/s: thousand tokens a second")
     _, unit = memory_unit()
-    text.append(f"\n243 > 106: {unit} needed > {unit} there (GPU, host node, memory limit or /dev/shm)")
+    text.append(
+        f"\n243 > 106: {unit} needed > {unit} there (GPU, host node, memory limit or /dev/shm)"
+    )
     for nodes in {row.nodes for row in rows if row.nodes > 1}:
-        text.append(f"\n{nodes} x 4 GPUs: four GPUs of each of {nodes} hosts like this one; {network_text(machine)}")
-    return text.append("".join(f"\nspeeds are predictions: {source}" for source in _sources(rows)), "dim")
+        text.append(
+            f"\n{nodes} x 4 GPUs: four GPUs of each of {nodes} hosts like this one; {network_text(machine)}"
+        )
+    return text.append(
+        "".join(f"\nspeeds are predictions: {source}" for source in _sources(rows)), "dim"
+    )
 
 
 def _sources(rows: Sequence[PlanRow]) -> Iterator[str]:
@@ -225,7 +335,11 @@ def _sources(rows: Sequence[PlanRow]) -> Iterator[str]:
     users: dict[str, dict[Workload | None, list[str]]] = {}
     probed: dict[str, list[str]] = {}
     for row in rows:
-        for source in dict.fromkeys(plan.speed_source for plan in row.cells.values() if isinstance(plan.speed_source, SpeedSource)):
+        for source in dict.fromkeys(
+            plan.speed_source
+            for plan in row.cells.values()
+            if isinstance(plan.speed_source, SpeedSource)
+        ):
             rates = rates_text(source)
             groups = [users.setdefault(rates, {}).setdefault(source.workload, [])]
             groups += [probed.setdefault(rates, [])] if source.probed else []
@@ -233,14 +347,28 @@ def _sources(rows: Sequence[PlanRow]) -> Iterator[str]:
                 presets += [row.preset] if row.preset not in presets else []
     for rates, of_data in sorted(users.items()):
         usual = max(of_data, key=lambda data: len(of_data[data]))
-        others = [f"{', '.join(presets)} {workload_text(data)}" for data, presets in of_data.items() if data != usual]
-        corrected = [f"corrected by a probe here: {', '.join(probed[rates])}"] if rates in probed else []
+        others = [
+            f"{', '.join(presets)} {workload_text(data)}"
+            for data, presets in of_data.items()
+            if data != usual
+        ]
+        corrected = (
+            [f"corrected by a probe here: {', '.join(probed[rates])}"] if rates in probed else []
+        )
         yield "; ".join([rates, workload_text(usual), *others, *corrected])
 
 
 def _parameters(row: PlanRow) -> str:
-    total = f"{row.parameters / 1e9:.1f} B" if row.parameters >= 1e8 else f"{row.parameters / 1e6:.1f} M"
-    return f"{total}, {row.active_parameters / 1e9:.1f} active" if row.active_parameters < row.parameters else total
+    total = (
+        f"{row.parameters / 1e9:.1f} B"
+        if row.parameters >= 1e8
+        else f"{row.parameters / 1e6:.1f} M"
+    )
+    return (
+        f"{total}, {row.active_parameters / 1e9:.1f} active"
+        if row.active_parameters < row.parameters
+        else total
+    )
 
 
 def _shortfall(plan: Plan, narrow: bool) -> str:

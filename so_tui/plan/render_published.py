@@ -19,9 +19,15 @@ def render(found: Sequence[Compared]) -> RenderableType:
     """Render a table with the reasons below each figure that differs."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
     for heading in _HEADINGS:
-        table.add_column(heading, justify="left" if heading == "published" else "right", overflow="fold")
+        table.add_column(
+            heading, justify="left" if heading == "published" else "right", overflow="fold"
+        )
     for one in found:
-        text = Text.assemble(one.published.claim, ("\n" + one.published.source, "dim"), ("\n" + one.reason if one.reason else "", "italic"))
+        text = Text.assemble(
+            one.published.claim,
+            ("\n" + one.published.source, "dim"),
+            ("\n" + one.reason if one.reason else "", "italic"),
+        )
         table.add_row(text, *_figures(one))
     note = "Ours are predictions for the published settings by published rates; so-tui has not run on a Grace machine."
     return Group(table, Text(), Text(note, style="dim"))
@@ -30,9 +36,21 @@ def render(found: Sequence[Compared]) -> RenderableType:
 def page(found: Sequence[Compared]) -> str:
     """Return the table, the settings and the reasons as Markdown."""
     lines = ["| " + " | ".join((*_HEADINGS, "source")) + " |", "|---|---|---|---|---|"]
-    lines += [" | ".join(("| " + one.published.claim, *_figures(one), one.published.source + " |")) for one in found]
-    lines += ["", "## Why they differ", "", *(line for one in found if one.reason for line in _reason(one))]
-    lines += ["## Settings", "", *(line for one in found if one.settings for line in _settings(one))]
+    lines += [
+        " | ".join(("| " + one.published.claim, *_figures(one), one.published.source + " |"))
+        for one in found
+    ]
+    lines += [
+        "",
+        "## Why they differ",
+        "",
+        *(line for one in found if one.reason for line in _reason(one)),
+    ]
+    lines += [
+        "## Settings",
+        "",
+        *(line for one in found if one.settings for line in _settings(one)),
+    ]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -57,5 +75,7 @@ def _reason(one: Compared) -> Iterator[str]:
 def _settings(one: Compared) -> Iterator[str]:
     figure = one.published
     against = f", over those of `{figure.against}`" if figure.against else ""
-    changes = " ".join(f"--set {key}={value}" for key, value in one.settings.items() if key != "gpus")
+    changes = " ".join(
+        f"--set {key}={value}" for key, value in one.settings.items() if key != "gpus"
+    )
     yield f"- {figure.claim}{against}: `so-tui plan {figure.preset} --machine {figure.machine} --as-given --gpus {figure.gpus} {changes}`"

@@ -98,7 +98,9 @@ def resources_of(machine: Machine, gpus: Gpus, cpu_adam_cores_fraction: float) -
 
     Rates are those calibrated on the machine or one of its kind, else published ones. ``problem`` says why ranks cannot run.
     """
-    return _resources(machine, gpus, cpu_adam_cores_fraction, calibration_of(machine) if machine.gpus else None)
+    return _resources(
+        machine, gpus, cpu_adam_cores_fraction, calibration_of(machine) if machine.gpus else None
+    )
 
 
 def other_resources(known: Resources, gpus: Gpus, cpu_adam_cores_fraction: float) -> Resources:
@@ -107,10 +109,16 @@ def other_resources(known: Resources, gpus: Gpus, cpu_adam_cores_fraction: float
 
 
 @lru_cache(maxsize=256)
-def _resources(machine: Machine, gpus: Gpus, cpu_adam_cores_fraction: float, calibration: Calibration | None) -> Resources:
+def _resources(
+    machine: Machine, gpus: Gpus, cpu_adam_cores_fraction: float, calibration: Calibration | None
+) -> Resources:
     # A table plans every model on the same few GPU counts, and binding ranks to cores is most of a plan's time.
     problem, bound = _bound(machine, gpus, cpu_adam_cores_fraction)
-    chosen = whole_gpus(machine)[:gpus] if isinstance(gpus, int) else tuple(gpu for gpu in machine.gpus if gpu.index in gpus)
+    chosen = (
+        whole_gpus(machine)[:gpus]
+        if isinstance(gpus, int)
+        else tuple(gpu for gpu in machine.gpus if gpu.index in gpus)
+    )
     name = chosen[0].name if chosen else ""
     fallback = machine.cpu_nodes[0].id if machine.cpu_nodes else 0
     return Resources(
@@ -120,23 +128,31 @@ def _resources(machine: Machine, gpus: Gpus, cpu_adam_cores_fraction: float, cal
         has_gpu=bool(machine.gpus),
         gpu_name=name,
         supply=supply_of(machine, chosen),
-        nodes=tuple(memory_node(machine, rank.numa_node if rank.numa_node is not None else fallback) for rank in bound),
+        nodes=tuple(
+            memory_node(machine, rank.numa_node if rank.numa_node is not None else fallback)
+            for rank in bound
+        ),
         cores=min((len(rank.cpus) for rank in bound), default=1) or 1,
         adam_cores=min((len(rank.adam_cpus) for rank in bound), default=1) or 1,
         network=machine.network or assumed_network(len(machine.gpus)),
         speed=speed_of(machine, name, calibration),
         calibration=calibration,
-        pinned_rounded=bool(machine.gpus) and version_numbers(machine.software.torch) < UNROUNDED_PINNING,
+        pinned_rounded=bool(machine.gpus)
+        and version_numbers(machine.software.torch) < UNROUNDED_PINNING,
         bound=bound,
         problem=problem,
     )
 
 
-def _bound(machine: Machine, gpus: Gpus, cpu_adam_cores_fraction: float) -> tuple[Blocker | None, tuple[RankBinding, ...]]:
+def _bound(
+    machine: Machine, gpus: Gpus, cpu_adam_cores_fraction: float
+) -> tuple[Blocker | None, tuple[RankBinding, ...]]:
     if (absent := _absent_gpu(machine, gpus)) is not None:
         return absent, ()
     try:
-        return None, bind_ranks(machine, gpus, mode="superoffload", cpu_adam_cores_fraction=cpu_adam_cores_fraction)
+        return None, bind_ranks(
+            machine, gpus, mode="superoffload", cpu_adam_cores_fraction=cpu_adam_cores_fraction
+        )
     except InputError as error:
         return NotBindable(problems=error.problems), ()
 
@@ -146,9 +162,17 @@ def _absent_gpu(machine: Machine, gpus: Gpus) -> Blocker | None:
         return None
     present = tuple(gpu.index for gpu in machine.gpus)
     if isinstance(gpus, int):
-        return None if gpus <= len(present) else TooFewGpus(machine=machine.label, asked=gpus, present=len(present))
+        return (
+            None
+            if gpus <= len(present)
+            else TooFewGpus(machine=machine.label, asked=gpus, present=len(present))
+        )
     missing = next((index for index in gpus if index not in present), None)
-    return None if missing is None else NoSuchGpu(machine=machine.label, asked=gpus, missing=missing, present=present)
+    return (
+        None
+        if missing is None
+        else NoSuchGpu(machine=machine.label, asked=gpus, missing=missing, present=present)
+    )
 
 
 def supply_of(machine: Machine, gpus: Sequence[Gpu]) -> Supply:
@@ -157,7 +181,9 @@ def supply_of(machine: Machine, gpus: Sequence[Gpu]) -> Supply:
     one_memory = any(gpu.shares_memory for gpu in gpus)
     return Supply(
         gpu_bytes=None if one_memory else min(sizes, default=None),
-        node_bytes={node.id: usable_bytes(node.memory_total_bytes) for node in memory_nodes(machine)},
+        node_bytes={
+            node.id: usable_bytes(node.memory_total_bytes) for node in memory_nodes(machine)
+        },
         shm_bytes=machine.shm_total_bytes,
         limit_bytes=machine.memory_limit_bytes,
         one_memory=one_memory,
@@ -178,7 +204,9 @@ def memory_node(machine: Machine, node_id: int) -> int:
         return node_id
     home = machine.node(node_id)
     far = max(home.distances, default=0) + 1
-    return min(nodes, key=lambda node: (distance(machine.numa_nodes, home, node.id) or far, node.id)).id
+    return min(
+        nodes, key=lambda node: (distance(machine.numa_nodes, home, node.id) or far, node.id)
+    ).id
 
 
 def usable_bytes(total: int) -> int:

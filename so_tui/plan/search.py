@@ -15,7 +15,13 @@ from msgspec.structs import replace
 
 from so_tui.model.activations import POLICIES, TILED_POLICIES, Policy, offloads_results, policy_of
 from so_tui.plan.accuracy import about_as_fast, clearly_faster
-from so_tui.plan.alternatives import batch_splits, memory_savings, results_on_host, with_micro_batch, with_policy
+from so_tui.plan.alternatives import (
+    batch_splits,
+    memory_savings,
+    results_on_host,
+    with_micro_batch,
+    with_policy,
+)
 from so_tui.plan.facts.cautions import LargerSteps
 from so_tui.plan.fastest_ratio import at_fastest_ratio, rate
 from so_tui.plan.fit import Assessment, Candidates, Target, assess, best, step_with
@@ -51,7 +57,9 @@ def best_settings(spec: RunSpec, target: Target) -> tuple[Assessment, tuple[Asse
 
 def _best_as_shared(spec: RunSpec, target: Target) -> tuple[Assessment, tuple[Assessment, ...]]:
     """Return the same with as many ranks sharing each sequence as the spec says."""
-    found = or_with_less_memory(spec, _best_of_variants(spec, target), lambda other: _best_of_variants(other, target))
+    found = or_with_less_memory(
+        spec, _best_of_variants(spec, target), lambda other: _best_of_variants(other, target)
+    )
     other = or_faster_on_host(spec, found, lambda other: _best_of_variants(other, target))
     return (other[0], _best_first((*other[1], *found[1]))) if other is not found else found
 
@@ -73,7 +81,9 @@ def or_with_less_memory(
     for saving in memory_savings(spec):
         if found[0].verdict == "fits":
             break
-        if saving.offload != spec.offload and all(shortage.pool != "gpu" for shortage in found[0].shortages):
+        if saving.offload != spec.offload and all(
+            shortage.pool != "gpu" for shortage in found[0].shortages
+        ):
             break  # weights on the host take more of what is short
         other = find(saving)
         found = other if _ORDER[other[0].verdict] < _ORDER[found[0].verdict] else found
@@ -89,14 +99,25 @@ def or_faster_on_host(
     steps nothing hides. Arguments as for ``or_with_less_memory``.
     """
     resources = found[0].target.resources
-    if found[0].verdict != "fits" or not resources.has_gpu or resources.supply.one_memory or not rate(found[0]):
+    if (
+        found[0].verdict != "fits"
+        or not resources.has_gpu
+        or resources.supply.one_memory
+        or not rate(found[0])
+    ):
         return found
     policy = policy_of(found[0].spec.model)
-    if policy not in TILED_POLICIES or (policy == "attention" and found[0].spec.offload.mode == "gpu"):
+    if policy not in TILED_POLICIES or (
+        policy == "attention" and found[0].spec.offload.mode == "gpu"
+    ):
         return found
     for keeping in results_on_host(spec, found[0].spec):
         other = find(keeping)
-        if other[0].verdict == "fits" and offloads_results(other[0].spec.model) and clearly_faster(rate(other[0]), rate(found[0])):
+        if (
+            other[0].verdict == "fits"
+            and offloads_results(other[0].spec.model)
+            and clearly_faster(rate(other[0]), rate(found[0]))
+        ):
             found = other
     return found
 
@@ -130,7 +151,9 @@ class _Variants:
     def of(self, policy: Policy, micro_batch: int) -> Candidates:
         key = (policy, micro_batch)
         if (found := self._known.get(key)) is None:
-            found = self._known[key] = Candidates(with_policy(with_micro_batch(self.spec, micro_batch), policy), self.target)
+            found = self._known[key] = Candidates(
+                with_policy(with_micro_batch(self.spec, micro_batch), policy), self.target
+            )
         return found
 
 
@@ -151,13 +174,22 @@ def policies(spec: RunSpec, target: Target) -> tuple[Policy, ...]:
         return TILED_POLICIES
     if spec.model.activation_offload == "attention":
         return ("attention",)
-    return tuple(policy for policy in POLICIES if policy != "none") if spec.model.activation_offload in ("on", "inputs") else POLICIES
+    return (
+        tuple(policy for policy in POLICIES if policy != "none")
+        if spec.model.activation_offload in ("on", "inputs")
+        else POLICIES
+    )
 
 
 def with_fitting_cores(chosen: Assessment, target: Target) -> RunSpec:
     """Return the spec with the smallest share of cores for CPU Adam that makes no step longer: the training process can use the others."""
     spec = chosen.spec
-    if spec.offload.mode != "superoffload" or not spec.offload.ratio or target.resources.speed is None or target.resources.problem:
+    if (
+        spec.offload.mode != "superoffload"
+        or not spec.offload.ratio
+        or target.resources.speed is None
+        or target.resources.problem
+    ):
         return spec
     found = []
     for fraction in sorted({*CORE_FRACTIONS, spec.offload.cpu_adam_cores_fraction}):
@@ -172,7 +204,10 @@ def with_fitting_cores(chosen: Assessment, target: Target) -> RunSpec:
 def _least_memory(variants: _Variants) -> list[Assessment]:
     """Assess what takes the least memory: on the GPU the smallest micro-batch; on the host the largest, with fewest gradients to sum."""
     sizes = batch_splits(variants.spec)
-    return [variants.of("full", size).best for size in dict.fromkeys((sizes[0], variants.spec.train.micro_batch, sizes[-1]))]
+    return [
+        variants.of("full", size).best
+        for size in dict.fromkeys((sizes[0], variants.spec.train.micro_batch, sizes[-1]))
+    ]
 
 
 def _tried(variants: _Variants) -> Iterator[Assessment]:
@@ -184,7 +219,10 @@ def _tried(variants: _Variants) -> Iterator[Assessment]:
                 if variant.on_gpu.verdict == "fits":
                     continue
             yield variant.offloaded
-            if any(shortage.fatal and shortage.pool == "gpu" for shortage in variant.offloaded.shortages):
+            if any(
+                shortage.fatal and shortage.pool == "gpu"
+                for shortage in variant.offloaded.shortages
+            ):
                 break  # nor would a larger micro-batch
 
 
@@ -198,29 +236,47 @@ def _simplest(spec: RunSpec, tried: Sequence[Assessment]) -> Assessment:
 
     def departures(found: Assessment) -> tuple[bool, bool, bool, float]:
         offloads = found.spec.offload.mode != "gpu"
-        return offloads, found.spec.train.micro_batch != spec.train.micro_batch, not (offloads or found.roomy), -rate(found)
+        return (
+            offloads,
+            found.spec.train.micro_batch != spec.train.micro_batch,
+            not (offloads or found.roomy),
+            -rate(found),
+        )
 
-    alike = [found for found in tried if found.verdict == fastest.verdict and about_as_fast(rate(found), rate(fastest))]
+    alike = [
+        found
+        for found in tried
+        if found.verdict == fastest.verdict and about_as_fast(rate(found), rate(fastest))
+    ]
     chosen = min((tried[0], *alike), key=departures)
     return fastest if chosen is tried[0] else at_fastest_ratio(spec, chosen)
 
 
 def larger_steps(given: RunSpec, chosen: Assessment) -> Iterator[LargerSteps]:
     """Yield what more tokens in a step would gain, where much of it waits for the optimizer. It changes training, so the user decides."""
-    if chosen.verdict != "fits" or not chosen.step or chosen.step.exposed_optimizer_s < _LONG_WAIT * chosen.step.total_s:
+    if (
+        chosen.verdict != "fits"
+        or not chosen.step
+        or chosen.step.exposed_optimizer_s < _LONG_WAIT * chosen.step.total_s
+    ):
         return
     larger, _ = best_settings(_with_more_tokens(given), chosen.target)
     if larger.verdict != "fits" or not larger.step or rate(larger) < _WORTHWHILE * rate(chosen):
         return
     sequences = (
-        chosen.target.ranks // given.train.sequence_parallel * larger.spec.gradient_accumulation_steps * larger.spec.train.micro_batch
+        chosen.target.ranks
+        // given.train.sequence_parallel
+        * larger.spec.gradient_accumulation_steps
+        * larger.spec.train.micro_batch
     )
     yield LargerSteps(
         step_s=chosen.step.total_s,
         exposed_optimizer_s=chosen.step.exposed_optimizer_s,
         times=_LARGER,
         tokens=given.data.sequence_length * sequences,
-        key="train.tokens_per_step" if given.train.tokens_per_step else "train.gradient_accumulation",
+        key="train.tokens_per_step"
+        if given.train.tokens_per_step
+        else "train.gradient_accumulation",
         value=larger.spec.train.tokens_per_step or given.train.gradient_accumulation * _LARGER,
         faster=rate(larger) / rate(chosen),
     )
@@ -230,4 +286,6 @@ def _with_more_tokens(given: RunSpec) -> RunSpec:
     train = given.train
     if train.tokens_per_step:
         return replace(given, train=replace(train, tokens_per_step=_LARGER * train.tokens_per_step))
-    return replace(given, train=replace(train, gradient_accumulation=_LARGER * train.gradient_accumulation))
+    return replace(
+        given, train=replace(train, gradient_accumulation=_LARGER * train.gradient_accumulation)
+    )

@@ -26,20 +26,32 @@ def not_shareable(spec: RunSpec, resources: Resources) -> SequencesNotShareable 
     shape, backend = profile.architecture, attention_of(spec, profile, resources).backend
     if backend not in MASKED_BACKENDS and _divides_heads(ranks, shape):
         return None
-    return SequencesNotShareable(ranks=ranks, backend=backend, heads=shape.heads, key_heads=shape.kv_heads)
+    return SequencesNotShareable(
+        ranks=ranks, backend=backend, heads=shape.heads, key_heads=shape.kv_heads
+    )
 
 
 def more_sharing(spec: RunSpec) -> Iterator[RunSpec]:
     """Yield the spec with more ranks for each sequence, and the same sequences in a step."""
     train, shape = spec.train, profile_of(spec.model).architecture
     ranks = 2 * train.sequence_parallel
-    shareable = not train.router_loss_coefficient and sharing_problem(layer_kinds(spec.model.config), ranks) is None
+    shareable = (
+        not train.router_loss_coefficient
+        and sharing_problem(layer_kinds(spec.model.config), ranks) is None
+    )
     while shareable and ranks <= spec.ranks_per_host:
-        if spec.ranks_per_host % ranks == 0 and spec.data.sequence_length % ranks == 0 and _divides_heads(ranks, shape):
+        if (
+            spec.ranks_per_host % ranks == 0
+            and spec.data.sequence_length % ranks == 0
+            and _divides_heads(ranks, shape)
+        ):
             # With a target of tokens, accumulation follows from it.
             times = 1 if train.tokens_per_step else ranks // train.sequence_parallel
             accumulation = times * train.gradient_accumulation
-            yield replace(spec, train=replace(train, sequence_parallel=ranks, gradient_accumulation=accumulation))
+            yield replace(
+                spec,
+                train=replace(train, sequence_parallel=ranks, gradient_accumulation=accumulation),
+            )
         ranks *= 2
 
 

@@ -39,18 +39,25 @@ class SecondStates(Struct, frozen=True):
 
     @property
     def term(self) -> MemoryTerm:
-        formula = Formula("{} B x {} (a second set of states and weights)", (f"{self.parameter_bytes:g}", self.numel))
+        formula = Formula(
+            "{} B x {} (a second set of states and weights)",
+            (f"{self.parameter_bytes:g}", self.numel),
+        )
         return MemoryTerm(TermKind.SECOND_STATES, "node", self.bytes, "exact", formula)
 
 
 def second_states_bytes(spec: RunSpec) -> float:
     """Return the bytes per parameter of a second set of states."""
-    return speculation_bytes(WEIGHT_BYTES, spec.offload.states, host_weights=keeps_weights_on_host(spec))
+    return speculation_bytes(
+        WEIGHT_BYTES, spec.offload.states, host_weights=keeps_weights_on_host(spec)
+    )
 
 
 def can_speculate(spec: RunSpec) -> bool:
     """Return whether the spec has a gradient norm to wait for, an engine that need not wait for it, and leave to do so."""
-    return own_engine(spec) and spec.train.gradient_clipping > 0 and spec.offload.speculation != "off"
+    return (
+        own_engine(spec) and spec.train.gradient_clipping > 0 and spec.offload.speculation != "off"
+    )
 
 
 def second_states(placement: Placement, room: Callable[[], int]) -> SecondStates | None:
@@ -69,10 +76,18 @@ def second_states(placement: Placement, room: Callable[[], int]) -> SecondStates
     groups = _in_order_of_use(placement)
     each = second_states_bytes(spec)
     budget = min([*most, math.ceil(each * placement.layout.cpu_numel)])
-    found = [groups[position] for position in speculating([group.numel for group in groups], int(budget / each))]
+    found = [
+        groups[position]
+        for position in speculating([group.numel for group in groups], int(budget / each))
+    ]
     if not found:
         return None
-    return SecondStates(tuple(sorted(group.index for group in found)), sum(group.numel for group in found), budget, each)
+    return SecondStates(
+        tuple(sorted(group.index for group in found)),
+        sum(group.numel for group in found),
+        budget,
+        each,
+    )
 
 
 class Choice(Struct, frozen=True):
@@ -85,7 +100,11 @@ class Choice(Struct, frozen=True):
     """Whether there was memory for second states, but they would make the step no faster."""
 
 
-def choose(placement: Placement, room: Callable[[], int], step_of: Callable[[SecondStates | None], StepTime | None]) -> Choice:
+def choose(
+    placement: Placement,
+    room: Callable[[], int],
+    step_of: Callable[[SecondStates | None], StepTime | None],
+) -> Choice:
     """Return the second states with which a step is the fastest, where the spec leaves that to the plan.
 
     Where Adam has more to do than backward hides, fewer are faster: what backward cannot hide is stepped in place, at a higher rate.
@@ -108,11 +127,18 @@ def choose(placement: Placement, room: Callable[[], int], step_of: Callable[[Sec
             if fewer and (found := step_of(fewer)):
                 tried.append((fewer, found))
     best, step = min(tried, key=lambda found: found[1].total_s)
-    return Choice(None, held_back, gains_nothing=True) if step.total_s >= held_back.total_s else Choice(best, step)
+    return (
+        Choice(None, held_back, gains_nothing=True)
+        if step.total_s >= held_back.total_s
+        else Choice(best, step)
+    )
 
 
 def _in_order_of_use(placement: Placement) -> Sequence[PlannedSubGroup]:
     """Return the sub-groups on the CPU in the order in which a forward pass first uses them."""
     layout = placement.layout
     spans = placement.profile.compute_spans(layout.ranks, placement.spec.offload.sub_group_size)
-    return sorted((group for group in layout.sub_groups if group.device == "cpu"), key=lambda group: spans[group.index][0])
+    return sorted(
+        (group for group in layout.sub_groups if group.device == "cpu"),
+        key=lambda group: spans[group.index][0],
+    )

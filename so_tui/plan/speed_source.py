@@ -27,5 +27,9 @@ def speed_source_of(target: Target, spec: RunSpec) -> SpeedSource:
         probed=bool(near),
         probed_modes=tuple(dict.fromkeys(probe.mode for probe in near)),
         probed_passes=passes or not near,
-        probed_weights="" if not near or near[0].host_weights == host_weights else "gpu" if host_weights else "host",
+        probed_weights=""
+        if not near or near[0].host_weights == host_weights
+        else "gpu"
+        if host_weights
+        else "host",
     )

@@ -19,14 +19,27 @@ def speed_source_text(source: SpeedSource | str, mode: str) -> str:
     same_mode = mode in source.probed_modes or not source.probed_modes
     if same_mode and not source.probed_weights:
         return f"{text}; corrected by a probe of this model here"
-    probe = "a probe of this model here" if same_mode else f"a probe of this model here with {' and '.join(source.probed_modes)}"
+    probe = (
+        "a probe of this model here"
+        if same_mode
+        else f"a probe of this model here with {' and '.join(source.probed_modes)}"
+    )
     if not source.probed_passes:
         return f"{text}; the optimizer corrected by {probe} that waited for weights from host memory, the rest as predicted"
     memory = "" if source.probed_weights == "host" else " and memory"
-    fetched = {"": "", "gpu": " whose GPU had the weights", "host": " that fetched weights from host memory"}[source.probed_weights]
-    own = [*(["the optimizer"] if not same_mode else []), *{"": [], "gpu": ["fetching"], "host": ["memory"]}[source.probed_weights]]
+    fetched = {
+        "": "",
+        "gpu": " whose GPU had the weights",
+        "host": " that fetched weights from host memory",
+    }[source.probed_weights]
+    own = [
+        *(["the optimizer"] if not same_mode else []),
+        *{"": [], "gpu": ["fetching"], "host": ["memory"]}[source.probed_weights],
+    ]
     passes = "forward, backward" if memory else "forward and backward"
-    return f"{text}; {passes}{memory} corrected by {probe}{fetched}, {' and '.join(own)} as predicted"
+    return (
+        f"{text}; {passes}{memory} corrected by {probe}{fetched}, {' and '.join(own)} as predicted"
+    )
 
 
 def error_text(error: StepError) -> str:
@@ -37,14 +50,22 @@ def error_text(error: StepError) -> str:
 def error_source_text(error: StepError) -> str:
     """Return what the error of a prediction means."""
     text = f"four of five measured steps were within {error.share:.0%} of their plan"
-    return text if error.checked else f"{text}, on H100 and H200 GPUs of one host; others, and several hosts, were not checked"
+    return (
+        text
+        if error.checked
+        else f"{text}, on H100 and H200 GPUs of one host; others, and several hosts, were not checked"
+    )
 
 
 def step_text(plan: Plan) -> str:
     """Return ``2.10 s ±12%``; empty without a prediction."""
     if plan.step_s is None:
         return ""
-    return f"{plan.step_s:.2f} s {error_text(plan.step_error)}" if plan.step_error else f"{plan.step_s:.2f} s"
+    return (
+        f"{plan.step_s:.2f} s {error_text(plan.step_error)}"
+        if plan.step_error
+        else f"{plan.step_s:.2f} s"
+    )
 
 
 def rates_text(source: SpeedSource) -> str:

@@ -138,9 +138,13 @@ TERM_NAMES: dict[TermKind, str] = {
 }
 """Names of memory terms in tables and JSON."""
 
-OUTSIDE_ALLOCATOR = frozenset({TermKind.CUDA_CONTEXT, TermKind.NCCL_BUFFERS, TermKind.WORKER_CONTEXT})
+OUTSIDE_ALLOCATOR = frozenset(
+    {TermKind.CUDA_CONTEXT, TermKind.NCCL_BUFFERS, TermKind.WORKER_CONTEXT}
+)
 """GPU terms that torch's allocator does not see: it reserves the others."""
-ACTIVATION_STACK = frozenset({TermKind.LAYER_INPUTS, TermKind.ATTENTION_RESULTS, TermKind.ACTIVATIONS})
+ACTIVATION_STACK = frozenset(
+    {TermKind.LAYER_INPUTS, TermKind.ATTENTION_RESULTS, TermKind.ACTIVATIONS}
+)
 """GPU terms that grow during forward and shrink during backward, so that no memory is lost between them."""
 HOST_PARTS: dict[str, frozenset[TermKind]] = {
     "states": frozenset(
@@ -170,7 +174,9 @@ class Formula(Struct, frozen=True):
     values: tuple[int | float | str, ...]
 
     def __str__(self) -> str:
-        return self.template.format(*(count(value) if isinstance(value, int) else value for value in self.values))
+        return self.template.format(
+            *(count(value) if isinstance(value, int) else value for value in self.values)
+        )
 
 
 class MemoryTerm(Struct, frozen=True, rename={"location": "place"}):

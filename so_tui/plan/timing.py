@@ -39,7 +39,11 @@ class StepModel:
 
     def step_time(self) -> StepTime:
         """Return the seconds of one optimizer step."""
-        once, use, steps = self.passes.one_pass, self.passes.use, self.passes.placement.spec.gradient_accumulation_steps
+        once, use, steps = (
+            self.passes.one_pass,
+            self.passes.use,
+            self.passes.placement.spec.gradient_accumulation_steps,
+        )
         return StepTime(
             forward_s=steps * once.forward_s,
             backward_s=steps * once.backward_s + self.optimizer.gradient_copies_s(),

@@ -41,9 +41,15 @@ def host_room(demand: Demand, resources: Resources) -> int:
     supply = resources.supply
     ranks_on = {node: max(1, resources.nodes.count(node)) for node in demand.node_bytes}
     usable = 1 - node_margin(supply)
-    free = [(usable * supply.node_bytes.get(node, 0) - needs) / ranks_on[node] for node, needs in demand.node_bytes.items()]
+    free = [
+        (usable * supply.node_bytes.get(node, 0) - needs) / ranks_on[node]
+        for node, needs in demand.node_bytes.items()
+    ]
     if supply.limit_bytes is not None:
-        free.append((usable * supply.limit_bytes - sum(demand.node_bytes.values())) / max(1, resources.ranks))
+        free.append(
+            (usable * supply.limit_bytes - sum(demand.node_bytes.values()))
+            / max(1, resources.ranks)
+        )
     return int(min(free, default=0.0))
 
 
@@ -51,7 +57,10 @@ def judge(demand: Demand, supply: Supply) -> tuple[Verdict, tuple[Shortage, ...]
     """Return whether it fits, and where it does not, worst first."""
     margin = node_margin(supply)
     # Nodes are grouped only where there is something to say of them.
-    any_short = any(needs > (1 - margin) * supply.node_bytes.get(node, 0) for node, needs in demand.node_bytes.items())
+    any_short = any(
+        needs > (1 - margin) * supply.node_bytes.get(node, 0)
+        for node, needs in demand.node_bytes.items()
+    )
     hosts = node_needs(demand, supply) if any_short else ()
     found = [
         _short("gpu", (), demand.gpu_bytes, supply.gpu_bytes, GPU_MARGIN),
@@ -59,7 +68,11 @@ def judge(demand: Demand, supply: Supply) -> tuple[Verdict, tuple[Shortage, ...]
         _short("limit", (), sum(demand.node_bytes.values()), supply.limit_bytes, margin),
         _short("shm", (), demand.shm_bytes, supply.shm_bytes, TIGHT_MARGIN),
     ]
-    shortages = sorted((short for short in found if short), key=lambda short: short.needs / max(1, short.has), reverse=True)
+    shortages = sorted(
+        (short for short in found if short),
+        key=lambda short: short.needs / max(1, short.has),
+        reverse=True,
+    )
     if any(short.fatal for short in shortages):
         return "does not fit", tuple(short for short in shortages if short.fatal)
     return ("tight" if shortages else "fits"), tuple(shortages)
@@ -84,7 +97,11 @@ def _node_need(group: Sequence[tuple[int, int, int]]) -> NodeNeed:
     return NodeNeed(tuple(node for node, _, _ in group), needs, has)
 
 
-def _short(pool: MemoryPool, nodes: tuple[int, ...], needs: int, has: int | None, margin: float) -> Shortage | None:
+def _short(
+    pool: MemoryPool, nodes: tuple[int, ...], needs: int, has: int | None, margin: float
+) -> Shortage | None:
     if has is None or needs <= (1 - margin) * has:
         return None
-    return Shortage(pool=pool, nodes=nodes, needs=needs, has=has, fatal=needs > (1 - TIGHT_MARGIN) * has)
+    return Shortage(
+        pool=pool, nodes=nodes, needs=needs, has=has, fatal=needs > (1 - TIGHT_MARGIN) * has
+    )

@@ -20,7 +20,9 @@ class Update(NamedTuple):
     """New weights that are copied to the GPU; none where they stay in host memory."""
 
 
-def arrivals(updates: Iterable[Update], h2d_bytes_per_s: float, copy_latency_s: float) -> list[tuple[float, float]]:
+def arrivals(
+    updates: Iterable[Update], h2d_bytes_per_s: float, copy_latency_s: float
+) -> list[tuple[float, float]]:
     """Return (when a forward first uses it, seconds at which its new weights are on the GPU) of each sub-group.
 
     Of the sub-groups that are ready, the worker takes the one that a forward uses first.
@@ -47,7 +49,11 @@ def arrivals(updates: Iterable[Update], h2d_bytes_per_s: float, copy_latency_s: 
 
 
 def weight_wait_s(
-    updates: Iterable[Update], h2d_bytes_per_s: float, copy_latency_s: float, forward_s: float, forward_begins_s: float
+    updates: Iterable[Update],
+    h2d_bytes_per_s: float,
+    copy_latency_s: float,
+    forward_s: float,
+    forward_begins_s: float,
 ) -> float:
     """Return how long the forward after a step waits for weights that are still to be updated or copied. Arguments as ``arrivals``."""
     found = arrivals(updates, h2d_bytes_per_s, copy_latency_s)

@@ -52,10 +52,17 @@ prepare(Seen)
 def path_of(spec: RunSpec) -> Path:
     """Return the file for the spec's data, whether it exists or not. Its name depends on whatever changes the tokenised data."""
     data, model = spec.data, spec.model
-    sources = [(_absolute(part.source), part.weight, part.subset, part.split, part.format) for part in data.sources]
+    sources = [
+        (_absolute(part.source), part.weight, part.subset, part.split, part.format)
+        for part in data.sources
+    ]
     tokenizer = _absolute(model.tokenizer or model.id)
     decisive = [sources, data.loss, data.sequence_length, data.packing, tokenizer, model.revision]
-    return state_home() / "data" / f"{hashlib.sha256(msgspec.json.encode(decisive)).hexdigest()[:24]}.json"
+    return (
+        state_home()
+        / "data"
+        / f"{hashlib.sha256(msgspec.json.encode(decisive)).hexdigest()[:24]}.json"
+    )
 
 
 def seen(spec: RunSpec) -> Seen | None:

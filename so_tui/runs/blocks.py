@@ -33,7 +33,10 @@ EMA_WEIGHTS = (0.5, 0.8, 0.9, 0.95, 0.98, 0.99)
 WEIGHTED = {weight: f"ema{100 * weight:.0f}" for weight in EMA_WEIGHTS}
 """Parts with the weighted sums, by weight."""
 _WEIGHTS = {part: weight for weight, part in WEIGHTED.items()}
-_POWERS = {weight: tuple(weight**later for later in range(BLOCK_STEPS - 1, -1, -1)) for weight in EMA_WEIGHTS}
+_POWERS = {
+    weight: tuple(weight**later for later in range(BLOCK_STEPS - 1, -1, -1))
+    for weight in EMA_WEIGHTS
+}
 
 Columns = dict[str, "array[float]"]
 
@@ -43,11 +46,20 @@ def _is_number(kind: Any) -> bool:
 
 
 METRICS: tuple[str, ...] = tuple(
-    field.name for field in msgspec.structs.fields(StepRecord) if field.name not in ("v", "attempt", "step") and _is_number(field.type)
+    field.name
+    for field in msgspec.structs.fields(StepRecord)
+    if field.name not in ("v", "attempt", "step") and _is_number(field.type)
 )
 """Numeric fields of a step record that can be charted."""
 
-_MISSING = {"min": math.inf, "max": -math.inf, "last": math.nan, "sum": 0.0, "finite": 0.0, **dict.fromkeys(_WEIGHTS, 0.0)}
+_MISSING = {
+    "min": math.inf,
+    "max": -math.inf,
+    "last": math.nan,
+    "sum": 0.0,
+    "finite": 0.0,
+    **dict.fromkeys(_WEIGHTS, 0.0),
+}
 
 
 def block_end(step: float) -> int:
@@ -82,7 +94,10 @@ def total(values: Iterable[float]) -> float:
 
 def metric_values(records: Sequence[StepRecord], metric: str) -> list[float]:
     """Return the values of a metric; NaN where it was not measured."""
-    return [math.nan if value is None else float(value) for value in (getattr(record, metric) for record in records)]
+    return [
+        math.nan if value is None else float(value)
+        for value in (getattr(record, metric) for record in records)
+    ]
 
 
 def weighted_sum(values: Sequence[float], weight: float) -> float:
@@ -91,16 +106,24 @@ def weighted_sum(values: Sequence[float], weight: float) -> float:
 
 
 def append_block(
-    columns: Columns, metrics: Iterable[str], records: Sequence[StepRecord], offset: float, weights: Sequence[float] = ()
+    columns: Columns,
+    metrics: Iterable[str],
+    records: Sequence[StepRecord],
+    offset: float,
+    weights: Sequence[float] = (),
 ) -> None:
     """Append the block of these records, at least one."""
-    for name, position in zip(POSITIONS, (records[0].step, records[-1].step, len(records), offset), strict=True):
+    for name, position in zip(
+        POSITIONS, (records[0].step, records[-1].step, len(records), offset), strict=True
+    ):
         columns[name].append(position)
     for metric in metrics:
         values = metric_values(records, metric)
         finite = [value for value in values if math.isfinite(value)]
         parts = (
-            (min(finite), max(finite), values[-1], total(finite), len(finite)) if finite else (math.inf, -math.inf, values[-1], 0.0, 0.0)
+            (min(finite), max(finite), values[-1], total(finite), len(finite))
+            if finite
+            else (math.inf, -math.inf, values[-1], 0.0, 0.0)
         )
         for part, value in zip(PARTS, parts, strict=True):
             columns[f"{metric}.{part}"].append(value)
@@ -108,7 +131,9 @@ def append_block(
             columns[f"{metric}.{WEIGHTED[weight]}"].append(weighted_sum(finite, weight))
 
 
-def blocks_of(records: Iterable[StepRecord], metrics: Sequence[str], weights: Sequence[float] = ()) -> Columns:
+def blocks_of(
+    records: Iterable[StepRecord], metrics: Sequence[str], weights: Sequence[float] = ()
+) -> Columns:
     """Return the blocks of records in step order."""
     columns, block = no_blocks(metrics, weights), list[StepRecord]()
     for record in records:
@@ -123,7 +148,11 @@ def blocks_of(records: Iterable[StepRecord], metrics: Sequence[str], weights: Se
 
 def extend(columns: Columns, more: Mapping[str, array[float]], start: int, stop: int) -> None:
     """Append the rows ``[start, stop)`` of later blocks; a first one that continues the last block is merged into it."""
-    if start < stop and columns["last"] and block_end(columns["last"][-1]) == block_end(more["first"][start]):
+    if (
+        start < stop
+        and columns["last"]
+        and block_end(columns["last"][-1]) == block_end(more["first"][start])
+    ):
         for name, column in columns.items():
             metric, _, part = name.rpartition(".")
             if part in _WEIGHTS:

@@ -22,7 +22,11 @@ _NAME = re.compile(r"step-\d{6,12}")
 
 def checkpoints_folder(run: RunDirectory, spec: RunSpec) -> Path:
     """Return the folder of a run's checkpoints. A folder that the spec names may serve several runs, each with a folder in it."""
-    return Path(spec.checkpoint.folder).expanduser() / run.name if spec.checkpoint.folder else run.checkpoints_dir
+    return (
+        Path(spec.checkpoint.folder).expanduser() / run.name
+        if spec.checkpoint.folder
+        else run.checkpoints_dir
+    )
 
 
 def checkpoint_folders(folder: Path) -> tuple[Path, ...]:
@@ -37,7 +41,11 @@ def listed_checkpoints(folder: Path) -> tuple[Path, ...]:
     """Return the folders that have a checkpoint's name, by step; none if the folder is missing. Raises OSError if it cannot be read."""
     try:
         with os.scandir(folder) as entries:
-            names = [entry.name for entry in entries if _NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)]
+            names = [
+                entry.name
+                for entry in entries
+                if _NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+            ]
     except (FileNotFoundError, NotADirectoryError):
         return ()
     return tuple(folder / name for name in sorted(names, key=step_of))
@@ -54,6 +62,8 @@ def missing_checkpoints(run: RunDirectory, spec: RunSpec, state: RunState) -> Re
     if state.saved_step is None or checkpoint_folders(folder):
         return None
     command = quoted("so-tui", "resume", run.name, "--start-over")
-    there = f"the run saved step {thousands(state.saved_step)} in {folder}, and no checkpoint is there"
+    there = (
+        f"the run saved step {thousands(state.saved_step)} in {folder}, and no checkpoint is there"
+    )
     message = f"{there}. Mount its file system, or train from step 0 again: {command}"
     return Refusal("checkpoint-missing", message)

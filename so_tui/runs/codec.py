@@ -21,7 +21,10 @@ _LATEST = 1e11
 """Unix seconds of the year 5138, before the years that Python's ``datetime`` cannot show."""
 
 _COUNTS = {
-    kind: tuple(field.name for field in msgspec.structs.fields(kind) if field.type in (int, int | None)) for kind in get_args(MetricRecord)
+    kind: tuple(
+        field.name for field in msgspec.structs.fields(kind) if field.type in (int, int | None)
+    )
+    for kind in get_args(MetricRecord)
 }
 """Fields of each kind of record that are integers."""
 

@@ -36,7 +36,14 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 prepare(Request)
 
 
-def request(run: RunDirectory, action: Action, *, reason: str = "", warned: bool = False, signalled: bool = False) -> None:
+def request(
+    run: RunDirectory,
+    action: Action,
+    *,
+    reason: str = "",
+    warned: bool = False,
+    signalled: bool = False,
+) -> None:
     """Ask the run to stop (with a checkpoint) or to save a checkpoint. Neither a warning nor a signal replaces a person's request.
 
     Raises:
@@ -44,11 +51,19 @@ def request(run: RunDirectory, action: Action, *, reason: str = "", warned: bool
         OSError: The folder cannot be written.
     """
     refuse_another_users(run)
-    if (warned or signalled) and (before := details(run, action)) is not None and not (before.warned or (signalled and before.signalled)):
+    if (
+        (warned or signalled)
+        and (before := details(run, action)) is not None
+        and not (before.warned or (signalled and before.signalled))
+    ):
         return
     run.control_dir.mkdir(exist_ok=True)
     asked = Request(
-        by=f"{_user()}@{socket.gethostname()} pid {os.getpid()}", time=time.time(), reason=reason, warned=warned, signalled=signalled
+        by=f"{_user()}@{socket.gethostname()} pid {os.getpid()}",
+        time=time.time(),
+        reason=reason,
+        warned=warned,
+        signalled=signalled,
     )
     write_run_file(run, run.control_dir / action, msgspec.json.encode(asked))
 

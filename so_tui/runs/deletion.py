@@ -45,7 +45,17 @@ def delete_run(run: RunDirectory, *, assume_dead: bool = False) -> None:
             remove_leftovers(state.processes)
     except OSError as error:
         message, remedy = f"cannot be deleted: {error.strerror}", "Check the owner of its folder."
-        raise InputError([Problem(code="not-deletable", field="run", value=str(run.path), message=message, remedy=remedy)]) from error
+        raise InputError(
+            [
+                Problem(
+                    code="not-deletable",
+                    field="run",
+                    value=str(run.path),
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        ) from error
 
 
 def _ended(run: RunDirectory, assume_dead: bool) -> RunState:
@@ -64,4 +74,14 @@ def _remove(run: RunDirectory) -> None:
     except OSError as error:
         message = f"is what is left of the run {printable_line(run.name)}, which is no longer listed: {error.strerror}"
         remedy = "Remove this folder once nobody uses a file in it."
-        raise InputError([Problem(code="not-deletable", field="run", value=str(hidden), message=message, remedy=remedy)]) from error
+        raise InputError(
+            [
+                Problem(
+                    code="not-deletable",
+                    field="run",
+                    value=str(hidden),
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        ) from error

@@ -140,7 +140,9 @@ class RunDirectory:
 
     def sample_hosts(self) -> tuple[str, ...]:
         """Return the hosts that wrote samples."""
-        return tuple(name.removeprefix(_SAMPLES) for name in _names(self.path) if name.startswith(_SAMPLES))
+        return tuple(
+            name.removeprefix(_SAMPLES) for name in _names(self.path) if name.startswith(_SAMPLES)
+        )
 
 
 def attempts_in(names: Iterable[str]) -> tuple[int, ...]:
@@ -151,7 +153,9 @@ def attempts_in(names: Iterable[str]) -> tuple[int, ...]:
 def logs_in(folder: Path, names: Iterable[str]) -> dict[str, Path]:
     """Return the logs among the ``names`` in the folder of an attempt, by host."""
     return {
-        name.removeprefix(_OUTPUT).removesuffix(_LOG): folder / name for name in names if name.startswith(_OUTPUT) and name.endswith(_LOG)
+        name.removeprefix(_OUTPUT).removesuffix(_LOG): folder / name
+        for name in names
+        if name.startswith(_OUTPUT) and name.endswith(_LOG)
     }
 
 

@@ -52,7 +52,9 @@ def record_end(run: RunDirectory) -> RunState:
         OSError: Its folder cannot be written.
     """
     refuse_another_users(run)
-    ended_state(run, assume_dead=True)  # before the lock is taken from a supervisor that lives here and has only been silent
+    ended_state(
+        run, assume_dead=True
+    )  # before the lock is taken from a supervisor that lives here and has only been silent
     with run_lock(run, assume_dead=True) as lock:
         if lock is None:
             raise lock_held(run, assume_dead=True)
@@ -66,12 +68,19 @@ def lock_held(run: RunDirectory, *, assume_dead: bool) -> InputError:
     state = read_state(run)
     seen = sighting(run, state)
     if seen.by_processes:
-        return _refused("run-is-live", run, "has a living supervisor", f"Stop it first: `{so_tui_command('stop', run.name)}`.")
+        return _refused(
+            "run-is-live",
+            run,
+            "has a living supervisor",
+            f"Stop it first: `{so_tui_command('stop', run.name)}`.",
+        )
     message = f"{evidence(state, seen)}; its supervisor's lock is held"
     if assume_dead:
         remedy = f"If it has ended, it can be taken over {duration(STALE_S)} after its last sign of life. Try again then."
         return _refused("run-is-live", run, message, remedy)
-    return _refused("run-may-be-live", run, message, "If you know that it has ended, add --assume-dead.")
+    return _refused(
+        "run-may-be-live", run, message, "If you know that it has ended, add --assume-dead."
+    )
 
 
 def evidence(state: RunState, seen: Sighting) -> str:
@@ -92,4 +101,6 @@ def _age(age_s: float | None) -> str:
 
 
 def _refused(code: str, run: RunDirectory, message: str, remedy: str) -> InputError:
-    return InputError([Problem(code=code, field="run", value=run.name, message=message, remedy=remedy)])
+    return InputError(
+        [Problem(code=code, field="run", value=run.name, message=message, remedy=remedy)]
+    )

@@ -48,7 +48,9 @@ def host_of(state: RunState) -> HostIdentity:
 
 def same_boot(one: HostIdentity, other: HostIdentity) -> bool:
     """Return whether these are one host that has not restarted. What is unknown counts as equal."""
-    return one.name == other.name and (not one.boot_id or not other.boot_id or one.boot_id == other.boot_id)
+    return one.name == other.name and (
+        not one.boot_id or not other.boot_id or one.boot_id == other.boot_id
+    )
 
 
 def sees_processes_of(one: HostIdentity, other: HostIdentity) -> bool:

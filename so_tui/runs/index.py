@@ -20,7 +20,17 @@ from pathlib import Path
 
 import msgspec
 
-from so_tui.runs.blocks import EMA_WEIGHTS, METRICS, POSITIONS, Columns, append_block, block_end, missing, no_blocks, part_names
+from so_tui.runs.blocks import (
+    EMA_WEIGHTS,
+    METRICS,
+    POSITIONS,
+    Columns,
+    append_block,
+    block_end,
+    missing,
+    no_blocks,
+    part_names,
+)
 from so_tui.runs.codec import decode_metric, encode_line
 from so_tui.runs.records import MetricRecord, PhaseRecord, StepRecord, WarningRecord
 from so_tui.runs.segments import INDEX_SUFFIX
@@ -91,17 +101,28 @@ class SegmentIndex:
             raise msgspec.DecodeError("the segment of the index is larger than a writer makes them")
         if not 0 <= header.rows * _LEAST_RECORD_BYTES <= header.segment_bytes:
             raise msgspec.DecodeError("the index has more blocks than its segment has room for")
-        if header.columns[: len(POSITIONS)] != POSITIONS or len(set(header.columns)) != len(header.columns):
+        if header.columns[: len(POSITIONS)] != POSITIONS or len(set(header.columns)) != len(
+            header.columns
+        ):
             raise msgspec.DecodeError("the header of the index is damaged")
-        if len(header.columns) * header.rows * _DOUBLE != len(columns) or zlib.crc32(columns) != header.crc32:
+        if (
+            len(header.columns) * header.rows * _DOUBLE != len(columns)
+            or zlib.crc32(columns) != header.crc32
+        ):
             raise msgspec.DecodeError("the columns of the index are damaged")
-        self.attempt, self.segment_bytes, self.step_is_newer = header.attempt, header.segment_bytes, header.step_is_newer
+        self.attempt, self.segment_bytes, self.step_is_newer = (
+            header.attempt,
+            header.segment_bytes,
+            header.step_is_newer,
+        )
         self._rows = header.rows
         # Nearly always the same names: a long run has hundreds of indexes.
         self._names = _OWN_NAMES if header.columns == _OWN_NAMES else header.columns
         self.positions = self._columns_in(columns, POSITIONS)
         _check_positions(self.positions, header.segment_bytes)
-        self.events = tuple(record for raw in header.events if (record := decode_metric(bytes(raw))) is not None)
+        self.events = tuple(
+            record for raw in header.events if (record := decode_metric(bytes(raw))) is not None
+        )
 
     def columns(self, metrics: Iterable[str], weights: Sequence[float] = ()) -> Columns:
         """Return the blocks with the columns of some metrics. Raises OSError if the index cannot be read or has changed."""
@@ -168,7 +189,10 @@ class SegmentSummary:
                 self.step_is_newer = False
             self._warnings += isinstance(record, WarningRecord)
             if self._warnings > 20 * MOST_WARNINGS:
-                self.events, self._warnings = with_few_warnings(self.events, MOST_WARNINGS), MOST_WARNINGS
+                self.events, self._warnings = (
+                    with_few_warnings(self.events, MOST_WARNINGS),
+                    MOST_WARNINGS,
+                )
             return True
         if self._last_step is not None and record.step <= self._last_step:
             return False
@@ -190,7 +214,11 @@ class SegmentSummary:
         """Return the blocks with the columns of some metrics, that of the newest steps included."""
         metrics = tuple(metrics)
         known = self._complete
-        columns = {name: known[name][:] for name in (*POSITIONS, *part_names(metrics, weights))} if known else no_blocks(metrics, weights)
+        columns = (
+            {name: known[name][:] for name in (*POSITIONS, *part_names(metrics, weights))}
+            if known
+            else no_blocks(metrics, weights)
+        )
         if self._block:
             append_block(columns, metrics, self._block, self._block_offset, weights)
         return columns
@@ -206,7 +234,10 @@ class SegmentSummary:
             rows=len(columns["first"]),
             columns=tuple(columns),
             crc32=zlib.crc32(content),
-            events=tuple(msgspec.Raw(encode_line(record)) for record in with_few_warnings(self.events, MOST_WARNINGS)),
+            events=tuple(
+                msgspec.Raw(encode_line(record))
+                for record in with_few_warnings(self.events, MOST_WARNINGS)
+            ),
             step_is_newer=self.step_is_newer,
         )
         return msgspec.json.encode(header).replace(b"\n", b"") + b"\n" + content

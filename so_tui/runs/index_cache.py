@@ -85,7 +85,10 @@ class IndexCache:
             _log.info("%s cannot be indexed: %s", segment, error)
             return None
         try:
-            if len(content) <= min(LARGEST_INDEX_BYTES, self._limit_bytes // 2 - self._kept_bytes) and fingerprint(segment) == name:
+            if (
+                len(content) <= min(LARGEST_INDEX_BYTES, self._limit_bytes // 2 - self._kept_bytes)
+                and fingerprint(segment) == name
+            ):
                 path = private_folder(self._folder) / f"{name}{INDEX_SUFFIX}"
                 self._make_room(len(content))
                 write_atomic(path, content)
@@ -94,7 +97,11 @@ class IndexCache:
         except (OSError, msgspec.DecodeError) as error:
             _log.info("the index of %s is not kept: %s", segment, error)
         if self._memory_bytes + len(content) > MEMORY_BYTES:
-            _log.info("the index of %s is not kept: others take %d bytes of memory", segment, self._memory_bytes)
+            _log.info(
+                "the index of %s is not kept: others take %d bytes of memory",
+                segment,
+                self._memory_bytes,
+            )
             return None
         self._memory_bytes += len(content)
         return index

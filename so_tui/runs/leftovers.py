@@ -28,7 +28,9 @@ _CLOCK_SLACK_S = 2.0
 """Between the clocks of processes and of files, which both are coarse."""
 
 
-def remove_leftovers(processes: Iterable[Process], folder: Path = SHARED_MEMORY) -> tuple[Path, ...]:
+def remove_leftovers(
+    processes: Iterable[Process], folder: Path = SHARED_MEMORY
+) -> tuple[Path, ...]:
     """Remove what these processes left behind, and return it.
 
     Raises:
@@ -76,7 +78,11 @@ def _own_file(path: Path, *, since: float) -> _File | None:
         found = path.lstat()
     except OSError:
         return None
-    own = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_ctime >= since - _CLOCK_SLACK_S
+    own = (
+        stat.S_ISREG(found.st_mode)
+        and found.st_uid == os.geteuid()
+        and found.st_ctime >= since - _CLOCK_SLACK_S
+    )
     return (found.st_dev, found.st_ino) if own else None
 
 

@@ -51,11 +51,23 @@ def checked_name(text: str) -> str:
     if not _NAME.fullmatch(text):
         message = "is not a name for a run"
         remedy = f"Use up to {LONGEST_NAME} letters, digits, '.', '_' and '-', starting with a letter or digit."
-        raise InputError([Problem(code="invalid-run-name", field="name", value=shown(text), message=message, remedy=remedy)])
+        raise InputError(
+            [
+                Problem(
+                    code="invalid-run-name",
+                    field="name",
+                    value=shown(text),
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        )
     return text
 
 
-def create_run(spec: RunSpec, runs_dir: Path | None = None, name: str | None = None, *, called: str = "") -> RunDirectory:
+def create_run(
+    spec: RunSpec, runs_dir: Path | None = None, name: str | None = None, *, called: str = ""
+) -> RunDirectory:
     """Create a run directory with ``spec.json`` and the state ``created``. Two processes never get the same directory.
 
     Args:
@@ -70,14 +82,18 @@ def create_run(spec: RunSpec, runs_dir: Path | None = None, name: str | None = N
     stem = checked_name(called) if called else spec.name
     folder = (runs_dir or default_runs_dir()).expanduser().absolute()
     try:
-        folder.mkdir(parents=True, exist_ok=True)  # with the user's umask: others may keep their runs in the same folder
+        folder.mkdir(
+            parents=True, exist_ok=True
+        )  # with the user's umask: others may keep their runs in the same folder
         run = _claim(folder, name) if name else _claim_new(folder, stem)
     except FileExistsError as error:
         message = f"a run named {name} exists already" if name else str(error)
         raise _unusable("name-taken", folder, message, "Choose another name.") from error
     except OSError as error:
         message = f"a run cannot be created here: {error.strerror}"
-        raise _unusable("runs-dir-not-writable", folder, message, "Choose another folder with --runs-dir.") from error
+        raise _unusable(
+            "runs-dir-not-writable", folder, message, "Choose another folder with --runs-dir."
+        ) from error
     try:
         for part in (run.attempts_dir, run.metrics_dir, run.control_dir):
             make_run_folder(part, shared=is_shared(run.path))
@@ -88,7 +104,9 @@ def create_run(spec: RunSpec, runs_dir: Path | None = None, name: str | None = N
         with contextlib.suppress(OSError):
             _remove(run.path)
         remedy = "Free some space there, or choose another folder with --runs-dir."
-        raise _unusable("runs-dir-not-writable", folder, f"the run cannot be written: {error.strerror}", remedy) from error
+        raise _unusable(
+            "runs-dir-not-writable", folder, f"the run cannot be written: {error.strerror}", remedy
+        ) from error
     if folder not in (default_runs_dir(), probes_dir()):
         _record_folder(folder)
     return run
@@ -98,24 +116,36 @@ def list_runs(runs_dir: Path | None = None) -> tuple[RunDirectory, ...]:
     """Return all runs of one folder, or of the default folder and the recorded ones, newest first."""
     folders = (runs_dir.expanduser().absolute(),) if runs_dir else known_runs_dirs()
     found = {run.path: made for folder in folders for run, made in _runs_in(folder)}
-    return tuple(RunDirectory(path) for path in sorted(found, key=lambda path: (found[path], path.name), reverse=True))
+    return tuple(
+        RunDirectory(path)
+        for path in sorted(found, key=lambda path: (found[path], path.name), reverse=True)
+    )
 
 
 def find_run(run: str, runs_dir: Path | None = None) -> RunDirectory:
     """Return the run with this name or path, or the newest for ``latest``. Raises InputError with similar names if there is none."""
     if "/" in run or run in (".", ".."):
         if fault := path_fault(run):
-            raise _not_found("invalid-path", run, fault, "Give the folder of a run, or a name from `so-tui runs`.")
+            raise _not_found(
+                "invalid-path",
+                run,
+                fault,
+                "Give the folder of a run, or a name from `so-tui runs`.",
+            )
         directory = RunDirectory(Path(run).expanduser().absolute())
         try:
             if directory.spec_path.is_file():
                 return directory
         except PermissionError:
             remedy = f"Ask its owner, who can share new runs with the group: {VARIABLE}={GROUP}."
-            raise _not_found("run-not-readable", run, "you may not read this folder", remedy) from None
+            raise _not_found(
+                "run-not-readable", run, "you may not read this folder", remedy
+            ) from None
         except OSError as error:
             remedy = "Check that its file system is mounted and answers, then try again."
-            raise _not_found("run-not-readable", run, f"its folder cannot be read: {error.strerror}", remedy) from error
+            raise _not_found(
+                "run-not-readable", run, f"its folder cannot be read: {error.strerror}", remedy
+            ) from error
         remedy = "Give the folder that contains its spec.json, or a name from `so-tui runs`."
         raise _not_found("not-a-run", run, "there is no run", remedy)
     runs = list_runs(runs_dir)
@@ -124,7 +154,9 @@ def find_run(run: str, runs_dir: Path | None = None) -> RunDirectory:
     named = [known for known in runs if known.name == run]
     if len(named) > 1:
         paths = ", ".join(str(known.path) for known in named)
-        raise _not_found("ambiguous-run", run, "several runs have this name", f"Give the path: {paths}.")
+        raise _not_found(
+            "ambiguous-run", run, "several runs have this name", f"Give the path: {paths}."
+        )
     if named:
         return named[0]
     if not runs:
@@ -134,7 +166,11 @@ def find_run(run: str, runs_dir: Path | None = None) -> RunDirectory:
 
     near = difflib.get_close_matches(run, [known.name for known in runs], n=3, cutoff=0.6)
     near += [known.name for known in runs if run and run in known.name and known.name not in near]
-    remedy = f"Did you mean {' or '.join(near[:3])}? `so-tui runs` lists them all." if near else "`so-tui runs` lists them all."
+    remedy = (
+        f"Did you mean {' or '.join(near[:3])}? `so-tui runs` lists them all."
+        if near
+        else "`so-tui runs` lists them all."
+    )
     raise _not_found("unknown-run", run, "there is no such run", remedy)
 
 
@@ -153,7 +189,10 @@ def _record_folder(folder: Path) -> None:
 def _runs_in(folder: Path) -> list[tuple[RunDirectory, int]]:
     """Return the runs of a folder with their creation time (ns); empty if the folder is missing or not readable."""
     found = []
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:  # also a file system that is away: what it told so far remains
+    with (
+        contextlib.suppress(OSError),
+        os.scandir(folder) as entries,
+    ):  # also a file system that is away: what it told so far remains
         for entry in entries:
             if entry.name.startswith(".") and entry.name.endswith(DELETED):
                 continue
@@ -188,7 +227,9 @@ def _remove(path: Path) -> None:
 
 
 def _unusable(code: str, folder: Path, message: str, remedy: str) -> InputError:
-    return InputError([Problem(code=code, field="--runs-dir", value=str(folder), message=message, remedy=remedy)])
+    return InputError(
+        [Problem(code=code, field="--runs-dir", value=str(folder), message=message, remedy=remedy)]
+    )
 
 
 def _not_found(code: str, run: str, message: str, remedy: str) -> InputError:

@@ -32,11 +32,17 @@ OLD_S = 300.0
 
 
 def identify(
-    pid: int, role: Literal["supervisor", "runner", "launcher", "rank", "adam", "other"] = "other", rank: int | None = None
+    pid: int,
+    role: Literal["supervisor", "runner", "launcher", "rank", "adam", "other"] = "other",
+    rank: int | None = None,
 ) -> Process | None:
     """Return the identity of a live process of this host; None if it has ended (a zombie has)."""
     stat = read_stat(pid)
-    return Process(pid=pid, start_time=stat.start_time, role=role, rank=rank) if stat is not None and stat.alive else None
+    return (
+        Process(pid=pid, start_time=stat.start_time, role=role, rank=rank)
+        if stat is not None and stat.alive
+        else None
+    )
 
 
 def alive(process: Process) -> bool:
@@ -52,7 +58,11 @@ def living(processes: Iterable[Process]) -> tuple[Process, ...]:
 
 def supervised(state: RunState) -> bool:
     """Return whether the recorded supervisor runs on this host."""
-    return sees_processes_of(this_host(), host_of(state)) and state.supervisor is not None and alive(state.supervisor)
+    return (
+        sees_processes_of(this_host(), host_of(state))
+        and state.supervisor is not None
+        and alive(state.supervisor)
+    )
 
 
 class HeartbeatWatch:
@@ -111,7 +121,9 @@ def sighting(run: RunDirectory, state: RunState, watch: HeartbeatWatch | None = 
     if not state.host:  # no supervisor has started yet, or its starter died
         age_s = _age_s(run)
         gone = state.state == "created" and age_s is not None and age_s > OLD_S
-        return Sighting(liveness=Liveness.GONE if gone else Liveness.ALIVE, host="", by_processes=True)
+        return Sighting(
+            liveness=Liveness.GONE if gone else Liveness.ALIVE, host="", by_processes=True
+        )
     if sees_processes_of(here, there):
         if supervised(state) or living(state.processes):
             return Sighting(liveness=Liveness.ALIVE, host=state.host, by_processes=True)
@@ -119,7 +131,13 @@ def sighting(run: RunDirectory, state: RunState, watch: HeartbeatWatch | None = 
             return Sighting(liveness=Liveness.GONE, host=state.host, by_processes=True)
     restarted = here.name == there.name and not same_boot(here, there)
     liveness, age_s = _by_heartbeat(run, state, watch)
-    return Sighting(liveness=liveness, host=state.host, by_processes=False, restarted=restarted, heartbeat_age_s=age_s)
+    return Sighting(
+        liveness=liveness,
+        host=state.host,
+        by_processes=False,
+        restarted=restarted,
+        heartbeat_age_s=age_s,
+    )
 
 
 def unconfirmed(run: RunDirectory, state: RunState, watch: HeartbeatWatch) -> bool:
@@ -127,10 +145,14 @@ def unconfirmed(run: RunDirectory, state: RunState, watch: HeartbeatWatch) -> bo
     if state.state in FINAL_STATES or state.state == "queued" or watch.moved(run):
         return False
     seen = sighting(run, state, watch)
-    return not seen.by_processes and (seen.heartbeat_age_s is None or abs(seen.heartbeat_age_s) > FRESH_S)
+    return not seen.by_processes and (
+        seen.heartbeat_age_s is None or abs(seen.heartbeat_age_s) > FRESH_S
+    )
 
 
-def state_with_truth(run: RunDirectory, watch: HeartbeatWatch | None = None, recorded: RunState | None = None) -> RunState:
+def state_with_truth(
+    run: RunDirectory, watch: HeartbeatWatch | None = None, recorded: RunState | None = None
+) -> RunState:
     """Return the recorded state, corrected if all processes of the run are gone.
 
     Such a run ended as ``unobserved.concluded`` says.
@@ -152,7 +174,9 @@ def state_with_truth(run: RunDirectory, watch: HeartbeatWatch | None = None, rec
     return concluded(run, state)
 
 
-def _by_heartbeat(run: RunDirectory, state: RunState, watch: HeartbeatWatch | None) -> tuple[Liveness, float | None]:
+def _by_heartbeat(
+    run: RunDirectory, state: RunState, watch: HeartbeatWatch | None
+) -> tuple[Liveness, float | None]:
     """Return what the heartbeat says, and the seconds since the last sign of life; None if they are unknown."""
     if watch is not None:
         unchanged_s = watch.unchanged_s(run, state)

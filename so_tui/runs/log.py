@@ -23,7 +23,9 @@ TAIL_BYTES = 16 * MEBIBYTE
 
 _MARK = b"\n[so-tui: %015d bytes of the log were dropped here to bound its size]\n"
 _MARK_BYTES = len(_MARK % 0)
-_MARKED = re.compile(rb"\n\[so-tui: (\d{15}) bytes of the log were dropped here to bound its size\]\n")
+_MARKED = re.compile(
+    rb"\n\[so-tui: (\d{15}) bytes of the log were dropped here to bound its size\]\n"
+)
 _LONGEST_LINE_BYTES = 1 << 16
 _BLOCK_BYTES = 1 << 17
 
@@ -47,7 +49,9 @@ def trim_log(path: Path, *, head_bytes: int = HEAD_BYTES, tail_bytes: int = TAIL
         OSError: If the log cannot be read or written.
     """
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # without O_APPEND, with which pwrite ignores its offset on Linux
+        fd = os.open(
+            path, os.O_RDWR | os.O_CLOEXEC
+        )  # without O_APPEND, with which pwrite ignores its offset on Linux
     except FileNotFoundError:
         return 0
     try:
@@ -59,7 +63,9 @@ def trim_log(path: Path, *, head_bytes: int = HEAD_BYTES, tail_bytes: int = TAIL
         start = size - tail_bytes
         start += os.pread(fd, _LONGEST_LINE_BYTES, start).find(b"\n") + 1
         source, target = start, head_bytes + _MARK_BYTES
-        while block := os.pread(fd, _BLOCK_BYTES, source):  # until the end, including what is written meanwhile
+        while block := os.pread(
+            fd, _BLOCK_BYTES, source
+        ):  # until the end, including what is written meanwhile
             source += len(block)
             target += os.pwrite(fd, block, target)
         os.ftruncate(fd, target)
@@ -99,7 +105,10 @@ class LogReader:
         self.behind = False
         try:
             fd = open_descriptor(self._path)
-        except (FileNotFoundError, UnfitFileError):  # not written yet, or no log: a pipe would block, a device never end
+        except (
+            FileNotFoundError,
+            UnfitFileError,
+        ):  # not written yet, or no log: a pipe would block, a device never end
             return ()
         try:
             dropped = _dropped(fd, self._head_bytes)
@@ -117,7 +126,10 @@ class LogReader:
         """Return the last lines within ``limit_bytes`` of the end; later polls continue from there."""
         try:
             fd = open_descriptor(self._path)
-        except (FileNotFoundError, UnfitFileError):  # not written yet, or no log: a pipe would block, a device never end
+        except (
+            FileNotFoundError,
+            UnfitFileError,
+        ):  # not written yet, or no log: a pipe would block, a device never end
             return ()
         try:
             dropped = _dropped(fd, self._head_bytes)
@@ -143,7 +155,9 @@ class LogReader:
             if missed > 0:
                 if self._rest:
                     lines.append(readable(self._rest))
-                lines.append(f"[so-tui: {missed} bytes of the log were dropped here to bound its size]")
+                lines.append(
+                    f"[so-tui: {missed} bytes of the log were dropped here to bound its size]"
+                )
                 self._position, self._rest = head + dropped, b""
             offset = head + _MARK_BYTES + self._position - head - dropped
         block = os.pread(fd, count, offset)
@@ -165,7 +179,9 @@ class LogReader:
         yield from map(readable, complete)
         if len(self._rest) > _LONGEST_LINE_BYTES:
             last_state = self._rest.rpartition(b"\r")[2]
-            if len(last_state) < len(self._rest):  # a progress bar redrawn for hours: keep only its last state
+            if len(last_state) < len(
+                self._rest
+            ):  # a progress bar redrawn for hours: keep only its last state
                 self._rest = last_state
             else:
                 yield readable(self._rest)

@@ -38,12 +38,16 @@ prepare(RunManifest)
 
 def new_manifest(run: RunDirectory) -> RunManifest:
     """Return the manifest of a run that is being created, with a new identity."""
-    return RunManifest(id=str(uuid.uuid4()), name=run.name, created=time.time(), version=so_tui.__version__)
+    return RunManifest(
+        id=str(uuid.uuid4()), name=run.name, created=time.time(), version=so_tui.__version__
+    )
 
 
 def write_manifest(run: RunDirectory, manifest: RunManifest) -> None:
     """Write ``run.json``. Raises OSError."""
-    write_run_file(run, run.manifest_path, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+    write_run_file(
+        run, run.manifest_path, msgspec.json.format(msgspec.json.encode(manifest), indent=1)
+    )
 
 
 def run_id(run: RunDirectory) -> str:

@@ -25,7 +25,9 @@ def mean_steps_of(spec: RunSpec | None, total_steps: int, last_step: int) -> int
         total_steps: Steps that it shall take; 0 where that is not known.
         last_step: The last that it took.
     """
-    return mean_steps(max(total_steps, last_step), spec.train.log_interval if spec is not None else 1)
+    return mean_steps(
+        max(total_steps, last_step), spec.train.log_interval if spec is not None else 1
+    )
 
 
 def mean_name(span: int, ema: float | None = None) -> str:

@@ -14,7 +14,13 @@ import msgspec
 from so_tui.runs.blocks import Columns, blocks_of, extend, no_blocks
 from so_tui.runs.codec import decode_metric
 from so_tui.runs.directory import RunDirectory
-from so_tui.runs.index import LARGEST_SEGMENT_BYTES, SegmentIndex, index_of, size_of, with_few_warnings
+from so_tui.runs.index import (
+    LARGEST_SEGMENT_BYTES,
+    SegmentIndex,
+    index_of,
+    size_of,
+    with_few_warnings,
+)
 from so_tui.runs.index_cache import IndexCache
 from so_tui.runs.records import (
     BindingRecord,
@@ -37,7 +43,17 @@ _log = logging.getLogger(__name__)
 _CHUNK_BYTES = 1 << 18
 _MOST_WARNINGS = 5_000
 
-R = TypeVar("R", StartRecord, BindingRecord, PhaseRecord, CheckpointRecord, EvaluationRecord, WarningRecord, ResumedRecord, EndRecord)
+R = TypeVar(
+    "R",
+    StartRecord,
+    BindingRecord,
+    PhaseRecord,
+    CheckpointRecord,
+    EvaluationRecord,
+    WarningRecord,
+    ResumedRecord,
+    EndRecord,
+)
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -103,7 +119,9 @@ class MetricsReader:
     def step_after_phase(self) -> bool:
         """Whether the latest step was written after the newest phase, by their order: a clock may be set back between them."""
         for segment in reversed(self._readable()):
-            if segment.step_is_newer or any(isinstance(event, PhaseRecord) for event in segment.content.events):
+            if segment.step_is_newer or any(
+                isinstance(event, PhaseRecord) for event in segment.content.events
+            ):
                 return segment.step_is_newer
         return False
 
@@ -135,7 +153,9 @@ class MetricsReader:
         if not self._unread:
             return 0.0
         unread = sum(max(1, size_of(segment.path) - segment.offset) for segment in self._unread)
-        return unread / max(1, sum(size_of(segment.path) for segment in self._segments.values()), unread)
+        return unread / max(
+            1, sum(size_of(segment.path) for segment in self._segments.values()), unread
+        )
 
     @property
     def first_step(self) -> int | None:
@@ -162,7 +182,9 @@ class MetricsReader:
 
     # Charts.
 
-    def blocks(self, metrics: Sequence[str], until: float = math.inf, weights: Sequence[float] = ()) -> Columns:
+    def blocks(
+        self, metrics: Sequence[str], until: float = math.inf, weights: Sequence[float] = ()
+    ) -> Columns:
         """Return the blocks of all known steps up to ``until``, the end of a block, with the columns of some metrics. Raises OSError."""
         columns = no_blocks(metrics, weights)
         for segment in self._readable():
@@ -174,12 +196,16 @@ class MetricsReader:
             extend(columns, found, start, whole)
             if whole < stop:  # of the block in which a resume cuts, the records before it
                 last = columns["last"][-1] if columns["last"] else -1
-                kept = [step for step in segment.records(found, whole, stop) if last < step.step <= cut]
+                kept = [
+                    step for step in segment.records(found, whole, stop) if last < step.step <= cut
+                ]
                 part = blocks_of(kept, metrics, weights)
                 extend(columns, part, 0, len(part["first"]))
         return columns
 
-    def _columns_of(self, segment: Segment, metrics: Sequence[str], weights: Sequence[float]) -> Columns:
+    def _columns_of(
+        self, segment: Segment, metrics: Sequence[str], weights: Sequence[float]
+    ) -> Columns:
         """Return the blocks of a segment; none if its index has disappeared: then it is read again. Raises OSError."""
         try:
             return segment.content.columns(metrics, weights)
@@ -199,14 +225,20 @@ class MetricsReader:
         for segment in self._readable():
             positions = segment.content.positions
             stop = bisect_right(positions["first"], min(last, self._cut(segment.attempt)))
-            for step in segment.records(positions, bisect_left(positions["last"], before + 1), stop):
+            for step in segment.records(
+                positions, bisect_left(positions["last"], before + 1), stop
+            ):
                 if before < step.step <= last and self._counts(step):
                     before = step.step
                     yield step
 
     def _readable(self) -> list[Segment]:
         """Return the segments whose records count by now: those read to their end, and those that are followed."""
-        return [segment for segment in self._segments.values() if segment.complete or segment in self._followed]
+        return [
+            segment
+            for segment in self._segments.values()
+            if segment.complete or segment in self._followed
+        ]
 
     # Following.
 
@@ -250,7 +282,11 @@ class MetricsReader:
 
     def _find_segments(self) -> None:
         """Take note of new segments. The newest is followed; earlier ones, also those that appear late, are read after it."""
-        new = {number: path for number, path in self._folder.poll().items() if number not in self._segments}
+        new = {
+            number: path
+            for number, path in self._folder.poll().items()
+            if number not in self._segments
+        }
         newest = max(self._segments or new, default=0)
         for number, path in new.items():
             segment = self._segments[number] = Segment(path)
@@ -266,7 +302,15 @@ class MetricsReader:
             return None
         return index_of(segment.path, size) or self._cache.load(segment.path)
 
-    def _follow(self, segment: Segment, records: list[MetricRecord], limit_records: int, deadline: float, *, newest: bool) -> bool:
+    def _follow(
+        self,
+        segment: Segment,
+        records: list[MetricRecord],
+        limit_records: int,
+        deadline: float,
+        *,
+        newest: bool,
+    ) -> bool:
         """Read new records of a segment up to its end or to the limits. Return whether there is more to read."""
         while True:
             lines, end = read_lines(segment.path, segment.offset, _CHUNK_BYTES)
@@ -278,7 +322,9 @@ class MetricsReader:
                 segment.offset += len(line) + 1
             if segment.offset < end or time.monotonic() >= deadline:
                 return segment.offset < end or bool(lines)
-            if not lines or (newest and end == size_of(segment.path)):  # what is written to the newest after that, the next poll finds
+            if not lines or (
+                newest and end == size_of(segment.path)
+            ):  # what is written to the newest after that, the next poll finds
                 return False
 
     def _apply(self, record: MetricRecord) -> None:

@@ -35,7 +35,13 @@ FORMATS = (".csv", ".parquet")
 Progress = Callable[[int], None]
 
 
-def export_metrics(reader: MetricsReader, path: Path, progress: Progress = lambda _: None, *, columns: Sequence[str] = COLUMNS) -> int:
+def export_metrics(
+    reader: MetricsReader,
+    path: Path,
+    progress: Progress = lambda _: None,
+    *,
+    columns: Sequence[str] = COLUMNS,
+) -> int:
     """Write every step that is not superseded, one row a step, and return the number of rows. The file appears when it is complete.
 
     The loss of an evaluation is in the row of the step after which it was made. Where that has no record, such as before the first step,
@@ -52,16 +58,27 @@ def export_metrics(reader: MetricsReader, path: Path, progress: Progress = lambd
         OSError: The run cannot be read.
     """
     if path.suffix not in FORMATS:
-        raise _problem("unknown-format", path, "is neither CSV nor Parquet", "Give a name that ends in .csv or .parquet.")
+        raise _problem(
+            "unknown-format",
+            path,
+            "is neither CSV nor Parquet",
+            "Give a name that ends in .csv or .parquet.",
+        )
     if reader.latest is None:
-        raise _problem("no-steps", path, "would be empty: the run has no steps yet", "Wait for its first step.")
+        raise _problem(
+            "no-steps", path, "would be empty: the run has no steps yet", "Wait for its first step."
+        )
     write = _write_csv if path.suffix == ".csv" else _parquet_writer(path)
-    return _written(path, lambda temporary: write(temporary, columns, _batches(reader, columns), progress))
+    return _written(
+        path, lambda temporary: write(temporary, columns, _batches(reader, columns), progress)
+    )
 
 
 def export_rows(path: Path, columns: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> int:
     """Write other rows as CSV, and return their number. The file appears when it is complete. Raises InputError as ``export_metrics``."""
-    return _written(path, lambda temporary: _write_csv(temporary, columns, iter([rows]), lambda _: None))
+    return _written(
+        path, lambda temporary: _write_csv(temporary, columns, iter([rows]), lambda _: None)
+    )
 
 
 def _written(path: Path, write: Callable[[Path], int]) -> int:
@@ -71,11 +88,20 @@ def _written(path: Path, write: Callable[[Path], int]) -> int:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         count = write(temporary)
-        os.link(temporary, path)  # unlike a rename, fails if another process took the name in the meantime
+        os.link(
+            temporary, path
+        )  # unlike a rename, fails if another process took the name in the meantime
     except FileExistsError:
-        raise _problem("file-exists", path, "exists already", "Choose another name, or remove it.") from None
+        raise _problem(
+            "file-exists", path, "exists already", "Choose another name, or remove it."
+        ) from None
     except OSError as error:
-        raise _problem("not-writable", path, f"cannot be written: {error.strerror or error}", "Choose another folder.") from None
+        raise _problem(
+            "not-writable",
+            path,
+            f"cannot be written: {error.strerror or error}",
+            "Choose another folder.",
+        ) from None
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -90,22 +116,35 @@ def _batches(reader: MetricsReader, columns: Sequence[str]) -> Iterator[list[tup
 
 def _rows(reader: MetricsReader, columns: Sequence[str]) -> Iterator[tuple[Any, ...]]:
     """Yield the rows in the order of steps; of several evaluations after a step, the last counts."""
-    left = deque({record.step: record for record in reader.evaluations}.values() if EVALUATION_LOSS in columns else ())
+    left = deque(
+        {record.step: record for record in reader.evaluations}.values()
+        if EVALUATION_LOSS in columns
+        else ()
+    )
     for step in reader.steps(0, float("inf")):
         while left and left[0].step < step.step:
             yield _alone(left.popleft(), columns)
         evaluated = left.popleft().loss if left and left[0].step == step.step else None
-        yield tuple(evaluated if column == EVALUATION_LOSS else getattr(step, column) for column in columns)
+        yield tuple(
+            evaluated if column == EVALUATION_LOSS else getattr(step, column) for column in columns
+        )
     for evaluation in left:
         yield _alone(evaluation, columns)
 
 
 def _alone(evaluation: EvaluationRecord, columns: Sequence[str]) -> tuple[Any, ...]:
-    known = {name: getattr(evaluation, name) for name in _OF_EVALUATIONS} | {EVALUATION_LOSS: evaluation.loss}
+    known = {name: getattr(evaluation, name) for name in _OF_EVALUATIONS} | {
+        EVALUATION_LOSS: evaluation.loss
+    }
     return tuple(known.get(column) for column in columns)
 
 
-def _write_csv(path: Path, columns: Sequence[str], batches: Iterator[Sequence[tuple[Any, ...]]], progress: Progress) -> int:
+def _write_csv(
+    path: Path,
+    columns: Sequence[str],
+    batches: Iterator[Sequence[tuple[Any, ...]]],
+    progress: Progress,
+) -> int:
     count = 0
     with path.open("x", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
@@ -117,18 +156,35 @@ def _write_csv(path: Path, columns: Sequence[str], batches: Iterator[Sequence[tu
     return count
 
 
-def _parquet_writer(path: Path) -> Callable[[Path, Sequence[str], Iterator[Sequence[tuple[Any, ...]]], Progress], int]:
+def _parquet_writer(
+    path: Path,
+) -> Callable[[Path, Sequence[str], Iterator[Sequence[tuple[Any, ...]]], Progress], int]:
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise _problem("pyarrow-missing", path, "needs pyarrow", "Install it (`pip install pyarrow`), or write .csv.") from None
+        raise _problem(
+            "pyarrow-missing",
+            path,
+            "needs pyarrow",
+            "Install it (`pip install pyarrow`), or write .csv.",
+        ) from None
     types = {field.name: field.type for field in msgspec.structs.fields(StepRecord)}
     integers = (int, int | None)
 
-    def write(temporary: Path, names: Sequence[str], batches: Iterator[Sequence[tuple[Any, ...]]], progress: Progress) -> int:
+    def write(
+        temporary: Path,
+        names: Sequence[str],
+        batches: Iterator[Sequence[tuple[Any, ...]]],
+        progress: Progress,
+    ) -> int:
         count = 0
-        schema = pyarrow.schema([(name, pyarrow.int64() if types.get(name) in integers else pyarrow.float64()) for name in names])
+        schema = pyarrow.schema(
+            [
+                (name, pyarrow.int64() if types.get(name) in integers else pyarrow.float64())
+                for name in names
+            ]
+        )
         with pyarrow.parquet.ParquetWriter(temporary, schema) as writer:
             for batch in batches:
                 columns = dict(zip(names, zip(*batch, strict=True), strict=True))
@@ -141,4 +197,6 @@ def _parquet_writer(path: Path) -> Callable[[Path, Sequence[str], Iterator[Seque
 
 
 def _problem(code: str, path: Path, message: str, remedy: str) -> InputError:
-    return InputError([Problem(code=code, field="--to", value=shown(str(path)), message=message, remedy=remedy)])
+    return InputError(
+        [Problem(code=code, field="--to", value=shown(str(path)), message=message, remedy=remedy)]
+    )

@@ -46,7 +46,10 @@ def read_notes(run: RunDirectory) -> RunNotes:
         found = decode_json(read_bounded(run.notes_path, _LARGEST_BYTES), RunNotes)
     except (OSError, msgspec.DecodeError):
         return RunNotes()
-    return RunNotes(note=found.note[:LONGEST_NOTE], tags=tuple(tag for tag in found.tags[:MOST_TAGS] if _TAG.fullmatch(tag)))
+    return RunNotes(
+        note=found.note[:LONGEST_NOTE],
+        tags=tuple(tag for tag in found.tags[:MOST_TAGS] if _TAG.fullmatch(tag)),
+    )
 
 
 def write_notes(run: RunDirectory, notes: RunNotes) -> None:
@@ -58,23 +61,55 @@ def write_notes(run: RunDirectory, notes: RunNotes) -> None:
     """
     if len(notes.note) > LONGEST_NOTE:
         message, remedy = f"has more than {LONGEST_NOTE} characters", "Shorten it."
-        raise InputError([Problem(code="note-too-long", field="note", value="", message=message, remedy=remedy)])
+        raise InputError(
+            [Problem(code="note-too-long", field="note", value="", message=message, remedy=remedy)]
+        )
     if len(notes.tags) > MOST_TAGS:
         message, remedy = f"are more than {MOST_TAGS}", "Remove some."
-        raise InputError([Problem(code="too-many-tags", field="tags", value="", message=message, remedy=remedy)])
+        raise InputError(
+            [Problem(code="too-many-tags", field="tags", value="", message=message, remedy=remedy)]
+        )
     for tag in notes.tags:
         if not _TAG.fullmatch(tag):
-            message, remedy = "is not a tag", "Use up to 32 letters, digits, '.', '_' and '-', starting with a letter or digit."
-            raise InputError([Problem(code="invalid-tag", field="tag", value=shown(tag), message=message, remedy=remedy)])
+            message, remedy = (
+                "is not a tag",
+                "Use up to 32 letters, digits, '.', '_' and '-', starting with a letter or digit.",
+            )
+            raise InputError(
+                [
+                    Problem(
+                        code="invalid-tag",
+                        field="tag",
+                        value=shown(tag),
+                        message=message,
+                        remedy=remedy,
+                    )
+                ]
+            )
     refuse_another_users(run)
     try:
         write_run_file(run, run.notes_path, msgspec.json.encode(notes))
     except OSError as error:
-        message, remedy = f"cannot be written: {error.strerror}", "Check the disk and the rights of the run's folder."
-        raise InputError([Problem(code="notes-not-writable", field="notes", value=str(run.path), message=message, remedy=remedy)]) from None
+        message, remedy = (
+            f"cannot be written: {error.strerror}",
+            "Check the disk and the rights of the run's folder.",
+        )
+        raise InputError(
+            [
+                Problem(
+                    code="notes-not-writable",
+                    field="notes",
+                    value=str(run.path),
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        ) from None
 
 
 def changed_tags(notes: RunNotes, add: Iterable[str] = (), remove: Iterable[str] = ()) -> RunNotes:
     """Return notes with tags added and removed, each once, in their order."""
     gone = set(remove)
-    return replace(notes, tags=tuple(dict.fromkeys(tag for tag in (*notes.tags, *add) if tag not in gone)))
+    return replace(
+        notes, tags=tuple(dict.fromkeys(tag for tag in (*notes.tags, *add) if tag not in gone))
+    )

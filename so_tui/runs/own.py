@@ -85,7 +85,9 @@ def _attempt_not_own(folder: Path) -> Iterator[NotOwn]:
             return
         for entry in entries:
             is_folder = entry.is_dir() and not entry.is_symlink()
-            yield from _if_there(entry, distrust_of_folder(entry) if is_folder else distrust_of_file(entry))
+            yield from _if_there(
+                entry, distrust_of_folder(entry) if is_folder else distrust_of_file(entry)
+            )
 
 
 def _found(path: Path, distrust: Distrust | None) -> Iterator[NotOwn]:
@@ -102,7 +104,10 @@ def _refusal(run: RunDirectory, found: NotOwn) -> Refusal:
     name, path = printable_line(run.name), printable_line(str(found.path))
     match found.distrust:
         case Distrust.OTHER_OWNER:
-            return Refusal(NOT_YOUR_RUN, f"{name} is not your run: {path} belongs to another user. You can watch it and read its logs")
+            return Refusal(
+                NOT_YOUR_RUN,
+                f"{name} is not your run: {path} belongs to another user. You can watch it and read its logs",
+            )
         case Distrust.OTHERS_CAN_WRITE:
             remedy = f"Check what is in it, then take away the right: `{quoted('chmod', '-R', 'go-w', str(run.path))}`"
             message = f"other users can write {path}, and with it decide what {name} does in your name. {remedy}"

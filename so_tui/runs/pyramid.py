@@ -100,6 +100,10 @@ class MinMaxPyramid:
             if start == stop:
                 return
             lows, highs = self._lows[level], self._highs[level]
-            self._lows[level + 1].extend(min(lows[index : index + fanout]) for index in range(start, stop, fanout))
-            self._highs[level + 1].extend(max(highs[index : index + fanout]) for index in range(start, stop, fanout))
+            self._lows[level + 1].extend(
+                min(lows[index : index + fanout]) for index in range(start, stop, fanout)
+            )
+            self._highs[level + 1].extend(
+                max(highs[index : index + fanout]) for index in range(start, stop, fanout)
+            )
             level += 1

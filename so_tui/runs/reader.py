@@ -179,13 +179,25 @@ class RunReader:
         """Return new lines of the newest attempt's logs, and unread lines of earlier attempts."""
         newest = max(attempts_in(self._attempts.poll()), default=0)
         first_poll = self._log_attempt == 0
-        lines = [LogLine(self._log_attempt, host, text) for host, reader in self._logs.items() for text in reader.poll(limit_s=limit_s)]
+        lines = [
+            LogLine(self._log_attempt, host, text)
+            for host, reader in self._logs.items()
+            for text in reader.poll(limit_s=limit_s)
+        ]
         if newest != self._log_attempt:
-            self._log_attempt, self._logs, self._attempt = newest, {}, FolderNames(self.run.attempt_dir(newest))
+            self._log_attempt, self._logs, self._attempt = (
+                newest,
+                {},
+                FolderNames(self.run.attempt_dir(newest)),
+            )
         for host, path in logs_in(self.run.attempt_dir(newest), self._attempt.poll()).items():
             if host not in self._logs:
                 self._logs[host] = LogReader(path)
-                tail = self._logs[host].tail(self._log_lines) if first_poll else self._logs[host].poll(limit_s=limit_s)
+                tail = (
+                    self._logs[host].tail(self._log_lines)
+                    if first_poll
+                    else self._logs[host].poll(limit_s=limit_s)
+                )
                 lines += [LogLine(newest, host, text) for text in tail]
         return tuple(lines)
 
@@ -193,4 +205,6 @@ class RunReader:
         try:
             return self._state_of(self.run, self._watch)
         except InputError:
-            return self.state  # the directory may be unreachable for a moment: a stale state is better than none
+            return (
+                self.state
+            )  # the directory may be unreachable for a moment: a stale state is better than none

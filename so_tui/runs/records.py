@@ -14,13 +14,30 @@ from so_tui.structs import prepare
 
 SCHEMA = 1
 
-State = Literal["created", "queued", "starting", "loading", "training", "saving", "finished", "stopped", "failed", "lost"]
+State = Literal[
+    "created",
+    "queued",
+    "starting",
+    "loading",
+    "training",
+    "saving",
+    "finished",
+    "stopped",
+    "failed",
+    "lost",
+]
 ENDING = "ending"
 """The stage in which a trainer has done everything, and its processes end."""
 FINAL_STATES: frozenset[State] = frozenset({"finished", "stopped", "failed", "lost"})
 
 
-class Record(Struct, frozen=True, kw_only=True, tag_field="kind", tag=lambda name: name.removesuffix("Record").lower()):
+class Record(
+    Struct,
+    frozen=True,
+    kw_only=True,
+    tag_field="kind",
+    tag=lambda name: name.removesuffix("Record").lower(),
+):
     """Fields of every record."""
 
     v: int = SCHEMA
@@ -184,7 +201,15 @@ class EndRecord(Record, frozen=True, kw_only=True):
 
 
 MetricRecord = (
-    StartRecord | PhaseRecord | BindingRecord | StepRecord | CheckpointRecord | EvaluationRecord | WarningRecord | ResumedRecord | EndRecord
+    StartRecord
+    | PhaseRecord
+    | BindingRecord
+    | StepRecord
+    | CheckpointRecord
+    | EvaluationRecord
+    | WarningRecord
+    | ResumedRecord
+    | EndRecord
 )
 
 
@@ -264,7 +289,11 @@ class RunState(Struct, frozen=True, kw_only=True):
     def took_s(self) -> float | None:
         """Duration of all attempts; None before the end."""
         since = self.attempt_started or self.started
-        return None if since is None or self.ended is None else self.earlier_s + max(0.0, self.ended - since)
+        return (
+            None
+            if since is None or self.ended is None
+            else self.earlier_s + max(0.0, self.ended - since)
+        )
 
 
 prepare(RunState)

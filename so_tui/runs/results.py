@@ -92,7 +92,11 @@ def _records_at_end(run: RunDirectory) -> list[MetricRecord]:
     start = max(0, size - _END_BYTES)
     lines = list(read_span(newest, start, size))
     # The first may lack its beginning.
-    return [record for line in (lines[1:] if start else lines) if (record := decode_metric(line)) is not None]
+    return [
+        record
+        for line in (lines[1:] if start else lines)
+        if (record := decode_metric(line)) is not None
+    ]
 
 
 def _increasing(records: Sequence[MetricRecord]) -> list[StepRecord]:
@@ -113,10 +117,23 @@ def _figures(steps: Sequence[StepRecord], span: int) -> RunResults:
         mean_steps=span,
         loss=total(losses) / len(losses) if losses else None,
         tokens_per_s=sum(step.useful_tokens for step in timed) / time_s if timed else None,
-        mfu=total((step.mfu or 0.0) * step.step_s for step in used) / total(step.step_s for step in used) if used else None,
+        mfu=total((step.mfu or 0.0) * step.step_s for step in used)
+        / total(step.step_s for step in used)
+        if used
+        else None,
         step_s=time_s / len(timed) if timed else None,
-        gpu_memory_bytes=max((step.gpu_memory_peak_bytes for step in steps if step.gpu_memory_peak_bytes is not None), default=None),
-        host_memory_bytes=max((step.host_memory_bytes for step in steps if step.host_memory_bytes is not None), default=None),
+        gpu_memory_bytes=max(
+            (
+                step.gpu_memory_peak_bytes
+                for step in steps
+                if step.gpu_memory_peak_bytes is not None
+            ),
+            default=None,
+        ),
+        host_memory_bytes=max(
+            (step.host_memory_bytes for step in steps if step.host_memory_bytes is not None),
+            default=None,
+        ),
     )
 
 

@@ -13,7 +13,11 @@ Weighted = list[tuple[Any, int]]
 """Values with their numbers of samples."""
 Combine = Callable[[Weighted], Any]
 
-_GPU_FIELDS = tuple(field.name for field in msgspec.structs.fields(GpuSample) if field.name not in ("index", "throttling"))
+_GPU_FIELDS = tuple(
+    field.name
+    for field in msgspec.structs.fields(GpuSample)
+    if field.name not in ("index", "throttling")
+)
 MOST_FOREIGN = 3
 """Foreign processes of a sample."""
 
@@ -46,8 +50,12 @@ def roll_up(parts: Sequence[Rollup]) -> Rollup:
         peak=msgspec.structs.replace(
             peak,
             interval_s=interval_s,
-            run_cpu_s=max(_share(sample.run_cpu_s, sample.interval_s) for sample in peaks) * interval_s,
-            supervisor_cpu_s=max(_share(sample.supervisor_cpu_s, sample.interval_s) for sample in peaks) * interval_s,
+            run_cpu_s=max(_share(sample.run_cpu_s, sample.interval_s) for sample in peaks)
+            * interval_s,
+            supervisor_cpu_s=max(
+                _share(sample.supervisor_cpu_s, sample.interval_s) for sample in peaks
+            )
+            * interval_s,
         ),
     )
 
@@ -59,10 +67,27 @@ def _combined(samples: list[Sample], weights: list[int], combine: Combine) -> Sa
     return msgspec.structs.replace(
         newest,
         nodes=tuple(
-            _node([(other, w) for sample, w in weighted for other in sample.nodes if other.id == node.id], combine) for node in newest.nodes
+            _node(
+                [
+                    (other, w)
+                    for sample, w in weighted
+                    for other in sample.nodes
+                    if other.id == node.id
+                ],
+                combine,
+            )
+            for node in newest.nodes
         ),
         gpus=tuple(
-            _gpu([(other, w) for sample, w in weighted for other in sample.gpus if other.index == gpu.index], combine)
+            _gpu(
+                [
+                    (other, w)
+                    for sample, w in weighted
+                    for other in sample.gpus
+                    if other.index == gpu.index
+                ],
+                combine,
+            )
             for gpu in newest.gpus
         ),
         run_memory_bytes=combine([(sample.run_memory_bytes, w) for sample, w in weighted]),
@@ -84,7 +109,10 @@ def _node(nodes: list[tuple[NodeSample, int]], combine: Combine) -> NodeSample:
 
 
 def _gpu(gpus: list[tuple[GpuSample, int]], combine: Combine) -> GpuSample:
-    combined = {name: combine([(getattr(gpu, name), weight) for gpu, weight in gpus]) for name in _GPU_FIELDS}
+    combined = {
+        name: combine([(getattr(gpu, name), weight) for gpu, weight in gpus])
+        for name in _GPU_FIELDS
+    }
     reasons = sorted({reason for gpu, _ in gpus for reason in gpu.throttling})
     return GpuSample(index=gpus[-1][0].index, throttling=tuple(reasons), **combined)
 
@@ -92,7 +120,12 @@ def _gpu(gpus: list[tuple[GpuSample, int]], combine: Combine) -> GpuSample:
 def _busiest(processes: Iterable[ForeignProcess]) -> tuple[ForeignProcess, ...]:
     """Return each process once, when it was busiest."""
     ascending = sorted(processes, key=lambda process: process.cores)
-    return tuple(sorted({process.pid: process for process in ascending}.values(), key=lambda process: -process.cores)[:MOST_FOREIGN])
+    return tuple(
+        sorted(
+            {process.pid: process for process in ascending}.values(),
+            key=lambda process: -process.cores,
+        )[:MOST_FOREIGN]
+    )
 
 
 def _mean(values: Weighted) -> Any:

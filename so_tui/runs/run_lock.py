@@ -51,7 +51,9 @@ class RunLock:
             OSError: It cannot be shown, or another process has taken the lock over.
         """
         if self._files.path(self._number + 1).exists():
-            raise OSError(f"{self._files.path(self._number + 1)} shows that another process has taken over")
+            raise OSError(
+                f"{self._files.path(self._number + 1)} shows that another process has taken over"
+            )
         if self._number:
             os.utime(self._files.path(self._number))
 
@@ -77,7 +79,9 @@ class OwnerFiles:
 
     def path(self, number: int) -> Path:
         """Return the path of a file; the first has the number 1."""
-        return self._run.path / ("supervisor.owner" if number == 1 else f"supervisor.owner.{number}")
+        return self._run.path / (
+            "supervisor.owner" if number == 1 else f"supervisor.owner.{number}"
+        )
 
     def take(self) -> RunLock | None:
         """Take the lock, unless its owner lives or another process is faster."""
@@ -86,7 +90,9 @@ class OwnerFiles:
             return None
         with self._draft(self._owner) as draft:
             try:
-                os.link(draft, self.path(number))  # fails if it exists, and shows the whole content at once
+                os.link(
+                    draft, self.path(number)
+                )  # fails if it exists, and shows the whole content at once
             except FileExistsError:
                 return None
         return RunLock(self, number)
@@ -143,7 +149,9 @@ def run_lock(run: RunDirectory, *, assume_dead: bool = False) -> Iterator[RunLoc
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(run.supervisor_lock_path, flags, 0o600)
     try:
-        lock = _take(run, descriptor, OwnerFiles(run, assume_dead=assume_dead), assume_dead=assume_dead)
+        lock = _take(
+            run, descriptor, OwnerFiles(run, assume_dead=assume_dead), assume_dead=assume_dead
+        )
         try:
             yield lock
         finally:
@@ -153,7 +161,9 @@ def run_lock(run: RunDirectory, *, assume_dead: bool = False) -> Iterator[RunLoc
         os.close(descriptor)
 
 
-def _take(run: RunDirectory, descriptor: int, files: OwnerFiles, *, assume_dead: bool) -> RunLock | None:
+def _take(
+    run: RunDirectory, descriptor: int, files: OwnerFiles, *, assume_dead: bool
+) -> RunLock | None:
     refused = excludes = False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -18,7 +18,14 @@ from so_tui.runs.codec import decode_rollup, decode_sample, encode_line
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.rollup import roll_up, single
 from so_tui.runs.sample import Rollup, Sample
-from so_tui.runs.segments import MEBIBYTE, PolledSegments, SegmentWriter, read_lines, read_span, segments
+from so_tui.runs.segments import (
+    MEBIBYTE,
+    PolledSegments,
+    SegmentWriter,
+    read_lines,
+    read_span,
+    segments,
+)
 
 _FIRST_LINE_BYTES = 1 << 13
 
@@ -44,7 +51,9 @@ RESOLUTIONS = (
 class SampleWriter:
     """Appends the samples of one host. Only the supervisor has one. A crash loses unfinished roll-ups, but no sample."""
 
-    def __init__(self, run: RunDirectory, host: str, *, resolutions: Sequence[Resolution] = RESOLUTIONS) -> None:
+    def __init__(
+        self, run: RunDirectory, host: str, *, resolutions: Sequence[Resolution] = RESOLUTIONS
+    ) -> None:
         """Create the folder. Raises OSError."""
         folder = run.samples_dir(host)
         self._raw = _ResolutionWriter(folder, resolutions[0])
@@ -69,7 +78,10 @@ class SampleWriter:
         if level == len(self._rollups):
             return
         parts, resolution = self._open[level], self._rollups[level].resolution
-        if parts and (_bucket(parts[0], resolution) != _bucket(part, resolution) or parts[0].mean.attempt != part.mean.attempt):
+        if parts and (
+            _bucket(parts[0], resolution) != _bucket(part, resolution)
+            or parts[0].mean.attempt != part.mean.attempt
+        ):
             self._complete(level)
         self._open[level].append(part)
 
@@ -86,7 +98,12 @@ class _ResolutionWriter:
     def __init__(self, folder: Path, resolution: Resolution) -> None:
         self.resolution = resolution
         self._folder = folder
-        self._segments = SegmentWriter(folder, resolution.stem, limit_bytes=resolution.segment_bytes, on_closed=lambda _: self._prune())
+        self._segments = SegmentWriter(
+            folder,
+            resolution.stem,
+            limit_bytes=resolution.segment_bytes,
+            on_closed=lambda _: self._prune(),
+        )
         self._prune()
 
     def append(self, line: bytes) -> None:
@@ -99,7 +116,9 @@ class _ResolutionWriter:
         paths = list(segments(self._folder, self.resolution.stem).values())
         total = sum(path.stat().st_size for path in paths)
         for path in paths:
-            if total <= self.resolution.cap_bytes - self.resolution.segment_bytes:  # leaves room for the next segment
+            if (
+                total <= self.resolution.cap_bytes - self.resolution.segment_bytes
+            ):  # leaves room for the next segment
                 return
             total -= path.stat().st_size
             path.unlink()
@@ -108,7 +127,9 @@ class _ResolutionWriter:
 class SampleReader:
     """Follows the samples of one host. For one thread."""
 
-    def __init__(self, run: RunDirectory, host: str, *, resolutions: Sequence[Resolution] = RESOLUTIONS) -> None:
+    def __init__(
+        self, run: RunDirectory, host: str, *, resolutions: Sequence[Resolution] = RESOLUTIONS
+    ) -> None:
         self._folder = run.samples_dir(host)
         self._resolutions = resolutions
         self._newest = PolledSegments(self._folder, resolutions[0].stem)
@@ -146,7 +167,14 @@ class SampleReader:
             rows: Approximate number of roll-ups wanted.
         """
         wanted_s = (last - first) / max(1, rows)
-        level = max((i for i, resolution in enumerate(self._resolutions) if resolution.interval_s <= wanted_s), default=0)
+        level = max(
+            (
+                i
+                for i, resolution in enumerate(self._resolutions)
+                if resolution.interval_s <= wanted_s
+            ),
+            default=0,
+        )
         parts: list[tuple[Resolution, float]] = []
         until = last
         for resolution in self._resolutions[level:]:
@@ -164,17 +192,23 @@ class SampleReader:
         paths = list(segments(self._folder, resolution.stem).values())
         starts = [self._start(resolution, path) for path in paths]
         for path, start, next_start in zip(paths, starts, [*starts[1:], math.inf], strict=False):
-            set_back = next_start < start  # the clock, so that the next one's begin says nothing about this one's end
+            set_back = (
+                next_start < start
+            )  # the clock, so that the next one's begin says nothing about this one's end
             if start <= last and (next_start > first or set_back):
                 yield from self._rows_of(resolution, path, first, last)
 
-    def _rows_of(self, resolution: Resolution, path: Path, first: float, last: float) -> Iterator[Rollup]:
+    def _rows_of(
+        self, resolution: Resolution, path: Path, first: float, last: float
+    ) -> Iterator[Rollup]:
         """Yield the rows of a segment between two times: all lines are decoded when it is read first, then only those."""
         known = self._known.setdefault(path, _KnownLines())
         read_to = known.end
         for start, end in known.spans(first, last):
             for line in read_span(path, start, end):
-                if (row := _as_rollup(resolution, line)) is not None and first <= row.mean.time <= last:
+                if (
+                    row := _as_rollup(resolution, line)
+                ) is not None and first <= row.mean.time <= last:
                     yield row
         for line in read_span(path, read_to, 2 * resolution.segment_bytes):
             row = _as_rollup(resolution, line)
@@ -189,7 +223,9 @@ class SampleReader:
         while path not in self._starts and reached > offset:
             offset = reached
             lines, reached = read_lines(path, offset, _FIRST_LINE_BYTES)
-            row = next((row for line in lines if (row := _as_rollup(resolution, line)) is not None), None)
+            row = next(
+                (row for line in lines if (row := _as_rollup(resolution, line)) is not None), None
+            )
             if row is not None:
                 self._starts[path] = row.mean.time
         return self._starts.get(path, math.inf)

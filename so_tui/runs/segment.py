@@ -72,7 +72,9 @@ class Segment:
         offsets = positions["offset"]
         end = self.offset if self.index is None else self.index.segment_bytes
         before = positions["first"][start] - 1
-        for line in read_span(self.path, int(offsets[start]), int(offsets[stop]) if stop < len(offsets) else end):
+        for line in read_span(
+            self.path, int(offsets[start]), int(offsets[stop]) if stop < len(offsets) else end
+        ):
             record = decode_metric(line)
             if isinstance(record, StepRecord) and record.step > before:
                 before = record.step

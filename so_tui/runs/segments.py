@@ -30,7 +30,13 @@ def _numbered(folder: Path, names: Iterable[str], stem: str, suffix: str) -> dic
     found = {}
     for name in names:
         number = name[len(stem) : -len(suffix)]
-        if name.startswith(stem) and name.endswith(suffix) and number.isdecimal() and number.isascii() and len(number) <= 12:
+        if (
+            name.startswith(stem)
+            and name.endswith(suffix)
+            and number.isdecimal()
+            and number.isascii()
+            and len(number) <= 12
+        ):
             found[int(number)] = folder / name
     return dict(sorted(found.items()))
 
@@ -69,7 +75,11 @@ def read_lines(path: Path, offset: int, limit_bytes: int) -> tuple[list[bytes], 
         block = os.pread(descriptor, min(limit_bytes, unread_bytes), offset)
         if b"\n" not in block:
             parts, at = [block], offset + len(block)
-            while b"\n" not in parts[-1] and at - offset < LONGEST_LINE_BYTES and (more := os.pread(descriptor, MEBIBYTE, at)):
+            while (
+                b"\n" not in parts[-1]
+                and at - offset < LONGEST_LINE_BYTES
+                and (more := os.pread(descriptor, MEBIBYTE, at))
+            ):
                 parts.append(more)
                 at += len(more)
             block = b"".join(parts)
@@ -117,7 +127,12 @@ class SegmentWriter:
     """
 
     def __init__(
-        self, folder: Path, stem: str = "", *, limit_bytes: int = 4 * MEBIBYTE, on_closed: Callable[[Path], None] | None = None
+        self,
+        folder: Path,
+        stem: str = "",
+        *,
+        limit_bytes: int = 4 * MEBIBYTE,
+        on_closed: Callable[[Path], None] | None = None,
     ) -> None:
         """Create the folder, but not its parent, so that a deleted run stays deleted. Raises OSError."""
         self._folder = folder
@@ -155,7 +170,10 @@ class SegmentWriter:
 
     def _open_next(self) -> None:
         # A segment that was lost may have left its index, which would pass for one of a new segment of the same number.
-        used = (*segments(self._folder, self._stem), *segments(self._folder, self._stem, INDEX_SUFFIX))
+        used = (
+            *segments(self._folder, self._stem),
+            *segments(self._folder, self._stem, INDEX_SUFFIX),
+        )
         number = max(used, default=0) + 1
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         while True:

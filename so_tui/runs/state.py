@@ -61,16 +61,41 @@ def read_state(run: RunDirectory) -> RunState:
     state = _read(run.state_path, RunState, "unreadable-state", remedy)
     if not _plausible(state):
         message = f"{run.state_path.name} holds a time or a number that no run can have"
-        raise InputError([Problem(code="unreadable-state", field="run", value=str(run.path), message=message, remedy=remedy)])
+        raise InputError(
+            [
+                Problem(
+                    code="unreadable-state",
+                    field="run",
+                    value=str(run.path),
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        )
     return state
 
 
 def _plausible(state: RunState) -> bool:
     """Return whether times can be shown as dates, and counts are in a range to compute with."""
     alerts = state.alerts
-    times = (state.started, state.ended, state.attempt_started, state.saved_at, *(alert.time for alert in alerts))
-    counts = (state.attempt, state.step, state.total_steps, state.saved_step, state.heartbeat, *(alert.step for alert in alerts))
-    return all(time is None or is_time(time) for time in times) and all(count is None or is_count(count) for count in counts)
+    times = (
+        state.started,
+        state.ended,
+        state.attempt_started,
+        state.saved_at,
+        *(alert.time for alert in alerts),
+    )
+    counts = (
+        state.attempt,
+        state.step,
+        state.total_steps,
+        state.saved_step,
+        state.heartbeat,
+        *(alert.step for alert in alerts),
+    )
+    return all(time is None or is_time(time) for time in times) and all(
+        count is None or is_count(count) for count in counts
+    )
 
 
 def write_spec(run: RunDirectory, spec: RunSpec) -> None:
@@ -100,4 +125,10 @@ def _read(path: Path, kind: type[T], code: str, remedy: str) -> T:
             code, remedy = "run-gone", "The folder of the run was deleted or moved."
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         message = f"{path.name} cannot be read: {reason}"
-        raise InputError([Problem(code=code, field="run", value=str(path.parent), message=message, remedy=remedy)]) from error
+        raise InputError(
+            [
+                Problem(
+                    code=code, field="run", value=str(path.parent), message=message, remedy=remedy
+                )
+            ]
+        ) from error

@@ -37,7 +37,9 @@ def concluded(run: RunDirectory, state: RunState) -> RunState:
     saved = next((record for record in records if isinstance(record, CheckpointRecord)), None)
     if saved is not None:
         state = replace(state, saved_step=saved.step, saved_at=saved.time)
-    if (end := next((record for record in records if isinstance(record, EndRecord)), None)) is not None:
+    if (
+        end := next((record for record in records if isinstance(record, EndRecord)), None)
+    ) is not None:
         return replace(
             state,
             state=end.state,
@@ -52,8 +54,10 @@ def concluded(run: RunDirectory, state: RunState) -> RunState:
         state,
         state="lost",
         code=OutcomeCode.UNOBSERVED,
-        reason=state.reason or f"every process of the run on {state.host} has ended, and the trainer recorded no result",
-        suggestion=state.suggestion or "Read the end of its log; `so-tui resume` continues from the last checkpoint.",
+        reason=state.reason
+        or f"every process of the run on {state.host} has ended, and the trainer recorded no result",
+        suggestion=state.suggestion
+        or "Read the end of its log; `so-tui resume` continues from the last checkpoint.",
         ended=_last_alive(run, records),
         exit_code=EXIT_CODES["lost"],
     )
@@ -83,7 +87,13 @@ def _last_records(run: RunDirectory, attempt: int) -> tuple[MetricRecord, ...]:
             f"its records cannot be read: {error.strerror or error}",
             "Check the folder's rights, and that it is mounted.",
         )
-        problem = Problem(code="unreadable-records", field="run", value=str(run.metrics_dir), message=message, remedy=remedy)
+        problem = Problem(
+            code="unreadable-records",
+            field="run",
+            value=str(run.metrics_dir),
+            message=message,
+            remedy=remedy,
+        )
         raise InputError([problem]) from error
     records = (decode_metric(line) for line in reversed(lines))
     return tuple(record for record in records if record is not None and record.attempt == attempt)

@@ -18,17 +18,23 @@ class MetricsWriter:
     power failure loses. Indexing a full segment of 4 MiB takes about 0.1 s, once in about 10,000 steps. For one thread.
     """
 
-    def __init__(self, run: RunDirectory, attempt: int, *, segment_bytes: int = 4 * MEBIBYTE) -> None:
+    def __init__(
+        self, run: RunDirectory, attempt: int, *, segment_bytes: int = 4 * MEBIBYTE
+    ) -> None:
         """Create ``metrics/`` and index the segments of killed attempts. Raises OSError."""
         self._attempt = attempt
         self._folder = run.metrics_dir
-        self._segments = SegmentWriter(run.metrics_dir, limit_bytes=segment_bytes, on_closed=lambda _: self._index_closed())
+        self._segments = SegmentWriter(
+            run.metrics_dir, limit_bytes=segment_bytes, on_closed=lambda _: self._index_closed()
+        )
         self._index_closed()
 
     def append(self, record: MetricRecord) -> None:
         """Write one record. Raises ValueError for a record of another attempt, OSError if the disk is full."""
         if record.attempt != self._attempt:
-            raise ValueError(f"record of attempt {record.attempt} for the writer of attempt {self._attempt}")
+            raise ValueError(
+                f"record of attempt {record.attempt} for the writer of attempt {self._attempt}"
+            )
         self._segments.append(encode_line(record))
 
     def close(self) -> None:

@@ -38,7 +38,9 @@ SECRET = ("prometheus.token",)
 _OWN_EYES_ONLY = ("alerts.command", "prometheus.token")
 _LEAST_TOKEN = 16
 _TOKEN = re.compile(f"[!-~]{{{_LEAST_TOKEN},}}")
-_TABLES: dict[str, type[Struct]] = {field.name: field.type for field in msgspec.structs.fields(Settings)}
+_TABLES: dict[str, type[Struct]] = {
+    field.name: field.type for field in msgspec.structs.fields(Settings)
+}
 Tree = dict[str, Any]
 
 
@@ -68,7 +70,11 @@ def all_settings() -> tuple[Setting, ...]:
     for name, table in _TABLES.items():
         for field in msgspec.structs.fields(table):
             description = field.type.__metadata__[0].description or ""
-            found.append(Setting(f"{name}.{field.name}", field.type, getattr(table(), field.name), description))
+            found.append(
+                Setting(
+                    f"{name}.{field.name}", field.type, getattr(table(), field.name), description
+                )
+            )
     return tuple(found)
 
 
@@ -121,7 +127,11 @@ def checked(tree: Tree, path: Path) -> Loaded:
                 good[key] = _converted(f"{name}.{key}", given, types[key])
             except msgspec.ValidationError as error:
                 words = ", ".join(choices(types[key]))
-                message = f"is none of {words}" if words else f"is not what it takes: {str(error).replace('`', '')}"
+                message = (
+                    f"is none of {words}"
+                    if words
+                    else f"is not what it takes: {str(error).replace('`', '')}"
+                )
                 problems.append(_invalid(f"{name}.{key}", given, message, path))
             except _UnusableError as error:
                 problems.append(_invalid(f"{name}.{key}", given, str(error), path))
@@ -147,11 +157,18 @@ def change_settings(changes: Mapping[str, Any], path: Path | None = None) -> Set
     try:
         decode_toml(content)
         document = tomlkit.parse(content.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.DecodeError, TOMLKitError) as error:
+    except (
+        tomllib.TOMLDecodeError,
+        UnicodeDecodeError,
+        msgspec.DecodeError,
+        TOMLKitError,
+    ) as error:
         raise InputError([_not_toml(path, error)]) from None
     for key, value in changes.items():
         table, _, name = key.partition(".")
-        if wrong := checked({table: {} if value is None and key in KEYS else {name: value}}, path).problems:
+        if wrong := checked(
+            {table: {} if value is None and key in KEYS else {name: value}}, path
+        ).problems:
             raise InputError(wrong)
         present = document.get(table, {})
         if not isinstance(present, dict):
@@ -167,7 +184,10 @@ def change_settings(changes: Mapping[str, Any], path: Path | None = None) -> Set
 def _read(path: Path) -> bytes | None:
     """Return the content of the file; None if there is none. A link to a file of one's own elsewhere is followed. Raises InputError."""
     try:
-        if path.parent.exists() and (distrust := distrust_of_folder(path.parent.resolve())) is not None:
+        if (
+            path.parent.exists()
+            and (distrust := distrust_of_folder(path.parent.resolve())) is not None
+        ):
             raise NotOwnError(path.parent, distrust)
         if path.is_symlink() or path.exists():
             content = read_own(path.resolve(strict=True))
@@ -178,9 +198,21 @@ def _read(path: Path) -> bytes | None:
         message = f"is not yours alone ({error.distrust}), so nothing of it is used"
         raise InputError([_problem("settings-not-own", message, remedy, path)]) from None
     except OSError as error:
-        raise InputError([_problem("settings-unreadable", f"cannot be read: {error.strerror}", "Check its rights.", path)]) from None
+        raise InputError(
+            [
+                _problem(
+                    "settings-unreadable",
+                    f"cannot be read: {error.strerror}",
+                    "Check its rights.",
+                    path,
+                )
+            ]
+        ) from None
     if len(content) > LARGEST_BYTES:
-        message, remedy = f"has more than {LARGEST_BYTES} bytes", "Remove what does not belong there; `so-tui settings` lists the keys."
+        message, remedy = (
+            f"has more than {LARGEST_BYTES} bytes",
+            "Remove what does not belong there; `so-tui settings` lists the keys.",
+        )
         raise InputError([_problem("settings-unreadable", message, remedy, path)])
     return content
 
@@ -194,7 +226,9 @@ def _write(path: Path, text: str) -> None:
         write_atomic(target, text.encode(), mode=0o600)
     except OSError as error:
         remedy = "Free some space, or set XDG_CONFIG_HOME to a folder that you can write."
-        problem = _problem("settings-not-writable", f"cannot be written: {error.strerror}", remedy, path)
+        problem = _problem(
+            "settings-not-writable", f"cannot be written: {error.strerror}", remedy, path
+        )
         raise InputError([problem]) from None
 
 
@@ -217,7 +251,12 @@ def _without_secrets(found: Loaded, path: Path) -> Loaded:
         prometheus=msgspec.structs.replace(settings.prometheus, token=""),
     )
     message = f"can be read by other users, so {' and '.join(given)} in it {'is' if len(given) == 1 else 'are'} not used"
-    problem = _problem("settings-readable", message, f"Close it to others: `{quoted('chmod', '600', str(path))}`.", path)
+    problem = _problem(
+        "settings-readable",
+        message,
+        f"Close it to others: `{quoted('chmod', '600', str(path))}`.",
+        path,
+    )
     return Loaded(settings, (*found.problems, problem))
 
 
@@ -226,15 +265,25 @@ def _converted(key: str, given: Any, kind: Any) -> Any:
     value = msgspec.convert(given, kind)
     if isinstance(value, float) and not math.isfinite(value):
         raise _UnusableError("is not a finite number")
-    if key == "alerts.command" and value and (not value[0] or any("\0" in argument for argument in value)):
-        raise _UnusableError("is no argument list: its first argument names a program, and none has a NUL character")
+    if (
+        key == "alerts.command"
+        and value
+        and (not value[0] or any("\0" in argument for argument in value))
+    ):
+        raise _UnusableError(
+            "is no argument list: its first argument names a program, and none has a NUL character"
+        )
     if key == "prometheus.token" and value and not _TOKEN.fullmatch(value):
-        raise _UnusableError(f"is shorter than {_LEAST_TOKEN} characters, or has others than printable ASCII")
+        raise _UnusableError(
+            f"is shorter than {_LEAST_TOKEN} characters, or has others than printable ASCII"
+        )
     return value
 
 
 def _problem(code: str, message: str, remedy: str, path: Path) -> Problem:
-    return Problem(code=code, field="settings", value="", message=message, remedy=remedy, file=str(path))
+    return Problem(
+        code=code, field="settings", value="", message=message, remedy=remedy, file=str(path)
+    )
 
 
 def _not_toml(path: Path, error: Exception) -> Problem:
@@ -245,14 +294,32 @@ def _not_toml(path: Path, error: Exception) -> Problem:
 def _unknown(key: str, value: Any, known: tuple[str, ...], path: Path) -> Problem:
     remedy = f"{nearest(key.rpartition('.')[2], known)}There {'is' if len(known) == 1 else 'are'} {some(known)}."
     code, message = "unknown-setting", "there is no such setting"
-    return Problem(code=code, field=key, value=_shown_value(key, value), message=message, remedy=remedy, file=str(path))
+    return Problem(
+        code=code,
+        field=key,
+        value=_shown_value(key, value),
+        message=message,
+        remedy=remedy,
+        file=str(path),
+    )
 
 
 def _invalid(key: str, value: Any, message: str, path: Path) -> Problem:
     setting = next((setting for setting in all_settings() if setting.key == key), None)
-    remedy = f"{setting.description[:1].upper()}{setting.description[1:]}." if setting else "Write it as a table of its own."
+    remedy = (
+        f"{setting.description[:1].upper()}{setting.description[1:]}."
+        if setting
+        else "Write it as a table of its own."
+    )
     code = "invalid-setting"
-    return Problem(code=code, field=key, value=_shown_value(key, value), message=message.rstrip("."), remedy=remedy, file=str(path))
+    return Problem(
+        code=code,
+        field=key,
+        value=_shown_value(key, value),
+        message=message.rstrip("."),
+        remedy=remedy,
+        file=str(path),
+    )
 
 
 def _shown_value(key: str, value: Any) -> str:

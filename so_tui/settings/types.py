@@ -21,24 +21,37 @@ class ScreenSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """How the screen looks."""
 
     theme: Annotated[
-        str, Meta(max_length=80, description="colours: so-tui-dark, -light, -contrast, -colour-blind, or a theme of Textual")
+        str,
+        Meta(
+            max_length=80,
+            description="colours: so-tui-dark, -light, -contrast, -colour-blind, or a theme of Textual",
+        ),
     ] = "so-tui-dark"
     glyphs: Annotated[
-        Literal["auto", "braille", "block", "ascii"], Meta(description="characters of charts; auto takes what locale and terminal can show")
+        Literal["auto", "braille", "block", "ascii"],
+        Meta(description="characters of charts; auto takes what locale and terminal can show"),
     ] = "auto"
-    units: Annotated[Literal["binary", "decimal"], Meta(description="memory in GiB or in GB")] = "binary"
-    layout: Annotated[Literal["auto", "compact"], Meta(description="auto goes by the terminal's size; compact is that of a small one")] = (
-        "auto"
+    units: Annotated[Literal["binary", "decimal"], Meta(description="memory in GiB or in GB")] = (
+        "binary"
     )
+    layout: Annotated[
+        Literal["auto", "compact"],
+        Meta(description="auto goes by the terminal's size; compact is that of a small one"),
+    ] = "auto"
 
 
 class KeySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Keys of the screen."""
 
-    style: Annotated[Literal["standard", "vim"], Meta(description="vim adds j k g G ^d ^u ^f ^b for moving")] = "standard"
+    style: Annotated[
+        Literal["standard", "vim"], Meta(description="vim adds j k g G ^d ^u ^f ^b for moving")
+    ] = "standard"
     bindings: Annotated[
         dict[Annotated[str, Meta(max_length=80)], Key],
-        Meta(max_length=200, description='other keys for commands: stop = "ctrl+x"; several are separated by commas'),
+        Meta(
+            max_length=200,
+            description='other keys for commands: stop = "ctrl+x"; several are separated by commas',
+        ),
     ] = {}
 
 
@@ -47,51 +60,101 @@ class PanelSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     charts: Annotated[Rows | None, Meta(description="rows of the dashboard's charts")] = None
     nodes: Annotated[NodeRows | None, Meta(description="rows of each NUMA node's history")] = None
-    side: Annotated[Columns | None, Meta(description="columns of the panels at the right of the dashboard")] = None
+    side: Annotated[
+        Columns | None, Meta(description="columns of the panels at the right of the dashboard")
+    ] = None
     form: Annotated[Columns | None, Meta(description="columns of Configure's form")] = None
-    run: Annotated[Rows | None, Meta(description="rows of the chosen run below the list of runs")] = None
-    run_beside: Annotated[Columns | None, Meta(description="columns of the chosen run beside the list of runs")] = None
+    run: Annotated[
+        Rows | None, Meta(description="rows of the chosen run below the list of runs")
+    ] = None
+    run_beside: Annotated[
+        Columns | None, Meta(description="columns of the chosen run beside the list of runs")
+    ] = None
 
 
 class RunListSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The list of runs."""
 
     sort: Annotated[
-        Literal["started", "name", "model", "state", "host", "step", "loss", "evaluation", "tokens/s", "mfu", "memory"],
+        Literal[
+            "started",
+            "name",
+            "model",
+            "state",
+            "host",
+            "step",
+            "loss",
+            "evaluation",
+            "tokens/s",
+            "mfu",
+            "memory",
+        ],
         Meta(description="what runs are sorted by"),
     ] = "started"
-    group: Annotated[Literal["none", "model", "state", "tag", "host"], Meta(description="what runs are grouped by")] = "none"
+    group: Annotated[
+        Literal["none", "model", "state", "tag", "host"],
+        Meta(description="what runs are grouped by"),
+    ] = "none"
 
 
 class AlertSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is announced, and how."""
 
-    on: Annotated[tuple[AlertName, ...], Meta(max_length=20, description="what is announced")] = ALERTS
+    on: Annotated[tuple[AlertName, ...], Meta(max_length=20, description="what is announced")] = (
+        ALERTS
+    )
     bell: Annotated[bool, Meta(description="ring the terminal's bell")] = True
     notify: Annotated[
-        Literal["auto", "osc9", "osc777", "off"], Meta(description="desktop notification by the terminal; auto takes what it understands")
+        Literal["auto", "osc9", "osc777", "off"],
+        Meta(description="desktop notification by the terminal; auto takes what it understands"),
     ] = "auto"
-    title: Annotated[bool, Meta(description="name live runs and the last alert in the terminal's title")] = True
-    stall_s: Annotated[float, Meta(ge=10, le=604_800, description="seconds without a step that count as a stall")] = 900.0
+    title: Annotated[
+        bool, Meta(description="name live runs and the last alert in the terminal's title")
+    ] = True
+    stall_s: Annotated[
+        float, Meta(ge=10, le=604_800, description="seconds without a step that count as a stall")
+    ] = 900.0
     loss_above: Annotated[float | None, Meta(description="announce a loss above this")] = None
     disk_free_gb: Annotated[
-        float, Meta(ge=0, le=1e9, description="announce less free disk space than this, in GB, for the run or its checkpoints")
+        float,
+        Meta(
+            ge=0,
+            le=1e9,
+            description="announce less free disk space than this, in GB, for the run or its checkpoints",
+        ),
     ] = 10.0
     command: Annotated[
-        tuple[Argument, ...], Meta(max_length=64, description="command that the supervisor runs for each alert, as a list of arguments")
+        tuple[Argument, ...],
+        Meta(
+            max_length=64,
+            description="command that the supervisor runs for each alert, as a list of arguments",
+        ),
     ] = ()
-    command_timeout_s: Annotated[float, Meta(ge=1, le=300, description="seconds after which that command is ended")] = 20.0
+    command_timeout_s: Annotated[
+        float, Meta(ge=1, le=300, description="seconds after which that command is ended")
+    ] = 20.0
 
 
 class PrometheusSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Figures of live runs for Prometheus, on the host that trains."""
 
-    enabled: Annotated[bool, Meta(description="let supervisors of new attempts answer on 127.0.0.1")] = False
-    port: Annotated[int, Meta(ge=1024, le=65_500, description="first port; with several runs on a host, the next free one of sixteen")] = (
-        9464
-    )
+    enabled: Annotated[
+        bool, Meta(description="let supervisors of new attempts answer on 127.0.0.1")
+    ] = False
+    port: Annotated[
+        int,
+        Meta(
+            ge=1024,
+            le=65_500,
+            description="first port; with several runs on a host, the next free one of sixteen",
+        ),
+    ] = 9464
     token: Annotated[
-        str, Meta(max_length=200, description="secret of at least 16 characters that a request must carry as a bearer token")
+        str,
+        Meta(
+            max_length=200,
+            description="secret of at least 16 characters that a request must carry as a bearer token",
+        ),
     ] = ""
 
 

@@ -20,7 +20,14 @@ from so_tui.spec.sections.model import ModelSpec
 from so_tui.spec.sections.offload import OffloadSpec
 from so_tui.spec.sections.parameters import ParameterBlock, Tensor, decays
 from so_tui.spec.sections.train import TrainSpec
-from so_tui.spec.tree import OF_A_SOURCE, complete_tree, differences, parse_value, spec_tree, with_values
+from so_tui.spec.tree import (
+    OF_A_SOURCE,
+    complete_tree,
+    differences,
+    parse_value,
+    spec_tree,
+    with_values,
+)
 from so_tui.spec.types import Preset, RunSpec
 
 __all__ = [

@@ -23,8 +23,21 @@ def as_published(spec: RunSpec) -> RunSpec:
         InputError: The 4 sequences cannot be divided among the GPUs (code ``not-as-published``).
     """
     if EXAMPLE_SEQUENCES % spec.ranks:
-        message, remedy = "does not divide the 4 sequences of a step in DeepSpeed's examples", "Use 1, 2 or 4 GPUs."
-        raise InputError([Problem(code="not-as-published", field="gpus", value=str(spec.ranks), message=message, remedy=remedy)])
+        message, remedy = (
+            "does not divide the 4 sequences of a step in DeepSpeed's examples",
+            "Use 1, 2 or 4 GPUs.",
+        )
+        raise InputError(
+            [
+                Problem(
+                    code="not-as-published",
+                    field="gpus",
+                    value=str(spec.ranks),
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        )
     large = spec.name.startswith("gpt-oss")
     offload = replace(
         spec.offload,
@@ -36,7 +49,13 @@ def as_published(spec: RunSpec) -> RunSpec:
         sub_group_size=800_000_000 if large else 400_000_000,
         states="fp32",
     )
-    train = replace(spec.train, micro_batch=EXAMPLE_SEQUENCES // spec.ranks, gradient_accumulation=1, tokens_per_step=0, learning_rate=1e-5)
+    train = replace(
+        spec.train,
+        micro_batch=EXAMPLE_SEQUENCES // spec.ranks,
+        gradient_accumulation=1,
+        tokens_per_step=0,
+        learning_rate=1e-5,
+    )
     return replace(
         spec,
         name=f"{spec.name}-as-published",

@@ -10,9 +10,20 @@ from typing import Literal
 
 from msgspec import Struct
 
-AttentionBackend = Literal["flash-attn-4", "flash-attn-3", "flash-attn-2", "torch-flash", "sdpa", "eager"]
+AttentionBackend = Literal[
+    "flash-attn-4", "flash-attn-3", "flash-attn-2", "torch-flash", "sdpa", "eager"
+]
 """Backends once ``auto`` is decided."""
-Obstacle = Literal["no-gpu", "other-gpu", "not-installed", "head-size", "softcap", "sinks", "rows", "not-deterministic"]
+Obstacle = Literal[
+    "no-gpu",
+    "other-gpu",
+    "not-installed",
+    "head-size",
+    "softcap",
+    "sinks",
+    "rows",
+    "not-deterministic",
+]
 """Why a backend cannot be used."""
 
 OBSTACLES: dict[Obstacle, str] = {
@@ -27,7 +38,10 @@ OBSTACLES: dict[Obstacle, str] = {
 }
 """What is said of a backend that cannot be used."""
 
-FORMER_NAMES: dict[str, AttentionBackend] = {"flash_attention_2": "flash-attn-2", "flash_attention_3": "flash-attn-3"}
+FORMER_NAMES: dict[str, AttentionBackend] = {
+    "flash_attention_2": "flash-attn-2",
+    "flash_attention_3": "flash-attn-3",
+}
 """Names in presets of earlier versions."""
 
 MASKED_BACKENDS: tuple[AttentionBackend, ...] = ("sdpa", "eager")
@@ -71,8 +85,19 @@ KERNELS = (
         deterministic=(9, 10, 11),
     ),
     Kernel(name="flash-attn-3", package="flash_attn_3", generations=(9,), deterministic=(9,)),
-    Kernel(name="flash-attn-2", package="flash-attn", generations=(8, 9, 10, 11, 12), deterministic=(8, 9, 10, 11, 12)),
-    Kernel(name="torch-flash", generations=(0, 8, 9, 10, 11, 12), tested=(9,), softcap=False, deterministic=(0, 8, 9, 10, 11, 12)),
+    Kernel(
+        name="flash-attn-2",
+        package="flash-attn",
+        generations=(8, 9, 10, 11, 12),
+        deterministic=(8, 9, 10, 11, 12),
+    ),
+    Kernel(
+        name="torch-flash",
+        generations=(0, 8, 9, 10, 11, 12),
+        tested=(9,),
+        softcap=False,
+        deterministic=(0, 8, 9, 10, 11, 12),
+    ),
 )
 """The fastest first."""
 _LARGEST_HEAD = 256
@@ -114,7 +139,14 @@ class Chosen(Struct, frozen=True):
 
 def generation_of(gpu_name: str) -> int:
     """Return the major compute capability of a GPU by its product name; 0 when it is not known."""
-    return next((major for pattern, major in _GENERATIONS if re.search(rf"\b(?:{pattern})\b", gpu_name, re.IGNORECASE)), UNKNOWN_GPU)
+    return next(
+        (
+            major
+            for pattern, major in _GENERATIONS
+            if re.search(rf"\b(?:{pattern})\b", gpu_name, re.IGNORECASE)
+        ),
+        UNKNOWN_GPU,
+    )
 
 
 def obstacle_to(backend: AttentionBackend, needs: Needs, present: Present) -> Obstacle | None:
@@ -153,4 +185,6 @@ def choose_backend(needs: Needs, present: Present) -> Chosen:
 
 
 def _has_head_size(kernel: Kernel, size: int) -> bool:
-    return size in kernel.head_sizes if kernel.head_sizes else size % 8 == 0 and size <= _LARGEST_HEAD
+    return (
+        size in kernel.head_sizes if kernel.head_sizes else size % 8 == 0 and size <= _LARGEST_HEAD
+    )

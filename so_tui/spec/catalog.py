@@ -64,9 +64,15 @@ def resolve_source(text: str) -> str:
     folder = builtin_folder()
     path = (folder / text.removeprefix(BUILTIN)).resolve()
     if not path.is_relative_to(folder.resolve()) or not path.exists():
-        names = ", ".join(sorted(f"{BUILTIN}{child.name}" for child in folder.iterdir() if child.is_dir()))
+        names = ", ".join(
+            sorted(f"{BUILTIN}{child.name}" for child in folder.iterdir() if child.is_dir())
+        )
         problem = Problem(
-            code="unknown-builtin", field="source", value=shown(text), message="is not built in", remedy=f"Built in: {names}."
+            code="unknown-builtin",
+            field="source",
+            value=shown(text),
+            message="is not built in",
+            remedy=f"Built in: {names}.",
         )
         raise InputError([problem])
     return str(path)
@@ -76,7 +82,10 @@ def load_catalog(user_dir: Path | None = None) -> Catalog:
     """Load all presets. An invalid user preset is reported in ``problems`` and does not hide the others."""
     trees: dict[str, Source] = {}
     problems: list[Problem] = []
-    folders: tuple[tuple[Path, Origin], ...] = ((builtin_folder(), "built-in"), (user_dir or user_folder(), "user"))
+    folders: tuple[tuple[Path, Origin], ...] = (
+        (builtin_folder(), "built-in"),
+        (user_dir or user_folder(), "user"),
+    )
     for folder, origin in folders:
         paths, unreadable = preset_files(folder)
         problems += unreadable
@@ -94,7 +103,10 @@ def load_catalog(user_dir: Path | None = None) -> Catalog:
             presets[source.name] = _preset(source, trees)
         except InputError as error:
             problems += error.problems
-    return Catalog(presets=dict(sorted(presets.items(), key=lambda item: _order(item[1]))), problems=tuple(problems))
+    return Catalog(
+        presets=dict(sorted(presets.items(), key=lambda item: _order(item[1]))),
+        problems=tuple(problems),
+    )
 
 
 def find_preset(name_or_path: str, catalog: Catalog | None = None, *, table: bool = True) -> Preset:
@@ -116,17 +128,41 @@ def find_preset(name_or_path: str, catalog: Catalog | None = None, *, table: boo
     if Path(name_or_path).suffix.lower() in _DATA_SUFFIXES:
         remedy = f"To train on your own rows, name a preset as well: tiny {set_option('data.source', name_or_path)}"
         message = "is a data file, not a preset"
-        raise InputError([Problem(code="data-not-preset", field="preset", value=shown(name_or_path), message=message, remedy=remedy)])
+        raise InputError(
+            [
+                Problem(
+                    code="data-not-preset",
+                    field="preset",
+                    value=shown(name_or_path),
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        )
     if "/" in name_or_path or name_or_path.endswith(".toml"):
         if fault:
             remedy = "`so-tui presets` lists the presets by name."
-            raise InputError([Problem(code="invalid-path", field="preset", value=shown(name_or_path), message=fault, remedy=remedy)])
+            raise InputError(
+                [
+                    Problem(
+                        code="invalid-path",
+                        field="preset",
+                        value=shown(name_or_path),
+                        message=fault,
+                        remedy=remedy,
+                    )
+                ]
+            )
         source = read_source(Path(name_or_path).expanduser(), "file")
         if not table and isinstance(source.tree.get("model"), dict):
             source.tree["model"].pop("parameters", None)
         known = (catalog or load_catalog()).presets if "extends" in source.tree else {}
         return _preset(
-            source, {name: Source(name, preset.path, preset.origin, complete_tree(preset.spec)) for name, preset in known.items()}
+            source,
+            {
+                name: Source(name, preset.path, preset.origin, complete_tree(preset.spec))
+                for name, preset in known.items()
+            },
         )
     catalog = catalog or load_catalog()
     if name_or_path in catalog.presets:
@@ -135,11 +171,20 @@ def find_preset(name_or_path: str, catalog: Catalog | None = None, *, table: boo
     if broken:
         raise InputError(broken)
     if not fault and exists(Path(name_or_path)):
-        raise InputError([no_preset(Path(name_or_path), f"is a {'folder' if is_folder(Path(name_or_path)) else 'file'}, not a preset")])
+        raise InputError(
+            [
+                no_preset(
+                    Path(name_or_path),
+                    f"is a {'folder' if is_folder(Path(name_or_path)) else 'file'}, not a preset",
+                )
+            ]
+        )
     raise InputError([_unknown_preset("preset", name_or_path, tuple(catalog.presets))])
 
 
-def save_preset(spec: RunSpec, name: str, *, base: str | None, user_dir: Path | None = None) -> Path:
+def save_preset(
+    spec: RunSpec, name: str, *, base: str | None, user_dir: Path | None = None
+) -> Path:
     """Write a user preset with the differences from ``base`` and return its path. An existing user preset of this name is replaced.
 
     Local paths are written as absolute ones, as the preset is used from any folder.
@@ -172,14 +217,36 @@ def check_user_name(name: str, presets: Mapping[str, Preset], folder: Path | Non
     """
     if not _NAME.fullmatch(name):
         remedy = "Use up to 64 lower-case letters, digits, '.', '_' and '-', starting with a letter or digit."
-        raise InputError([Problem(code="invalid-name", field="name", value=shown(name), message="is not a valid name", remedy=remedy)])
+        raise InputError(
+            [
+                Problem(
+                    code="invalid-name",
+                    field="name",
+                    value=shown(name),
+                    message="is not a valid name",
+                    remedy=remedy,
+                )
+            ]
+        )
     older = presets.get(name)
     if older and older.origin == "built-in":
         message = "is a built-in preset"
-        raise InputError([Problem(code="builtin-name", field="name", value=shown(name), message=message, remedy="Choose another name.")])
+        raise InputError(
+            [
+                Problem(
+                    code="builtin-name",
+                    field="name",
+                    value=shown(name),
+                    message=message,
+                    remedy="Choose another name.",
+                )
+            ]
+        )
     path = (folder or user_folder()) / f"{name}.toml"
     if older is None and exists(path):  # a preset that cannot be read must not be overwritten
-        raise InputError([_name_taken(name, str(path), "Correct that file or choose another name.")])
+        raise InputError(
+            [_name_taken(name, str(path), "Correct that file or choose another name.")]
+        )
 
 
 def delete_preset(name: str, *, user_dir: Path | None = None) -> Path:
@@ -195,20 +262,54 @@ def delete_preset(name: str, *, user_dir: Path | None = None) -> Path:
         raise InputError([_unknown_preset("preset", name, own)])
     if preset.origin != "user":
         message, remedy = "is a built-in preset", "Only presets of your own can be deleted."
-        raise InputError([Problem(code="builtin-name", field="preset", value=shown(name), message=message, remedy=remedy)])
+        raise InputError(
+            [
+                Problem(
+                    code="builtin-name",
+                    field="preset",
+                    value=shown(name),
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        )
     below = [
         other
         for other, known in presets.items()
-        if known.origin == "user" and read_source(Path(known.path), "user").tree.get("extends") == name
+        if known.origin == "user"
+        and read_source(Path(known.path), "user").tree.get("extends") == name
     ]
     if below:
-        message, remedy = f"is extended by {some(below)}", "Delete those first, or save them as complete presets."
-        raise InputError([Problem(code="preset-in-use", field="preset", value=shown(name), message=message, remedy=remedy)])
+        message, remedy = (
+            f"is extended by {some(below)}",
+            "Delete those first, or save them as complete presets.",
+        )
+        raise InputError(
+            [
+                Problem(
+                    code="preset-in-use",
+                    field="preset",
+                    value=shown(name),
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        )
     try:
         Path(preset.path).unlink()
     except OSError as error:
         message, remedy = f"cannot be deleted: {error.strerror}", "Check the rights of its folder."
-        raise InputError([Problem(code="not-deletable", field="preset", value=preset.path, message=message, remedy=remedy)]) from None
+        raise InputError(
+            [
+                Problem(
+                    code="not-deletable",
+                    field="preset",
+                    value=preset.path,
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        ) from None
     return Path(preset.path)
 
 
@@ -224,12 +325,20 @@ def create_preset(spec: RunSpec, *, user_dir: Path | None = None) -> Path:
     taken = older.path if older else str(path) if exists(path) else ""
     if taken:
         raise InputError([_name_taken(spec.name, taken)])
-    own = spec_tree(msgspec.structs.replace(spec, model=msgspec.structs.replace(spec.model, parameters=())))
+    own = spec_tree(
+        msgspec.structs.replace(spec, model=msgspec.structs.replace(spec.model, parameters=()))
+    )
     return _write(path, f"{_toml(own)}\n{table_text(spec.model.parameters)}", replace=False)
 
 
 def _name_taken(name: str, path: str, remedy: str = "Choose another name.") -> Problem:
-    return Problem(code="name-taken", field="name", value=shown(name), message=f"is taken by {path}", remedy=remedy)
+    return Problem(
+        code="name-taken",
+        field="name",
+        value=shown(name),
+        message=f"is taken by {path}",
+        remedy=remedy,
+    )
 
 
 def _toml(tree: Tree) -> str:
@@ -249,7 +358,9 @@ def _preset_tree(spec: RunSpec, base: str | None, presets: Mapping[str, Preset])
         spec = msgspec.structs.replace(spec, title="")
     below = complete_tree(msgspec.structs.replace(above, title=""))
     changes = differences(complete_tree(spec), below)
-    if check_tree(merged(below, changes)) != spec:  # a key of the architecture was removed, which differences cannot express
+    if (
+        check_tree(merged(below, changes)) != spec
+    ):  # a key of the architecture was removed, which differences cannot express
         return spec_tree(spec)
     return {"extends": base, **changes}
 
@@ -276,14 +387,35 @@ def _extended(source: Source, sources: Mapping[str, Source], seen: tuple[str, ..
     if base not in sources:
         raise InputError([_unknown_preset("extends", base, tuple(sources), source.path)])
     if len(seen) > _LONGEST_CHAIN:
-        message, remedy = f"goes through more than {_LONGEST_CHAIN} presets", "Extend a preset with fewer presets below it."
+        message, remedy = (
+            f"goes through more than {_LONGEST_CHAIN} presets",
+            "Extend a preset with fewer presets below it.",
+        )
         code = "long-extends"
-        raise InputError([Problem(code=code, field="extends", value=shown(base), message=message, remedy=remedy, file=source.path)])
+        raise InputError(
+            [
+                Problem(
+                    code=code,
+                    field="extends",
+                    value=shown(base),
+                    message=message,
+                    remedy=remedy,
+                    file=source.path,
+                )
+            ]
+        )
     if base in seen:
         chain = " -> ".join((*seen, base))
         remedy = "Extend a preset that does not itself extend this one."
         message = f"is circular ({chain})"
-        problem = Problem(code="circular-extends", field="extends", value=shown(base), message=message, remedy=remedy, file=source.path)
+        problem = Problem(
+            code="circular-extends",
+            field="extends",
+            value=shown(base),
+            message=message,
+            remedy=remedy,
+            file=source.path,
+        )
         raise InputError([problem])
     below = _extended(sources[base], sources, (*seen, base))
     return merged({key: value for key, value in below.items() if key != "title"}, tree)
@@ -304,7 +436,14 @@ def _order(preset: Preset) -> tuple[object, ...]:
 
 def _unknown_preset(field: str, name: str, known: tuple[str, ...], file: str = "") -> Problem:
     remedy = f"{nearest(name, known)}Presets: {some(known)}."
-    return Problem(code="unknown-preset", field=field, value=shown(name), message="there is no such preset", remedy=remedy, file=file)
+    return Problem(
+        code="unknown-preset",
+        field=field,
+        value=shown(name),
+        message="there is no such preset",
+        remedy=remedy,
+        file=file,
+    )
 
 
 def _duplicate_name(source: Source, other: Source) -> Problem:
@@ -327,7 +466,9 @@ def _write(path: Path, text: str, *, replace: bool = True) -> Path:
         if replace:
             partial.replace(path)
         else:
-            os.link(partial, path)  # unlike a rename, fails if another process took the name in the meantime
+            os.link(
+                partial, path
+            )  # unlike a rename, fails if another process took the name in the meantime
             partial.unlink()
     except FileExistsError:
         partial.unlink()
@@ -337,6 +478,8 @@ def _write(path: Path, text: str, *, replace: bool = True) -> Path:
             partial.unlink()
         remedy = "Free some space, or set XDG_CONFIG_HOME to a writable folder."
         message = f"cannot be written: {error.strerror}"
-        problem = Problem(code="not-writable", field="preset", value=str(path), message=message, remedy=remedy)
+        problem = Problem(
+            code="not-writable", field="preset", value=str(path), message=message, remedy=remedy
+        )
         raise InputError([problem]) from None
     return path

@@ -65,7 +65,12 @@ _SOURCE = re.compile(r"^data\.source\[\d+\]\.")
 
 _MOST_PROBLEMS = 50
 """Problems of one tree that are reported; a file of random keys would have a hundred thousand."""
-_PYTHON_TYPES: dict[FieldType, tuple[type, ...]] = {"integer": (int,), "number": (int, float), "text": (str,), "boolean": (bool,)}
+_PYTHON_TYPES: dict[FieldType, tuple[type, ...]] = {
+    "integer": (int,),
+    "number": (int, float),
+    "text": (str,),
+    "boolean": (bool,),
+}
 """Types of a value that only its range can make wrong. A bool is an int in Python and is excluded separately."""
 
 
@@ -89,7 +94,11 @@ def problems_in(tree: dict[str, Any]) -> tuple[Problem, ...]:
     """Return everything that is wrong with a plain tree; ``Problem.field`` is the dotted path of the key."""
     problems = tuple(islice(_section_problems(tree, RunSpec, ""), _MOST_PROBLEMS))
     wrong = {problem.field for problem in problems}
-    return problems + tuple(problem for problem in islice(combination_problems(tree), _MOST_PROBLEMS) if problem.field not in wrong)
+    return problems + tuple(
+        problem
+        for problem in islice(combination_problems(tree), _MOST_PROBLEMS)
+        if problem.field not in wrong
+    )
 
 
 @cache
@@ -116,7 +125,11 @@ def _section_problems(tree: dict[str, Any], struct: type[Struct], prefix: str) -
             else:
                 remedy = f"Write [{path}] and its keys below it."
                 yield Problem(
-                    code="not-a-section", field=path, value=shown(value), message="is a section and takes no value", remedy=remedy
+                    code="not-a-section",
+                    field=path,
+                    value=shown(value),
+                    message="is a section and takes no value",
+                    remedy=remedy,
                 )
         else:
             yield from _value_problems(path, value, keys[key])
@@ -133,13 +146,21 @@ def _unknown(path: str, value: Any, known: tuple[str, ...], prefix: str) -> Prob
     elsewhere = [full for full in field_index() if full.endswith(f".{key}")]
     hint = f"Did you mean `{elsewhere[0]}`? " if elsewhere else nearest(key, known)
     remedy = f"{hint}Keys of {where}: {', '.join(known)}."
-    return Problem(code="unknown-key", field=path, value=shown(value), message="is not a known key", remedy=remedy)
+    return Problem(
+        code="unknown-key",
+        field=path,
+        value=shown(value),
+        message="is not a known key",
+        remedy=remedy,
+    )
 
 
 def _value_problems(path: str, value: Any, kind: Any) -> Iterator[Problem]:
     if path == "data.source" and value in ([], ()):
         remedy = _MISSING_REMEDIES["data.source"]
-        yield Problem(code="no-data", field="data.source", value="[]", message="names no data", remedy=remedy)
+        yield Problem(
+            code="no-data", field="data.source", value="[]", message="names no data", remedy=remedy
+        )
         return
     if path == "data.source" and isinstance(value, list):
         for index, part in enumerate(value):
@@ -147,12 +168,26 @@ def _value_problems(path: str, value: Any, kind: Any) -> Iterator[Problem]:
         return
     info = source_index()[_SOURCE.sub("", path)] if _SOURCE.match(path) else field_index().get(path)
     if not _is_finite(value):
-        message = "is not finite" if isinstance(value, float) else "holds a number that is not finite, which JSON cannot hold"
+        message = (
+            "is not finite"
+            if isinstance(value, float)
+            else "holds a number that is not finite, which JSON cannot hold"
+        )
         yield _value_problem("not-finite", path, value, info, message)
         return
-    if isinstance(value, str) and _SOURCE.sub("data.", path) in _PATH_KEYS and (fault := path_fault(value)):
+    if (
+        isinstance(value, str)
+        and _SOURCE.sub("data.", path) in _PATH_KEYS
+        and (fault := path_fault(value))
+    ):
         what = "a folder" if path == "checkpoint.folder" else "a hub id, a file or a folder"
-        yield Problem(code="invalid-path", field=path, value=shown(value), message=fault, remedy=f"Give {what}.")
+        yield Problem(
+            code="invalid-path",
+            field=path,
+            value=shown(value),
+            message=fault,
+            remedy=f"Give {what}.",
+        )
         return
     try:
         msgspec.convert(value, kind)
@@ -177,9 +212,17 @@ def _gpu_problems(gpus: Sequence[int]) -> Iterator[Problem]:
     """Yield what is wrong with a list of indices of GPUs."""
     if not gpus:
         remedy = "Give a count (gpus = 1) or a list of indices (gpus = [0, 1])."
-        yield Problem(code="no-gpu", field="gpus", value="[]", message="names no GPU", remedy=remedy)
+        yield Problem(
+            code="no-gpu", field="gpus", value="[]", message="names no GPU", remedy=remedy
+        )
     elif len(set(gpus)) < len(gpus):
-        yield Problem(code="repeated-gpu", field="gpus", value=shown(gpus), message="names a GPU twice", remedy="Give each index once.")
+        yield Problem(
+            code="repeated-gpu",
+            field="gpus",
+            value=shown(gpus),
+            message="names a GPU twice",
+            remedy="Give each index once.",
+        )
 
 
 def _source_problems(path: str, part: Any) -> Iterator[Problem]:
@@ -189,12 +232,20 @@ def _source_problems(path: str, part: Any) -> Iterator[Problem]:
         return
     name = part if isinstance(part, str) else "NAME"
     remedy = f'Write {{source = "{name}", weight = 1}}.'
-    yield Problem(code="not-a-source", field=path, value=shown(part), message="is not a source with a weight", remedy=remedy)
+    yield Problem(
+        code="not-a-source",
+        field=path,
+        value=shown(part),
+        message="is not a source with a weight",
+        remedy=remedy,
+    )
 
 
 def _fault(info: FieldInfo | None, value: Any, reason: str) -> tuple[str, str]:
     """Return code and message for a value that the type of its key rejects; ``reason`` is the library's own."""
-    if info is None or (isinstance(value, list | dict) and (info.takes_list or info.type_name == "table")):
+    if info is None or (
+        isinstance(value, list | dict) and (info.takes_list or info.type_name == "table")
+    ):
         return "invalid-content", f"has a wrong entry: {reason[0].lower()}{reason[1:]}"
     if info.choices:
         return "invalid-choice", "is not one of the choices"
@@ -204,7 +255,11 @@ def _fault(info: FieldInfo | None, value: Any, reason: str) -> tuple[str, str]:
         return "invalid-name", "is not a valid name"
     if info.range_text:
         return "out-of-range", "is out of range"
-    return ("invalid-text", "is not a value that this key takes") if value else ("empty", "must not be empty")
+    return (
+        ("invalid-text", "is not a value that this key takes")
+        if value
+        else ("empty", "must not be empty")
+    )
 
 
 def _has_type(info: FieldInfo, value: Any) -> bool:
@@ -213,14 +268,37 @@ def _has_type(info: FieldInfo, value: Any) -> bool:
     return isinstance(value, types) and (bool in types or not isinstance(value, bool))
 
 
-def _value_problem(code: str, path: str, value: Any, info: FieldInfo | None, message: str) -> Problem:
+def _value_problem(
+    code: str, path: str, value: Any, info: FieldInfo | None, message: str
+) -> Problem:
     """Return a problem whose remedy says what the key takes."""
     if info is None:
-        return Problem(code=code, field=path, value=shown(value), message=message, remedy=REGENERATE)
+        return Problem(
+            code=code, field=path, value=shown(value), message=message, remedy=REGENERATE
+        )
     if info.path in _MISSING_REMEDIES and info.path != "data.source":
-        return Problem(code=code, field=path, value=shown(value), message=message, remedy=_MISSING_REMEDIES[info.path])
+        return Problem(
+            code=code,
+            field=path,
+            value=shown(value),
+            message=message,
+            remedy=_MISSING_REMEDIES[info.path],
+        )
     if code == "invalid-text" and info.path in _TEXT_REMEDIES:
-        return Problem(code=code, field=path, value=shown(value), message=message, remedy=_TEXT_REMEDIES[info.path])
+        return Problem(
+            code=code,
+            field=path,
+            value=shown(value),
+            message=message,
+            remedy=_TEXT_REMEDIES[info.path],
+        )
     hint = nearest(value, info.choices) if isinstance(value, str) else ""
     default = "" if info.required or info.default in (None, "", (), {}) else shown(info.default)
-    return Problem(code=code, field=path, value=shown(value), message=message, remedy=f"{hint}Give {info.expected}.", default=default)
+    return Problem(
+        code=code,
+        field=path,
+        value=shown(value),
+        message=message,
+        remedy=f"{hint}Give {info.expected}.",
+        default=default,
+    )

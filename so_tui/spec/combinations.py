@@ -43,7 +43,9 @@ def combination_problems(tree: dict[str, Any]) -> Iterator[Problem]:
     model, data, train = (_section(tree, name) for name in ("model", "data", "train"))
     yield from _length_problems(train, _section(tree, "benchmark"))
     yield from _model_problems(model, train)
-    if data.get("packing", True) is True and (problem := packing_problem(layer_kinds(_section(model, "config")))):
+    if data.get("packing", True) is True and (
+        problem := packing_problem(layer_kinds(_section(model, "config")))
+    ):
         yield problem
     yield from table_problems(model)
     yield from _offload_problems(_section(tree, "offload"))
@@ -110,8 +112,12 @@ def _model_problems(model: dict[str, Any], train: dict[str, Any]) -> Iterator[Pr
             message='weights = "random" needs the architecture of the model',
             remedy='Write [model.config] with `model_type` and the keys of the model\'s config.json, or use weights = "pretrained".',
         )
-    yield from _nothing_to_offload(model.get("activation_offload"), model.get("activation_checkpointing", "auto"))
-    if model.get("tiled_mlp") == "on" and (model.get("activation_checkpointing") in ("selective", "none") or _EXPERTS & config.keys()):
+    yield from _nothing_to_offload(
+        model.get("activation_offload"), model.get("activation_checkpointing", "auto")
+    )
+    if model.get("tiled_mlp") == "on" and (
+        model.get("activation_checkpointing") in ("selective", "none") or _EXPERTS & config.keys()
+    ):
         yield Problem(
             code="nothing-to-tile",
             field="model.tiled_mlp",
@@ -156,7 +162,9 @@ def _offload_problems(offload: dict[str, Any]) -> Iterator[Problem]:
             message="is a config of DeepSpeed's own SuperOffload",
             remedy='Set offload.mode = "superoffload" and offload.engine = "deepspeed" too, or name PRESET:as-published.',
         )
-    if offload.get("parameters") == "cpu" and (mode == "gpu" or (engine == "deepspeed" and mode != "zerooffload")):
+    if offload.get("parameters") == "cpu" and (
+        mode == "gpu" or (engine == "deepspeed" and mode != "zerooffload")
+    ):
         optimizer = "without offload" if mode == "gpu" else "with DeepSpeed's own SuperOffload"
         yield Problem(
             code="parameter-offload",
@@ -176,7 +184,9 @@ def _evaluation_problems(data: dict[str, Any], train: dict[str, Any]) -> Iterato
             message="and data.evaluation both choose the evaluation data",
             remedy="Keep one of them: hold out a part of the data, or name other data.",
         )
-    if train.get("evaluate_every_steps") and not any(data.get(key) for key in ("held_out", "evaluation", "evaluation_split")):
+    if train.get("evaluate_every_steps") and not any(
+        data.get(key) for key in ("held_out", "evaluation", "evaluation_split")
+    ):
         yield Problem(
             code="no-evaluation-data",
             field="train.evaluate_every_steps",

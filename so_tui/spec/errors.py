@@ -101,4 +101,8 @@ def first_line(error: BaseException) -> str:
     It is that of its cause where the error itself names only a place ("Validation error for field 'layer_types':").
     """
     first: str = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return first_line(error.__cause__) if first.endswith(":") and error.__cause__ else without_credentials(first)
+    return (
+        first_line(error.__cause__)
+        if first.endswith(":") and error.__cause__
+        else without_credentials(first)
+    )

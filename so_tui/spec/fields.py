@@ -63,13 +63,20 @@ class FieldInfo(Struct, frozen=True, kw_only=True):
         high = "" if self.maximum is None else self._bound_text(self.maximum)
         if self._closed:
             return (f"{low} to {high}",)
-        bounds = (("above" if self.excludes_minimum else "at least", low), ("below" if self.excludes_maximum else "at most", high))
+        bounds = (
+            ("above" if self.excludes_minimum else "at least", low),
+            ("below" if self.excludes_maximum else "at most", high),
+        )
         return tuple(f"{word} {number}" for word, number in bounds if number)
 
     @property
     def _closed(self) -> bool:
         """Whether both bounds are given and belong to the range."""
-        return None not in (self.minimum, self.maximum) and not self.excludes_minimum and not self.excludes_maximum
+        return (
+            None not in (self.minimum, self.maximum)
+            and not self.excludes_minimum
+            and not self.excludes_maximum
+        )
 
     def _bound_text(self, bound: float) -> str:
         return thousands(int(bound)) if bound == int(bound) else f"{bound:g}"
@@ -81,7 +88,9 @@ class FieldInfo(Struct, frozen=True, kw_only=True):
             return "one of " + ", ".join(self.choices)
         text = _NOUNS[self.type_name]
         if bounds := self.range_text:
-            first_excluded = self.excludes_minimum if self.minimum is not None else self.excludes_maximum
+            first_excluded = (
+                self.excludes_minimum if self.minimum is not None else self.excludes_maximum
+            )
             text += f" {bounds}" if self._closed or first_excluded else f" of {bounds}"
         elif self.unit:
             text += f" ({self.unit})"
@@ -109,7 +118,11 @@ def source_index() -> dict[str, FieldInfo]:
 @cache
 def section_names() -> tuple[str, ...]:
     """Return the names of the sections of a preset: ``model``, ``data``, ..."""
-    return tuple(field.name for field in inspect.type_info(RunSpec).fields if isinstance(_bare(field.type), inspect.StructType))  # type: ignore[attr-defined]
+    return tuple(
+        field.name
+        for field in inspect.type_info(RunSpec).fields
+        if isinstance(_bare(field.type), inspect.StructType)
+    )  # type: ignore[attr-defined]
 
 
 def _walk(struct: type[Struct], prefix: str) -> list[FieldInfo]:
@@ -167,7 +180,9 @@ def _bare(kind: inspect.Type) -> inspect.Type:
 
 def _options(kind: inspect.Type) -> list[inspect.Type]:
     """Return the members of a union without None, lists last."""
-    options = [_bare(option) for option in kind.types] if isinstance(kind, inspect.UnionType) else [kind]
+    options = (
+        [_bare(option) for option in kind.types] if isinstance(kind, inspect.UnionType) else [kind]
+    )
     options = [option for option in options if not isinstance(option, inspect.NoneType)]
     return sorted(options, key=lambda option: _type_name(option) == "list")
 

@@ -51,7 +51,9 @@ def write_atomic(path: Path, content: bytes, *, mode: int = 0o600) -> None:
     Raises:
         OSError: If writing fails; the old file is unchanged and no temporary file is left.
     """
-    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")  # unique: processes on other hosts may write the same file
+    temporary = path.with_name(
+        f".{path.name}.{os.urandom(4).hex()}.tmp"
+    )  # unique: processes on other hosts may write the same file
     try:
         # With its mode from the beginning: one that is set later leaves a moment in which others may open it.
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
@@ -61,7 +63,9 @@ def write_atomic(path: Path, content: bytes, *, mode: int = 0o600) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        error.filename = error.filename or str(path)  # an error from a descriptor (disk full) has no file name
+        error.filename = error.filename or str(
+            path
+        )  # an error from a descriptor (disk full) has no file name
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise

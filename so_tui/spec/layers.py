@@ -11,13 +11,19 @@ _KEEP_APART = frozenset({"full_attention", "sliding_attention", "mlp", "moe"})
 """Attention that takes the boundaries of documents or a mask, and layers that compute each token by itself."""
 _RECURRENT = frozenset({"linear_attention", "conv", "mamba", "mamba2", "recurrent", "hybrid"})
 """Layers that carry a state from token to token. Packed documents are rows of their own inside them."""
-_WITHOUT_ATTENTION = frozenset({"linear_attention", "conv", "mamba", "mamba2", "recurrent", "mlp", "moe"})
+_WITHOUT_ATTENTION = frozenset(
+    {"linear_attention", "conv", "mamba", "mamba2", "recurrent", "mlp", "moe"}
+)
 
 
 def layer_kinds(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the kind of each layer; nothing where the model does not say."""
     kinds = config.get("layer_types")
-    return tuple(kind for kind in kinds if isinstance(kind, str)) if isinstance(kinds, list | tuple) else ()
+    return (
+        tuple(kind for kind in kinds if isinstance(kind, str))
+        if isinstance(kinds, list | tuple)
+        else ()
+    )
 
 
 def mixing_kinds(kinds: Iterable[str]) -> tuple[str, ...]:
@@ -42,4 +48,10 @@ def packing_problem(kinds: Iterable[str]) -> Problem | None:
         return None
     message = f"the model has layers of {', '.join(mixing)}, in which documents packed into one sequence would see each other"
     remedy = "Set it to false: each document is a sequence of its own."
-    return Problem(code="packing-mixes-documents", field="data.packing", value="true", message=message, remedy=remedy)
+    return Problem(
+        code="packing-mixes-documents",
+        field="data.packing",
+        value="true",
+        message=message,
+        remedy=remedy,
+    )

@@ -43,7 +43,16 @@ def preset_files(folder: Path) -> tuple[list[Path], list[Problem]]:
     except OSError as error:
         message = f"cannot be read ({error.strerror}), so your own presets are left out"
         remedy = "Check its rights and those of the folders above it."
-        return [], [Problem(code="unreadable", field="presets", value="", message=message, remedy=remedy, file=str(folder))]
+        return [], [
+            Problem(
+                code="unreadable",
+                field="presets",
+                value="",
+                message=message,
+                remedy=remedy,
+                file=str(folder),
+            )
+        ]
 
 
 def read_source(path: Path, origin: Origin) -> Source:
@@ -51,15 +60,29 @@ def read_source(path: Path, origin: Origin) -> Source:
     try:
         tree = decode_toml(read_bounded(path, LARGEST_BYTES))
     except FileNotFoundError:
-        raise _unreadable("file-not-found", path, "there is no such file", "`so-tui presets` lists the presets by name.") from None
+        raise _unreadable(
+            "file-not-found",
+            path,
+            "there is no such file",
+            "`so-tui presets` lists the presets by name.",
+        ) from None
     except UnfitFileError as error:
         if path.is_dir():
             raise InputError([no_preset(path, "is a folder, not a preset")]) from None
         remedy = f"A preset is a regular file of at most {thousands(LARGEST_BYTES)} bytes."
-        message = "is a pipe or a device" if error.unfit is Unfit.NOT_A_FILE else f"is larger than {thousands(LARGEST_BYTES)} bytes"
+        message = (
+            "is a pipe or a device"
+            if error.unfit is Unfit.NOT_A_FILE
+            else f"is larger than {thousands(LARGEST_BYTES)} bytes"
+        )
         raise _unreadable(error.unfit.value, path, message, remedy) from None
     except TooDeepError as error:
-        raise _unreadable("too-deep", path, f"is not a preset: {error}", "Write each section at the top level: [model], [data].") from None
+        raise _unreadable(
+            "too-deep",
+            path,
+            f"is not a preset: {error}",
+            "Write each section at the top level: [model], [data].",
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         remedy = "Check the path, and that the file is UTF-8 text with read permission."
         raise _unreadable("unreadable", path, f"cannot be read ({error})", remedy) from None
@@ -75,7 +98,13 @@ def read_source(path: Path, origin: Origin) -> Source:
 
 
 def _unreadable(code: str, path: Path, message: str, remedy: str) -> InputError:
-    return InputError([Problem(code=code, field="preset", value="", message=message, remedy=remedy, file=str(path))])
+    return InputError(
+        [
+            Problem(
+                code=code, field="preset", value="", message=message, remedy=remedy, file=str(path)
+            )
+        ]
+    )
 
 
 def no_preset(path: Path, message: str) -> Problem:
@@ -83,4 +112,6 @@ def no_preset(path: Path, message: str) -> Problem:
     remedy = "A preset is a TOML file with a [model], or one that `extends` another; `so-tui presets` lists them by name."
     if path.is_dir():
         remedy += " To make one from a folder with a model: `so-tui presets add FOLDER`."
-    return Problem(code="not-a-preset", field="preset", value=shown(str(path)), message=message, remedy=remedy)
+    return Problem(
+        code="not-a-preset", field="preset", value=shown(str(path)), message=message, remedy=remedy
+    )

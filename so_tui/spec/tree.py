@@ -74,7 +74,11 @@ def with_values(spec: RunSpec, values: Mapping[str, str]) -> RunSpec:
             continue
         if not _is_text(text):
             message, remedy = "is not UTF-8 text", "Write the value as UTF-8."
-            problems.append(Problem(code="not-text", field=path, value=shown(text), message=message, remedy=remedy))
+            problems.append(
+                Problem(
+                    code="not-text", field=path, value=shown(text), message=message, remedy=remedy
+                )
+            )
             continue
         *sections, key = path.split(".")
         section = changes
@@ -89,12 +93,21 @@ def with_values(spec: RunSpec, values: Mapping[str, str]) -> RunSpec:
 
 def parse_value(text: str, info: FieldInfo | None = None) -> Any:
     """Parse the text of a ``--set`` option or a form field, guided by the type of its field."""
-    if info is not None and info.type_name in ("text", "choice") and not (info.takes_list and text.lstrip().startswith("[")):
+    if (
+        info is not None
+        and info.type_name in ("text", "choice")
+        and not (info.takes_list and text.lstrip().startswith("["))
+    ):
         return _unquoted(text)
     value = _toml_value(_ungrouped(text, info))
     if isinstance(value, str) and info is not None and info.takes_list and "," in value:
         return [_toml_value(part.strip()) for part in value.split(",")]
-    if isinstance(value, float) and info is not None and info.type_name == "integer" and value.is_integer():
+    if (
+        isinstance(value, float)
+        and info is not None
+        and info.type_name == "integer"
+        and value.is_integer()
+    ):
         return int(value)
     return value
 
@@ -111,8 +124,12 @@ def merged(base: Tree, changes: Tree) -> Tree:
     if "source" in described and described["source"] != _section(base, "data").get("source"):
         for key in set(OF_A_SOURCE) - set(described):
             tree["data"].pop(key, None)
-    new_config = "config" in _section(changes, "model") and "parameters" not in _section(changes, "model")
-    if new_config and _section(tree, "model").get("config") != _section(base, "model").get("config"):
+    new_config = "config" in _section(changes, "model") and "parameters" not in _section(
+        changes, "model"
+    )
+    if new_config and _section(tree, "model").get("config") != _section(base, "model").get(
+        "config"
+    ):
         tree["model"].pop("parameters", None)
     return tree
 
@@ -133,7 +150,11 @@ def _overlaid(base: Tree, changes: Tree) -> Tree:
     tree = {key: dict(value) if isinstance(value, dict) else value for key, value in base.items()}
     for key, value in changes.items():
         below = tree.get(key)
-        tree[key] = _overlaid(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+        tree[key] = (
+            _overlaid(below, value)
+            if isinstance(below, dict) and isinstance(value, dict)
+            else value
+        )
     return tree
 
 
@@ -151,7 +172,12 @@ def _defaults() -> Tree:
 
 def _ungrouped(text: str, info: FieldInfo | None) -> str:
     """Return a number whose thousands are grouped as people write them, ``16,384`` or ``16 384``, as TOML takes it; other text as it is."""
-    if info is None or info.takes_list or info.type_name not in ("integer", "number") or not _GROUPED.fullmatch(text.strip()):
+    if (
+        info is None
+        or info.takes_list
+        or info.type_name not in ("integer", "number")
+        or not _GROUPED.fullmatch(text.strip())
+    ):
         return text
     return _SEPARATOR.sub("", text.strip())
 

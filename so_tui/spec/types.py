@@ -27,14 +27,28 @@ from so_tui.trust.printable import brief_line
 class RunSpec(Section, frozen=True, kw_only=True):
     """What to train and how, independent of the machine."""
 
-    name: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]*\Z", max_length=64, description="Short name, which names of runs start with.")]
+    name: Annotated[
+        str,
+        Meta(
+            pattern=r"^[a-z0-9][a-z0-9._-]*\Z",
+            max_length=64,
+            description="Short name, which names of runs start with.",
+        ),
+    ]
     title: Annotated[str, Meta(description="Display name.")] = ""
     gpus: Annotated[
         Annotated[int, Meta(ge=1, le=16)] | tuple[Annotated[int, Meta(ge=0)], ...],
-        Meta(description="Number of GPUs, or a list of their indices; of each node. The number of ranks on a machine without GPUs."),
+        Meta(
+            description="Number of GPUs, or a list of their indices; of each node. The number of ranks on a machine without GPUs."
+        ),
     ] = 1
     nodes: Annotated[
-        int, Meta(ge=1, le=256, description="Number of nodes (hosts) of a Slurm partition that train together, each with `gpus` GPUs.")
+        int,
+        Meta(
+            ge=1,
+            le=256,
+            description="Number of nodes (hosts) of a Slurm partition that train together, each with `gpus` GPUs.",
+        ),
     ] = 1
     model: ModelSpec
     data: DataSpec
@@ -71,7 +85,13 @@ class RunSpec(Section, frozen=True, kw_only=True):
         """Micro-batches per optimizer step: as given, or nearest to ``train.tokens_per_step``, at least 1."""
         if not self.train.tokens_per_step:
             return self.train.gradient_accumulation
-        return max(1, round(self.train.tokens_per_step / (self.train.micro_batch * self.data.sequence_length * self.replicas)))
+        return max(
+            1,
+            round(
+                self.train.tokens_per_step
+                / (self.train.micro_batch * self.data.sequence_length * self.replicas)
+            ),
+        )
 
     @property
     def label(self) -> str:

@@ -13,7 +13,9 @@ from so_tui.trust.secrets import without_credentials
 _LONGEST = 60
 _LONGEST_SEARCHED = 2000
 _repr = reprlib.Repr()
-_repr.maxlist = _repr.maxtuple = _repr.maxdict = _repr.maxlong = _repr.maxstring = _repr.maxother = 2 * _LONGEST
+_repr.maxlist = _repr.maxtuple = _repr.maxdict = _repr.maxlong = _repr.maxstring = (
+    _repr.maxother
+) = 2 * _LONGEST
 
 
 def nearest(word: str, known: tuple[str, ...]) -> str:
@@ -29,7 +31,9 @@ def nearest(word: str, known: tuple[str, ...]) -> str:
 def some(names: Iterable[str], most: int = 40) -> str:
     """Return names, separated by commas; only the first ones of many."""
     first = list(islice(names, most + 1))
-    return ", ".join(name[: _LONGEST + 1] for name in first[:most]) + (", ..." if len(first) > most else "")
+    return ", ".join(name[: _LONGEST + 1] for name in first[:most]) + (
+        ", ..." if len(first) > most else ""
+    )
 
 
 def set_option(key: str, value: str) -> str:
@@ -46,7 +50,9 @@ def shown(value: Any) -> str:
     elif isinstance(value, dict):
         text = "{" + some(map(str, value), _LONGEST) + "}"
     elif isinstance(value, list | tuple | int):
-        text = _repr.repr(value)  # str() of all of it may take long, and fails for integers of thousands of digits
+        text = _repr.repr(
+            value
+        )  # str() of all of it may take long, and fails for integers of thousands of digits
     else:
         text = str(value)
     # Bounded before the search, which is not linear; credentials are hidden before the end of their URL is cut off.

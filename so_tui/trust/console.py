@@ -16,12 +16,18 @@ from so_tui.trust.printable import printable
 class PrintableConsole(Console):
     """Text is made printable before it is laid out, so that columns stay in line, and every segment is checked once more."""
 
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
         """Return the segments of a renderable. Control segments are rich's own, and pass."""
         if isinstance(renderable, Text):
             renderable = printable_text(renderable)
         for segment in super().render(renderable, options):
-            yield segment if segment.control or segment.text.isprintable() else segment._replace(text=printable(segment.text))
+            yield (
+                segment
+                if segment.control or segment.text.isprintable()
+                else segment._replace(text=printable(segment.text))
+            )
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Return plain text for layout, as wide as it will be shown."""
@@ -38,5 +44,9 @@ def printable_text(text: Text) -> Text:
         return text
     starts = [0, *accumulate(len(printable(character)) for character in text.plain)]
     safe = text.blank_copy(printable(text.plain))
-    safe.spans = [Span(starts[span.start], starts[min(span.end, len(text))], span.style) for span in text.spans if span.start < len(text)]
+    safe.spans = [
+        Span(starts[span.start], starts[min(span.end, len(text))], span.style)
+        for span in text.spans
+        if span.start < len(text)
+    ]
     return safe

@@ -23,7 +23,9 @@ _LARGEST_INTEGER = 2**63 - 1
 # A string without an end is one, too: otherwise it would be read again from each quote in it, which takes days for a large file.
 _STRING_OR_BRACKET = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[\[\]{}]', re.DOTALL)
 # The parser needs time that is quadratic in the number of names in a key: 20,000 take ten seconds.
-_LONG_KEY = re.compile(r"""(?<![\w"'-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){32}""", re.ASCII)
+_LONG_KEY = re.compile(
+    r"""(?<![\w"'-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){32}""", re.ASCII
+)
 
 
 class TooDeepError(msgspec.DecodeError):
@@ -102,7 +104,9 @@ def _check_values(tree: dict[str, Any]) -> None:
     """Raise for values that are nested too deeply, and for integers beyond the 64 bits of TOML."""
     level: list[Any] = [tree]
     for _ in range(DEEPEST):
-        level = [item for value in level if isinstance(value, dict | list) for item in _items(value)]
+        level = [
+            item for value in level if isinstance(value, dict | list) for item in _items(value)
+        ]
         if any(isinstance(value, int) and abs(value) > _LARGEST_INTEGER for value in level):
             raise tomllib.TOMLDecodeError("an integer has more than 64 bits")
     if any(isinstance(value, dict | list) for value in level):

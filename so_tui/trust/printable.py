@@ -25,7 +25,9 @@ REPLACED = "\ufffd"
 
 def printable(text: str) -> str:
     """Return a text with every control, bidirectional and invisible character spelled out (``\\x1b``). Tabs and newlines stay."""
-    return text if text.isprintable() else _UNSAFE.sub(_spelled, text)  # nothing unsafe counts as printable, and this is ten times faster
+    return (
+        text if text.isprintable() else _UNSAFE.sub(_spelled, text)
+    )  # nothing unsafe counts as printable, and this is ten times faster
 
 
 def printable_line(text: str) -> str:
@@ -55,7 +57,11 @@ def same_cells(text: str, width: Callable[[str], int]) -> str:
     Args:
         width: Returns the cells of a character.
     """
-    return text if text.isprintable() else _UNSAFE_IN_LINE.sub(lambda match: REPLACED * width(match[0]), text)
+    return (
+        text
+        if text.isprintable()
+        else _UNSAFE_IN_LINE.sub(lambda match: REPLACED * width(match[0]), text)
+    )
 
 
 def quoted(*arguments: str) -> str:
@@ -65,7 +71,11 @@ def quoted(*arguments: str) -> str:
 
 def so_tui_command(verb: str, argument: str, *options: str) -> str:
     """Return a command of so-tui for copying. An argument that begins with a dash is not read as an option."""
-    return quoted("so-tui", verb, *options, "--", argument) if argument.startswith("-") else quoted("so-tui", verb, argument, *options)
+    return (
+        quoted("so-tui", verb, *options, "--", argument)
+        if argument.startswith("-")
+        else quoted("so-tui", verb, argument, *options)
+    )
 
 
 def _quoted(argument: str) -> str:
@@ -74,14 +84,27 @@ def _quoted(argument: str) -> str:
         return shlex.quote(argument)
     # bash's $'...' spells what cannot be shown, byte by byte.
     data = argument.encode("utf-8", errors="surrogateescape")
-    return "$'" + "".join(chr(byte) if 32 <= byte < 127 and byte not in b"'\\" else f"\\x{byte:02x}" for byte in data) + "'"
+    return (
+        "$'"
+        + "".join(
+            chr(byte) if 32 <= byte < 127 and byte not in b"'\\" else f"\\x{byte:02x}"
+            for byte in data
+        )
+        + "'"
+    )
 
 
 def _spelled(match: re.Match[str]) -> str:
     code = ord(match[0])
     if match[0] in "\t\n\r":
         return {"\t": "\\t", "\n": "\\n", "\r": "\\r"}[match[0]]
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    return (
+        f"\\x{code:02x}"
+        if code < 0x100
+        else f"\\u{code:04x}"
+        if code < 0x10000
+        else f"\\U{code:08x}"
+    )
 
 
 def _escaped(match: re.Match[str]) -> str:

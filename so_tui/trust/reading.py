@@ -33,7 +33,11 @@ class UnfitFileError(OSError):
         self.path = path
         self.unfit = unfit
         self.limit_bytes = limit_bytes
-        words = "is not a regular file" if unfit is Unfit.NOT_A_FILE else f"has more than {limit_bytes} bytes"
+        words = (
+            "is not a regular file"
+            if unfit is Unfit.NOT_A_FILE
+            else f"has more than {limit_bytes} bytes"
+        )
         super().__init__(f"{path} {words}")
 
 

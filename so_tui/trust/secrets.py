@@ -25,7 +25,9 @@ _NAMES = frozenset(_LISTED.split())
 _PREFIXES = ("NCCL_", "OMP_", "KMP_", "GOMP_", "MKL_", "PYTORCH_", "TORCH_", "FI_", "UCX_", "OFI_")
 """Settings of numeric and communication libraries, none of which takes a credential."""
 
-_SECRET_WORDS = re.compile(r"SECRET|PASSWORD|PASSWD|PWD|CREDENTIAL|API_?KEY|JWT|_(?:TOKEN|KEY|PASS|PAT|CREDS|AUTH)$")
+_SECRET_WORDS = re.compile(
+    r"SECRET|PASSWORD|PASSWD|PWD|CREDENTIAL|API_?KEY|JWT|_(?:TOKEN|KEY|PASS|PAT|CREDS|AUTH)$"
+)
 """In names that begin like a listed library's: anybody may call a variable of their own ``TORCH_HUB_TOKEN``."""
 
 _USER_INFO = re.compile(
@@ -50,7 +52,11 @@ def without_credentials(text: str) -> str:
 
 def recordable(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that affect training and hold no secrets, by name, with values of bounded length."""
-    return {name: without_credentials(environment[name])[:_LONGEST] for name in sorted(environment) if _is_listed(name)}
+    return {
+        name: without_credentials(environment[name])[:_LONGEST]
+        for name in sorted(environment)
+        if _is_listed(name)
+    }
 
 
 def _is_listed(name: str) -> bool:

@@ -51,4 +51,9 @@ def console(*, stderr: bool = False) -> Console:
     """
     from so_tui.trust.console import PrintableConsole
 
-    return PrintableConsole(file=beneath(sys.stderr if stderr else sys.stdout), highlight=False, markup=False, emoji=False)
+    return PrintableConsole(
+        file=beneath(sys.stderr if stderr else sys.stdout),
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )

@@ -19,7 +19,10 @@ WIDE = 100
 _WHAT = {
     "t": ("[@click=screen.train_tiny]train tiny here, now[/]", "about a minute, downloads nothing"),
     "o": ("[@click=app.other_machine]plan for another machine[/]", ""),
-    "P": ("[@click=screen.partition]choose a Slurm partition[/]", "Configure plans for its nodes and submits there"),
+    "P": (
+        "[@click=screen.partition]choose a Slurm partition[/]",
+        "Configure plans for its nodes and submits there",
+    ),
 }
 """Key, command and details of what can be done on a machine without a GPU."""
 
@@ -36,7 +39,9 @@ def without_gpu(width: int, *, slurm: bool) -> Content:
         if key == "P" and not slurm:
             continue
         line = Content.assemble((f"{key}  ", "$accent"), Content.from_markup(command))
-        extra = details or f"{', '.join(list(MACHINES)[:3])} and others, or a file that describes one"
+        extra = (
+            details or f"{', '.join(list(MACHINES)[:3])} and others, or a file that describes one"
+        )
         if line.cell_length + len(extra) + 3 <= width:
             line = Content.assemble(line, (f"   {extra}", "$faint"))
         lines.append(line)
@@ -56,12 +61,16 @@ def elsewhere(label: str, machine_file: str, width: int) -> Content:
     if described is not None:
         source = f": {described.source}" if width >= WIDE else ""
         parts.append(Content.assemble(", ", (PUBLISHED, "$warning"), source))
-    return Content.assemble(*parts, ". ", Content.from_markup("[@click=app.other_machine]o changes it[/]"), ".")
+    return Content.assemble(
+        *parts, ". ", Content.from_markup("[@click=app.other_machine]o changes it[/]"), "."
+    )
 
 
 def trains_without_gpu(row: PlanRow) -> bool:
     """Return whether a model can be trained on the machine without a GPU that ``row`` was planned for."""
-    return row.parameters <= MOST_PARAMETERS_WITHOUT_GPU and any(plan is not None and plan.fits for plan in row.cells.values())
+    return row.parameters <= MOST_PARAMETERS_WITHOUT_GPU and any(
+        plan is not None and plan.fits for plan in row.cells.values()
+    )
 
 
 def folded(rows: Sequence[PlanRow]) -> Content:

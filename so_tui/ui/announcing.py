@@ -53,12 +53,21 @@ class Announcements:
             path, state = row.run.path, row.state
             alerts = list(state.alerts[-_KEPT:])
             ended_unseen = state.state == "lost" and self._live.get(path, False)
-            if ended_unseen and not any(alert.kind == "failed" and alert.attempt == state.attempt for alert in alerts):
+            if ended_unseen and not any(
+                alert.kind == "failed" and alert.attempt == state.attempt for alert in alerts
+            ):
                 alerts.append(
-                    Alert(kind="failed", attempt=state.attempt, time=state.ended or 0.0, step=state.step)
+                    Alert(
+                        kind="failed",
+                        attempt=state.attempt,
+                        time=state.ended or 0.0,
+                        step=state.step,
+                    )
                 )  # no supervisor is left
             before = known.setdefault(path, set())
-            new = [alert for alert in alerts if (alert.attempt, alert.kind, alert.time) not in before]
+            new = [
+                alert for alert in alerts if (alert.attempt, alert.kind, alert.time) not in before
+            ]
             if new and not first and distrust_of_folder(path) is None:
                 found += [News(row, alert) for alert in new]
             before.update((alert.attempt, alert.kind, alert.time) for alert in new)
@@ -110,9 +119,16 @@ class AnnouncingApp(SettingsApp[Result]):
         kind, text = known(alert), alert_text(alert, row.run.name, row.state)
         if kind is None or kind not in settings.on:
             return
-        self.notify(text.removeprefix("so-tui: "), severity="information" if kind == "ended" else "warning", timeout=15, markup=False)
+        self.notify(
+            text.removeprefix("so-tui: "),
+            severity="information" if kind == "ended" else "warning",
+            timeout=15,
+            markup=False,
+        )
         self._alert_title = text
-        self.write_to_terminal(("\a" if settings.bell else "") + notification(text, settings.notify, os.environ))
+        self.write_to_terminal(
+            ("\a" if settings.bell else "") + notification(text, settings.notify, os.environ)
+        )
 
     def _show_title(self, title: str) -> None:
         if title != self._title:

@@ -39,7 +39,14 @@ RUNS_POLL_S = 2.0
 TERMINAL_POLL_S = 1.0
 SETTLED_S = 3.0
 """After the first paint: the first screen is complete."""
-PACKAGES = ("so_tui.spec", "so_tui.runs", "so_tui.machine", "so_tui.machine.doctor", "so_tui.plan.facts", "so_tui.plan.messages")
+PACKAGES = (
+    "so_tui.spec",
+    "so_tui.runs",
+    "so_tui.machine",
+    "so_tui.machine.doctor",
+    "so_tui.plan.facts",
+    "so_tui.plan.messages",
+)
 """Packages that import their own modules. They are imported before any worker starts: of two threads that import such a package and one of
 its modules at the same time, each may wait for the other, and Python then lets one of them fail with an ImportError."""
 
@@ -60,10 +67,25 @@ class SoTuiApp(SharedApp):
     VERTICAL_BREAKPOINTS = [(0, "-short"), (30, "-tall"), (45, "-very-tall")]  # noqa: RUF012
     BINDINGS: ClassVar[list[BindingType]] = [
         *(
-            Binding(str(number), f"show('{name}')", title, show=False, id=f"show-{name}", tooltip=f"Go to {title}")
+            Binding(
+                str(number),
+                f"show('{name}')",
+                title,
+                show=False,
+                id=f"show-{name}",
+                tooltip=f"Go to {title}",
+            )
             for number, (name, title) in enumerate(PAGES, 1)
         ),
-        Binding("question_mark,f1", "help", "Help", key_display="?", show=False, id="help", tooltip="Every key of this screen"),
+        Binding(
+            "question_mark,f1",
+            "help",
+            "Help",
+            key_display="?",
+            show=False,
+            id="help",
+            tooltip="Every key of this screen",
+        ),
         Binding("q", "quit", "Quit", id="quit", tooltip="Leave the screen; runs continue training"),
     ]
 
@@ -101,7 +123,9 @@ class SoTuiApp(SharedApp):
         self.set_reactive(SoTuiApp.opened, open_run)
         self.set_reactive(SoTuiApp.inspecting, not at_run or machine is not None)
         if launch is not None:
-            self.set_reactive(SoTuiApp.checking, Checking(launch.spec.label, time.monotonic(), "dashboard"))
+            self.set_reactive(
+                SoTuiApp.checking, Checking(launch.spec.label, time.monotonic(), "dashboard")
+            )
         if self.glyphs == "ascii":
             self._filters.append(PlainCharacters())
 
@@ -123,7 +147,9 @@ class SoTuiApp(SharedApp):
             self.load()
         else:
             self.mode_change_signal.subscribe(self, self._load_for)
-            self._load_for(self.current_mode)  # another screen may have been chosen before the first paint
+            self._load_for(
+                self.current_mode
+            )  # another screen may have been chosen before the first paint
         self.list_runs()
         self.set_interval(RUNS_POLL_S, self.list_runs_in_time)
         if not self.is_headless:  # or an application would stay in the memory of the tests
@@ -138,7 +164,9 @@ class SoTuiApp(SharedApp):
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
         """End the state of starting when its worker ends. A start that was refused may have been repeated before its thread has ended."""
-        if event.worker.group == "launch" and all(worker.is_finished for worker in self.workers if worker.group == "launch"):
+        if event.worker.group == "launch" and all(
+            worker.is_finished for worker in self.workers if worker.group == "launch"
+        ):
             self.starting = ""
             go_back(self)
         self.report_failure(event)
@@ -154,8 +182,13 @@ class SoTuiApp(SharedApp):
         self.list_runs()
         watched = self.checking is not None and self.current_mode == "dashboard"
         self.checking = None
-        if not watched and (isinstance(self.screen, ModalScreen) or isinstance(self.focused, Input)):
-            self.notify(f"{message.run.name} was started. Close this with esc; 4 lists the run and enter opens it.", markup=False)
+        if not watched and (
+            isinstance(self.screen, ModalScreen) or isinstance(self.focused, Input)
+        ):
+            self.notify(
+                f"{message.run.name} was started. Close this with esc; 4 lists the run and enter opens it.",
+                markup=False,
+            )
         else:
             self.open_run(message.run)
 
@@ -175,7 +208,10 @@ class SoTuiApp(SharedApp):
             if taken and message.offer is not None:
                 message.offer.action()
 
-        self.push_screen(Notice(message.title, message.lines, offer=message.offer.text if message.offer else ""), answered)
+        self.push_screen(
+            Notice(message.title, message.lines, offer=message.offer.text if message.offer else ""),
+            answered,
+        )
 
     # Commands.
 
@@ -203,7 +239,9 @@ class SoTuiApp(SharedApp):
         page = self.screen
         if isinstance(page, Page):
             title = dict(PAGES)[page.PAGE]
-            self.push_screen(KeysHelp(f"{title}: what it is for, and its keys", page.HELP_TEXT, key_groups(page)))
+            self.push_screen(
+                KeysHelp(f"{title}: what it is for, and its keys", page.HELP_TEXT, key_groups(page))
+            )
 
     def get_system_commands(self, screen: Screen[ScreenResultType]) -> Iterable[SystemCommand]:
         """Yield every command of the screen and the application with its key, then Textual's own."""
@@ -211,4 +249,8 @@ class SoTuiApp(SharedApp):
 
         yield from commands(self, screen)
         yield SystemCommand("Theme", "Choose another theme", self.action_change_theme)
-        yield SystemCommand("Screenshot", "Save a picture (SVG) of this screen", lambda: self.set_timer(0.1, self.deliver_screenshot))
+        yield SystemCommand(
+            "Screenshot",
+            "Save a picture (SVG) of this screen",
+            lambda: self.set_timer(0.1, self.deliver_screenshot),
+        )

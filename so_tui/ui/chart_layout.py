@@ -52,13 +52,19 @@ class ChartLayout(msgspec.Struct, frozen=True, kw_only=True):
         """Return the layout with a kind of scale switched on or off for a metric."""
         keys = self.log if flag == "log" else self.robust
         changed = tuple(other for other in keys if other != key) if key in keys else (*keys, key)
-        return msgspec.structs.replace(self, log=changed) if flag == "log" else msgspec.structs.replace(self, robust=changed)
+        return (
+            msgspec.structs.replace(self, log=changed)
+            if flag == "log"
+            else msgspec.structs.replace(self, robust=changed)
+        )
 
     def smoother(self, direction: int) -> ChartLayout:
         """Return the layout with the next smoothing: the mean, then weights from 0 upwards."""
         choices = (None, *EMAS)
         at = 0 if self.ema is None else 1 + sum(weight < self.ema for weight in EMAS)
-        if self.ema not in choices and direction > 0:  # a typed weight stands before the next larger one
+        if (
+            self.ema not in choices and direction > 0
+        ):  # a typed weight stands before the next larger one
             at -= 1
         return msgspec.structs.replace(self, ema=choices[(at + direction) % len(choices)])
 
@@ -76,7 +82,9 @@ def without_gpus(layout: ChartLayout) -> ChartLayout:
     """Return the layout for a run without GPUs: unless the user chose the metrics, memory of the host stands for theirs."""
     if layout.shown != ChartLayout().shown:
         return layout
-    return msgspec.structs.replace(layout, shown=tuple("host-memory" if key == "gpu-memory" else key for key in layout.shown))
+    return msgspec.structs.replace(
+        layout, shown=tuple("host-memory" if key == "gpu-memory" else key for key in layout.shown)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +101,11 @@ class ChartPage:
         """Return ``page 1 of 3 ▸``, or ``1/3 ▸`` in a narrow heading; empty where there is one page."""
         if self.pages == 1:
             return ""
-        return f"page {self.number + 1} of {self.pages} ▸" if room >= ROOMY else f"{self.number + 1}/{self.pages} ▸"
+        return (
+            f"page {self.number + 1} of {self.pages} ▸"
+            if room >= ROOMY
+            else f"{self.number + 1}/{self.pages} ▸"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +131,12 @@ def page_of(layout: ChartLayout, number: int, width: int) -> ChartPage:
 
 def wanted_by(page: ChartPage, ema: float | None) -> Wanted:
     """Return what the charts of a page need."""
-    return Wanted(fields_of(page.metrics), smoothed_fields(page.metrics, ema), ema or None, samples_of(page.metrics))
+    return Wanted(
+        fields_of(page.metrics),
+        smoothed_fields(page.metrics, ema),
+        ema or None,
+        samples_of(page.metrics),
+    )
 
 
 def layout_path() -> Path:
@@ -142,7 +159,11 @@ def load_layout() -> ChartLayout:
 def checked(found: ChartLayout) -> ChartLayout:
     """Return a layout with what is unknown or out of range left out."""
     shown = tuple(dict.fromkeys(key for key in found.shown if key in BY_KEY)) or ChartLayout().shown
-    ema = None if found.ema is None or not math.isfinite(found.ema) else min(MOST_EMA, max(0.0, found.ema))
+    ema = (
+        None
+        if found.ema is None or not math.isfinite(found.ema)
+        else min(MOST_EMA, max(0.0, found.ema))
+    )
     return ChartLayout(
         shown=shown,
         grid=found.grid if found.grid in GRIDS else None,

@@ -60,10 +60,29 @@ class Metric:
 
 
 STEP_METRICS: tuple[Metric, ...] = (
-    Metric("loss", "loss", "mean cross-entropy of the trained tokens, with evaluations", ("loss",), smoothing="mean"),
-    Metric("throughput", "throughput", "model TFLOPS, without recomputation", ("model_tflops_per_gpu",), zero=True, role="gpu"),
+    Metric(
+        "loss",
+        "loss",
+        "mean cross-entropy of the trained tokens, with evaluations",
+        ("loss",),
+        smoothing="mean",
+    ),
+    Metric(
+        "throughput",
+        "throughput",
+        "model TFLOPS, without recomputation",
+        ("model_tflops_per_gpu",),
+        zero=True,
+        role="gpu",
+    ),
     Metric("norm", "gradient norm", "before clipping", ("gradient_norm",), smoothing="mean"),
-    Metric("learning-rate", "learning rate", "of the optimizer step", ("learning_rate",), smoothing="never"),
+    Metric(
+        "learning-rate",
+        "learning rate",
+        "of the optimizer step",
+        ("learning_rate",),
+        smoothing="never",
+    ),
     Metric(
         "parts",
         "parts of a step",
@@ -75,8 +94,23 @@ STEP_METRICS: tuple[Metric, ...] = (
         roles=("data", "forward", "backward", "exposed"),
         names=("data", "forward", "backward", "exposed"),
     ),
-    Metric("tokens", "tokens/s", "useful tokens of all GPUs", ("useful_tokens_per_s_total",), format_value=rate, zero=True),
-    Metric("mfu", "MFU", "share of the GPU's dense bf16 peak", ("mfu",), format_value=percent, zero=True, role="gpu"),
+    Metric(
+        "tokens",
+        "tokens/s",
+        "useful tokens of all GPUs",
+        ("useful_tokens_per_s_total",),
+        format_value=rate,
+        zero=True,
+    ),
+    Metric(
+        "mfu",
+        "MFU",
+        "share of the GPU's dense bf16 peak",
+        ("mfu",),
+        format_value=percent,
+        zero=True,
+        role="gpu",
+    ),
     Metric(
         "gpu-memory",
         "GPU memory",
@@ -98,20 +132,93 @@ STEP_METRICS: tuple[Metric, ...] = (
     Metric(EVALUATIONS, "evaluation loss", "on data that is held out", smoothing="never"),
     Metric("step", "step time", "from the end of the step before", ("step_s",), "s", zero=True),
     Metric("data", "data", "waiting for the next batch", ("data_s",), "s", zero=True, role="data"),
-    Metric("forward", "forward", "of all micro-batches of a step", ("forward_s",), "s", zero=True, role="forward"),
-    Metric("backward", "backward", "of all micro-batches of a step", ("backward_s",), "s", zero=True, role="backward"),
-    Metric("exposed", "exposed optimizer", "what the GPU waits for Adam", ("exposed_optimizer_s",), "s", zero=True, role="exposed"),
-    Metric("other", "other time", "the rest of a step", ("other_s",), "s", zero=True),
-    Metric("adam", "Adam time", "how long the Adam worker computed", ("adam_busy_s",), "s", zero=True, role="adam"),
     Metric(
-        "adam-rate", "Adam traffic", "host memory traffic while it computes", ("adam_bytes_per_s",), "GB/s", per=1e9, zero=True, role="adam"
+        "forward",
+        "forward",
+        "of all micro-batches of a step",
+        ("forward_s",),
+        "s",
+        zero=True,
+        role="forward",
     ),
-    Metric("redone", "redone steps", "clipped and taken again, in this attempt so far", ("redone_steps",), zero=True, smoothing="never"),
-    Metric("kept", "kept steps", "taken before the norm was known, and final", ("kept_steps",), zero=True, smoothing="never"),
-    Metric("skipped", "skipped steps", "not taken, as a gradient was not finite", ("skipped_steps",), zero=True, smoothing="never"),
+    Metric(
+        "backward",
+        "backward",
+        "of all micro-batches of a step",
+        ("backward_s",),
+        "s",
+        zero=True,
+        role="backward",
+    ),
+    Metric(
+        "exposed",
+        "exposed optimizer",
+        "what the GPU waits for Adam",
+        ("exposed_optimizer_s",),
+        "s",
+        zero=True,
+        role="exposed",
+    ),
+    Metric("other", "other time", "the rest of a step", ("other_s",), "s", zero=True),
+    Metric(
+        "adam",
+        "Adam time",
+        "how long the Adam worker computed",
+        ("adam_busy_s",),
+        "s",
+        zero=True,
+        role="adam",
+    ),
+    Metric(
+        "adam-rate",
+        "Adam traffic",
+        "host memory traffic while it computes",
+        ("adam_bytes_per_s",),
+        "GB/s",
+        per=1e9,
+        zero=True,
+        role="adam",
+    ),
+    Metric(
+        "redone",
+        "redone steps",
+        "clipped and taken again, in this attempt so far",
+        ("redone_steps",),
+        zero=True,
+        smoothing="never",
+    ),
+    Metric(
+        "kept",
+        "kept steps",
+        "taken before the norm was known, and final",
+        ("kept_steps",),
+        zero=True,
+        smoothing="never",
+    ),
+    Metric(
+        "skipped",
+        "skipped steps",
+        "not taken, as a gradient was not finite",
+        ("skipped_steps",),
+        zero=True,
+        smoothing="never",
+    ),
     Metric("useful", "useful tokens", "of a step, without padding", ("useful_tokens",), zero=True),
-    Metric("trained", "trained tokens", "of a step, those that carry loss", ("trained_tokens",), zero=True),
-    Metric("hardware", "hardware TFLOPS", "with recomputation and padding", ("hw_tflops_per_gpu",), zero=True, role="gpu"),
+    Metric(
+        "trained",
+        "trained tokens",
+        "of a step, those that carry loss",
+        ("trained_tokens",),
+        zero=True,
+    ),
+    Metric(
+        "hardware",
+        "hardware TFLOPS",
+        "with recomputation and padding",
+        ("hw_tflops_per_gpu",),
+        zero=True,
+        role="gpu",
+    ),
     Metric(
         "example",
         "DeepSpeed TFLOPS",
@@ -120,8 +227,17 @@ STEP_METRICS: tuple[Metric, ...] = (
         zero=True,
         role="gpu",
     ),
-    Metric("router", "router loss", "load balance of the experts", ("router_loss",), smoothing="mean"),
-    Metric("slowest", "slowest rank", "the rank that took longest", ("slowest_rank",), zero=True, smoothing="never"),
+    Metric(
+        "router", "router loss", "load balance of the experts", ("router_loss",), smoothing="mean"
+    ),
+    Metric(
+        "slowest",
+        "slowest rank",
+        "the rank that took longest",
+        ("slowest_rank",),
+        zero=True,
+        smoothing="never",
+    ),
 )
 HARDWARE: tuple[Metric, ...] = (
     Metric(
@@ -154,7 +270,14 @@ HARDWARE: tuple[Metric, ...] = (
         format_value=whole,
         role="gpu",
     ),
-    Metric("gpu-temperature", "GPU temperature", "of the die", samples=("gpu.temperature_c",), unit="°C", role="gpu"),
+    Metric(
+        "gpu-temperature",
+        "GPU temperature",
+        "of the die",
+        samples=("gpu.temperature_c",),
+        unit="°C",
+        role="gpu",
+    ),
     Metric(
         "gpu-used",
         "GPU memory in use",
@@ -194,7 +317,16 @@ HARDWARE: tuple[Metric, ...] = (
         per=1e9,
         zero=True,
     ),
-    Metric("cores", "cores", "load of each node's cores", samples=("node.busy_percent",), unit="%", zero=True, ceiling=100, role="adam"),
+    Metric(
+        "cores",
+        "cores",
+        "load of each node's cores",
+        samples=("node.busy_percent",),
+        unit="%",
+        zero=True,
+        ceiling=100,
+        role="adam",
+    ),
     Metric(
         "node-memory",
         "memory of nodes",
@@ -214,7 +346,14 @@ HARDWARE: tuple[Metric, ...] = (
         zero=True,
         role="memory",
     ),
-    Metric("foreign", "foreign load", "cores that other processes keep busy", samples=("host.foreign_cores",), unit="cores", zero=True),
+    Metric(
+        "foreign",
+        "foreign load",
+        "cores that other processes keep busy",
+        samples=("host.foreign_cores",),
+        unit="cores",
+        zero=True,
+    ),
 )
 """What the supervisors sample, in the order in which a machine is looked at."""
 METRICS = (*STEP_METRICS, *HARDWARE)
@@ -224,7 +363,11 @@ BY_KEY = {metric.key: metric for metric in METRICS}
 def smoothed_fields(metrics: tuple[Metric, ...], ema: float | None) -> tuple[str, ...]:
     """Return the fields of which a smoothed line is drawn."""
     wanted = ("mean",) if ema is None else () if ema == 0 else ("mean", "wanted")
-    return tuple(dict.fromkeys(field for metric in metrics if metric.smoothing in wanted for field in metric.fields))
+    return tuple(
+        dict.fromkeys(
+            field for metric in metrics if metric.smoothing in wanted for field in metric.fields
+        )
+    )
 
 
 def hardware_keys(gpus: Iterable[GpuSample]) -> tuple[str, ...]:
@@ -233,7 +376,8 @@ def hardware_keys(gpus: Iterable[GpuSample]) -> tuple[str, ...]:
     return tuple(
         metric.key
         for metric in HARDWARE
-        if not metric.samples[0].startswith("gpu.") or any(sampled_value(metric.samples[0], gpu) is not None for gpu in newest)
+        if not metric.samples[0].startswith("gpu.")
+        or any(sampled_value(metric.samples[0], gpu) is not None for gpu in newest)
     )
 
 

@@ -20,7 +20,9 @@ def chart_svg(title: str, lines: Sequence[Line], names: Sequence[str], per: floa
         names: Their names, one each.
         per: What values are divided by.
     """
-    return curves(title, [Curve(name, _points(line, per)) for line, name in zip(lines, names, strict=True)])
+    return curves(
+        title, [Curve(name, _points(line, per)) for line, name in zip(lines, names, strict=True)]
+    )
 
 
 def _points(line: Line, per: float) -> list[tuple[float, float]]:

@@ -15,7 +15,9 @@ class ChatApp(SettingsApp[None]):
     TITLE = "so-tui chat"
     CSS_PATH = "app.tcss"
 
-    def __init__(self, load: LoadModel, sampling: Sampling, system: str = "", settings: Loaded | None = None) -> None:
+    def __init__(
+        self, load: LoadModel, sampling: Sampling, system: str = "", settings: Loaded | None = None
+    ) -> None:
         self._chat = ChatScreen(load, sampling, system)
         super().__init__(settings)
         if self.glyphs_at_start() == "ascii":

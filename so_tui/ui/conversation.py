@@ -31,7 +31,10 @@ class Conversation:
 
 def sampling_text(sampling: Sampling) -> str:
     """Return sampling as text that a user can edit."""
-    return "  ".join(f"{name.replace('_', '-')}={value:g}" for name, value in msgspec.structs.asdict(sampling).items())
+    return "  ".join(
+        f"{name.replace('_', '-')}={value:g}"
+        for name, value in msgspec.structs.asdict(sampling).items()
+    )
 
 
 def read_sampling(text: str) -> Sampling:
@@ -45,5 +48,10 @@ def read_sampling(text: str) -> Sampling:
         values = {name.replace("-", "_"): value for name, value in pairs.items()}
         return msgspec.convert(values, Sampling, strict=False)
     except msgspec.ValidationError as error:
-        message, remedy = f"cannot be used ({error})", f"Write, for example: {sampling_text(Sampling())}"
-        raise InputError([Problem(code="sampling", field="sampling", value=text, message=message, remedy=remedy)]) from error
+        message, remedy = (
+            f"cannot be used ({error})",
+            f"Write, for example: {sampling_text(Sampling())}",
+        )
+        raise InputError(
+            [Problem(code="sampling", field="sampling", value=text, message=message, remedy=remedy)]
+        ) from error

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from so_tui.spec import RunSpec, with_values
-from so_tui.ui.form import LENGTH, LENGTH_KEYS, edits_between, length_of, typed_over, values_of, with_edit
+from so_tui.ui.form import (
+    LENGTH,
+    LENGTH_KEYS,
+    edits_between,
+    length_of,
+    typed_over,
+    values_of,
+    with_edit,
+)
 
 
 class Drafts:
@@ -42,7 +50,9 @@ class Drafts:
     @property
     def changes(self) -> dict[str, str]:
         """What the user changed of the preset and its recommendation, by field."""
-        return {path: self.values.get(path, "") for path in typed_over(self.edits, self.recommended)}
+        return {
+            path: self.values.get(path, "") for path in typed_over(self.edits, self.recommended)
+        }
 
     @property
     def spec(self) -> RunSpec | None:
@@ -55,7 +65,9 @@ class Drafts:
         self.base, self.base_values = base, values_of(base)
         if wanted is not None:
             edits = self._edits.get(name, {})
-            typed = {path: edits[path] for path in typed_over(edits, self.recommended) if path in edits}
+            typed = {
+                path: edits[path] for path in typed_over(edits, self.recommended) if path in edits
+            }
             self._recommended[name], self._machines[name] = edits_between(base, wanted), machine
             self._edits[name] = typed | self._recommended[name]
 
@@ -79,7 +91,10 @@ class Drafts:
 
     def unsaved(self) -> dict[str, int]:
         """Return how many fields of each preset the user has changed without saving them."""
-        counts = {preset: len(typed_over(edits, self._recommended.get(preset, {}))) for preset, edits in self._edits.items()}
+        counts = {
+            preset: len(typed_over(edits, self._recommended.get(preset, {})))
+            for preset, edits in self._edits.items()
+        }
         return {preset: count for preset, count in counts.items() if count}
 
     def shown_value(self, path: str) -> tuple[str, str]:
@@ -106,4 +121,8 @@ class Drafts:
 
     def preset_value(self, path: str) -> str | None:
         """Return what the preset says of a field that has what was recommended instead; None for any other."""
-        return self.base_values.get(path, "") if path in self.recommended and path not in self.changes else None
+        return (
+            self.base_values.get(path, "")
+            if path in self.recommended and path not in self.changes
+            else None
+        )

@@ -45,7 +45,9 @@ def field_note(path: str, plan: Plan | None, machine: Machine | None, given_mode
     if path == "offload.mode" and plan.spec.offload.mode != given_mode:
         return f"→ {plan.mode}"
     if path == "train.gradient_accumulation":
-        gradient_accumulation_steps = f"{plan.spec.gradient_accumulation_steps} " if plan.spec.train.tokens_per_step else ""
+        gradient_accumulation_steps = (
+            f"{plan.spec.gradient_accumulation_steps} " if plan.spec.train.tokens_per_step else ""
+        )
         return f"{gradient_accumulation_steps}= {thousands(plan.tokens_per_step)} tokens"
     if path == LENGTH and plan.spec.train.steps:
         return plan_view.run_duration(plan)
@@ -61,7 +63,9 @@ def partition_note(partitions: Sequence[Partition], chosen: str, *, slurm: bool)
         return "no Slurm here"
     found = next((partition for partition in partitions if partition.name == chosen), None)
     if found is None:
-        return printable_line(", ".join(partition.name for partition in partitions)) or "empty: here"
+        return (
+            printable_line(", ".join(partition.name for partition in partitions)) or "empty: here"
+        )
     parts = [
         "" if found.open else "closed now",
         f"{found.idle} of {plural(found.nodes, 'node')} free",

@@ -12,7 +12,16 @@ from collections import deque
 from so_tui.machine import load_machine
 from so_tui.machine.types import Machine
 from so_tui.plan.types import Plan
-from so_tui.runs import HeartbeatWatch, LogLine, RunDirectory, RunReader, Update, control, deleted, read_spec
+from so_tui.runs import (
+    HeartbeatWatch,
+    LogLine,
+    RunDirectory,
+    RunReader,
+    Update,
+    control,
+    deleted,
+    read_spec,
+)
 from so_tui.runs.liveness import unconfirmed
 from so_tui.runs.means import mean_steps_of
 from so_tui.runs.records import FINAL_STATES, EvaluationRecord, RunState, StepRecord
@@ -71,9 +80,18 @@ class RunFollower:
 
     def _mean_steps(self) -> int:
         state, latest = self._reader.state, self._reader.latest
-        return mean_steps_of(self._spec, state.total_steps if state is not None else 0, latest.step if latest is not None else 0)
+        return mean_steps_of(
+            self._spec,
+            state.total_steps if state is not None else 0,
+            latest.step if latest is not None else 0,
+        )
 
-    def poll(self, window: tuple[float, float] | None = None, wanted: Wanted | None = None, cursor: Position | None = None) -> Snapshot:
+    def poll(
+        self,
+        window: tuple[float, float] | None = None,
+        wanted: Wanted | None = None,
+        cursor: Position | None = None,
+    ) -> Snapshot:
         """Read what is new, the steps in ``window`` in full detail, and what was at ``cursor``; ``wanted`` are other metrics than before.
 
         A directory that cannot be read now is reported in ``read_error``; earlier data stays.
@@ -97,7 +115,9 @@ class RunFollower:
             while self._new_samples:
                 self._loads.add(*self._new_samples[0], self._whole.begin[1])
                 self._new_samples.popleft()
-            if not self._reader.metrics.unread_share:  # until then the first step that is known is not the first
+            if (
+                not self._reader.metrics.unread_share
+            ):  # until then the first step that is known is not the first
                 self._loads.average(self._whole.times)
             self._read_window(window)
             self._inspected = self._inspector.read(cursor)
@@ -139,14 +159,24 @@ class RunFollower:
             self._closer = None
             return
         first, last = whole.begin[0], whole.last_step
-        low, high = (first, last) if window is None else (max(first, math.floor(window[0])), min(last, math.ceil(window[1])))
+        low, high = (
+            (first, last)
+            if window is None
+            else (max(first, math.floor(window[0])), min(last, math.ceil(window[1])))
+        )
         width = high - low
         if width > CLOSE_STEPS:
             self._closer = None
-        elif self._closer is None or not self._closer.covers(low, high) or self._closer.last_step - self._closer.steps[0] > 2 * CLOSE_STEPS:
+        elif (
+            self._closer is None
+            or not self._closer.covers(low, high)
+            or self._closer.last_step - self._closer.steps[0] > 2 * CLOSE_STEPS
+        ):
             margin = min(width, (CLOSE_STEPS - width) / 2)
             closer = self._steps.new_series(whole.span)
-            closer.add_single(self._reader.metrics, max(first, low - margin), min(last, high + margin))
+            closer.add_single(
+                self._reader.metrics, max(first, low - margin), min(last, high + margin)
+            )
             self._closer = closer
 
     def _read_attempt(self, state: RunState | None) -> None:
@@ -161,7 +191,9 @@ class RunFollower:
         self._attempt = state.attempt
         try:
             self._spec = self._spec or read_spec(self.run)
-            if state.state == "queued":  # the plan of what waits; its job makes another one for its node
+            if (
+                state.state == "queued"
+            ):  # the plan of what waits; its job makes another one for its node
                 self._plan = read_json(self.run.plan_path(newest_attempt(self.run, state)), Plan)
                 self._attempt = -1
                 return
@@ -201,7 +233,9 @@ class RunFollower:
             averaged=self._loads.averaged,
             log_lines=lines,
             log_partial=reader.log_partial,
-            heartbeat_age_s=self._watch.unchanged_s(self.run, state) if state is not None and state.state not in FINAL_STATES else 0.0,
+            heartbeat_age_s=self._watch.unchanged_s(self.run, state)
+            if state is not None and state.state not in FINAL_STATES
+            else 0.0,
             read_error=read_error,
             deleted=deleted(self.run),
             stop_asked="stop" in control.pending(self.run),

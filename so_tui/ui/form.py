@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from so_tui.spec import OF_A_SOURCE, FieldInfo, Problem, RunSpec, complete_tree, differences, field_index, parse_value
+from so_tui.spec import (
+    OF_A_SOURCE,
+    FieldInfo,
+    Problem,
+    RunSpec,
+    complete_tree,
+    differences,
+    field_index,
+    parse_value,
+)
 
 LENGTH = "train.length"
 """Stands for the three keys of LENGTH_KEYS, one of which is set."""
@@ -14,9 +23,38 @@ SLURM = "Slurm"
 
 GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Where", ("gpus", "slurm.partition")),
-    (SLURM, ("nodes", "slurm.account", "slurm.time_limit", "slurm.qos", "slurm.constraint", "slurm.site", "slurm.continues")),
-    ("Offload", ("offload.mode", "offload.ratio", "offload.cpu_adam_cores_fraction", "offload.states", "offload.engine")),
-    ("Batch", ("train.micro_batch", "train.gradient_accumulation", "train.tokens_per_step", "data.sequence_length", "data.packing")),
+    (
+        SLURM,
+        (
+            "nodes",
+            "slurm.account",
+            "slurm.time_limit",
+            "slurm.qos",
+            "slurm.constraint",
+            "slurm.site",
+            "slurm.continues",
+        ),
+    ),
+    (
+        "Offload",
+        (
+            "offload.mode",
+            "offload.ratio",
+            "offload.cpu_adam_cores_fraction",
+            "offload.states",
+            "offload.engine",
+        ),
+    ),
+    (
+        "Batch",
+        (
+            "train.micro_batch",
+            "train.gradient_accumulation",
+            "train.tokens_per_step",
+            "data.sequence_length",
+            "data.packing",
+        ),
+    ),
     ("Data", ("data.source", "data.subset", "data.split", "data.format", "data.loss")),
     ("Length", (LENGTH,)),
     (
@@ -42,7 +80,10 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "checkpoint.export",
         ),
     ),
-    ("Evaluation", ("data.held_out", "data.evaluation", "data.evaluation_split", "train.evaluate_every_steps")),
+    (
+        "Evaluation",
+        ("data.held_out", "data.evaluation", "data.evaluation_split", "train.evaluate_every_steps"),
+    ),
     ("Logging", ("train.log_interval", "train.log_level", "train.seed", "train.deterministic")),
 )
 
@@ -106,7 +147,11 @@ def problem_text(problem: Problem) -> str:
 def advanced_paths() -> tuple[str, ...]:
     """Return the fields outside all groups, in the order of the types."""
     named = {path for _, paths in GROUPS for path in paths} | set(LENGTH_KEYS) | set(_NOT_IN_FORM)
-    return tuple(path for path, info in field_index().items() if path not in named and info.type_name not in ("table", "list"))
+    return tuple(
+        path
+        for path, info in field_index().items()
+        if path not in named and info.type_name not in ("table", "list")
+    )
 
 
 def hint(info: FieldInfo) -> str:
@@ -155,7 +200,11 @@ def edits_between(base: RunSpec, wanted: RunSpec) -> dict[str, str]:
     """Return the edits that turn ``base`` into ``wanted``."""
     known = field_index()
     changes = differences(complete_tree(wanted), complete_tree(base))
-    return {path: text_of(value) for path, value in flat(changes) if path in known and path not in _NOT_IN_FORM}
+    return {
+        path: text_of(value)
+        for path, value in flat(changes)
+        if path in known and path not in _NOT_IN_FORM
+    }
 
 
 def length_of(values: Mapping[str, str]) -> tuple[str, str]:
@@ -171,10 +220,16 @@ def same_value(path: str, one: str, other: str) -> bool:
     if one == other:
         return True
     info = field_index().get(path)
-    return info is not None and info.type_name in ("integer", "number") and parse_value(one, info) == parse_value(other, info)
+    return (
+        info is not None
+        and info.type_name in ("integer", "number")
+        and parse_value(one, info) == parse_value(other, info)
+    )
 
 
-def with_edit(edits: Mapping[str, str], base: Mapping[str, str], path: str, text: str) -> dict[str, str]:
+def with_edit(
+    edits: Mapping[str, str], base: Mapping[str, str], path: str, text: str
+) -> dict[str, str]:
     """Return ``edits`` after ``text`` was typed into ``path``.
 
     A value equal to the preset's is no edit. One length replaces the others, and another data source what describes the preset's.
@@ -183,11 +238,15 @@ def with_edit(edits: Mapping[str, str], base: Mapping[str, str], path: str, text
     if path in LENGTH_KEYS:
         changed = {key: value for key, value in changed.items() if key not in LENGTH_KEYS}
     if path == "data.source":
-        plain = {f"data.{key}": text_of(field_index()[f"data.{key}"].default) for key in OF_A_SOURCE}
+        plain = {
+            f"data.{key}": text_of(field_index()[f"data.{key}"].default) for key in OF_A_SOURCE
+        }
         if path in edits:  # what was filled in for the source before
             changed = {key: value for key, value in changed.items() if plain.get(key) != value}
         if text != base.get(path, ""):
-            changed = {key: value for key, value in plain.items() if base.get(key, value) != value} | changed
+            changed = {
+                key: value for key, value in plain.items() if base.get(key, value) != value
+            } | changed
     if not same_value(path, text, base.get(path, "")):
         changed[path] = text
     return changed
@@ -197,4 +256,12 @@ def typed_over(edits: Mapping[str, str], recommended: Mapping[str, str]) -> list
     """Return the fields that the user changed: those in which the edits differ from what a recommendation filled in."""
     fields = dict.fromkeys((*edits, *recommended))
     # A field of one of them only differs: the other has the preset's value.
-    return [path for path in fields if not (path in edits and path in recommended and same_value(path, edits[path], recommended[path]))]
+    return [
+        path
+        for path in fields
+        if not (
+            path in edits
+            and path in recommended
+            and same_value(path, edits[path], recommended[path])
+        )
+    ]

@@ -59,7 +59,9 @@ _PLAIN = str.maketrans(
 )
 
 
-def chosen_glyphs(environ: Mapping[str, str], encoding: str | None = None, preferred: str = "auto") -> GlyphName:
+def chosen_glyphs(
+    environ: Mapping[str, str], encoding: str | None = None, preferred: str = "auto"
+) -> GlyphName:
     """Return the set that ``SO_TUI_GLYPHS`` names, else the preferred one, else one that locale and terminal can show.
 
     The Linux console has no braille.
@@ -92,7 +94,9 @@ def environment_at_start() -> dict[str, str]:
 
 def _locale_name(environ: Mapping[str, str]) -> str:
     """Return the locale of characters by POSIX's order of variables; empty if none is set."""
-    return next((name for variable in ("LC_ALL", "LC_CTYPE", "LANG") if (name := environ.get(variable))), "")
+    return next(
+        (name for variable in ("LC_ALL", "LC_CTYPE", "LANG") if (name := environ.get(variable))), ""
+    )
 
 
 def shows_ascii(app: object) -> bool:
@@ -109,4 +113,10 @@ class PlainCharacters(LineFilter):
 
 def _plain(text: str) -> str:
     text = text.translate(_PLAIN)
-    return text if text.isascii() else "".join(character if character.isascii() else "?" * cell_len(character) for character in text)
+    return (
+        text
+        if text.isascii()
+        else "".join(
+            character if character.isascii() else "?" * cell_len(character) for character in text
+        )
+    )

@@ -30,7 +30,12 @@ def chart_of(metric: Metric, glyphs: GlyphName) -> Chart:
 
 
 def sampled_lines(
-    metric: Metric, sampled: Mapping[str, tuple[Sampled, ...]], *, alone: bool = True, whole: bool = False, coloured: bool = True
+    metric: Metric,
+    sampled: Mapping[str, tuple[Sampled, ...]],
+    *,
+    alone: bool = True,
+    whole: bool = False,
+    coloured: bool = True,
 ) -> list[tuple[Line, str]]:
     """Return the lines of a metric with their names in the heading; limits first, so that values are drawn over them.
 
@@ -38,7 +43,10 @@ def sampled_lines(
     would be used again, or nothing is ``coloured``. In a heading, those after the first are numbers alone; with ``whole`` every name says
     everything.
     """
-    pairs = [(limit.line("limit"), "limit" if whole or not at else "") for at, limit in enumerate(sampled.get(metric.limit, ()))]
+    pairs = [
+        (limit.line("limit"), "limit" if whole or not at else "")
+        for at, limit in enumerate(sampled.get(metric.limit, ()))
+    ]
     several = len({line.host for name in metric.samples for line in sampled.get(name, ())}) > 1
     drawn = 0
     for number, name in enumerate(metric.samples):
@@ -51,7 +59,11 @@ def sampled_lines(
         kind = name.partition(".")[0].replace("gpu", "GPU")
         for at, line in enumerate(lines):
             place = f"{line.host} {line.index}" if several else str(line.index)
-            word = place if at and not whole else f"{called}{':' if called else ''} {kind} {place}".strip()
+            word = (
+                place
+                if at and not whole
+                else f"{called}{':' if called else ''} {kind} {place}".strip()
+            )
             look = look_of(drawn, coloured=coloured) if alone else Look(role, "")
             pairs.append((replace(line.line(look.role), sign=look.sign), word))
             drawn += 1

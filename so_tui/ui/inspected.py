@@ -54,7 +54,11 @@ class Inspector:
         begin = end = time
         if record is not None and abs(record.time - time) < _SAME_S:
             begin = record.time - record.step_s
-        samples = {host: sample for host in self._reader.hosts if (sample := self._during(host, begin, end)) is not None}
+        samples = {
+            host: sample
+            for host in self._reader.hosts
+            if (sample := self._during(host, begin, end)) is not None
+        }
         return Inspected(position, record, samples)
 
     def _during(self, host: str, begin: float, end: float) -> Sample | None:

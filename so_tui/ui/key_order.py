@@ -54,12 +54,18 @@ class KeysInOrder(PrintableApp[Result]):
             self._settled_screen = self.screen
         focused = self.focused
         minimizes = event.key == "escape" and self.screen.maximized is not None
-        if minimizes or (focused is not None and focused.check_consume_key(event.key, event.character)):
+        if minimizes or (
+            focused is not None and focused.check_consume_key(event.key, event.character)
+        ):
             await super().on_event(event)
             return
         self.app_focus = True
         typing = focused is not None and focused.check_consume_key("a", "a")
-        around = [node for node in focused.ancestors_with_self if node is not self] if focused is not None and typing else []
+        around = (
+            [node for node in focused.ancestors_with_self if node is not self]
+            if focused is not None and typing
+            else []
+        )
         for field in around[:1]:
             await _caught_up(field)  # with the letters that were typed before
         if event.key == "escape":

@@ -28,7 +28,11 @@ def ask_to_launch(app: SharedApp, launch: Launch, draft: Draft | None = None) ->
     if not app.may_start() or refused_elsewhere(app, launch.spec):
         return
     title, facts = f"Launch {launch.spec.label}?", launch_facts(launch.plan)
-    question = LaunchQuestion(title, facts, launch) if executor_of(launch.spec).here else JobQuestion(title, facts, launch, draft)
+    question = (
+        LaunchQuestion(title, facts, launch)
+        if executor_of(launch.spec).here
+        else JobQuestion(title, facts, launch, draft)
+    )
 
     def answered(yes: bool | None) -> None:
         changed = question.draft if isinstance(question, JobQuestion) else None
@@ -53,9 +57,15 @@ def refused_elsewhere(app: SharedApp, spec: RunSpec) -> bool:
     return True
 
 
-def launch_anyway(app: SharedApp, launch: Launch | None, draft: Draft | None = None) -> messages.Offer | None:
+def launch_anyway(
+    app: SharedApp, launch: Launch | None, draft: Draft | None = None
+) -> messages.Offer | None:
     """Return the offer to start ``launch`` although something speaks against it; None if there is nothing to start."""
-    return messages.Offer("Launch anyway", partial(start_launch, app, launch, draft)) if launch else None
+    return (
+        messages.Offer("Launch anyway", partial(start_launch, app, launch, draft))
+        if launch
+        else None
+    )
 
 
 def start_launch(app: SharedApp, launch: Launch, draft: Draft | None = None) -> None:
@@ -72,7 +82,13 @@ def start_launch(app: SharedApp, launch: Launch, draft: Draft | None = None) -> 
         page.action_leave_field()  # or the user would still be typing there after coming back
     app.starting = launch.spec.label
     app.checking = Checking(launch.spec.label, time.monotonic(), app.current_mode)
-    app.run_worker(partial(_launch, app, launch, draft), thread=True, group="launch", name="launch", exit_on_error=False)
+    app.run_worker(
+        partial(_launch, app, launch, draft),
+        thread=True,
+        group="launch",
+        name="launch",
+        exit_on_error=False,
+    )
     app.switch_mode("dashboard")
 
 
@@ -103,14 +119,25 @@ def _launch(app: SharedApp, launch: Launch, draft: Draft | None) -> None:
             checked, warnings = preflight(launch, runs_dir=app.runs_dir, begins=begins)
             for warning in warnings:
                 app.call_from_thread(app.notify, warning, severity="warning", markup=False)
-            run = start(checked, runs_dir=app.runs_dir, executor=_submitting(draft) if draft else None)
+            run = start(
+                checked, runs_dir=app.runs_dir, executor=_submitting(draft) if draft else None
+            )
     except SoTuiError as error:
         if isinstance(error, Refused) and error.forceable:
             offer = launch_anyway(app, structs.replace(launch, forced=True), draft)
         else:
-            offer = messages.Offer("Edit the script", partial(ask_to_launch, app, launch, draft)) if draft else None
-        lines = (*str(error).splitlines(), *([f"Your script is kept. {_where_kept(draft)}"] if draft else []))
-        app.post_message(messages.NotLaunched(f"{launch.spec.label} was not started", lines, error, offer=offer))
+            offer = (
+                messages.Offer("Edit the script", partial(ask_to_launch, app, launch, draft))
+                if draft
+                else None
+            )
+        lines = (
+            *str(error).splitlines(),
+            *([f"Your script is kept. {_where_kept(draft)}"] if draft else []),
+        )
+        app.post_message(
+            messages.NotLaunched(f"{launch.spec.label} was not started", lines, error, offer=offer)
+        )
     else:
         if draft is not None:
             draft.discard()

@@ -23,7 +23,10 @@ def ask_to_leave(app: SharedApp) -> None:
     if not unsaved:
         _leave(app)
     elif not isinstance(app.screen, QuitQuestion):
-        lines = [f"Configure: {plural(count, 'change')} to preset {preset}, not saved" for preset, count in unsaved.items()]
+        lines = [
+            f"Configure: {plural(count, 'change')} to preset {preset}, not saved"
+            for preset, count in unsaved.items()
+        ]
         question = QuitQuestion("Quit and lose unsaved changes?", lines, yes="Quit", no="No, stay")
         app.push_screen(question, lambda yes: _leave(app) if yes else None)
 
@@ -32,8 +35,13 @@ def _leave(app: SharedApp) -> None:
     live = [row.run.name for row in app.runs if row.live]
     lines = []
     if live:
-        names, goes_on = printable_line(", ".join(live)), "continues" if len(live) == 1 else "continue"
-        lines.append(f"{names} {goes_on} training. `{so_tui_command('watch', live[0])}` shows it again.")
+        names, goes_on = (
+            printable_line(", ".join(live)),
+            "continues" if len(live) == 1 else "continue",
+        )
+        lines.append(
+            f"{names} {goes_on} training. `{so_tui_command('watch', live[0])}` shows it again."
+        )
     if app.starting:
         lines.append(f"{app.starting} is still being started. `so-tui watch latest` shows it.")
     app.restore_title()

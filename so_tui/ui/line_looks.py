@@ -21,4 +21,7 @@ class Look(NamedTuple):
 def look_of(index: int, *, coloured: bool) -> Look:
     """Return the look of one of several lines: on a screen without colours, each has a sign."""
     alone = len(RUN_ROLES) if coloured else 0
-    return Look(RUN_ROLES[index % len(RUN_ROLES)], SIGNS[(index - alone) % len(SIGNS)] if index >= alone else "")
+    return Look(
+        RUN_ROLES[index % len(RUN_ROLES)],
+        SIGNS[(index - alone) % len(SIGNS)] if index >= alone else "",
+    )

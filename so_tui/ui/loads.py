@@ -56,11 +56,16 @@ class NodeView:
     def memory_lines(self) -> tuple[Line, ...]:
         """Return memory in use and the file cache in it."""
         roles = ("memory", "other")
-        return tuple(Line(series, self.length, self.times, None, role) for series, role in zip(self.memory or (), roles, strict=False))
+        return tuple(
+            Line(series, self.length, self.times, None, role)
+            for series, role in zip(self.memory or (), roles, strict=False)
+        )
 
     def lines(self) -> tuple[Line, Line]:
         """Return band and mean, to be drawn in this order."""
-        return Line(self.band, self.length, self.times, None, "band"), Line(self.mean, self.length, self.times, None, "main")
+        return Line(self.band, self.length, self.times, None, "band"), Line(
+            self.mean, self.length, self.times, None, "main"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,14 +168,18 @@ class LoadStore:
         """Return the number of samples of the host that has most."""
         return max(map(len, self._loads.values()), default=0)
 
-    def node(self, host: str, sample: Sample, node: NodeSample, cpus: Mapping[int, tuple[int, ...]]) -> NodeView | None:
+    def node(
+        self, host: str, sample: Sample, node: NodeSample, cpus: Mapping[int, tuple[int, ...]]
+    ) -> NodeView | None:
         """Return a node of a sample that has cores, which ``cpus`` numbers; None for any other."""
         load = self._loads.get(("node", host, node.id))
         if load is None or not node.cores:
             return None
         known = cpus.get(node.id, ())
         numbers = known if len(known) == len(node.cores) else tuple(range(len(node.cores)))
-        complete = len(load.cores) == len(load) and all(len(row) == len(numbers) for row in load.cores[:1])
+        complete = len(load.cores) == len(load) and all(
+            len(row) == len(numbers) for row in load.cores[:1]
+        )
         used, cache = (load.series.get(name.partition(".")[2]) for name in MEMORY)
         return NodeView(
             host,
@@ -197,7 +206,9 @@ class LoadStore:
         for (kind, host, index), load in self._loads.items():
             for name, series in load.series.items():
                 if (whole := f"{kind}.{name}") in self.wanted and len(series) == len(load):
-                    found.setdefault(whole, []).append(Sampled(host, index, series, load.times, len(load)))
+                    found.setdefault(whole, []).append(
+                        Sampled(host, index, series, load.times, len(load))
+                    )
         return {name: tuple(lines) for name, lines in found.items()}
 
 
@@ -286,10 +297,15 @@ class Loads:
         """Add the samples of a host from the begin of the run to just before ``until``."""
         start = self._reader.start
         # A resumed run shows its earlier attempts too. The time is NaN before the first step, and 0 if it is unknown.
-        since = min([*([begun] if begun > 0 else []), *([start.time] if start is not None else [])], default=until)
+        since = min(
+            [*([begun] if begun > 0 else []), *([start.time] if start is not None else [])],
+            default=until,
+        )
         if until - since > 2:
             try:
-                for rollup in self._reader.sample_history(host, since, math.nextafter(until, 0), HISTORY_ROWS):
+                for rollup in self._reader.sample_history(
+                    host, since, math.nextafter(until, 0), HISTORY_ROWS
+                ):
                     self._store.append(host, rollup.mean)
             except OSError:
                 self._store.forget(host)  # it is read again from its begin
@@ -304,7 +320,11 @@ class Loads:
         first = bisect_left(steps_at, start.time)
         for host in self._latest.keys() - self._means.keys():
             since = steps_at[first] if first < len(steps_at) else math.inf
-            parts = self._reader.sample_history(host, since, latest.time, HISTORY_ROWS) if since < latest.time else iter(())
+            parts = (
+                self._reader.sample_history(host, since, latest.time, HISTORY_ROWS)
+                if since < latest.time
+                else iter(())
+            )
             some = [roll_up(chunk) for chunk in iter(lambda: list(islice(parts, ROLLED_UP)), [])]  # noqa: B023 - called before the next host
             if some:
                 self._means[host] = roll_up(some).mean
@@ -313,7 +333,11 @@ class Loads:
         """Return the NUMA nodes with cores of every host; ``machine`` numbers their cores."""
         cpus = {node.id: node.cpus for node in machine.numa_nodes} if machine else {}
         samples = (self._latest | self._means | dict(self.inspected)).items()
-        views = (self._store.node(host, sample, node, cpus) for host, sample in samples for node in sample.nodes)
+        views = (
+            self._store.node(host, sample, node, cpus)
+            for host, sample in samples
+            for node in sample.nodes
+        )
         return tuple(view for view in views if view is not None)
 
     def placement(self) -> tuple[RankPlacement, ...]:

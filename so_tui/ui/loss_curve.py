@@ -80,7 +80,10 @@ class CurveReader:
             except OSError:
                 steps.take((), redraw=True)  # records may have been read and lost
                 raise
-            steps.take([record for record in progress.records if isinstance(record, StepRecord)], redraw=progress.redraw)
+            steps.take(
+                [record for record in progress.records if isinstance(record, StepRecord)],
+                redraw=progress.redraw,
+            )
             more = progress.more
         latest = reader.latest
         if latest is None:
@@ -122,7 +125,13 @@ def thinned(line: Line, most: int) -> Line:
 def means_note(curves: Sequence[LossCurve]) -> tuple[str, ...]:
     """Return what the values of overlaid curves are, for the heading of their chart."""
     spans = sorted({curve.span for curve in curves})
-    return (mean_name(spans[0]),) if len(spans) == 1 else (f"means of {spans[0]} to {spans[-1]} steps",) if spans else ()
+    return (
+        (mean_name(spans[0]),)
+        if len(spans) == 1
+        else (f"means of {spans[0]} to {spans[-1]} steps",)
+        if spans
+        else ()
+    )
 
 
 def progress_text(curves: Sequence[LossCurve]) -> str:
@@ -153,4 +162,7 @@ def bars(values: Sequence[float]) -> str:
     low, high = min(finite) / 2, max(finite) / 2  # halves, whose difference is finite
     top = len(_LEVELS) - 1
     width = high - low or 1.0
-    return "".join(_LEVELS[round((value / 2 - low) / width * top)] if math.isfinite(value) else " " for value in values)
+    return "".join(
+        _LEVELS[round((value / 2 - low) / width * top)] if math.isfinite(value) else " "
+        for value in values
+    )

@@ -64,7 +64,9 @@ class CheckBegun(Message):
 class NotLaunched(Failed):
     """A launch was refused, or failed before its run was in a supervisor's hands."""
 
-    def __init__(self, title: str, lines: tuple[str, ...], error: SoTuiError, *, offer: Offer | None = None) -> None:
+    def __init__(
+        self, title: str, lines: tuple[str, ...], error: SoTuiError, *, offer: Offer | None = None
+    ) -> None:
         self.error = error
         super().__init__(title, lines, offer=offer)
 
@@ -80,7 +82,13 @@ class Launched(Message):
 class Planned(Message):
     """The plan of the values in the form, or their problems; ``serial`` identifies the request."""
 
-    def __init__(self, serial: int, plan: Plan | None, problems: tuple[Problem, ...], launch: Launch | None = None) -> None:
+    def __init__(
+        self,
+        serial: int,
+        plan: Plan | None,
+        problems: tuple[Problem, ...],
+        launch: Launch | None = None,
+    ) -> None:
         self.serial, self.plan, self.problems, self.launch = serial, plan, problems, launch
         super().__init__()
 

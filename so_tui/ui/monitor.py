@@ -53,7 +53,9 @@ class Monitor:
         self._lock = threading.Lock()
         self._closed = False
         self._cpus = {node.id: node.cpus for node in machine.numa_nodes}
-        self._sampler = Sampler(machine, ProcessTree(frozenset(), os.getpid()), attempt=0)  # a tree without processes: there is no run
+        self._sampler = Sampler(
+            machine, ProcessTree(frozenset(), os.getpid()), attempt=0
+        )  # a tree without processes: there is no run
         self._processes = HostProcesses(machine.allowed_cpus)
         self._listed = self._processes.read({})
         self._listed_due = 0.0
@@ -73,7 +75,9 @@ class Monitor:
             self._sampler.close()
 
     def _sample(self) -> HostView:
-        sample = msgspec.structs.replace(self._sampler.sample(), foreign=())  # without a run nothing is foreign to it
+        sample = msgspec.structs.replace(
+            self._sampler.sample(), foreign=()
+        )  # without a run nothing is foreign to it
         self._kept.append(sample)
         self._store.append("", sample)
         if self._store.rows() > 2 * _KEPT:
@@ -89,7 +93,9 @@ class Monitor:
             gpus=tuple(view for view in gpus if view is not None),
             sampled=self._store.sampled(),
             processes=self._listed,
-            axis=Axis("time", max(begin, sample.time - WINDOW_S), max(sample.time, begin + 1), begin),
+            axis=Axis(
+                "time", max(begin, sample.time - WINDOW_S), max(sample.time, begin + 1), begin
+            ),
         )
 
     def _list_processes(self) -> None:
@@ -97,4 +103,6 @@ class Monitor:
         if now >= self._listed_due:
             started = time.process_time()
             self._listed = self._processes.read(self._sampler.gpu_uses())
-            self._listed_due = now + max(_PROCESSES_S, (time.process_time() - started) / _COST_SHARE)
+            self._listed_due = now + max(
+                _PROCESSES_S, (time.process_time() - started) / _COST_SHARE
+            )

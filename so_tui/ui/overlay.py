@@ -52,7 +52,11 @@ class Overlaid:
             found = [line for name in metric.samples for line in self.sampled.get(name, ())]
         else:
             found = [line for name in metric.fields if (line := self._line(name, role)) is not None]
-        return [replace(line, role=role, sign=sign) for line in found if line.series.extremes(0, line.length) is not None]
+        return [
+            replace(line, role=role, sign=sign)
+            for line in found
+            if line.series.extremes(0, line.length) is not None
+        ]
 
     def _line(self, field: str, role: str) -> Line | None:
         """Return a field of the step records, its mean where there is one; None where it has not been read."""
@@ -66,7 +70,11 @@ class Overlaid:
     @property
     def end(self) -> tuple[float, float]:
         """Its last step, and when that would be; zeros before the first."""
-        return (self.steps.steps[self.lengths[0] - 1], self.times[self.lengths[0] - 1]) if self.lengths[0] else (0.0, 0.0)
+        return (
+            (self.steps.steps[self.lengths[0] - 1], self.times[self.lengths[0] - 1])
+            if self.lengths[0]
+            else (0.0, 0.0)
+        )
 
 
 class _Followed:
@@ -99,7 +107,10 @@ class _Followed:
             for number in numbers:
                 if id(number.times) not in places:
                     moved = array("d", (at + shift_s for at in number.times))
-                    places[id(number.times)] = moved, steps_at(number.times, number.length, self.steps.series)
+                    places[id(number.times)] = (
+                        moved,
+                        steps_at(number.times, number.length, self.steps.series),
+                    )
                 lines.append(Line(number.series, number.length, *places[id(number.times)], "main"))
             found[name] = tuple(lines)
         return found
@@ -111,7 +122,9 @@ class Overlays:
     def __init__(self) -> None:
         self._followed: dict[RunDirectory, _Followed] = {}
 
-    def read(self, runs: Sequence[RunDirectory], wanted: Wanted, begun: float) -> tuple[Overlaid, ...]:
+    def read(
+        self, runs: Sequence[RunDirectory], wanted: Wanted, begun: float
+    ) -> tuple[Overlaid, ...]:
         """Return what is known of these runs by now; ``begun`` is when the followed run did its first step."""
         self._followed = {run: self._followed.get(run) or _Followed(run) for run in runs}
         found = []
@@ -145,7 +158,10 @@ class Overlays:
         followed.due = 0.0 if update.more else time.monotonic() + POLL_S
         series = followed.steps.series
         shift = begun - series.begin[1] if len(series) else 0.0
-        times, mean_times = (array("d", (at + shift for at in column)) for column in (series.times, series.mean_times))
+        times, mean_times = (
+            array("d", (at + shift for at in column))
+            for column in (series.times, series.mean_times)
+        )
         evaluated = followed.reader.evaluations
         followed.shown = Overlaid(
             run,
@@ -170,6 +186,8 @@ def steps_at(times: Sequence[float], length: int, series: StepSeries) -> array[f
         else:
             before = (series.steps[right - 1], series.times[right - 1]) if right else series.begin
             whole = series.times[right] - before[1]
-            step = before[0] + (series.steps[right] - before[0]) * ((time_s - before[1]) / whole if whole > 0 else 1.0)
+            step = before[0] + (series.steps[right] - before[0]) * (
+                (time_s - before[1]) / whole if whole > 0 else 1.0
+            )
         found.append(max(step, found[-1]) if found else step)
     return found

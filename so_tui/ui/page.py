@@ -56,7 +56,14 @@ class TopLine(KeepsLines):
         super().__init__()
 
     def on_mount(self) -> None:
-        for name in ("machine", "inspecting", "machine_file", "doctor_line", "starting", "settings"):
+        for name in (
+            "machine",
+            "inspecting",
+            "machine_file",
+            "doctor_line",
+            "starting",
+            "settings",
+        ):
             self.watch(self.app, name, self._changed, init=False)
         self.watch(self.app, "runs", self._count)
 
@@ -72,19 +79,31 @@ class TopLine(KeepsLines):
 
     def render(self) -> Content:
         app, live = self.app, self._live
-        right = Content.assemble(("● ", "$success"), f"{plural(live, 'run')} live") if live else Content.styled("○ no live runs", "$faint")
+        right = (
+            Content.assemble(("● ", "$success"), f"{plural(live, 'run')} live")
+            if live
+            else Content.styled("○ no live runs", "$faint")
+        )
         if app.starting:
-            right = Content.assemble((f"starting {shorten(app.starting, 28)} …", "bold $accent"), "  ") + right
+            right = (
+                Content.assemble((f"starting {shorten(app.starting, 28)} …", "bold $accent"), "  ")
+                + right
+            )
         left = Content.styled("so-tui", "bold $accent")
         width = self.size.width
         if app.machine is None:
-            left += Content.styled("  inspecting this machine …" if app.inspecting else "", "$faint")
+            left += Content.styled(
+                "  inspecting this machine …" if app.inspecting else "", "$faint"
+            )
         else:
             left += Content.assemble("  ", (app.machine.label, "bold"), "  ")
             if app.machine_file:
                 left += Content.styled("planning for another machine  ", "$warning")
             gap = ""
-            for fact in [*machine_facts(app.machine), *([app.doctor_line] if app.doctor_line else [])]:
+            for fact in [
+                *machine_facts(app.machine),
+                *([app.doctor_line] if app.doctor_line else []),
+            ]:
                 if left.cell_length + len(gap) + len(fact) + right.cell_length + 2 > width:
                     break
                 left += Content.styled(gap + fact, "$faint")

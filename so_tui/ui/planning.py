@@ -14,7 +14,12 @@ if TYPE_CHECKING:
 
 
 def answers(
-    serial: int, base: RunSpec, edits: dict[str, str], machine: Machine, described: bool, cancelled: Callable[[], bool]
+    serial: int,
+    base: RunSpec,
+    edits: dict[str, str],
+    machine: Machine,
+    described: bool,
+    cancelled: Callable[[], bool],
 ) -> Iterator[Planned | Compared]:
     """Yield the plan, or what is wrong with the values, and then what other values would do, unless that is not wanted any more.
 
@@ -30,7 +35,11 @@ def answers(
         yield Planned(serial, None, error.problems)
         return
     except Refused as error:
-        problems = (Problem(code=error.codes[0], field="gpus", value="", message=error.reasons[0], remedy=""),)
+        problems = (
+            Problem(
+                code=error.codes[0], field="gpus", value="", message=error.reasons[0], remedy=""
+            ),
+        )
         yield Planned(serial, None, problems)
         return
     yield Planned(serial, plan, (), launch)

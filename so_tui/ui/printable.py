@@ -35,7 +35,11 @@ class DrawsPrintable(KeepsLines):
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         """Return the application's filters without the one that translates the terminal's own 16 colours: there are none here."""
-        return [filter for filter in super().get_line_filters() if not isinstance(filter, ANSIToTruecolor)]
+        return [
+            filter
+            for filter in super().get_line_filters()
+            if not isinstance(filter, ANSIToTruecolor)
+        ]
 
 
 def _is_printable(segments: Iterable[Segment]) -> bool:
@@ -43,7 +47,10 @@ def _is_printable(segments: Iterable[Segment]) -> bool:
 
 
 def _replaced(segments: Iterable[Segment]) -> list[Segment]:
-    return [Segment(same_cells(text, get_character_cell_size), style, control) for text, style, control in segments]
+    return [
+        Segment(same_cells(text, get_character_cell_size), style, control)
+        for text, style, control in segments
+    ]
 
 
 class PrintableApp(StylesMounted[Result]):

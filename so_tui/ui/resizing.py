@@ -51,7 +51,15 @@ class ResizablePage(Page):
             id="larger",
             tooltip="The panel with the focus; lines between panels can be pulled with the mouse",
         ),
-        Binding("left_curly_bracket", "resize(-1)", "Smaller panel", key_display="{", show=False, id="smaller", tooltip="The same"),
+        Binding(
+            "left_curly_bracket",
+            "resize(-1)",
+            "Smaller panel",
+            key_display="{",
+            show=False,
+            id="smaller",
+            tooltip="The same",
+        ),
         Binding(
             "vertical_line",
             "reset_sizes",

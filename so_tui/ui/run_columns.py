@@ -22,7 +22,21 @@ Cells = dict[str, Text]
 
 MARK, CURVE = "", " "
 """Columns without a heading."""
-COLUMNS = (MARK, "state", "name", "model", "step", "mean loss", "evaluation loss", CURVE, "tokens/s", "MFU", "GPU memory", "age", "host")
+COLUMNS = (
+    MARK,
+    "state",
+    "name",
+    "model",
+    "step",
+    "mean loss",
+    "evaluation loss",
+    CURVE,
+    "tokens/s",
+    "MFU",
+    "GPU memory",
+    "age",
+    "host",
+)
 DISPENSABLE = ("host", "GPU memory", "MFU", "evaluation loss", "tokens/s", "model", CURVE)
 """Columns that are dropped first where there is no room; dashboard and preview show their content too."""
 MEASURED = ("evaluation loss", "tokens/s", "MFU", "GPU memory")
@@ -44,15 +58,23 @@ SORTED_COLUMNS = {
 HIGHEST_FIRST = ("step", "tokens/s", "MFU")
 
 
-def cells_of(row: RunRow, curve: LossCurve | None, colours: Mapping[str, str], *, mark: Look | None = None) -> Cells:
+def cells_of(
+    row: RunRow, curve: LossCurve | None, colours: Mapping[str, str], *, mark: Look | None = None
+) -> Cells:
     """Return the cells of a run; ``colours`` are the theme's, by name. A marked run has the colour and the sign of its line."""
     state = row.state
     sign, style = SIGNS.get(row.shown_state, ("?", "$faint"))
     faint = colours["faint"]
-    step = f"{thousands(state.step)} / {thousands(state.total_steps)}" if state.total_steps else thousands(state.step)
+    step = (
+        f"{thousands(state.step)} / {thousands(state.total_steps)}"
+        if state.total_steps
+        else thousands(state.step)
+    )
     results = curve.results if curve is not None else RunResults()
     return {
-        MARK: Text((mark.sign or "▸") if mark else " ", style=colours[mark.role if mark else "accent"]),
+        MARK: Text(
+            (mark.sign or "▸") if mark else " ", style=colours[mark.role if mark else "accent"]
+        ),
         "state": Text(f"{sign} {row.shown_state}", style=colours[style.removeprefix("$")]),
         "name": Text(shorten(row.run.name, 28)),
         "model": Text(shorten(model_of(row), 24), style=faint),
@@ -62,8 +84,13 @@ def cells_of(row: RunRow, curve: LossCurve | None, colours: Mapping[str, str], *
         CURVE: Text(curve.spark if curve is not None else "", style=colours["accent"]),
         "tokens/s": Text(result_text(results, "tokens_per_s"), justify="right"),
         "MFU": Text(result_text(results, "mfu"), justify="right"),
-        "GPU memory": Text("" if results.gpu_memory_bytes is None else memory(results.gpu_memory_bytes), justify="right"),
-        "age": Text(age(time.time() - state.started) if state.started else "", style=faint, justify="right"),
+        "GPU memory": Text(
+            "" if results.gpu_memory_bytes is None else memory(results.gpu_memory_bytes),
+            justify="right",
+        ),
+        "age": Text(
+            age(time.time() - state.started) if state.started else "", style=faint, justify="right"
+        ),
         "host": Text(shorten(state.host, 16), style=faint),
     }
 
@@ -75,10 +102,16 @@ def model_of(row: RunRow) -> str:
 
 def heading(column: str, sorted_column: str = "") -> str:
     """Return the heading of a column: ``name ▴`` where runs are sorted by it, ``▾`` where the highest comes first."""
-    return f"{column} {'▾' if column in HIGHEST_FIRST else '▴'}" if column and column == sorted_column else column
+    return (
+        f"{column} {'▾' if column in HIGHEST_FIRST else '▴'}"
+        if column and column == sorted_column
+        else column
+    )
 
 
-def fitted(rows: Sequence[Cells], room: int, padding: int, kept: str = "") -> tuple[list[str], Sequence[Cells]]:
+def fitted(
+    rows: Sequence[Cells], room: int, padding: int, kept: str = ""
+) -> tuple[list[str], Sequence[Cells]]:
     """Return the columns that ``with_room`` finds, and the rows: a curve that has no room whole has every other of its bars."""
     columns = with_room(rows, room, padding, kept)
     if CURVE not in columns:
@@ -92,9 +125,18 @@ def with_room(rows: Sequence[Cells], room: int, padding: int, kept: str = "") ->
 
     ``kept``, which they are sorted by, is dropped last.
     """
-    widths = {name: max(map(cell_len, (heading(name, kept), *(row[name].plain for row in rows)))) + 2 * padding for name in COLUMNS}
-    columns = [name for name in COLUMNS if name not in MEASURED or any(row[name].plain for row in rows)]
-    for name in sorted(set(DISPENSABLE).intersection(columns), key=lambda name: (name == kept, DISPENSABLE.index(name))):
+    widths = {
+        name: max(map(cell_len, (heading(name, kept), *(row[name].plain for row in rows))))
+        + 2 * padding
+        for name in COLUMNS
+    }
+    columns = [
+        name for name in COLUMNS if name not in MEASURED or any(row[name].plain for row in rows)
+    ]
+    for name in sorted(
+        set(DISPENSABLE).intersection(columns),
+        key=lambda name: (name == kept, DISPENSABLE.index(name)),
+    ):
         if sum(widths[column] for column in columns) > room:
             columns.remove(name)
     return columns

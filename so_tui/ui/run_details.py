@@ -23,30 +23,57 @@ NARROWEST = 12
 MOST_FOLDS = 3
 
 
-def facts(row: RunRow, width: int, results: RunResults | None = None, exported: Path | None = None) -> Content:
+def facts(
+    row: RunRow, width: int, results: RunResults | None = None, exported: Path | None = None
+) -> Content:
     """Return state and reason, model, checkpoints and the last export of a run, and results where they are given, for ``width`` cells."""
     state = row.state
     lines = [state_content(row.shown_state)]
     if state.reason:
-        lines.append(Content.styled(brief_message(state.reason), "$error" if state.state in ("failed", "lost") else "$warning"))
+        lines.append(
+            Content.styled(
+                brief_message(state.reason),
+                "$error" if state.state in ("failed", "lost") else "$warning",
+            )
+        )
     if state.suggestion:
         lines.append(Content.assemble(("next: ", "$faint"), brief_message(state.suggestion)))
     if state.detail and row.live:
         lines.append(Content(brief_message(state.detail)))
     if row.spec is not None:
-        lines.append(Content.assemble(("trains ", "$faint"), f"{row.spec.model.id} with {row.spec.offload.mode}"))
-    saved = f"checkpoint of step {thousands(state.saved_step)}" if state.saved_step is not None else "no checkpoint"
-    lines.append(Content.assemble(("saved ", "$faint"), f"{saved}, {plural(state.attempt, 'attempt')}"))
+        lines.append(
+            Content.assemble(
+                ("trains ", "$faint"), f"{row.spec.model.id} with {row.spec.offload.mode}"
+            )
+        )
+    saved = (
+        f"checkpoint of step {thousands(state.saved_step)}"
+        if state.saved_step is not None
+        else "no checkpoint"
+    )
+    lines.append(
+        Content.assemble(("saved ", "$faint"), f"{saved}, {plural(state.attempt, 'attempt')}")
+    )
     if row.notes.note or row.notes.tags:
         tags = " ".join(f"#{tag}" for tag in row.notes.tags)
-        lines.append(Content.assemble(("note ", "$faint"), brief_message(row.notes.note), " ", (tags, "$accent")))
+        lines.append(
+            Content.assemble(
+                ("note ", "$faint"), brief_message(row.notes.note), " ", (tags, "$accent")
+            )
+        )
     lines.append(_place("folder", row.run.path, width))
     if exported is not None:
         lines.append(_place("exported", exported, width))
-    measured = {} if results is None else {name: text for key, name in RESULTS.items() if (text := result_text(results, key))}
+    measured = (
+        {}
+        if results is None
+        else {name: text for key, name in RESULTS.items() if (text := result_text(results, key))}
+    )
     if measured:
         lines.append(Content(""))
-        lines += [Content.assemble((f"{name:<16}", "$faint"), text) for name, text in measured.items()]
+        lines += [
+            Content.assemble((f"{name:<16}", "$faint"), text) for name, text in measured.items()
+        ]
     return Content("\n").join(lines)
 
 
@@ -54,7 +81,9 @@ def _place(name: str, path: Path, width: int) -> Content:
     """Return a path behind its name, or below it where the path's own name has no room beside it."""
     below = len(name) + 1 + len("…/") + cell_len(path.name) > width
     room = width - (2 if below else len(name) + 1)
-    return Content.assemble((f"{name}\n  " if below else f"{name} ", "$faint"), shorten_path(str(path), max(18, room)))
+    return Content.assemble(
+        (f"{name}\n  " if below else f"{name} ", "$faint"), shorten_path(str(path), max(18, room))
+    )
 
 
 @dataclass(frozen=True)
@@ -72,7 +101,11 @@ class Comparison:
     @property
     def title(self) -> str:
         count = len(self.differing)
-        settings = f"{plural(count, 'setting')} that differ{'s' if count == 1 else ''}" if count else "no setting differs"
+        settings = (
+            f"{plural(count, 'setting')} that differ{'s' if count == 1 else ''}"
+            if count
+            else "no setting differs"
+        )
         return f"{plural(len(self.names), 'run')}: {settings}"
 
     def table(self, width: int) -> str:
@@ -80,9 +113,15 @@ class Comparison:
 
         Runs for which there is no room are below, in tables of their own.
         """
-        unlike, same = self.differing, sorted(path for path in self.settings[0] if path not in self.differing)
+        unlike, same = (
+            self.differing,
+            sorted(path for path in self.settings[0] if path not in self.differing),
+        )
         shown = RESULTS if self.results else {}
-        label = min(max(map(len, (*unlike, *same, *shown.values()))), max(NARROWEST, width - 2 * NARROWEST - 4))
+        label = min(
+            max(map(len, (*unlike, *same, *shown.values()))),
+            max(NARROWEST, width - 2 * NARROWEST - 4),
+        )
         beside = max(1, min(len(self.names), (width - label) // (NARROWEST + 2)))
         column = max(NARROWEST, (width - label) // beside - 2)
         lines: list[str] = []
@@ -94,18 +133,30 @@ class Comparison:
                 texts = [result_text(self.results[at], key) for at in part]
                 lines += _rows(name, texts, label, column, 1) if any(texts) else []
             for path in unlike:
-                lines += _rows(path, [self.settings[at].get(path, "") for at in part], label, column, MOST_FOLDS)
+                lines += _rows(
+                    path,
+                    [self.settings[at].get(path, "") for at in part],
+                    label,
+                    column,
+                    MOST_FOLDS,
+                )
             lines.append("")
         lines.append("the same in all:")
         for path in same:
-            lines += _rows(path, [self.settings[0][path]], label, max(NARROWEST, width - label - 2), 1)
+            lines += _rows(
+                path, [self.settings[0][path]], label, max(NARROWEST, width - label - 2), 1
+            )
         return "\n".join(lines)
 
 
 def _rows(name: str, texts: Sequence[str], label: int, column: int, most: int) -> Iterator[str]:
     """Yield the lines of a row: its name, and a column for each text."""
-    for cells in zip_longest([shorten_path(name, label)], *(folded(text, column, most) for text in texts), fillvalue=""):
-        yield "  ".join((set_cell_size(cells[0], label), *(set_cell_size(cell, column) for cell in cells[1:]))).rstrip()
+    for cells in zip_longest(
+        [shorten_path(name, label)], *(folded(text, column, most) for text in texts), fillvalue=""
+    ):
+        yield "  ".join(
+            (set_cell_size(cells[0], label), *(set_cell_size(cell, column) for cell in cells[1:]))
+        ).rstrip()
 
 
 def folded(text: str, width: int, most: int) -> list[str]:
@@ -113,9 +164,15 @@ def folded(text: str, width: int, most: int) -> list[str]:
     return chop_cells(shorten(text, width * most), width)
 
 
-def comparison(rows: Sequence[RunRow], results: Mapping[RunDirectory, RunResults]) -> Comparison | None:
+def comparison(
+    rows: Sequence[RunRow], results: Mapping[RunDirectory, RunResults]
+) -> Comparison | None:
     """Return runs side by side; None where the settings of one cannot be read."""
     settings = [values_of(row.spec) for row in rows if row.spec is not None]
     if len(settings) < len(rows):
         return None
-    return Comparison(tuple(row.run.name for row in rows), tuple(settings), tuple(results.get(row.run, RunResults()) for row in rows))
+    return Comparison(
+        tuple(row.run.name for row in rows),
+        tuple(settings),
+        tuple(results.get(row.run, RunResults()) for row in rows),
+    )

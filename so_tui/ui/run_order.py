@@ -20,7 +20,9 @@ SORTS: tuple[str, ...] = get_args(_TYPES["sort"])
 GROUPS: tuple[str, ...] = get_args(_TYPES["group"])
 
 
-def ordered(rows: Iterable[RunRow], curves: Mapping[RunDirectory, LossCurve], settings: RunListSettings) -> list[RunRow]:
+def ordered(
+    rows: Iterable[RunRow], curves: Mapping[RunDirectory, LossCurve], settings: RunListSettings
+) -> list[RunRow]:
     """Return rows, which come newest first, sorted, and the rows of a group together. Groups come in the order of their first row."""
 
     def results(row: RunRow) -> RunResults | None:

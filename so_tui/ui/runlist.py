@@ -90,8 +90,20 @@ class RunLister:
             state = current_state(run, self._watch)
         except InputError as error:
             readable = False
-            state = RunState(name=run.name, state="lost", reason=error.problems[0].message, suggestion=error.problems[0].remedy)
-        return RunRow(run, readable_spec(run), state, unconfirmed(run, state, self._watch), read_notes(run), readable)
+            state = RunState(
+                name=run.name,
+                state="lost",
+                reason=error.problems[0].message,
+                suggestion=error.problems[0].remedy,
+            )
+        return RunRow(
+            run,
+            readable_spec(run),
+            state,
+            unconfirmed(run, state, self._watch),
+            read_notes(run),
+            readable,
+        )
 
 
 def _changed_ns(run: RunDirectory) -> tuple[int, int]:

@@ -48,7 +48,13 @@ class Series:
         """Append the extremes of several finite values."""
         self._extremes.append(low, high)
 
-    def extend(self, lows: Sequence[float], highs: Sequence[float], last: Sequence[float], missing: Sequence[float]) -> None:
+    def extend(
+        self,
+        lows: Sequence[float],
+        highs: Sequence[float],
+        last: Sequence[float],
+        missing: Sequence[float],
+    ) -> None:
         """Append entries that stand for several values each, before any others: extremes, last value, number of values that are missing."""
         for index, count in enumerate(missing, len(self)):
             if count > 0:
@@ -208,7 +214,11 @@ class Axis:
         positions = line.steps if by_step and line.steps is not None else line.times
         key = (id(positions), line.length, columns)
         if key not in self._found:
-            edges = self.edges(columns) if by_step or self.unit == "time" else self._edges_in_time(columns)
+            edges = (
+                self.edges(columns)
+                if by_step or self.unit == "time"
+                else self._edges_in_time(columns)
+            )
             self._found[key] = self._search(positions, line.length, edges)
         return self._found[key]
 

@@ -25,9 +25,19 @@ if TYPE_CHECKING:
     from so_tui.spec.errors import Problem
 
 Result = TypeVar("Result")
-VIM_KEYS = {"j": "down", "k": "up", "g": "home", "G": "end", "ctrl+d": "pagedown", "ctrl+u": "pageup"}
+VIM_KEYS = {
+    "j": "down",
+    "k": "up",
+    "g": "home",
+    "G": "end",
+    "ctrl+d": "pagedown",
+    "ctrl+u": "pageup",
+}
 """What each key of vim does, as the key that every widget knows. Where a screen has a command of its own on a key, that one wins."""
-COMPACT = ([(0, "-narrow"), (1 << 20, "-medium"), (1 << 20, "-wide")], [(0, "-short"), (1 << 20, "-tall"), (1 << 20, "-very-tall")])
+COMPACT = (
+    [(0, "-narrow"), (1 << 20, "-medium"), (1 << 20, "-wide")],
+    [(0, "-short"), (1 << 20, "-tall"), (1 << 20, "-very-tall")],
+)
 
 
 def _write(changes: dict[str, Any]) -> None:
@@ -41,7 +51,15 @@ class SettingsApp(KeysInOrder[Result]):
     """An application with settings that its user changes in it."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("comma", "settings", "Settings", key_display=",", show=False, id="settings", tooltip="Theme, keys, units and alerts, kept"),
+        Binding(
+            "comma",
+            "settings",
+            "Settings",
+            key_display=",",
+            show=False,
+            id="settings",
+            tooltip="Theme, keys, units and alerts, kept",
+        ),
         *(Binding(key, f"vim('{moves}')", show=False) for key, moves in VIM_KEYS.items()),
     ]
 
@@ -54,12 +72,16 @@ class SettingsApp(KeysInOrder[Result]):
         self._settings_problems: tuple[Problem, ...] = loaded.problems if loaded is not None else ()
         for theme in THEMES:
             self.register_theme(theme)
-        self.set_reactive(SettingsApp.settings, loaded.settings if loaded is not None else Settings())
+        self.set_reactive(
+            SettingsApp.settings, loaded.settings if loaded is not None else Settings()
+        )
         screen = self.settings.screen
         units.show_memory_in(screen.units)
         self.theme = screen.theme if screen.theme in self.available_themes else DARK.name
         if screen.layout == "compact":
-            self.HORIZONTAL_BREAKPOINTS, self.VERTICAL_BREAKPOINTS = COMPACT  # Textual reads them from the instance
+            self.HORIZONTAL_BREAKPOINTS, self.VERTICAL_BREAKPOINTS = (
+                COMPACT  # Textual reads them from the instance
+            )
         self.set_keymap(self.settings.keys.bindings)
 
     def get_theme(self, theme_name: str) -> Theme | None:
@@ -82,7 +104,9 @@ class SettingsApp(KeysInOrder[Result]):
     def report_settings(self) -> None:
         """Say what is wrong in the settings file, and keep the theme from now on, however it is changed."""
         for problem in self._settings_problems:
-            self.notify(str(problem), title="Settings", severity="warning", timeout=20, markup=False)
+            self.notify(
+                str(problem), title="Settings", severity="warning", timeout=20, markup=False
+            )
         theme = self.settings.screen.theme
         if theme not in self.available_themes:
             text = f"There is no theme {theme}: {DARK.name} is used. Press , to choose another."
@@ -106,7 +130,9 @@ class SettingsApp(KeysInOrder[Result]):
         settings = self.settings
         for key, value in changes.items():
             table, _, name = key.partition(".")
-            settings = replace(settings, **{table: replace(getattr(settings, table), **{name: value})})
+            settings = replace(
+                settings, **{table: replace(getattr(settings, table), **{name: value})}
+            )
         self.settings = settings
 
     def watch_settings(self, settings: Settings) -> None:
@@ -123,14 +149,21 @@ class SettingsApp(KeysInOrder[Result]):
         try:
             self._changes.write_added()
         except InputError as error:
-            self.post_message(messages.Failed("The settings hold only until so-tui is left", tuple(map(str, error.problems))))
+            self.post_message(
+                messages.Failed(
+                    "The settings hold only until so-tui is left", tuple(map(str, error.problems))
+                )
+            )
 
     # Commands.
 
     def action_settings(self) -> None:
         from so_tui.ui.dialogs.settings import SettingsDialog
 
-        self.push_screen(SettingsDialog(self.settings, self.available_themes), lambda changes: self.keep(changes) if changes else None)
+        self.push_screen(
+            SettingsDialog(self.settings, self.available_themes),
+            lambda changes: self.keep(changes) if changes else None,
+        )
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         if action == "vim":
@@ -139,5 +172,7 @@ class SettingsApp(KeysInOrder[Result]):
 
     def action_vim(self, moves: str) -> None:
         """Move as another key does."""
-        whole = moves in ("home", "end") and isinstance(self.focused, DataTable)  # there, home and end move along the row
+        whole = moves in ("home", "end") and isinstance(
+            self.focused, DataTable
+        )  # there, home and end move along the row
         self.simulate_key(f"ctrl+{moves}" if whole else moves)

@@ -74,7 +74,13 @@ class SharedApp(AnnouncingApp[None]):
 
     # Presets and machine.
 
-    @work(thread=True, exclusive=True, group="load", name="load presets and machine", exit_on_error=False)
+    @work(
+        thread=True,
+        exclusive=True,
+        group="load",
+        name="load presets and machine",
+        exit_on_error=False,
+    )
     def load(self) -> None:
         """Load the presets and inspect the machine."""
         from so_tui.spec import load_catalog
@@ -108,7 +114,12 @@ class SharedApp(AnnouncingApp[None]):
         from so_tui.machine.doctor import findings
 
         if self.machine is not None:
-            messages.answer(self, messages.Diagnosed(findings(self.machine, checkpoints=self.runs_dir or default_runs_dir())))
+            messages.answer(
+                self,
+                messages.Diagnosed(
+                    findings(self.machine, checkpoints=self.runs_dir or default_runs_dir())
+                ),
+            )
 
     def on_diagnosed(self, message: messages.Diagnosed) -> None:
         from so_tui.ui.findings import doctor_summary
@@ -168,4 +179,9 @@ class SharedApp(AnnouncingApp[None]):
         """Tell the user of a worker that failed unexpectedly."""
         error = event.worker.error
         if event.state is WorkerState.ERROR and error is not None:
-            self.notify(f"{event.worker.name}: {type(error).__name__}: {error}", title="Unexpected error", severity="error", markup=False)
+            self.notify(
+                f"{event.worker.name}: {type(error).__name__}: {error}",
+                title="Unexpected error",
+                severity="error",
+                markup=False,
+            )

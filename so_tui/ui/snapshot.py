@@ -97,7 +97,12 @@ class Snapshot:
     @property
     def training(self) -> bool:
         """Whether steps are being made, so that the newest figures are current."""
-        return self.live and not self.checking and self.state is not None and self.state.state == "training"
+        return (
+            self.live
+            and not self.checking
+            and self.state is not None
+            and self.state.state == "training"
+        )
 
     @property
     def starting(self) -> bool:
@@ -107,7 +112,13 @@ class Snapshot:
     @property
     def on_gpus(self) -> bool:
         """Whether the ranks train on GPUs; assumed until the binding is known."""
-        ranks = self.binding.ranks if self.binding is not None else self.plan.binding if self.plan is not None else ()
+        ranks = (
+            self.binding.ranks
+            if self.binding is not None
+            else self.plan.binding
+            if self.plan is not None
+            else ()
+        )
         return not ranks or any(rank.gpu is not None for rank in ranks)
 
     @property
@@ -148,7 +159,11 @@ class Snapshot:
     def approximate_until(self, axis: Axis | None) -> float:
         """Return the last step whose EMA is approximate where ``axis`` shows it; 0 if there is none."""
         low, high = (0.0, 0.0) if axis is None else axis.in_steps()
-        exact = axis is None or (self.closer is not None and self.closer.covers(low, high)) or self.whole.approximate_until < low
+        exact = (
+            axis is None
+            or (self.closer is not None and self.closer.covers(low, high))
+            or self.whole.approximate_until < low
+        )
         return 0.0 if exact else self.whole.approximate_until
 
     def standing(self, x: float, unit: str) -> float:
@@ -156,7 +171,11 @@ class Snapshot:
         coarse = self.whole.coarse
         positions = self.whole.steps if unit == "step" else self.whole.times
         axis = Axis(unit, x, x, 0.0, self.steps, self.times, self.length)
-        if not coarse or x > positions[coarse - 1] or (self.closer is not None and self.closer.covers(*axis.in_steps())):
+        if (
+            not coarse
+            or x > positions[coarse - 1]
+            or (self.closer is not None and self.closer.covers(*axis.in_steps()))
+        ):
             return x
         right = bisect_left(positions, x, 0, coarse)
         return min(positions[max(0, right - 1) : right + 1], key=lambda position: abs(position - x))
@@ -164,7 +183,11 @@ class Snapshot:
     @property
     def examined(self) -> tuple[StepRecord, ...]:
         """The step at the cursor, or the newest ones."""
-        return self.recent if self.inspected is None or self.inspected.step is None else (self.inspected.step,)
+        return (
+            self.recent
+            if self.inspected is None or self.inspected.step is None
+            else (self.inspected.step,)
+        )
 
     def recent_median(self, name: str) -> float:
         """Return the median of a field of the newest step records; NaN where none has it."""

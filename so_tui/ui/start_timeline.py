@@ -34,7 +34,13 @@ class Stage:
     detail: str = ""
 
 
-def stages(phases: Sequence[PhaseRecord], attempt: int, started: float, now: float, checks_s: float | None = None) -> tuple[Stage, ...]:
+def stages(
+    phases: Sequence[PhaseRecord],
+    attempt: int,
+    started: float,
+    now: float,
+    checks_s: float | None = None,
+) -> tuple[Stage, ...]:
     """Return the stages of an attempt that has done no step yet, up to ``now``; the last one is running.
 
     Clocks of hosts differ: none takes less than no time.
@@ -70,7 +76,11 @@ def _name(phase: PhaseRecord) -> str:
     if phase.phase == "training":
         return FIRST_STEP
     counted = f" {thousands(phase.done)} of {thousands(phase.total)}" if phase.total else ""
-    return f"{NAMES.get(phase.stage, phase.stage)}{counted}" if phase.stage else phase.detail or phase.phase
+    return (
+        f"{NAMES.get(phase.stage, phase.stage)}{counted}"
+        if phase.stage
+        else phase.detail or phase.phase
+    )
 
 
 def timeline_lines(found: Sequence[Stage], width: int) -> Content:
@@ -88,9 +98,17 @@ def timeline_lines(found: Sequence[Stage], width: int) -> Content:
         sign, style = ("▸", "$accent") if stage.running else ("✓", "$success")
         name = shorten(brief_message(stage.name), name_cells)
         left = name_cells - cell_len(name) - 2
-        detail = f"  {shorten(brief_message(stage.detail), left)}" if stage.detail and left >= LEAST_NAME_CELLS else ""
+        detail = (
+            f"  {shorten(brief_message(stage.detail), left)}"
+            if stage.detail and left >= LEAST_NAME_CELLS
+            else ""
+        )
         gap = " " * (name_cells - cell_len(name + detail))
         figure = f"{duration(stage.seconds):>9}  "
-        rows.append(Content.assemble((f"{sign} ", style), name, (detail, "$faint"), gap, figure, (bar, style)))
+        rows.append(
+            Content.assemble(
+                (f"{sign} ", style), name, (detail, "$faint"), gap, figure, (bar, style)
+            )
+        )
         before += stage.seconds
     return Content("\n").join(rows[-MOST_ROWS:])

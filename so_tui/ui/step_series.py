@@ -16,7 +16,15 @@ from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import EvaluationRecord, StepRecord
 from so_tui.ui.series import ExponentialMean, Line, Series, TrailingMean
 
-METRICS = ("loss", "useful_tokens_per_s_total", "model_tflops_per_gpu", "mfu", "gradient_norm", "learning_rate", "step_s")
+METRICS = (
+    "loss",
+    "useful_tokens_per_s_total",
+    "model_tflops_per_gpu",
+    "mfu",
+    "gradient_norm",
+    "learning_rate",
+    "step_s",
+)
 SMOOTHED = ("loss", "gradient_norm")
 """Metrics that have a mean unless others are asked for."""
 NEGLIGIBLE = 1e-9
@@ -44,7 +52,10 @@ def evaluation_line(records: Sequence[EvaluationRecord], role: str, shift_s: flo
     series = Series()
     for record in records:
         series.append(record.loss)
-    times, steps = array("d", (record.time + shift_s for record in records)), array("d", (float(record.step) for record in records))
+    times, steps = (
+        array("d", (record.time + shift_s for record in records)),
+        array("d", (float(record.step) for record in records)),
+    )
     return Line(series, len(series), times, steps, role)
 
 
@@ -56,7 +67,13 @@ class StepSeries:
     counts as that many steps with its mean, up to ``approximate_until``.
     """
 
-    def __init__(self, span: int, metrics: Sequence[str] = METRICS, smoothed: Sequence[str] = SMOOTHED, ema: float | None = None) -> None:
+    def __init__(
+        self,
+        span: int,
+        metrics: Sequence[str] = METRICS,
+        smoothed: Sequence[str] = SMOOTHED,
+        ema: float | None = None,
+    ) -> None:
         self.span = span
         self.ema = ema
         self.metrics = tuple(metrics)
@@ -75,7 +92,10 @@ class StepSeries:
         self._windows = self._new_windows()
 
     def _new_windows(self) -> dict[str, TrailingMean | ExponentialMean]:
-        return {metric: TrailingMean(self.span) if self.ema is None else ExponentialMean(self.ema) for metric in self.means}
+        return {
+            metric: TrailingMean(self.span) if self.ema is None else ExponentialMean(self.ema)
+            for metric in self.means
+        }
 
     @property
     def _memory_steps(self) -> int:
@@ -121,7 +141,9 @@ class StepSeries:
 
     def covers(self, low: float, high: float) -> bool:
         """Return whether all rows between two steps are present."""
-        return len(self) > 0 and self._range[0] <= low and high <= max(self._range[1], self.last_step)
+        return (
+            len(self) > 0 and self._range[0] <= low and high <= max(self._range[1], self.last_step)
+        )
 
     def add_whole(self, reader: MetricsReader) -> None:
         """Append all that is known of a run: blocks, then single steps. Raises OSError."""
@@ -130,7 +152,9 @@ class StepSeries:
             return
         self.single_from = single_from(first, latest.step)
         if self.single_from > first:
-            self._add_blocks(reader.blocks((*self.metrics, "time"), self.single_from - 1, self._weights))
+            self._add_blocks(
+                reader.blocks((*self.metrics, "time"), self.single_from - 1, self._weights)
+            )
         if self._weights:  # what is known of all blocks goes on
             self._range = self.single_from, latest.step
             for record in reader.steps(self.single_from, latest.step):
@@ -167,12 +191,17 @@ class StepSeries:
             add: Callable[[float, float, float], None] = window.add
             if isinstance(window, ExponentialMean) and self._weights:
                 part, add = WEIGHTED[window.weight], window.add_weighted
-            for end, values, count in zip(self.mean_steps, blocks[f"{metric}.{part}"], blocks[f"{metric}.finite"], strict=True):
+            for end, values, count in zip(
+                self.mean_steps, blocks[f"{metric}.{part}"], blocks[f"{metric}.finite"], strict=True
+            ):
                 add(end, values, count)
                 self.series[name].append(window.at(end))
         for metric in self.metrics:
             finite = blocks[f"{metric}.finite"]
-            missing = [most - min(max(count, 0.0), most) for most, count in zip(records, finite, strict=True)]
+            missing = [
+                most - min(max(count, 0.0), most)
+                for most, count in zip(records, finite, strict=True)
+            ]
             low, high, newest = (blocks[f"{metric}.{part}"] for part in ("min", "max", "last"))
             self.series[metric].extend(low, high, newest, missing)
         self.coarse = len(self.steps)
@@ -180,7 +209,10 @@ class StepSeries:
     def add(self, record: StepRecord) -> None:
         """Append the next record."""
         # A mean at the end of a block that has no record of its own, as one of blocks has.
-        if self.mean_steps and self.mean_steps[-1] < (end := block_end(self.mean_steps[-1])) < record.step:
+        if (
+            self.mean_steps
+            and self.mean_steps[-1] < (end := block_end(self.mean_steps[-1])) < record.step
+        ):
             self._add_means(float(end), self.mean_times[-1])
         if not self.steps:
             self.begin = float(record.step), record.time
@@ -207,9 +239,18 @@ class StepSeries:
 class FollowedSteps:
     """The steps of a run as they become known, for one thread."""
 
-    def __init__(self, reader: MetricsReader, metrics: Sequence[str] = METRICS, smoothed: Sequence[str] = SMOOTHED) -> None:
+    def __init__(
+        self,
+        reader: MetricsReader,
+        metrics: Sequence[str] = METRICS,
+        smoothed: Sequence[str] = SMOOTHED,
+    ) -> None:
         self._reader = reader
-        self._wanted: tuple[tuple[str, ...], tuple[str, ...], float | None] = tuple(metrics), tuple(smoothed), None
+        self._wanted: tuple[tuple[str, ...], tuple[str, ...], float | None] = (
+            tuple(metrics),
+            tuple(smoothed),
+            None,
+        )
         self._outdated = True
         """Whether the series lack steps, or have some that do not count any more."""
         self.series = StepSeries(mean_steps(0), metrics, smoothed)
@@ -238,7 +279,11 @@ class FollowedSteps:
     def update(self, span: int) -> bool:
         """Draw all steps anew where that is necessary; ``span`` is that of the means. Return whether it was. Raises OSError."""
         first, latest = self._reader.first_step, self._reader.latest
-        coarser = first is not None and latest is not None and single_from(first, latest.step) != self.series.single_from
+        coarser = (
+            first is not None
+            and latest is not None
+            and single_from(first, latest.step) != self.series.single_from
+        )
         if not self._outdated and not coarser and span == self.series.span:
             return False
         series = self.new_series(span)

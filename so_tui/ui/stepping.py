@@ -57,7 +57,11 @@ _LEAST = {
 
 def beyond(values: Iterable[float], present: float, direction: int) -> float | None:
     """Return the nearest value in a direction; None at the end."""
-    there = [value for value in values if (value - present) * direction > _TOLERANCE * max(abs(value), abs(present))]
+    there = [
+        value
+        for value in values
+        if (value - present) * direction > _TOLERANCE * max(abs(value), abs(present))
+    ]
     return None if not there else min(there) if direction > 0 else max(there)
 
 
@@ -93,8 +97,12 @@ def _proposed(path: str, info: FieldInfo, present: float, direction: Direction) 
         return present + direction
     if (grid := _GRIDS.get(path)) is not None:
         at = present / grid
-        return grid * (math.floor(at + _TOLERANCE) + 1 if direction > 0 else math.ceil(at - _TOLERANCE) - 1)
-    endless = info.excludes_minimum or path in LENGTH_KEYS  # 0 is no value, and there is always a smaller one
+        return grid * (
+            math.floor(at + _TOLERANCE) + 1 if direction > 0 else math.ceil(at - _TOLERANCE) - 1
+        )
+    endless = (
+        info.excludes_minimum or path in LENGTH_KEYS
+    )  # 0 is no value, and there is always a smaller one
     least = _LEAST.get(path, 1.0)
     if present <= 0:
         return least if direction > 0 else None
@@ -110,4 +118,8 @@ def _candidates(kind: Kind, present: float) -> list[float]:
         return [2.0**exponent for exponent in range(power - 1, power + 2)]
     decade = math.floor(math.log10(present))
     digits = (1, 2, 5) if kind == "1-2-5" else range(1, 10)
-    return [float(f"{digit}e{exponent}") for exponent in range(decade - 1, decade + 2) for digit in digits]
+    return [
+        float(f"{digit}e{exponent}")
+        for exponent in range(decade - 1, decade + 2)
+        for digit in digits
+    ]

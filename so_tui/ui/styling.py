@@ -29,8 +29,22 @@ class StylesFocus(Screen[Result]):
     Textual styles the whole panel, or both panels.
     """
 
-    def _update_focus_styles(self, focused: Widget | None = None, blurred: Widget | None = None) -> None:
-        paths = [widget.ancestors_with_self[-2::-1] if widget is not None else [] for widget in (focused, blurred)]  # from the screen on
-        shared = sum(1 for one, other in zip(*paths, strict=False) if one is other)  # have the focus within them as before
-        changed = {node for path in paths for top in path[shared : shared + 1] for node in top.walk_children(with_self=True)}
-        self.app.stylesheet.update_nodes([node for node in changed if node._has_focus_within], animate=True)
+    def _update_focus_styles(
+        self, focused: Widget | None = None, blurred: Widget | None = None
+    ) -> None:
+        paths = [
+            widget.ancestors_with_self[-2::-1] if widget is not None else []
+            for widget in (focused, blurred)
+        ]  # from the screen on
+        shared = sum(
+            1 for one, other in zip(*paths, strict=False) if one is other
+        )  # have the focus within them as before
+        changed = {
+            node
+            for path in paths
+            for top in path[shared : shared + 1]
+            for node in top.walk_children(with_self=True)
+        }
+        self.app.stylesheet.update_nodes(
+            [node for node in changed if node._has_focus_within], animate=True
+        )

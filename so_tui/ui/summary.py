@@ -23,7 +23,10 @@ def gpus_text(gpus: tuple[Gpu, ...]) -> str:
     if not gpus:
         return "no GPU"
     kinds = Counter((gpu_model(gpu.name), gpu.memory_total_bytes) for gpu in gpus)
-    return " + ".join(f"{number}x {name}" + (f" {memory(total, 0)}" if total else "") for (name, total), number in kinds.items())
+    return " + ".join(
+        f"{number}x {name}" + (f" {memory(total, 0)}" if total else "")
+        for (name, total), number in kinds.items()
+    )
 
 
 def nodes_text(machine: Machine) -> str:
@@ -32,10 +35,16 @@ def nodes_text(machine: Machine) -> str:
     cores = {len(node.cpus) for node in nodes}
     sizes = {memory(node.memory_total_bytes, 0) for node in nodes}
     number = plural(len(nodes), "NUMA node")
-    each = f" x {cores.pop()} cores" if len(cores) == 1 else f", {sum(len(node.cpus) for node in nodes)} cores"
+    each = (
+        f" x {cores.pop()} cores"
+        if len(cores) == 1
+        else f", {sum(len(node.cpus) for node in nodes)} cores"
+    )
     if len(nodes) == 1:
         return f"{number}{each}, {sizes.pop()}"
-    size = f", {sizes.pop()} each" if len(sizes) == 1 else f", {memory(machine.host_memory_bytes, 0)}"
+    size = (
+        f", {sizes.pop()} each" if len(sizes) == 1 else f", {memory(machine.host_memory_bytes, 0)}"
+    )
     return number + each + size
 
 

@@ -10,7 +10,17 @@ from textual import content
 from textual.style import Style
 
 from so_tui.trust.printable import brief_line, brief_message, printable, printable_line
-from so_tui.units import age, count, duration, mark_duration, memory_of, percent, plural, rate, significant
+from so_tui.units import (
+    age,
+    count,
+    duration,
+    mark_duration,
+    memory_of,
+    percent,
+    plural,
+    rate,
+    significant,
+)
 from so_tui.units import disk_size as disk
 from so_tui.units import memory_size as memory
 
@@ -50,12 +60,29 @@ class Content(content.Content):
         super().__init__(printable(text), spans, cell_length, strip_control_codes)
 
     @classmethod
-    def styled(cls, text: str, style: Style | str = "", cell_length: int | None = None, strip_control_codes: bool = True) -> Content:
+    def styled(
+        cls,
+        text: str,
+        style: Style | str = "",
+        cell_length: int | None = None,
+        strip_control_codes: bool = True,
+    ) -> Content:
         return _own(super().styled(printable(text), style, cell_length, strip_control_codes))
 
     @classmethod
-    def assemble(cls, *parts: str | content.Content | tuple[str, str | Style], end: str = "", strip_control_codes: bool = True) -> Content:
-        return _own(super().assemble(*map(_printable_part, parts), end=printable(end), strip_control_codes=strip_control_codes))
+    def assemble(
+        cls,
+        *parts: str | content.Content | tuple[str, str | Style],
+        end: str = "",
+        strip_control_codes: bool = True,
+    ) -> Content:
+        return _own(
+            super().assemble(
+                *map(_printable_part, parts),
+                end=printable(end),
+                strip_control_codes=strip_control_codes,
+            )
+        )
 
     @classmethod
     def from_markup(cls, markup: str | content.Content, **variables: object) -> Content:
@@ -66,7 +93,9 @@ class Content(content.Content):
         return _own(super().__add__(printable(other) if isinstance(other, str) else other))
 
     def join(self, lines: Iterable[str | content.Content]) -> Content:
-        return _own(super().join(printable(line) if isinstance(line, str) else line for line in lines))
+        return _own(
+            super().join(printable(line) if isinstance(line, str) else line for line in lines)
+        )
 
     def pad_right(self, count: int, character: str = " ") -> Content:
         return _own(super().pad_right(count, character))
@@ -77,7 +106,9 @@ def _own(made: content.Content) -> Content:
     return made if isinstance(made, Content) else Content(made.plain, [*made.spans])
 
 
-def _printable_part(part: str | content.Content | tuple[str, str | Style]) -> str | content.Content | tuple[str, str | Style]:
+def _printable_part(
+    part: str | content.Content | tuple[str, str | Style],
+) -> str | content.Content | tuple[str, str | Style]:
     if isinstance(part, str):
         return printable(part)
     return part if isinstance(part, content.Content) else (printable(part[0]), part[1])
@@ -86,7 +117,9 @@ def _printable_part(part: str | content.Content | tuple[str, str | Style]) -> st
 def shorten(text: str, width: int) -> str:
     """Return ``text`` as one line in at most ``width`` cells, with an ellipsis in place of its end."""
     line = brief_line(text, max(1, width * _MOST_CHARACTERS_A_CELL))
-    return line if cell_len(line) <= width else set_cell_size(line, max(0, width - 1)).rstrip() + "…"
+    return (
+        line if cell_len(line) <= width else set_cell_size(line, max(0, width - 1)).rstrip() + "…"
+    )
 
 
 def shorten_path(path: str, width: int) -> str:
@@ -108,7 +141,10 @@ def distinct(names: Sequence[str], width: int) -> list[str]:
     different = len(set(names))
     shown = [_without_middle(name, width) for name in names]
     if len(set(shown)) < different:
-        common = next((at for at, found in enumerate(zip(*names, strict=False)) if len(set(found)) > 1), min(map(len, names)))
+        common = next(
+            (at for at, found in enumerate(zip(*names, strict=False)) if len(set(found)) > 1),
+            min(map(len, names)),
+        )
         shown = [_without_middle(f"…{name[common:]}", width) for name in names]
     if len(set(shown)) < different:
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names), start=1)}

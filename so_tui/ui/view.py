@@ -32,7 +32,9 @@ class View:
             return extent[1] - (high - low), extent[1]
         return low, high
 
-    def zoomed(self, factor: float, extent: tuple[float, float], about: float | None = None) -> View:
+    def zoomed(
+        self, factor: float, extent: tuple[float, float], about: float | None = None
+    ) -> View:
         """Zoom in for ``factor`` below 1, around ``about``: by default the cursor, else the right end, which stays visible."""
         low, high = self.resolved(extent)
         about = about if about is not None else self.cursor if self.cursor is not None else high
@@ -42,7 +44,9 @@ class View:
             return replace(self, window=None, tail=False)
         share = (about - low) / (high - low) if high > low else 1.0
         low = min(max(extent[0], about - share * width), extent[1] - width)
-        return replace(self, window=(low, low + width), tail=low + width >= extent[1] - 0.01 * width)
+        return replace(
+            self, window=(low, low + width), tail=low + width >= extent[1] - 0.01 * width
+        )
 
     def panned(self, share: float, extent: tuple[float, float]) -> View:
         """Move the window by a share of its width, within the run."""
@@ -51,7 +55,9 @@ class View:
         low, high = self.resolved(extent)
         width = high - low
         low = min(max(extent[0], low + share * width), extent[1] - width)
-        return replace(self, window=(low, low + width), tail=low + width >= extent[1] - 0.01 * width)
+        return replace(
+            self, window=(low, low + width), tail=low + width >= extent[1] - 0.01 * width
+        )
 
     def ranged(self, low: float, high: float, extent: tuple[float, float]) -> View:
         """Zoom to a range, within the run."""
@@ -72,7 +78,9 @@ class View:
         width = (high - low) / max(1, dots)
         if self.unit == "step":
             width = max(1.0, width)  # every key press moves it
-        moved = self.at((self.cursor if self.cursor is not None else high) + columns * width, extent)
+        moved = self.at(
+            (self.cursor if self.cursor is not None else high) + columns * width, extent
+        )
         at = moved.cursor
         assert at is not None
         if self.window is not None and not low <= at <= high:
@@ -86,7 +94,9 @@ class View:
         return () if self.window is None else ("newest part",) if self.tail else ("zoomed",)
 
 
-def extent_of(snapshot: Snapshot, unit: Unit, overlays: Sequence[Overlaid] = ()) -> tuple[float, float] | None:
+def extent_of(
+    snapshot: Snapshot, unit: Unit, overlays: Sequence[Overlaid] = ()
+) -> tuple[float, float] | None:
     """Return the first and last position of a run and those laid over it; None before there is anything to draw."""
     if unit == "step":
         if not snapshot.length:
@@ -109,7 +119,9 @@ HELD_SHARE = 1 / 90
 """The right end of a growing axis moves in steps of about a dot: below that, a redrawn plot would look the same."""
 
 
-def axis_of(snapshot: Snapshot, view: View, held: Axis | None = None, overlays: Sequence[Overlaid] = ()) -> Axis | None:
+def axis_of(
+    snapshot: Snapshot, view: View, held: Axis | None = None, overlays: Sequence[Overlaid] = ()
+) -> Axis | None:
     """Return the axis that all charts of a snapshot share; before the first step it is time. ``held`` is the present axis."""
     unit: Unit = view.unit if snapshot.length else "time"
     extent = extent_of(snapshot, unit, overlays)
@@ -117,9 +129,19 @@ def axis_of(snapshot: Snapshot, view: View, held: Axis | None = None, overlays: 
         return None
     low, high = view.resolved(extent) if unit == view.unit else extent
     origin = extent[0] if unit == "time" else 0.0
-    if held is not None and snapshot.live and held.unit == unit and held.origin == origin and held.steps is snapshot.steps:
+    if (
+        held is not None
+        and snapshot.live
+        and held.unit == unit
+        and held.origin == origin
+        and held.steps is snapshot.steps
+    ):
         grown, moved = high - held.high, abs(low - held.low)
-        if 0 <= grown < HELD_SHARE * (high - low) and moved <= grown and bool(held.length) == bool(snapshot.length):
+        if (
+            0 <= grown < HELD_SHARE * (high - low)
+            and moved <= grown
+            and bool(held.length) == bool(snapshot.length)
+        ):
             low, high = held.low, held.high
     return Axis(unit, low, high, origin, snapshot.steps, snapshot.times, snapshot.length)
 
@@ -158,9 +180,13 @@ class Rows:
             if plot is not None and not self.log:
                 charts = max(LEAST_CHARTS, total - plot_rows(plot, nodes))
         elif plot is None:
-            plot = max(0, min(self.plot if self.log else MOST_PLOT, (total - 1 - charts) // max(1, nodes)))
+            plot = max(
+                0, min(self.plot if self.log else MOST_PLOT, (total - 1 - charts) // max(1, nodes))
+            )
         plot = self.plot if plot is None else plot
-        return Rows(charts, plot, max(2, total - charts - plot_rows(plot, nodes)) if self.log else 0)
+        return Rows(
+            charts, plot, max(2, total - charts - plot_rows(plot, nodes)) if self.log else 0
+        )
 
 
 def plot_rows(plot: int, nodes: int) -> int:
@@ -168,7 +194,9 @@ def plot_rows(plot: int, nodes: int) -> int:
     return plot * nodes + (1 if plot and nodes else 0)
 
 
-def rows_for(height: int, nodes: int, gpus: int, fixed: int, grid: int = 0, *, log: bool = True) -> Rows:
+def rows_for(
+    height: int, nodes: int, gpus: int, fixed: int, grid: int = 0, *, log: bool = True
+) -> Rows:
     """Divide ``height`` rows: charts first, then some log, then history of each node; ``fixed`` rows are taken already.
 
     Charts that stand above each other get ``grid`` rows at least. Without ``log``, which then has a place of its own, the history gets
@@ -181,7 +209,13 @@ def rows_for(height: int, nodes: int, gpus: int, fixed: int, grid: int = 0, *, l
     if grid:
         charts = max(grid, min(height - fixed, left - 4))
         return Rows(charts, 0, max(2, left - charts))
-    for plot, least_charts, least_log in ((4, 12, height // 6), (3, 12, 5), (2, 12, 5), (1, 8, 4), (0, 9, 4)):
+    for plot, least_charts, least_log in (
+        (4, 12, height // 6),
+        (3, 12, 5),
+        (2, 12, 5),
+        (1, 8, 4),
+        (0, 9, 4),
+    ):
         taken = plot_rows(plot, nodes)
         charts = left - taken - max(4, least_log)
         if charts >= least_charts:

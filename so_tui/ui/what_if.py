@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 RATIO = "offload.ratio"
 CORES = "offload.cpu_adam_cores_fraction"
-VALUES = {RATIO: tuple(step / 10 for step in range(11)), CORES: tuple(step / 10 for step in range(1, 10))}
+VALUES = {
+    RATIO: tuple(step / 10 for step in range(11)),
+    CORES: tuple(step / 10 for step in range(1, 10)),
+}
 """The values that a strip shows, ascending."""
 
 
@@ -45,14 +48,19 @@ class Strip:
     @property
     def at(self) -> int:
         """The choice nearest to the present value."""
-        return min(range(len(self.choices)), key=lambda index: abs(self.choices[index].value - self.present))
+        return min(
+            range(len(self.choices)),
+            key=lambda index: abs(self.choices[index].value - self.present),
+        )
 
     def stepped(self, direction: int) -> float | None:
         """Return the next value in a direction; None at the end."""
         return beyond((choice.value for choice in self.choices), self.present, direction)
 
 
-def strips_for(plan: Plan, machine: Machine, cancelled: Callable[[], bool] = lambda: False) -> tuple[Strip, ...] | None:
+def strips_for(
+    plan: Plan, machine: Machine, cancelled: Callable[[], bool] = lambda: False
+) -> tuple[Strip, ...] | None:
     """Return what other values would do; nothing where the plan offloads nothing; None if it was cancelled meanwhile."""
     if plan.mode == "gpu" or not plan.possible:
         return ()
@@ -77,9 +85,19 @@ def _choice(plan: Plan, machine: Machine, path: str, value: float) -> Choice | N
     from so_tui.plan import make_plan
 
     try:
-        other = make_plan(with_values(plan.spec, {"offload.mode": plan.mode, path: f"{value:g}"}), machine)
+        other = make_plan(
+            with_values(plan.spec, {"offload.mode": plan.mode, path: f"{value:g}"}), machine
+        )
     except InputError:
         return None
     hosts = other.host_bytes_per_node.values()
     most = max(hosts) if hosts else None
-    return Choice(value, other.step_s, other.gpu_bytes, other.gpu_capacity_bytes, most, other.verdict, other.step_error)
+    return Choice(
+        value,
+        other.step_s,
+        other.gpu_bytes,
+        other.gpu_capacity_bytes,
+        most,
+        other.verdict,
+        other.step_error,
+    )

@@ -21,7 +21,12 @@ class CpuAdam:
     def __enter__(self) -> CpuAdam:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._cancel()
         self._thread.shutdown()
 
@@ -38,9 +43,13 @@ class CpuAdam:
         try:
             self._begun().result(limit_s)
         except FutureTimeout as error:
-            raise SoTuiError(f"DeepSpeed's CPU Adam is not compiled after {limit_s:,.0f} s") from error
+            raise SoTuiError(
+                f"DeepSpeed's CPU Adam is not compiled after {limit_s:,.0f} s"
+            ) from error
 
     def _begun(self) -> Future[object]:
         if self._compiled is None:
-            self._compiled = self._thread.submit(lambda: list(stream_tool("build_ops", {}, self._cancel)))
+            self._compiled = self._thread.submit(
+                lambda: list(stream_tool("build_ops", {}, self._cancel))
+            )
         return self._compiled

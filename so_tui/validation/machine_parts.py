@@ -19,7 +19,14 @@ from so_tui.launch.preparation import usable_machine, visible_machine
 from so_tui.machine.doctor import Finding, findings
 from so_tui.machine.types import Machine
 from so_tui.spec.errors import SoTuiError
-from so_tui.validation.report import CopiesFound, CopyRates, Found, MachineFound, RatesFound, machine_found
+from so_tui.validation.report import (
+    CopiesFound,
+    CopyRates,
+    Found,
+    MachineFound,
+    RatesFound,
+    machine_found,
+)
 from so_tui.validation.runner import Measurement
 
 _COPY_S = 6.0
@@ -30,8 +37,18 @@ def measurements(machine: Machine, folder: Path) -> list[Measurement]:
     """Return the machine's parts of a report that is written to ``folder``."""
     gpus = usable_machine(machine, os.environ).gpus
     parts = [
-        Measurement("machine", "the machine, and what is wrong with it", 5.0, partial(_machine, machine, folder)),
-        Measurement("rates", "rates of Adam, products and copies", 60.0 if gpus else 30.0, partial(_rates, machine)),
+        Measurement(
+            "machine",
+            "the machine, and what is wrong with it",
+            5.0,
+            partial(_machine, machine, folder),
+        ),
+        Measurement(
+            "rates",
+            "rates of Adam, products and copies",
+            60.0 if gpus else 30.0,
+            partial(_rates, machine),
+        ),
     ]
     if gpus:
         pairs = len(gpus) * len(machine.cpu_nodes) + (len(gpus) > 1)
@@ -40,7 +57,9 @@ def measurements(machine: Machine, folder: Path) -> list[Measurement]:
     return parts
 
 
-def _machine(machine: Machine, folder: Path, _tell: Callable[[str], None], limit_s: float) -> MachineFound:
+def _machine(
+    machine: Machine, folder: Path, _tell: Callable[[str], None], limit_s: float
+) -> MachineFound:
     """Look in a thread, which is left behind if a file system or a driver never answers."""
     answer: Future[Sequence[Finding]] = Future()
 
@@ -55,14 +74,19 @@ def _machine(machine: Machine, folder: Path, _tell: Callable[[str], None], limit
         found = answer.result(limit_s)
     except FutureTimeout as error:
         raise SoTuiError(f"`so-tui doctor` did not end within {limit_s:,.0f} s") from error
-    return machine_found(machine, tuple(Found(code=one.code, severity=one.severity, title=one.title) for one in found))
+    return machine_found(
+        machine,
+        tuple(Found(code=one.code, severity=one.severity, title=one.title) for one in found),
+    )
 
 
 def _rates(machine: Machine, tell: Callable[[str], None], limit_s: float) -> RatesFound:
     return RatesFound(rates=measure_rates(machine, tell, timeout_s=limit_s)[0])
 
 
-def copies(machine: Machine, tell: Callable[[str], None], limit_s: float, **more: Any) -> CopiesFound:
+def copies(
+    machine: Machine, tell: Callable[[str], None], limit_s: float, **more: Any
+) -> CopiesFound:
     """Measure copies.
 
     Args:
@@ -79,7 +103,9 @@ def copies(machine: Machine, tell: Callable[[str], None], limit_s: float, **more
     gpus = [{"index": gpu.index, "node": gpu.numa_node} for gpu in mine.gpus]
     answer: dict[str, Any] = {}
     with gpus_taken(mine, "validate"):
-        for answer in stream_tool("copies", {"nodes": request_of(mine)["nodes"], "gpus": gpus} | more, timeout_s=limit_s):
+        for answer in stream_tool(
+            "copies", {"nodes": request_of(mine)["nodes"], "gpus": gpus} | more, timeout_s=limit_s
+        ):
             if message := answer.get("message"):
                 tell(message)
     return CopiesFound(copies=msgspec.convert(answer["copies"], tuple[CopyRates, ...]))

@@ -10,7 +10,9 @@ from so_tui.validation.report import PhaseSeconds
 _STAGES = ("imports", "ranks", "data", "weights", "optimizer")
 
 
-def phase_seconds(records: Sequence[MetricRecord], begun: float, started: float, ended: float, over: float) -> PhaseSeconds:
+def phase_seconds(
+    records: Sequence[MetricRecord], begun: float, started: float, ended: float, over: float
+) -> PhaseSeconds:
     """Return the seconds of each phase of a run; 0 for one that it did not record. Times are in seconds since the epoch.
 
     Args:
@@ -21,7 +23,10 @@ def phase_seconds(records: Sequence[MetricRecord], begun: float, started: float,
         over: When nothing was left of it.
     """
     steps = [record.time for record in records if isinstance(record, StepRecord)]
-    stages = _stages([record for record in records if isinstance(record, PhaseRecord)], steps[0] if steps else ended)
+    stages = _stages(
+        [record for record in records if isinstance(record, PhaseRecord)],
+        steps[0] if steps else ended,
+    )
     first, last = (steps[0], steps[-1]) if steps else (ended, ended)
     return PhaseSeconds(
         preparation_s=max(0.0, started - begun),

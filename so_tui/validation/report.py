@@ -201,7 +201,11 @@ prepare(Report)
 
 def trained(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, TrainingFound]]:
     """Return the training parts that were measured."""
-    return [(outcome, outcome.result) for outcome in outcomes if isinstance(outcome.result, TrainingFound)]
+    return [
+        (outcome, outcome.result)
+        for outcome in outcomes
+        if isinstance(outcome.result, TrainingFound)
+    ]
 
 
 def agreement_of(outcomes: Sequence[Outcome]) -> tuple[LossAgreement, ...]:
@@ -211,10 +215,17 @@ def agreement_of(outcomes: Sequence[Outcome]) -> tuple[LossAgreement, ...]:
     for outcome, result in trained(outcomes):
         first, other = firsts.setdefault((result.losses_only, result.clipping), (outcome, result))
         if first is not outcome:
-            by_step = tuple(_distance(mine, theirs) for mine, theirs in zip(result.losses, other.losses, strict=False))
+            by_step = tuple(
+                _distance(mine, theirs)
+                for mine, theirs in zip(result.losses, other.losses, strict=False)
+            )
             finite = [distance for distance in by_step if distance is not None]
             largest = max(finite, default=None) if len(finite) == len(by_step) else None
-            found.append(LossAgreement(key=outcome.key, reference=first.key, by_step=by_step, largest=largest))
+            found.append(
+                LossAgreement(
+                    key=outcome.key, reference=first.key, by_step=by_step, largest=largest
+                )
+            )
     return tuple(found)
 
 
@@ -231,10 +242,21 @@ def machine_found(machine: Machine, findings: tuple[Found, ...]) -> MachineFound
         page_size_bytes=machine.page_size_bytes,
         cores=len(machine.allowed_cpus),
         nodes=tuple(
-            Node(id=node.id, cores=len(allowed.intersection(node.cpus)), memory_bytes=node.memory_total_bytes) for node in machine.cpu_nodes
+            Node(
+                id=node.id,
+                cores=len(allowed.intersection(node.cpus)),
+                memory_bytes=node.memory_total_bytes,
+            )
+            for node in machine.cpu_nodes
         ),
         gpus=tuple(
-            ReportedGpu(index=gpu.index, name=gpu.name, memory_bytes=gpu.memory_total_bytes, numa_node=gpu.numa_node, c2c=gpu.c2c)
+            ReportedGpu(
+                index=gpu.index,
+                name=gpu.name,
+                memory_bytes=gpu.memory_total_bytes,
+                numa_node=gpu.numa_node,
+                c2c=gpu.c2c,
+            )
             for gpu in machine.gpus
         ),
         software=machine.software,
@@ -254,8 +276,21 @@ def read(folder: Path) -> Report | None:
     except FileNotFoundError:
         return None
     except (OSError, msgspec.DecodeError) as error:
-        message, remedy = f"is no report of this version of so-tui: {error}", "Choose another folder with --out."
-        raise InputError([Problem(code="not-a-report", field="--out", value=str(path), message=message, remedy=remedy)]) from error
+        message, remedy = (
+            f"is no report of this version of so-tui: {error}",
+            "Choose another folder with --out.",
+        )
+        raise InputError(
+            [
+                Problem(
+                    code="not-a-report",
+                    field="--out",
+                    value=str(path),
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        ) from error
 
 
 def write(folder: Path, report: Report) -> None:

@@ -51,10 +51,21 @@ class Measurement:
 def planned(report: Report, measurements: Sequence[Measurement]) -> Report:
     """Return the report with an outcome for each of the measurements; those of an earlier one are retained."""
     known = {outcome.key: outcome for outcome in report.outcomes}
-    return replace(report, outcomes=tuple(known.get(measurement.key, measurement.pending) for measurement in measurements))
+    return replace(
+        report,
+        outcomes=tuple(
+            known.get(measurement.key, measurement.pending) for measurement in measurements
+        ),
+    )
 
 
-def run(report: Report, measurements: Sequence[Measurement], seconds: float, write: Callable[[Report], None], tell: Tell) -> Report:
+def run(
+    report: Report,
+    measurements: Sequence[Measurement],
+    seconds: float,
+    write: Callable[[Report], None],
+    tell: Tell,
+) -> Report:
     """Measure what the report lacks.
 
     Measurements are in the order of their importance. One that does not fit into what is left of the time, judged by how long those before
@@ -83,7 +94,12 @@ def run(report: Report, measurements: Sequence[Measurement], seconds: float, wri
         if outcome.state != "measured":
             share = over_s / whole_s
             tell(measurement.title, share)
-            outcome = _outcome(measurement, pace(report.outcomes), deadline, lambda text, share=share: tell(text, share))  # type: ignore[misc]
+            outcome = _outcome(
+                measurement,
+                pace(report.outcomes),
+                deadline,
+                lambda text, share=share: tell(text, share),
+            )  # type: ignore[misc]
             report = report.with_outcome(outcome)
             write(report)
         over_s += measurement.estimate_s
@@ -103,7 +119,9 @@ def pace(outcomes: Sequence[Outcome]) -> float:
     )
 
 
-def _outcome(measurement: Measurement, pace: float, deadline: float, tell: Callable[[str], None]) -> Outcome:
+def _outcome(
+    measurement: Measurement, pace: float, deadline: float, tell: Callable[[str], None]
+) -> Outcome:
     left_s, expected_s = deadline - time.monotonic(), pace * measurement.estimate_s
     if expected_s > left_s:
         reason = f"takes about {expected_s:,.0f} s, and {max(0.0, left_s):,.0f} s were left"
@@ -114,6 +132,17 @@ def _outcome(measurement: Measurement, pace: float, deadline: float, tell: Calla
     except Exception as error:  # noqa: BLE001 - whatever stands in the way of one part is in the report, and the others go on
         _LOG.info("%s failed", measurement.key, exc_info=True)
         seconds = time.monotonic() - begun
-        reason = str(error) if isinstance(error, SoTuiError) else f"{type(error).__name__}: {first_line(error)}"
-        return replace(measurement.pending, state="timed-out" if seconds >= limit_s else "failed", reason=reason, seconds=seconds)
-    return replace(measurement.pending, state="measured", result=result, seconds=time.monotonic() - begun)
+        reason = (
+            str(error)
+            if isinstance(error, SoTuiError)
+            else f"{type(error).__name__}: {first_line(error)}"
+        )
+        return replace(
+            measurement.pending,
+            state="timed-out" if seconds >= limit_s else "failed",
+            reason=reason,
+            seconds=seconds,
+        )
+    return replace(
+        measurement.pending, state="measured", result=result, seconds=time.monotonic() - begun
+    )

@@ -16,7 +16,15 @@ from so_tui.folders import probes_dir
 from so_tui.launch import partitioning
 from so_tui.launch.executors.local import LocalExecutor
 from so_tui.launch.preparation import launch_of, usable_machine
-from so_tui.launch.probe import MEASURED_STEPS, WARMUP_STEPS, measured_of, probe_of, probe_spec, records_and_samples, run_to_end
+from so_tui.launch.probe import (
+    MEASURED_STEPS,
+    WARMUP_STEPS,
+    measured_of,
+    probe_of,
+    probe_spec,
+    records_and_samples,
+    run_to_end,
+)
 from so_tui.machine.numa import distance
 from so_tui.machine.types import Machine, NumaNode
 from so_tui.model.architecture import architecture
@@ -47,10 +55,19 @@ _LOSS_LEARNING_RATE = "3e-4"
 _LOSS_STEP_S = 0.1
 """At most, of ``tiny`` on GPUs."""
 
-_PLAIN = {"offload.mode": "superoffload", "offload.engine": "so-tui", "train.gradient_clipping": "0", "offload.ratio": "0.9"}
+_PLAIN = {
+    "offload.mode": "superoffload",
+    "offload.engine": "so-tui",
+    "train.gradient_clipping": "0",
+    "offload.ratio": "0.9",
+}
 _CLIPPED = _PLAIN | {"train.gradient_clipping": "1"}
 _ON_GPU = {"offload.mode": "gpu", "train.gradient_clipping": "0"}
-_ZEROOFFLOAD = {"offload.mode": "zerooffload", "offload.ratio": "1.0", "train.gradient_clipping": "0"}
+_ZEROOFFLOAD = {
+    "offload.mode": "zerooffload",
+    "offload.ratio": "1.0",
+    "train.gradient_clipping": "0",
+}
 
 
 class Part(Struct, frozen=True, kw_only=True):
@@ -76,12 +93,26 @@ class Part(Struct, frozen=True, kw_only=True):
 def shape_for(machine: Machine) -> RunSpec:
     """Return what is trained: the largest of the shapes that fits one GPU without offload; without GPUs, ``tiny``."""
     if not machine.gpus:
-        return with_values(find_preset(_CPU_SHAPE).spec, {"gpus": "1", "train.gradient_accumulation": "1"})
-    changes = {"gpus": "1", "train.micro_batch": str(EXAMPLE_SEQUENCES), "train.gradient_accumulation": "1"}
-    spec = with_values(find_preset(_GPU_SHAPE).spec, changes | {"model.activation_checkpointing": "full", "model.kernels": "plain"})
+        return with_values(
+            find_preset(_CPU_SHAPE).spec, {"gpus": "1", "train.gradient_accumulation": "1"}
+        )
+    changes = {
+        "gpus": "1",
+        "train.micro_batch": str(EXAMPLE_SEQUENCES),
+        "train.gradient_accumulation": "1",
+    }
+    spec = with_values(
+        find_preset(_GPU_SHAPE).spec,
+        changes | {"model.activation_checkpointing": "full", "model.kernels": "plain"},
+    )
     shapes = [with_layers(spec, layers) for layers in _LAYERS]
     return next(
-        (shape for shape in shapes if make_plan(with_values(shape, {"offload.mode": "gpu"}), machine).verdict == "fits"), shapes[-1]
+        (
+            shape
+            for shape in shapes
+            if make_plan(with_values(shape, {"offload.mode": "gpu"}), machine).verdict == "fits"
+        ),
+        shapes[-1],
     )
 
 
@@ -113,21 +144,51 @@ def _parts_without_gpus() -> Iterator[Part]:
 def _parts(machine: Machine, gpus: int) -> Iterator[Part]:
     several = [ranks for ranks in (2, 4) if ranks <= gpus]
     yield Part(key="gpu", title="no offload", settings=_ON_GPU)
-    yield Part(key="ours", title="SuperOffload with our engine, ratio 0.9, without clipping", settings=_PLAIN)
-    yield Part(key="unbound", title="our engine, ranks not bound", settings=_PLAIN, placed="unbound")
+    yield Part(
+        key="ours",
+        title="SuperOffload with our engine, ratio 0.9, without clipping",
+        settings=_PLAIN,
+    )
+    yield Part(
+        key="unbound", title="our engine, ranks not bound", settings=_PLAIN, placed="unbound"
+    )
     if len(_usable_nodes(machine)) > 1:
-        yield Part(key="wrong-node", title="our engine, bound to the wrong NUMA node", settings=_PLAIN, placed="wrong-node")
+        yield Part(
+            key="wrong-node",
+            title="our engine, bound to the wrong NUMA node",
+            settings=_PLAIN,
+            placed="wrong-node",
+        )
     # While these run, DeepSpeed's CPU Adam is compiled for the parts after them.
     for ranks in (1, *several):
         yield from _loss_parts(ranks)
-    yield Part(key="published", title="DeepSpeed's SuperOffload as published, its default for clipping", published=True)
+    yield Part(
+        key="published",
+        title="DeepSpeed's SuperOffload as published, its default for clipping",
+        published=True,
+    )
     yield Part(key="zerooffload", title="ZeRO-Offload", settings=_ZEROOFFLOAD)
     for ranks in several:
-        yield Part(key=f"ours-{ranks}", title=f"our engine on {ranks} GPUs, the same global batch", settings=_PLAIN, ranks=ranks)
-        yield Part(key=f"gpu-{ranks}", title=f"no offload on {ranks} GPUs, the same global batch", settings=_ON_GPU, ranks=ranks)
+        yield Part(
+            key=f"ours-{ranks}",
+            title=f"our engine on {ranks} GPUs, the same global batch",
+            settings=_PLAIN,
+            ranks=ranks,
+        )
+        yield Part(
+            key=f"gpu-{ranks}",
+            title=f"no offload on {ranks} GPUs, the same global batch",
+            settings=_ON_GPU,
+            ranks=ranks,
+        )
     yield Part(key="ours-clipped", title="our engine with clipping", settings=_CLIPPED)
     explicit = {"offload.config": "published-clipping", "train.gradient_clipping": "0"}
-    yield Part(key="published-unclipped", title="DeepSpeed's SuperOffload as published, clipping 0", settings=explicit, published=True)
+    yield Part(
+        key="published-unclipped",
+        title="DeepSpeed's SuperOffload as published, clipping 0",
+        settings=explicit,
+        published=True,
+    )
     if several:
         for ranks in (1, 2):
             yield _published_losses(ranks)
@@ -135,9 +196,17 @@ def _parts(machine: Machine, gpus: int) -> Iterator[Part]:
         title = f"DeepSpeed's SuperOffload as published on {ranks} GPUs"
         yield Part(key=f"published-{ranks}", title=title, ranks=ranks, published=True)
     for ratio in ("0.5", "0.7", "1.0"):
-        yield Part(key=f"ours-{ratio}", title=f"our engine, ratio {ratio}", settings=_PLAIN | {"offload.ratio": ratio})
+        yield Part(
+            key=f"ours-{ratio}",
+            title=f"our engine, ratio {ratio}",
+            settings=_PLAIN | {"offload.ratio": ratio},
+        )
     for states in ("bf16-moments", "int8-moments"):
-        yield Part(key=f"ours-{states}", title=f"our engine, {states}", settings=_PLAIN | {"offload.states": states})
+        yield Part(
+            key=f"ours-{states}",
+            title=f"our engine, {states}",
+            settings=_PLAIN | {"offload.states": states},
+        )
 
 
 def _loss_parts(ranks: int) -> Iterator[Part]:
@@ -145,21 +214,42 @@ def _loss_parts(ranks: int) -> Iterator[Part]:
     where = "on 1 GPU" if ranks == 1 else f"on {ranks} GPUs, the same global batch"
     if ranks == 1:
         settings = _ON_GPU | {"train.gradient_clipping": "1"}
-        yield Part(key="losses-gpu", title=f"tiny without offload {where}", settings=settings, losses_only=True)
-    yield Part(key=f"losses-{ranks}", title=f"tiny with our engine {where}", settings=_CLIPPED, ranks=ranks, losses_only=True)
+        yield Part(
+            key="losses-gpu",
+            title=f"tiny without offload {where}",
+            settings=settings,
+            losses_only=True,
+        )
+    yield Part(
+        key=f"losses-{ranks}",
+        title=f"tiny with our engine {where}",
+        settings=_CLIPPED,
+        ranks=ranks,
+        losses_only=True,
+    )
 
 
 def _published_losses(ranks: int) -> Part:
     """Return the run that shows whether DeepSpeed's own SuperOffload learns on so many GPUs, which users of several doubt."""
     settings = {"offload.config": "published-clipping", "train.gradient_clipping": "1"}
     title = f"tiny with DeepSpeed's SuperOffload on {ranks} GPU{'s' * (ranks > 1)}"
-    return Part(key=f"losses-published-{ranks}", title=title, settings=settings, ranks=ranks, published=True, losses_only=True)
+    return Part(
+        key=f"losses-published-{ranks}",
+        title=title,
+        settings=settings,
+        ranks=ranks,
+        published=True,
+        losses_only=True,
+    )
 
 
 def spec_of(shape: RunSpec, part: Part) -> RunSpec:
     """Return the spec of a part: as many sequences a step as the shape has, whatever the number of ranks."""
     if part.losses_only:
-        shape = with_values(find_preset(_CPU_SHAPE).spec, {"train.steps": str(_LOSS_STEPS), "train.learning_rate": _LOSS_LEARNING_RATE})
+        shape = with_values(
+            find_preset(_CPU_SHAPE).spec,
+            {"train.steps": str(_LOSS_STEPS), "train.learning_rate": _LOSS_LEARNING_RATE},
+        )
     sequences = shape.train.micro_batch * shape.gradient_accumulation_steps
     ranks = {"gpus": str(part.ranks), "train.micro_batch": str(max(1, sequences // part.ranks))}
     spec = with_values(shape, ranks)
@@ -167,7 +257,9 @@ def spec_of(shape: RunSpec, part: Part) -> RunSpec:
         spec = as_published(spec)
         # Data and learning rate stay, so that losses can be compared.
         train = replace(spec.train, learning_rate=shape.train.learning_rate)
-        spec = replace(spec, data=replace(spec.data, sequence_length=shape.data.sequence_length), train=train)
+        spec = replace(
+            spec, data=replace(spec.data, sequence_length=shape.data.sequence_length), train=train
+        )
     return with_values(spec, part.settings) if part.settings else spec
 
 
@@ -184,7 +276,9 @@ def _moved(rank: RankBinding, machine: Machine, how: Placed) -> RankBinding:
     cpus = main = adam = allowed
     if how == "wrong-node":
         others = [node for node in _usable_nodes(machine) if node.id != rank.numa_node]
-        node = max(others, key=lambda other: distance(machine.numa_nodes, other, rank.numa_node or 0) or 0)
+        node = max(
+            others, key=lambda other: distance(machine.numa_nodes, other, rank.numa_node or 0) or 0
+        )
         cpus = tuple(cpu for cpu in node.cpus if cpu in set(allowed))[: len(rank.cpus)]
         split = max(1, len(cpus) - len(rank.adam_cpus)) if rank.adam_cpus else len(cpus)
         main, adam = cpus[:split], cpus[split:] or cpus
@@ -192,7 +286,15 @@ def _moved(rank: RankBinding, machine: Machine, how: Placed) -> RankBinding:
     # Without DeepSpeed's flag: it could not express this, and the trainer's own binding decides.
     launcher = DeepSpeedBinding(cpus=cpus, numactl=(), omp_num_threads=len(cpus), matches=True)
     adam = adam if rank.adam_cpus else ()
-    return replace(rank, cpus=cpus, main_cpus=main, adam_cpus=adam, memory_policy=policy, deepspeed=launcher, deepspeed_unlisted=None)
+    return replace(
+        rank,
+        cpus=cpus,
+        main_cpus=main,
+        adam_cpus=adam,
+        memory_policy=policy,
+        deepspeed=launcher,
+        deepspeed_unlisted=None,
+    )
 
 
 def _usable_nodes(machine: Machine) -> list[NumaNode]:
@@ -207,14 +309,19 @@ def can_partition(machine: Machine, shape: RunSpec) -> bool:
     return partitioning.possible(plan.binding)
 
 
-def measurements(machine: Machine, shape: RunSpec, parts: Sequence[Part], cpu_adam: CpuAdam) -> list[Measurement]:
+def measurements(
+    machine: Machine, shape: RunSpec, parts: Sequence[Part], cpu_adam: CpuAdam
+) -> list[Measurement]:
     """Return the measurements of these parts."""
 
     def measure(part: Part) -> Measure:
         return partial(_measure, part=part, shape=shape, machine=machine, cpu_adam=cpu_adam)
 
     usable = usable_machine(machine, os.environ)
-    return [Measurement(part.key, part.title, _estimate_s(usable, shape, part), measure(part)) for part in parts]
+    return [
+        Measurement(part.key, part.title, _estimate_s(usable, shape, part), measure(part))
+        for part in parts
+    ]
 
 
 def _estimate_s(machine: Machine, shape: RunSpec, part: Part) -> float:
@@ -230,7 +337,13 @@ def _estimate_s(machine: Machine, shape: RunSpec, part: Part) -> float:
 
 
 def _measure(
-    tell: Callable[[str], None], limit_s: float, *, part: Part, shape: RunSpec, machine: Machine, cpu_adam: CpuAdam
+    tell: Callable[[str], None],
+    limit_s: float,
+    *,
+    part: Part,
+    shape: RunSpec,
+    machine: Machine,
+    cpu_adam: CpuAdam,
 ) -> TrainingFound:
     """Train a few steps of a part and return its figures beside the prediction. The run is deleted; one that failed keeps its folder.
 
@@ -257,9 +370,17 @@ def _measure(
             tell(f"{part.title}: {record.phase}")
 
     executor = LocalExecutor({partitioning.VARIABLE: "on" if part.partitioned else "off"})
-    run = run_to_end(launch_of(plan, usable), probes_dir(), report, executor=executor, limit_s=deadline - time.monotonic())
+    run = run_to_end(
+        launch_of(plan, usable),
+        probes_dir(),
+        report,
+        executor=executor,
+        limit_s=deadline - time.monotonic(),
+    )
     if part.partitioned and not _was_partitioned(run):
-        raise SoTuiError(f"the partitions were not made: `{so_tui_command('logs', str(run.path))}` shows why")
+        raise SoTuiError(
+            f"the partitions were not made: `{so_tui_command('logs', str(run.path))}` shows why"
+        )
     measured = measured_of(run, plan)
     found = probe_of(measured, plan, usable)
     if part.placed == "bound" and not (part.published or part.partitioned or part.losses_only):
@@ -268,7 +389,9 @@ def _measure(
     with suppress(OSError):  # what is left of it is below the probes, where nothing lists it
         delete_run(run)
     over = time.time()
-    phases = phase_seconds(records, begun, state.attempt_started or begun, state.ended or over, over)
+    phases = phase_seconds(
+        records, begun, state.attempt_started or begun, state.ended or over, over
+    )
     steps = [record for record in records if isinstance(record, StepRecord)]
     counted = [step for step in steps if step.step > WARMUP_STEPS] or steps
     seconds = sum(step.step_s for step in counted)
@@ -284,7 +407,8 @@ def _measure(
         predicted=found.predicted,
         workload=found.workload,
         useful_tokens_per_s=sum(step.useful_tokens for step in counted) / seconds,
-        model_tflops_per_gpu=sum(step.model_tflops_per_gpu * step.step_s for step in counted) / seconds,
+        model_tflops_per_gpu=sum(step.model_tflops_per_gpu * step.step_s for step in counted)
+        / seconds,
         example_tflops=sum(step.seed_tflops_total * step.step_s for step in counted) / seconds,
         losses=tuple(step.loss if math.isfinite(step.loss) else None for step in steps),
         losses_only=part.losses_only,

@@ -18,7 +18,9 @@ SHARED = "shared"
 """Folder, below that of the report, of the form without names."""
 
 
-def validate(machine: Machine, folder: Path, *, seconds: float, gpus: int, share: bool, tell: runner.Tell) -> Report:
+def validate(
+    machine: Machine, folder: Path, *, seconds: float, gpus: int, share: bool, tell: runner.Tell
+) -> Report:
     """Measure what the report in a folder lacks, and write it.
 
     Args:
@@ -52,7 +54,13 @@ def validate(machine: Machine, folder: Path, *, seconds: float, gpus: int, share
 
     with CpuAdam() as cpu_adam:
         of_training = training.measurements(machine, shape, parts, cpu_adam)
-        return runner.run(begun, [*machine_parts.measurements(machine, folder), *of_training], seconds, write, tell)
+        return runner.run(
+            begun,
+            [*machine_parts.measurements(machine, folder), *of_training],
+            seconds,
+            write,
+            tell,
+        )
 
 
 def _begun(machine: Machine, folder: Path, gpus: int, shape: str) -> Report:
@@ -67,8 +75,23 @@ def _begun(machine: Machine, folder: Path, gpus: int, shape: str) -> Report:
     found = report.read(folder)
     if found is None:
         return new
-    if (found.host, found.so_tui, found.gpus, found.shape) != (new.host, new.so_tui, new.gpus, new.shape):
+    if (found.host, found.so_tui, found.gpus, found.shape) != (
+        new.host,
+        new.so_tui,
+        new.gpus,
+        new.shape,
+    ):
         message = f"has a report of {found.host or 'a shared one'}, so-tui {found.so_tui}, {found.gpus} GPUs, {found.shape}"
         remedy = "Name another folder with --out, or delete that report."
-        raise InputError([Problem(code="another-report", field="--out", value=str(folder), message=message, remedy=remedy)])
+        raise InputError(
+            [
+                Problem(
+                    code="another-report",
+                    field="--out",
+                    value=str(folder),
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        )
     return found

@@ -20,10 +20,14 @@ COMMANDS = ("--version", "inspect", "plan qwen3-14b --machine gh200-480")
 MARKERS = "not slow and not system and not gpu"
 
 
-def pytest_arguments(selection: dict[str, list[dict[str, list[str]]]], *, emulated: bool) -> list[str]:
+def pytest_arguments(
+    selection: dict[str, list[dict[str, list[str]]]], *, emulated: bool
+) -> list[str]:
     """Return which tests run: the selected ones, less those that no emulator can pass if ``emulated``."""
     tests = [test for part in selection["run"] for test in part["tests"]]
-    left_out = [test for part in selection["not_emulated"] for test in part["tests"]] if emulated else []
+    left_out = (
+        [test for part in selection["not_emulated"] for test in part["tests"]] if emulated else []
+    )
     return [*tests, *(word for test in left_out for word in ("--deselect", test))]
 
 
@@ -44,9 +48,25 @@ def main() -> int:
         if code != 0:
             return code
     selection = tomllib.loads(SELECTION.read_text())
-    pytest = [str(python), "-m", "pytest", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile", "-m", MARKERS, "--durations=12"]
+    pytest = [
+        str(python),
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-n",
+        "2",
+        "--dist",
+        "loadfile",
+        "-m",
+        MARKERS,
+        "--durations=12",
+    ]
     code = _run([*pytest, *pytest_arguments(selection, emulated=emulated)], environment)
-    print(f"aarch64 ({'emulated' if emulated else 'native'}): {time.monotonic() - begun:.0f} s", flush=True)
+    print(
+        f"aarch64 ({'emulated' if emulated else 'native'}): {time.monotonic() - begun:.0f} s",
+        flush=True,
+    )
     return code
 
 

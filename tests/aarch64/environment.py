@@ -32,7 +32,14 @@ PAGE_BYTES = 65_536
 """The page size of most kernels for Grace."""
 LOCK = ROOT / "locks" / "light.txt"
 ENVIRONMENT = ROOT / ".venv-aarch64"
-_PLATFORMS = ("manylinux2014", "manylinux_2_17", "manylinux_2_24", "manylinux_2_26", "manylinux_2_28", "manylinux_2_34")
+_PLATFORMS = (
+    "manylinux2014",
+    "manylinux_2_17",
+    "manylinux_2_24",
+    "manylinux_2_26",
+    "manylinux_2_28",
+    "manylinux_2_34",
+)
 
 
 class MissingError(Exception):
@@ -41,7 +48,9 @@ class MissingError(Exception):
 
 def wheel_options(version: str = VERSION) -> list[str]:
     """Return the options with which pip takes wheels for aarch64."""
-    platforms = [option for platform in _PLATFORMS for option in ("--platform", f"{platform}_aarch64")]
+    platforms = [
+        option for platform in _PLATFORMS for option in ("--platform", f"{platform}_aarch64")
+    ]
     return ["--no-deps", "--only-binary=:all:", "--python-version", version, *platforms]
 
 
@@ -82,7 +91,9 @@ def check_tools(keyring: Path = KEYRING) -> None:
 
 def _key(folder: Path) -> str:
     """Return a digest of what the environment is made from. It contains paths, so one that was moved is made again."""
-    emulator = subprocess.run([EMULATOR, "--version"], capture_output=True, text=True, check=True).stdout
+    emulator = subprocess.run(
+        [EMULATOR, "--version"], capture_output=True, text=True, check=True
+    ).stdout
     parts = (LOCK.read_text(), Path(__file__).read_text(), emulator, str(folder), str(ROOT))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
@@ -107,13 +118,25 @@ def _unpack_debian(apt: Path, root: Path) -> None:
         "Debug::NoLocking": "true",
     }
     (apt / "apt.conf").write_text(
-        "".join(f'{name} "{value}";\n' for name, value in settings.items()) + '#clear APT::Architectures;\nAPT::Architectures {"arm64";};\n'
+        "".join(f'{name} "{value}";\n' for name, value in settings.items())
+        + '#clear APT::Architectures;\nAPT::Architectures {"arm64";};\n'
     )
-    for arguments in (["update", "--error-on=any"], ["install", "--download-only", "--yes", *PACKAGES]):
+    for arguments in (
+        ["update", "--error-on=any"],
+        ["install", "--download-only", "--yes", *PACKAGES],
+    ):
         command = ["apt-get", "-qq", *arguments]
-        done = subprocess.run(command, env=os.environ | {"APT_CONFIG": f"{apt}/apt.conf"}, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command,
+            env=os.environ | {"APT_CONFIG": f"{apt}/apt.conf"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         if done.returncode != 0:
-            raise MissingError(f"Debian's packages cannot be had from {MIRROR}: {done.stderr.strip()[-1000:]}")
+            raise MissingError(
+                f"Debian's packages cannot be had from {MIRROR}: {done.stderr.strip()[-1000:]}"
+            )
     for package in sorted((apt / "archives").glob("*.deb")):
         subprocess.run(["dpkg-deb", "--extract", str(package), str(root)], check=True)
     shutil.rmtree(apt)
@@ -130,7 +153,9 @@ def _install_wheels(folder: Path) -> None:
 def _write_scripts(folder: Path, root: Path) -> None:
     """Write ``bin/python``, which with ``pyvenv.cfg`` makes a virtual environment, and ``bin/so-tui``."""
     python = root / "usr" / "bin" / f"python{VERSION}"
-    (folder / "pyvenv.cfg").write_text(f"home = {python.parent}\ninclude-system-site-packages = false\n")
+    (folder / "pyvenv.cfg").write_text(
+        f"home = {python.parent}\ninclude-system-site-packages = false\n"
+    )
     emulator = [EMULATOR, "-L", str(root)]
     options = page_size_options(emulator, python)
     name = str(folder / "bin" / "python")

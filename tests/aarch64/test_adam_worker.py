@@ -24,7 +24,9 @@ from tests.support.reference_adamw import Reference
 
 pytestmark = [
     pytest.mark.system,
-    pytest.mark.skipif(platform.machine() == "aarch64", reason="here tests/superoffload runs the worker natively"),
+    pytest.mark.skipif(
+        platform.machine() == "aarch64", reason="here tests/superoffload runs the worker natively"
+    ),
 ]
 
 COMPILER = "aarch64-linux-gnu-g++"
@@ -42,7 +44,9 @@ def _worker_for_aarch64(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         pytest.skip(str(missing))
     library = tmp_path / "adam.so"
     flags = [flag for flag in kernel.FLAGS if flag != "-march=native"]
-    compiled = subprocess.run([COMPILER, *flags, "-march=armv8.2-a", "-o", str(library), str(kernel.SOURCE)], check=False)
+    compiled = subprocess.run(
+        [COMPILER, *flags, "-march=armv8.2-a", "-o", str(library), str(kernel.SOURCE)], check=False
+    )
     assert compiled.returncode == 0
     library.chmod(0o700)
     monkeypatch.setattr(kernel, "library", lambda: library)
@@ -55,7 +59,9 @@ def _worker_for_aarch64(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     [(1.0, 1e6, 2, torch.bfloat16), (0.5, 1e-3, 1, torch.float32)],
     ids=["speculating and accumulating", "held back"],
 )
-def test_steps_are_those_of_float32_adamw(ratio: float, clipping: float, accumulation: int, dtype: torch.dtype) -> None:
+def test_steps_are_those_of_float32_adamw(
+    ratio: float, clipping: float, accumulation: int, dtype: torch.dtype
+) -> None:
     run = support.spec("superoffload", ratio, clipping=clipping, accumulation=accumulation)
     data = support.batches(STEPS * accumulation)
     with support.engine(run, dtype) as made:

@@ -17,8 +17,13 @@ from tests.support.commands import problems_of
 @pytest.fixture
 def elsewhere() -> RunDirectory:
     """Return a run that trained on another host a moment ago."""
-    run = create_run(RunSpec(name="tiny", model=ModelSpec(id="some/model"), data=DataSpec(source="rows.json")))
-    write_state(run, replace(read_state(run), state="training", attempt=1, host="elsewhere", boot_id="another"))
+    run = create_run(
+        RunSpec(name="tiny", model=ModelSpec(id="some/model"), data=DataSpec(source="rows.json"))
+    )
+    write_state(
+        run,
+        replace(read_state(run), state="training", attempt=1, host="elsewhere", boot_id="another"),
+    )
     return run
 
 
@@ -26,13 +31,17 @@ def test_stop_waits_for_another_host_and_then_says_that_it_cannot_know(
     elsewhere: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(lifecycle, "_AFTER_KILL_S", 0.5)
-    assert problems_of("stop", elsewhere.name, "--grace", "0") == [("run-may-be-live", "run", elsewhere.name)]
+    assert problems_of("stop", elsewhere.name, "--grace", "0") == [
+        ("run-may-be-live", "run", elsewhere.name)
+    ]
     assert "elsewhere" in capsys.readouterr().out
     assert (elsewhere.control_dir / "stop").exists()
     assert read_state(elsewhere).state == "training"
 
 
-def test_a_host_that_was_silent_while_stop_waited_is_gone_for_everybody(elsewhere: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_was_silent_while_stop_waited_is_gone_for_everybody(
+    elsewhere: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("so_tui.runs.liveness.STALE_S", 0.3)
     assert call(build_parser().parse_args(["stop", elsewhere.name])) == 1
     assert read_state(elsewhere).state == "lost"
@@ -45,4 +54,6 @@ def test_stop_records_the_end_by_the_users_word(elsewhere: RunDirectory) -> None
 
 
 def test_resume_needs_the_users_word(elsewhere: RunDirectory) -> None:
-    assert problems_of("resume", elsewhere.name, "--detach") == [("run-may-be-live", "run", elsewhere.name)]
+    assert problems_of("resume", elsewhere.name, "--detach") == [
+        ("run-may-be-live", "run", elsewhere.name)
+    ]

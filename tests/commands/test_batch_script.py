@@ -25,7 +25,10 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     for name, lines in (
         ("scontrol", "echo 'ClusterName = here'"),
-        ("sbatch", f"if [ -e {folder}/accepts ]; then echo 7; else touch {folder}/asked; echo '{REFUSED}' >&2; exit 1; fi"),
+        (
+            "sbatch",
+            f"if [ -e {folder}/accepts ]; then echo 7; else touch {folder}/asked; echo '{REFUSED}' >&2; exit 1; fi",
+        ),
     ):
         (folder / name).write_text(f"#!/bin/sh\n{lines}\n")
         (folder / name).chmod(stat.S_IRWXU)
@@ -37,7 +40,18 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def submitted(tmp_path: Path, *options: str) -> int:
-    return main(["run", "tiny", "--partition", "gh", "--runs-dir", str(tmp_path / "runs"), "--detach", *options])
+    return main(
+        [
+            "run",
+            "tiny",
+            "--partition",
+            "gh",
+            "--runs-dir",
+            str(tmp_path / "runs"),
+            "--detach",
+            *options,
+        ]
+    )
 
 
 def kept() -> list[Path]:
@@ -94,14 +108,18 @@ def test_a_refused_script_can_be_changed_again_at_once(
         assert (run / "attempts/001/job.sh").read_text().endswith("# mine\n# mine\n")
 
 
-def test_a_script_that_nobody_changed_is_not_kept(slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_that_nobody_changed_is_not_kept(
+    slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("EDITOR", "true")
     assert submitted(tmp_path, "--edit") == 2
     assert kept() == []
 
 
 @pytest.mark.parametrize("content", [b"#!/bin/sh\ntrue\n", b"\xff\xfe", None])
-def test_what_is_no_script_of_a_run_is_refused(content: bytes | None, slurm: Path, tmp_path: Path) -> None:
+def test_what_is_no_script_of_a_run_is_refused(
+    content: bytes | None, slurm: Path, tmp_path: Path
+) -> None:
     (slurm / "accepts").touch()
     script = tmp_path / "script.sh"
     if content is not None:
@@ -111,13 +129,32 @@ def test_what_is_no_script_of_a_run_is_refused(content: bytes | None, slurm: Pat
 
 
 @pytest.mark.parametrize("options", [["--edit"], ["--script", "job.sh"]])
-def test_nothing_is_edited_or_read_for_what_is_not_submitted(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_edited_or_read_for_what_is_not_submitted(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["run", "tiny", "--partition", "gh", "--dry-run", *options]) == 2
     assert options[0] in capsys.readouterr().err
 
 
-def test_a_dry_run_warns_of_an_interpreter_that_the_nodes_cannot_execute(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "tiny", "--partition", "gh", "--dry-run", "--machine", "gh200-480", "--gpus", "1"]) == 0
+def test_a_dry_run_warns_of_an_interpreter_that_the_nodes_cannot_execute(
+    slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(
+            [
+                "run",
+                "tiny",
+                "--partition",
+                "gh",
+                "--dry-run",
+                "--machine",
+                "gh200-480",
+                "--gpus",
+                "1",
+            ]
+        )
+        == 0
+    )
     printed = capsys.readouterr()
     assert ("aarch64" in printed.err) == (platform.machine() != "aarch64")
     assert "so_tui_run=RUN" in printed.out

@@ -28,7 +28,9 @@ from tests.support.schemas import valid
 
 
 @pytest.mark.slow
-def test_this_machine_is_measured_and_remembered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_this_machine_is_measured_and_remembered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["calibrate", "--json"]) == 0
     answer = valid("calibrate", capsys.readouterr().out)
     rates = answer["calibration"]["rates"]
@@ -40,10 +42,17 @@ def test_this_machine_is_measured_and_remembered(tmp_path: Path, capsys: pytest.
     assert rates["node_bytes_per_s"]
 
 
-def test_a_nodes_bandwidth_is_the_best_that_its_cores_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nodes_bandwidth_is_the_best_that_its_cores_reached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """On a host whose cores others use too all of them may move less than half of them, which no test can bring about."""
     monkeypatch.setattr(
-        calibrate, "_adam", lambda cpus, _scale: {"step_bytes_per_s": 150e9 - 1e9 * len(cpus), "accumulate_bytes_per_s": 1e9}
+        calibrate,
+        "_adam",
+        lambda cpus, _scale: {
+            "step_bytes_per_s": 150e9 - 1e9 * len(cpus),
+            "accumulate_bytes_per_s": 1e9,
+        },
     )
     nodes = [{"id": node, "cpus": list(range(64 * node, 64 * node + 64))} for node in (0, 1)]
     *_, last = calibrate.work({"nodes": nodes, "gpus": []})
@@ -57,7 +66,13 @@ def test_the_gpus_part_measures_every_rate_and_the_links_between() -> None:
     request = {"nodes": nodes[:1], "gpus": [], "scale": 0.01, "pretend_gpus": gpus}
     *_, last = stream_tool("calibrate", request)
     rates = last["rates"]
-    names = ("matrix_flops", "hbm_bytes_per_s", "down_bytes_per_s", "up_bytes_per_s", "peer_bytes_per_s")
+    names = (
+        "matrix_flops",
+        "hbm_bytes_per_s",
+        "down_bytes_per_s",
+        "up_bytes_per_s",
+        "peer_bytes_per_s",
+    )
     assert all(rates[name] > 1e6 for name in names)
     assert len(rates["both_ways_bytes_per_s"]) == 2
     assert 1e-6 < rates["small_layer_s"] < 1
@@ -74,10 +89,17 @@ def test_the_gpus_part_measures_every_rate_and_the_links_between() -> None:
 def test_a_rank_that_fails_is_not_waited_for_by_the_others() -> None:
     """One of two ranks is to run on a core that does not exist; the other would wait for it until a minute was over."""
     nodes = request_of(inspect_machine())["nodes"]
-    gpus = [{"index": 0, "cpus": [], "rank_cpus": []}, {"index": 1, "cpus": [], "rank_cpus": [99_999]}]
+    gpus = [
+        {"index": 0, "cpus": [], "rank_cpus": []},
+        {"index": 1, "cpus": [], "rank_cpus": [99_999]},
+    ]
     started = time.monotonic()
     with pytest.raises(SoTuiError, match="a measurement failed: OSError"):
-        list(stream_tool("calibrate", {"nodes": nodes[:1], "gpus": [], "scale": 0.01, "pretend_gpus": gpus}))
+        list(
+            stream_tool(
+                "calibrate", {"nodes": nodes[:1], "gpus": [], "scale": 0.01, "pretend_gpus": gpus}
+            )
+        )
     assert time.monotonic() - started < 58
 
 
@@ -95,8 +117,13 @@ def test_ranks_are_measured_together_on_the_cores_they_would_have() -> None:
     cores that Adam is measured on have both threads."""
     siblings = tuple((core, core + 8) for core in range(8))
     machine = replace(x86("NVIDIA H200", gpu_count=2, cores=16), smt_siblings=siblings)
-    assert request_of(machine)["nodes"][0]["cpus"] == [thread for core in siblings for thread in core]
-    assert [set(gpu["rank_cpus"]) for gpu in request_of(machine)["gpus"]] == [{0, 1, 2, 3, 8, 9, 10, 11}, {4, 5, 6, 7, 12, 13, 14, 15}]
+    assert request_of(machine)["nodes"][0]["cpus"] == [
+        thread for core in siblings for thread in core
+    ]
+    assert [set(gpu["rank_cpus"]) for gpu in request_of(machine)["gpus"]] == [
+        {0, 1, 2, 3, 8, 9, 10, 11},
+        {4, 5, 6, 7, 12, 13, 14, 15},
+    ]
     nowhere = replace(machine, allowed_cpus=())
     assert [gpu["rank_cpus"] for gpu in request_of(nowhere)["gpus"]] == [[], []]
 
@@ -110,13 +137,25 @@ def test_attention_is_measured_within_documents_and_plans_use_it() -> None:
         calls.append(run)
         return 0.5
 
-    ((_, found),) = attention_rates({"torch-flash": Kernels(plain_forward, plain_backward)}, torch.device("cpu"), seconds, 0.001)
+    ((_, found),) = attention_rates(
+        {"torch-flash": Kernels(plain_forward, plain_backward)}, torch.device("cpu"), seconds, 0.001
+    )
     assert len(calls) == 2 * len(found)
     longest, forward, backward = found[-1]
     assert (longest, forward) == (65, 4.0 * 32 * 128 * 65 * 65 / 2 / 0.5)
     assert backward == 2.5 * forward
     machine = x86("NVIDIA H200")
-    store(machine, rates=msgspec.convert({"measured": "now", "seconds": 1.0, "attention": [("torch-flash", [(1024, 1e14, 5e13)])]}, Rates))
+    store(
+        machine,
+        rates=msgspec.convert(
+            {
+                "measured": "now",
+                "seconds": 1.0,
+                "attention": [("torch-flash", [(1024, 1e14, 5e13)])],
+            },
+            Rates,
+        ),
+    )
     speed = speed_of(machine, "NVIDIA H200", calibration_of(machine))
     assert speed is not None
     assert speed.attention_at("torch-flash", 1024.0) == AttentionRate(1024, 1e14, 5e13)

@@ -35,16 +35,37 @@ def ended_run(tmp_path: Path) -> RunDirectory:
     run = create_run(find_preset("tiny").spec, tmp_path / "runs")
     state = read_state(run)
     reason = "[/lib/gloo/pair.cc:553] closed [bold] by :x: peer"
-    write_state(run, RunState(name=run.name, state="failed", reason=reason, started=state.started, attempt=1, exit_code=1))
+    write_state(
+        run,
+        RunState(
+            name=run.name,
+            state="failed",
+            reason=reason,
+            started=state.started,
+            attempt=1,
+            exit_code=1,
+        ),
+    )
     return run
 
 
-def command(*argv: str, stdout: IO[str] | int = subprocess.PIPE, **environment: str) -> subprocess.CompletedProcess[str]:
+def command(
+    *argv: str, stdout: IO[str] | int = subprocess.PIPE, **environment: str
+) -> subprocess.CompletedProcess[str]:
     called = [sys.executable, "-m", "so_tui", *argv]
-    return subprocess.run(called, env={**os.environ, **environment}, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
+    return subprocess.run(
+        called,
+        env={**os.environ, **environment},
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
 
 
-def test_texts_of_others_are_printed_as_they_are(ended_run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+def test_texts_of_others_are_printed_as_they_are(
+    ended_run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["runs", "--runs-dir", str(ended_run.path.parent)]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     for word in ("[/lib/gloo/pair.cc:553]", "[bold]", ":x:"):
@@ -53,22 +74,37 @@ def test_texts_of_others_are_printed_as_they_are(ended_run: RunDirectory, capsys
 
 @pytest.mark.parametrize(("width", "lines"), [("80", 1), ("160", 0)])
 def test_in_a_narrow_terminal_reasons_come_below_the_table(
-    ended_run: RunDirectory, width: str, lines: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ended_run: RunDirectory,
+    width: str,
+    lines: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("COLUMNS", width)
     assert main(["runs", "--runs-dir", str(ended_run.path.parent)]) == 0
     printed = capsys.readouterr().out
-    assert sum(line.startswith(f"{ended_run.name}: [/lib") for line in printed.splitlines()) == lines
+    assert (
+        sum(line.startswith(f"{ended_run.name}: [/lib") for line in printed.splitlines()) == lines
+    )
     assert "closed [bold] by :x: peer" in printed
 
 
-@pytest.mark.parametrize(("width", "name"), [("50", "tiny-0412-a3"), ("80", 64 * "n"), ("40", 64 * "n"), ("110", 64 * "n")])
+@pytest.mark.parametrize(
+    ("width", "name"),
+    [("50", "tiny-0412-a3"), ("80", 64 * "n"), ("40", 64 * "n"), ("110", 64 * "n")],
+)
 def test_in_a_narrow_terminal_no_number_of_a_run_is_cut(
-    width: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    width: str,
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = create_run(find_preset("tiny").spec, tmp_path / "runs", name)
     state = read_state(run)
-    write_state(run, msgspec.structs.replace(state, state="finished", reason="", step=30, total_steps=30))
+    write_state(
+        run, msgspec.structs.replace(state, state="finished", reason="", step=30, total_steps=30)
+    )
     writer = MetricsWriter(run, 1)
     for step in range(1, 31):
         writer.append(step_record(step, loss=5.5737))
@@ -77,10 +113,15 @@ def test_in_a_narrow_terminal_no_number_of_a_run_is_cut(
     assert main(["runs", "--runs-dir", str(run.path.parent)]) == 0
     printed = capsys.readouterr().out
     assert {"finished", "30/30", "5.5737"} <= set(printed.split())
-    assert "".join(line[: int(width) - 28].partition(" ")[0] for line in printed.splitlines()[1:]) == name
+    assert (
+        "".join(line[: int(width) - 28].partition(" ")[0] for line in printed.splitlines()[1:])
+        == name
+    )
 
 
-def test_a_problem_of_a_preset_names_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_problem_of_a_preset_names_its_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "so-tui" / "presets"
     folder.mkdir(parents=True)
     (folder / "mine.toml").write_text('extends = "tiny"\nname = "mine"\n[offload]\nratoi = 1\n')
@@ -92,18 +133,26 @@ def test_a_problem_of_a_preset_names_its_table(tmp_path: Path, monkeypatch: pyte
     assert "qwen3-14b" in printed.out
 
 
-@pytest.mark.parametrize("argv", [("doctor",), ("plan", "tiny"), ("inspect",), ("run", "tiny", "--dry-run")])
-def test_a_terminal_without_unicode_gets_question_marks_and_no_traceback(argv: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "argv", [("doctor",), ("plan", "tiny"), ("inspect",), ("run", "tiny", "--dry-run")]
+)
+def test_a_terminal_without_unicode_gets_question_marks_and_no_traceback(
+    argv: tuple[str, ...],
+) -> None:
     done = command(*argv, PYTHONIOENCODING="ascii")
     assert (done.returncode in (0, 3), done.stderr) == (True, "")
     assert done.stdout
 
 
 def test_export_into_a_folder_that_cannot_be_written(ended_run: RunDirectory) -> None:
-    assert problems_of("export", str(ended_run.path), "--to", "/proc/nowhere") == [("not-writable", "--to", "/proc/nowhere")]
+    assert problems_of("export", str(ended_run.path), "--to", "/proc/nowhere") == [
+        ("not-writable", "--to", "/proc/nowhere")
+    ]
 
 
-def test_stopping_a_run_that_has_ended(ended_run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stopping_a_run_that_has_ended(
+    ended_run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["stop", str(ended_run.path)]) == 0
     assert "has already ended: failed" in capsys.readouterr().out
 
@@ -116,63 +165,109 @@ def test_resume_takes_force_as_run_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("gpus", "code"), [("5", "too-few-gpus"), ("0,7", "no-such-gpu")])
 def test_more_gpus_than_there_are(gpus: str, code: str, tmp_path: Path) -> None:
     gpus_of_four = [
-        Gpu(index=index, name="NVIDIA H200", pci_bus_id=f"0000:0{index}:00.0", memory_total_bytes=140 << 30) for index in range(4)
+        Gpu(
+            index=index,
+            name="NVIDIA H200",
+            pci_bus_id=f"0000:0{index}:00.0",
+            memory_total_bytes=140 << 30,
+        )
+        for index in range(4)
     ]
     file = tmp_path / "machine.json"
-    file.write_bytes(machine_json(msgspec.structs.replace(inspect_machine(), gpus=tuple(gpus_of_four))))
+    file.write_bytes(
+        machine_json(msgspec.structs.replace(inspect_machine(), gpus=tuple(gpus_of_four)))
+    )
     argv = ("run", "tiny", "--gpus", gpus, "--machine", str(file), "--dry-run")
     assert refusals_of(*argv)[0] == code
     assert main(argv) == 3
 
 
 def test_all_problems_with_set_are_reported_together() -> None:
-    wrong = ("--set", "offload.ratio=2", "--set", "train.microbatch=4", "--set", "train.learning_rate=5")
+    wrong = (
+        "--set",
+        "offload.ratio=2",
+        "--set",
+        "train.microbatch=4",
+        "--set",
+        "train.learning_rate=5",
+    )
     fields = {field for _, field, _ in problems_of("plan", "tiny", *wrong)}
     assert fields == {"train.microbatch", "offload.ratio", "train.learning_rate"}
     without = problems_of("plan", "tiny", "--set", "a", "--set", "b")
     assert without == [("no-equals-sign", "--set", "a"), ("no-equals-sign", "--set", "b")]
 
 
-def test_a_dry_run_warns_of_files_that_are_not_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_warns_of_files_that_are_not_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     absent = str(tmp_path / "rows.jsonl")
     assert main(["run", "tiny", "--dry-run", "--set", f"data.source={absent}"]) == 0
-    assert f"warning: data.source = {absent}: there is no such file or folder" in capsys.readouterr().err
+    assert (
+        f"warning: data.source = {absent}: there is no such file or folder"
+        in capsys.readouterr().err
+    )
     file = tmp_path / "machine.json"
     file.write_bytes(machine_json(inspect_machine()))
-    assert main(["run", "tiny", "--dry-run", "--set", f"data.source={absent}", "--machine", str(file)]) == 0
+    assert (
+        main(["run", "tiny", "--dry-run", "--set", f"data.source={absent}", "--machine", str(file)])
+        == 0
+    )
     assert capsys.readouterr().err == "", "another machine has other files"
 
 
-def test_a_machine_file_is_for_planning_before_or_after_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_machine_file_is_for_planning_before_or_after_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "machine.json"
     file.write_bytes(machine_json(inspect_machine()).replace(b'"hostname":"', b'"hostname":"far-'))
-    for argv in (["--machine", str(file), "plan", "tiny", "--json"], ["plan", "tiny", "--json", "--machine", str(file)]):
+    for argv in (
+        ["--machine", str(file), "plan", "tiny", "--json"],
+        ["plan", "tiny", "--json", "--machine", str(file)],
+    ):
         assert main(argv) == 0
     capsys.readouterr()
-    assert problems_of("--machine", str(file), "runs") == [("unused-option", "--machine", str(file))]
+    assert problems_of("--machine", str(file), "runs") == [
+        ("unused-option", "--machine", str(file))
+    ]
     computed_s = os.times().children_user
-    assert problems_of("doctor", "--fix", "--machine", str(file)) == [("not-this-machine", "--machine", str(file))]
-    assert problems_of("--machine", str(file), "run", "tiny") == [("not-this-machine", "--machine", str(file))]
+    assert problems_of("doctor", "--fix", "--machine", str(file)) == [
+        ("not-this-machine", "--machine", str(file))
+    ]
+    assert problems_of("--machine", str(file), "run", "tiny") == [
+        ("not-this-machine", "--machine", str(file))
+    ]
     ((_, field, value),) = problems_of("doctor", "nosuch", "--fix")
     assert (field, value) == ("preset", '"nosuch"')
     assert os.times().children_user - computed_s < 5, "nothing is compiled for it"
 
 
-def test_a_damaged_run_hides_no_other_and_is_not_watched_for_ever(ended_run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_run_hides_no_other_and_is_not_watched_for_ever(
+    ended_run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = ended_run.path.parent
     damaged = create_run(find_preset("tiny").spec, folder)
     damaged.state_path.write_text('{"v":1')
     assert main(["runs", "--json", "--runs-dir", str(folder)]) == 0
     listed = {run["name"]: run for run in json.loads(capsys.readouterr().out)["runs"]}
-    assert {name: run["state"] for name, run in listed.items()} == {ended_run.name: "failed", damaged.name: "lost"}
+    assert {name: run["state"] for name, run in listed.items()} == {
+        ended_run.name: "failed",
+        damaged.name: "lost",
+    }
     assert "state.json cannot be read" in listed[damaged.name]["reason"]
     assert problems_of("watch", str(damaged.path))[0][1] == "run"
 
 
 @pytest.mark.parametrize(
-    ("argv", "code"), [(("--set", "a.b=c"), "preset-needed"), (("--gpus", "0,1"), "not-a-count"), (("--as-given",), "preset-needed")]
+    ("argv", "code"),
+    [
+        (("--set", "a.b=c"), "preset-needed"),
+        (("--gpus", "0,1"), "not-a-count"),
+        (("--as-given",), "preset-needed"),
+    ],
 )
-def test_a_table_takes_no_settings_of_a_preset(argv: tuple[str, ...], code: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_takes_no_settings_of_a_preset(
+    argv: tuple[str, ...], code: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     ((found, field, _),) = problems_of("plan", *argv)
     assert (found, field) == (code, argv[0])
     assert main(["plan", "--gpus", "1"]) == 0
@@ -203,14 +298,18 @@ def test_a_preset_that_cannot_be_planned_is_left_out_by_name(
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     folder = tmp_path / "so-tui" / "presets"
     folder.mkdir(parents=True)
-    (folder / "mine.toml").write_text('extends = "tiny"\nname = "mine"\n[model.config]\nnum_hidden_layers = 2\n')
+    (folder / "mine.toml").write_text(
+        'extends = "tiny"\nname = "mine"\n[model.config]\nnum_hidden_layers = 2\n'
+    )
     assert main(["plan"]) == 0
     assert "mine is left out" in capsys.readouterr().out
     assert main(["plan", "mine"]) == 2
     assert "model.parameters" in capsys.readouterr().err
 
 
-def test_settings_that_a_plan_does_not_choose_leave_it_a_recommendation(capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_that_a_plan_does_not_choose_leave_it_a_recommendation(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """And the command that it prints carries them."""
     length, ratio = ("--set", "data.sequence_length=128"), ("--set", "offload.ratio=0.5")
     assert main(["plan", "tiny", "--gpus", "1", *length]) == 0
@@ -236,27 +335,39 @@ def test_settings_that_a_plan_does_not_choose_leave_it_a_recommendation(capsys: 
         ("plan", "tiny", "--set", "data.source=~nobody-of-this-name/rows"),
     ],
 )
-def test_what_cannot_be_a_path_is_reported(argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_a_path_is_reported(
+    argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([word.format(300 * "x") for word in argv]) == 2
     assert capsys.readouterr().err.startswith("so-tui: ")
 
 
 @pytest.mark.parametrize("preset", [(), ("tiny",)])
 @pytest.mark.parametrize("gpus", ["9" * 30, "²", ",", "0,a", "1000", "0", "-1", "0 1", "0, 1 2"])
-def test_an_invalid_number_of_gpus_is_reported(gpus: str, preset: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_number_of_gpus_is_reported(
+    gpus: str, preset: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", *preset, f"--gpus={gpus}"]) == 2
     printed = capsys.readouterr().err
     assert f"gpus = {gpus}: " in printed
     assert "$" not in printed, "no path in an internal structure"
 
 
-def test_the_command_for_another_number_of_gpus_plans_the_same_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_for_another_number_of_gpus_plans_the_same_elsewhere(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     changed = ("--machine", "gh200-quad-120", "--set", "data.sequence_length=128")
     assert main(["plan", "tiny", *changed]) == 0
-    (offer,) = [line for line in capsys.readouterr().out.splitlines() if "so-tui plan tiny --gpus" in line]
+    (offer,) = [
+        line for line in capsys.readouterr().out.splitlines() if "so-tui plan tiny --gpus" in line
+    ]
     _, *argv = shlex.split(offer[offer.index("so-tui plan") :])
     plan = build_parser().parse_args(argv)
-    assert (plan.preset, plan.machine, plan.set) == ("tiny", "gh200-quad-120", ["data.sequence_length=128"])
+    assert (plan.preset, plan.machine, plan.set) == (
+        "tiny",
+        "gh200-quad-120",
+        ["data.sequence_length=128"],
+    )
 
 
 def test_two_ways_to_give_the_number_of_gpus_must_agree() -> None:
@@ -270,9 +381,14 @@ def test_two_ways_to_give_the_number_of_gpus_must_agree() -> None:
 
 @pytest.mark.parametrize(
     ("old", "new", "told"),
-    [(b'"hostname":"', b'"hostname":"\xff', "is not UTF-8"), (b'"memory_total_bytes":', b'"memory_total_bytes":-', "memory_total_bytes")],
+    [
+        (b'"hostname":"', b'"hostname":"\xff', "is not UTF-8"),
+        (b'"memory_total_bytes":', b'"memory_total_bytes":-', "memory_total_bytes"),
+    ],
 )
-def test_an_invalid_machine_file_is_reported(old: bytes, new: bytes, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_machine_file_is_reported(
+    old: bytes, new: bytes, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "machine.json"
     file.write_bytes(msgspec.json.encode(inspect_machine()).replace(old, new))
     assert main(["plan", "--machine", str(file)]) == 2
@@ -290,15 +406,22 @@ def test_an_invalid_machine_file_is_reported(old: bytes, new: bytes, told: str, 
         (("presets", "add"), ("missing", "MODEL", "")),
     ],
 )
-def test_options_without_an_effect_are_refused(argv: tuple[str, ...], problem: tuple[str, str, str]) -> None:
+def test_options_without_an_effect_are_refused(
+    argv: tuple[str, ...], problem: tuple[str, str, str]
+) -> None:
     assert problems_of(*argv) == [problem]
 
 
-def test_a_problem_and_a_refusal_as_they_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_problem_and_a_refusal_as_they_are_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "machine.json"
     file.write_bytes(machine_json(superchips(1)))
     assert main(["presets", "tiny", "extra"]) == 2
-    assert capsys.readouterr().err == 'so-tui: MODEL = "extra": has an effect only with `add`. Write so-tui presets add MODEL.\n'
+    assert (
+        capsys.readouterr().err
+        == 'so-tui: MODEL = "extra": has an effect only with `add`. Write so-tui presets add MODEL.\n'
+    )
     assert main(["run", "llama-3.3-70b", "--dry-run", "--machine", str(file), "--gpus", "1"]) == 3
     *refusals, last = capsys.readouterr().err.splitlines()
     assert all(line.startswith("so-tui: refused: ") for line in refusals)
@@ -319,7 +442,18 @@ def test_a_file_on_a_full_disk_is_named(tmp_path: Path) -> None:
     mine = identify(os.getpid(), "supervisor")
     assert mine is not None
     host = socket.gethostname()
-    write_state(run, RunState(name=run.name, state="training", started=1.0, attempt=1, host=host, supervisor=mine, processes=(mine,)))
+    write_state(
+        run,
+        RunState(
+            name=run.name,
+            state="training",
+            started=1.0,
+            attempt=1,
+            host=host,
+            supervisor=mine,
+            processes=(mine,),
+        ),
+    )
     done = subprocess.run(
         [sys.executable, "-m", "so_tui", "stop", str(run.path)],
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)),

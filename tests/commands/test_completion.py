@@ -20,13 +20,30 @@ from tests.support.hostile import IN_A_NAME
 from tests.support.shells import install_command, offered
 
 WORDS = Path(__file__).parents[2] / "so_tui" / "commands" / "words.json"
-NOT_PLAIN = ["$(touch made)", "`touch made`", "a;touch made", "*", "-rf", "--runs-dir=x", "two words", "it's", 'say "a"', "a&b", IN_A_NAME]
+NOT_PLAIN = [
+    "$(touch made)",
+    "`touch made`",
+    "a;touch made",
+    "*",
+    "-rf",
+    "--runs-dir=x",
+    "two words",
+    "it's",
+    'say "a"',
+    "a&b",
+    IN_A_NAME,
+]
 BUILT_IN = {path.stem for path in builtin_folder().glob("*.toml")}
 
 shells = pytest.mark.parametrize(
     "shell",
     [
-        pytest.param(shell, marks=pytest.mark.skipif(shutil.which(shell) is None, reason=f"{shell} is not installed"))
+        pytest.param(
+            shell,
+            marks=pytest.mark.skipif(
+                shutil.which(shell) is None, reason=f"{shell} is not installed"
+            ),
+        )
         for shell in ("bash", "zsh", "fish")
     ],
 )
@@ -45,7 +62,12 @@ class Shell:
         own = self._folder / shell
         own.mkdir()
         path = f"{self._folder / 'bin'}:{os.environ['PATH']}"
-        environment = {**os.environ, "PATH": path, "HOME": str(own), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        environment = {
+            **os.environ,
+            "PATH": path,
+            "HOME": str(own),
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        }
         return [set(found) for found in offered(shell, lines, own, self.cwd, environment)]
 
 
@@ -83,14 +105,22 @@ def test_commands_options_and_keys(shell: str, user: Shell) -> None:
 @shells
 def test_presets_runs_and_files(shell: str, user: Shell, tmp_path: Path) -> None:
     user_folder().mkdir(parents=True)
-    (user_folder() / "file.toml").write_text('title = "x"\nname = "mine"\nextends = "tiny"\n[model]\nname = "other"\n')
+    (user_folder() / "file.toml").write_text(
+        'title = "x"\nname = "mine"\nextends = "tiny"\n[model]\nname = "other"\n'
+    )
     (user_folder() / "short.toml").write_text('extends = "tiny"\n')
     spec = find_preset("tiny").spec
-    here, recorded, elsewhere = (create_run(spec, folder) for folder in (None, tmp_path / "more", tmp_path / "elsewhere"))
+    here, recorded, elsewhere = (
+        create_run(spec, folder) for folder in (None, tmp_path / "more", tmp_path / "elsewhere")
+    )
     (default_runs_dir() / "no-run").mkdir()
     (user.cwd / "zeta.toml").touch()
     presets, files, runs, only = user.offers(
-        shell, "so-tui plan ", "so-tui plan zet", "so-tui watch ", f"so-tui logs --runs-dir {tmp_path / 'elsewhere'} "
+        shell,
+        "so-tui plan ",
+        "so-tui plan zet",
+        "so-tui watch ",
+        f"so-tui logs --runs-dir {tmp_path / 'elsewhere'} ",
     )
     assert presets == {*BUILT_IN, "mine", "short"}
     assert files == {"zeta.toml"}
@@ -103,30 +133,52 @@ def test_nothing_that_a_shell_would_expand_is_offered(shell: str, user: Shell) -
     user_folder().mkdir(parents=True)
     run = create_run(find_preset("tiny").spec)
     for number, name in enumerate(NOT_PLAIN):
-        (user_folder() / f"{number}.toml").write_text(f'name = "{name}"\n', errors="surrogateescape")
+        (user_folder() / f"{number}.toml").write_text(
+            f'name = "{name}"\n', errors="surrogateescape"
+        )
         shutil.copytree(run.path, default_runs_dir() / name)
         (user.cwd / name).touch()
-    presets, runs, *_ = user.offers(shell, "so-tui plan ", "so-tui watch ", "so-tui watch '$(to", "so-tui plan ./", "so-tui export --to ")
+    presets, runs, *_ = user.offers(
+        shell,
+        "so-tui plan ",
+        "so-tui watch ",
+        "so-tui watch '$(to",
+        "so-tui plan ./",
+        "so-tui export --to ",
+    )
     assert {name for name in presets if not name.isalnum()} <= BUILT_IN
     assert runs == {"latest", run.name}
     assert sorted(path.name for path in user.cwd.iterdir()) == sorted(NOT_PLAIN)
 
 
 def test_the_words_are_current() -> None:
-    assert WORDS.read_text() == words(), "python -m so_tui.commands.words > so_tui/commands/words.json"
+    assert WORDS.read_text() == words(), (
+        "python -m so_tui.commands.words > so_tui/commands/words.json"
+    )
 
 
 @pytest.mark.parametrize("line", ["so-tui plan --set off", "so-tui watch ", "so-tui plan "])
 def test_a_shell_does_not_wait_long(line: str, tmp_path: Path) -> None:
-    environment = {**os.environ, "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE": "1"}
+    environment = {
+        **os.environ,
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+        "_ARGCOMPLETE": "1",
+    }
     environment["_ARGCOMPLETE_STDOUT_FILENAME"] = str(tmp_path / "offered")
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     runs = 5
     for _ in range(runs):
         done = subprocess.run(
-            [sys.executable, "-X", "importtime", "-m", "so_tui"], env=environment, capture_output=True, text=True, check=True
+            [sys.executable, "-X", "importtime", "-m", "so_tui"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
         )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert (tmp_path / "offered").read_text()
-    assert not {"msgspec", "rich", "textual", "torch"} & {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert not {"msgspec", "rich", "textual", "torch"} & {
+        line.rpartition("|")[2].strip() for line in done.stderr.splitlines()
+    }
     assert (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / runs < 0.2

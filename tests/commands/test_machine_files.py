@@ -18,7 +18,9 @@ HOSTS = {name: host for name, host in vars(sysroots).items() if isinstance(host,
 HOSTS |= {"FAKE_NUMA_4": sysroots.fake_numa(4)}
 
 
-def described(host: sysroots.Host, folder: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> Path:
+def described(
+    host: sysroots.Host, folder: Path, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> Path:
     root = sysroots.build_sysroot(host.listing(), folder / "root")
     assert main(["inspect", "--sysroot", str(root), "--json", *arguments]) == 0
     file = folder / "machine.json"
@@ -27,22 +29,48 @@ def described(host: sysroots.Host, folder: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize("host", HOSTS.values(), ids=HOSTS)
-def test_a_machine_file_plans_as_the_machine_does(tmp_path: Path, capsys: pytest.CaptureFixture[str], host: sysroots.Host) -> None:
+def test_a_machine_file_plans_as_the_machine_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], host: sysroots.Host
+) -> None:
     file = described(host, tmp_path, capsys)
     machine = inspect_machine(tmp_path / "root")
     assert load_machine(file) == machine
     presets = [load_catalog().presets[name] for name in ("tiny", "gpt-oss-20b", "llama-3.3-70b")]
     counts = (1, len(host.gpus))
     assert plan_table(presets, load_machine(file), counts) == plan_table(presets, machine, counts)
-    assert main(["run", "tiny", "--gpus", str(len(host.gpus)), "--machine", str(file), "--dry-run", "--json"]) == 0
+    assert (
+        main(
+            [
+                "run",
+                "tiny",
+                "--gpus",
+                str(len(host.gpus)),
+                "--machine",
+                str(file),
+                "--dry-run",
+                "--json",
+            ]
+        )
+        == 0
+    )
     binding = json.loads(capsys.readouterr().out)["binding"]
     spec = find_preset("tiny").spec
-    expected = make_plan(type(spec)(**{name: getattr(spec, name) for name in spec.__struct_fields__} | {"gpus": len(host.gpus)}), machine)
-    assert [(rank["numa_node"], rank["cpus"]) for rank in binding] == [(rank.numa_node, list(rank.cpus)) for rank in expected.binding]
+    expected = make_plan(
+        type(spec)(
+            **{name: getattr(spec, name) for name in spec.__struct_fields__}
+            | {"gpus": len(host.gpus)}
+        ),
+        machine,
+    )
+    assert [(rank["numa_node"], rank["cpus"]) for rank in binding] == [
+        (rank.numa_node, list(rank.cpus)) for rank in expected.binding
+    ]
     assert main(["doctor", "--machine", str(file)]) == 0
 
 
-def test_a_file_without_a_name_is_called_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_without_a_name_is_called_what_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = described(sysroots.QUAD_GH200, tmp_path, capsys)
     assert main(["run", "tiny", "--gpus", "5", "--machine", str(file), "--dry-run"]) == 3
     assert "this machine file has 4 GPUs" in capsys.readouterr().err
@@ -59,7 +87,9 @@ def test_it_can_be_given_a_name(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "--sysroot" in capsys.readouterr().err
 
 
-def test_another_machine_is_inspected_by_name_or_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_machine_is_inspected_by_name_or_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = described(sysroots.QUAD_GH200, tmp_path, capsys)
     for given, machine in (("gh200-480", machine_of("gh200-480")), (str(file), load_machine(file))):
         assert main(["inspect", "--machine", given, "--json"]) == 0

@@ -18,7 +18,9 @@ def needs(program: str) -> pytest.MarkDecorator:
 
 
 def told(*argv: str) -> tuple[str, str]:
-    done = subprocess.run([*argv, str(PAGE)], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        [*argv, str(PAGE)], capture_output=True, text=True, check=False, timeout=60
+    )
     return done.stdout, done.stderr
 
 
@@ -37,4 +39,6 @@ def test_groff_finds_no_fault() -> None:
 @needs("mandoc")
 def test_mandoc_finds_no_fault() -> None:
     lint, _ = told("mandoc", "-T", "lint", "-W", "warning")
-    assert [line for line in lint.splitlines() if "missing date" not in line] == [], "a date would need to be renewed"
+    assert [line for line in lint.splitlines() if "missing date" not in line] == [], (
+        "a date would need to be renewed"
+    )

@@ -23,7 +23,9 @@ COLOUR = re.compile(r"\x1b\[(?:[0-9;]*;)?(?:3[0-8]|4[0-8]|9[0-7]|10[0-7])[;m]")
 
 def so_tui(*argv: str, status: int = 0) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-P", "-m", "so_tui", *argv]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONUTF8": "1"})
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONUTF8": "1"}
+    )
     assert done.returncode == status, done.stderr
     return done
 
@@ -36,7 +38,9 @@ def test_quiet_leaves_the_result(capsys: pytest.CaptureFixture[str]) -> None:
         assert full.removeprefix(capsys.readouterr().out).startswith("\nto run it: so-tui run tiny")
 
 
-def test_quiet_progress_is_how_a_run_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quiet_progress_is_how_a_run_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = write_run(tmp_path, steps=3, state="failed")
     assert main(["watch", str(run.path), "--plain"]) == 1
     full = capsys.readouterr().out.splitlines()
@@ -72,9 +76,24 @@ def test_verbose_tells_on_stderr_what_is_decided_and_called(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "argv", [["plan"], ["plan", "tiny"], ["run", "tiny", "--dry-run"], ["doctor"], ["inspect"], ["presets"], ["runs"]], ids=" ".join
+    "argv",
+    [
+        ["plan"],
+        ["plan", "tiny"],
+        ["run", "tiny", "--dry-run"],
+        ["doctor"],
+        ["inspect"],
+        ["presets"],
+        ["runs"],
+    ],
+    ids=" ".join,
 )
-def test_no_color_is_honoured(argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_color_is_honoured(
+    argv: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("SO_TUI_RUNS_DIR", str(tmp_path))
     write_run(tmp_path, steps=3, state="failed")
@@ -89,7 +108,9 @@ def test_no_color_is_honoured(argv: list[str], tmp_path: Path, monkeypatch: pyte
         assert COLOUR.search(coloured)
 
 
-def test_what_a_dry_run_prints_to_be_copied_is_not_wrapped(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_dry_run_prints_to_be_copied_is_not_wrapped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     argv = ["run", "tiny", "--dry-run", "--partition", "gh"]
     assert main([*argv, "--json"]) == 0
@@ -108,11 +129,28 @@ def test_checks_are_said_as_they_begin_beside_what_scripts_read(
 
     def answer(*_: object, **__: object) -> dict[str, object]:
         said.append(capsys.readouterr())
-        return {"problems": [{"code": "gated", "field": "model.id", "value": "x", "message": "is gated", "remedy": "Ask."}]}
+        return {
+            "problems": [
+                {
+                    "code": "gated",
+                    "field": "model.id",
+                    "value": "x",
+                    "message": "is gated",
+                    "remedy": "Ask.",
+                }
+            ]
+        }
 
     monkeypatch.setattr("so_tui.launch.checks.call_tool", answer)
     monkeypatch.setattr("so_tui.launch.checks.findings", lambda *_: ())
-    arguments = ["run", "tiny", "--plain", "--runs-dir", str(tmp_path / "runs"), *(["-q"] if quiet else [])]
+    arguments = [
+        "run",
+        "tiny",
+        "--plain",
+        "--runs-dir",
+        str(tmp_path / "runs"),
+        *(["-q"] if quiet else []),
+    ]
     assert main(arguments) == 2
     (before,) = said
     assert before.out == ""

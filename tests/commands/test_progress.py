@@ -14,7 +14,15 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.commands import progress
-from so_tui.runs import MetricsWriter, RunDirectory, RunReader, control, create_run, read_state, write_state
+from so_tui.runs import (
+    MetricsWriter,
+    RunDirectory,
+    RunReader,
+    control,
+    create_run,
+    read_state,
+    write_state,
+)
 from so_tui.runs.records import CheckpointRecord, RunState
 from so_tui.spec import find_preset
 from so_tui.units import duration
@@ -32,12 +40,23 @@ FOLLOW = (
 def elsewhere(tmp_path: Path) -> RunDirectory:
     """A run that trains on another host, so that it does not count as lost here."""
     run = create_run(find_preset("tiny").spec, tmp_path / "runs")
-    write_state(run, RunState(name=run.name, state="training", host="another", started=read_state(run).started, attempt=1))
+    write_state(
+        run,
+        RunState(
+            name=run.name,
+            state="training",
+            host="another",
+            started=read_state(run).started,
+            attempt=1,
+        ),
+    )
     return run
 
 
 def followed(run: RunDirectory, who: str) -> subprocess.Popen[str]:
-    follower = subprocess.Popen([sys.executable, "-c", FOLLOW, str(run.path), who], stdout=subprocess.PIPE, text=True)
+    follower = subprocess.Popen(
+        [sys.executable, "-c", FOLLOW, str(run.path), who], stdout=subprocess.PIPE, text=True
+    )
     assert follower.stdout is not None
     assert run.name in follower.stdout.readline()
     return follower
@@ -47,10 +66,22 @@ def test_a_step_is_printed_before_later_records(elsewhere: RunDirectory) -> None
     writer = MetricsWriter(elsewhere, 1)
     for number in (1, 2, 3):  # the third comes too soon after the first to be printed immediately
         writer.append(step_record(number, time=1e9 + number / 100))
-    behind = CheckpointRecord(attempt=1, time=1e9 + 1, step=3, bytes=10, seconds=90.0, path="there", paused_s=2.0, due_step=2)
+    behind = CheckpointRecord(
+        attempt=1,
+        time=1e9 + 1,
+        step=3,
+        bytes=10,
+        seconds=90.0,
+        path="there",
+        paused_s=2.0,
+        due_step=2,
+    )
     writer.append(behind)
     writer.close()
-    write_state(elsewhere, RunState(name=elsewhere.name, state="stopped", host="another", started=0.0, attempt=1))
+    write_state(
+        elsewhere,
+        RunState(name=elsewhere.name, state="stopped", host="another", started=0.0, attempt=1),
+    )
     follower = followed(elsewhere, "watcher")
     assert follower.stdout is not None
     told = follower.stdout.read()  # not communicate(): it would miss what came with the first line
@@ -72,12 +103,17 @@ def test_a_signal_of_a_container_or_a_scheduler_stops_the_run_and_it_is_followed
     assert asked is not None
     assert asked.reason == f"so-tui received {signum.name}"
     assert follower.poll() is None
-    write_state(elsewhere, RunState(name=elsewhere.name, state="stopped", host="another", started=0.0, attempt=1))
+    write_state(
+        elsewhere,
+        RunState(name=elsewhere.name, state="stopped", host="another", started=0.0, attempt=1),
+    )
     assert follower.wait(timeout=LIMIT_S) == 4
 
 
 @pytest.mark.parametrize(("who", "signum"), [("owner", signal.SIGHUP), ("watcher", signal.SIGTERM)])
-def test_a_lost_terminal_or_an_ended_watcher_does_not_affect_the_run(elsewhere: RunDirectory, who: str, signum: signal.Signals) -> None:
+def test_a_lost_terminal_or_an_ended_watcher_does_not_affect_the_run(
+    elsewhere: RunDirectory, who: str, signum: signal.Signals
+) -> None:
     follower = followed(elsewhere, who)
     follower.send_signal(signum)
     assert follower.wait(timeout=LIMIT_S) == -signum
@@ -119,7 +155,9 @@ def test_a_file_system_that_is_away_for_a_moment_does_not_end_the_follower(
     assert capsys.readouterr().out.count(os.strerror(errno.ESTALE)) == 1
 
 
-def test_a_run_that_cannot_be_read_at_all_is_not_followed(elsewhere: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_cannot_be_read_at_all_is_not_followed(
+    elsewhere: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def closed(*_: object, **_limits: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(elsewhere.metrics_dir))
 

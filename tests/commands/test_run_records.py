@@ -30,8 +30,19 @@ from tests.support.schemas import valid
 
 @pytest.fixture
 def two(runs_dir: Path) -> tuple[RunDirectory, RunDirectory]:
-    one = write_run(runs_dir, steps=30, total=30, seconds_of_samples=1, state="finished", name="one")
-    other = write_run(runs_dir, steps=60, total=60, seconds_of_samples=1, state="failed", preset="tiny", gpus=2, name="other")
+    one = write_run(
+        runs_dir, steps=30, total=30, seconds_of_samples=1, state="finished", name="one"
+    )
+    other = write_run(
+        runs_dir,
+        steps=60,
+        total=60,
+        seconds_of_samples=1,
+        state="failed",
+        preset="tiny",
+        gpus=2,
+        name="other",
+    )
     return one, other
 
 
@@ -46,7 +57,10 @@ def test_runs_are_compared_by_what_differs_and_what_came_of_them(
 ) -> None:
     assert main(["compare", "one", "other", "one", "--json"]) == 0
     first, second = valid("compare", capsys.readouterr().out)["runs"]
-    assert (first["settings"]["data.sequence_length"], second["settings"]["data.sequence_length"]) == ("4096", "256")
+    assert (
+        first["settings"]["data.sequence_length"],
+        second["settings"]["data.sequence_length"],
+    ) == ("4096", "256")
     assert all(first["settings"][key] != second["settings"][key] for key in first["settings"])
     assert first["results"]["loss"] > 0
     assert first["results"]["tokens_per_s"] > 0
@@ -61,13 +75,20 @@ def test_notes_and_tags_are_kept_with_the_run_and_filter_the_list(
     two: tuple[RunDirectory, RunDirectory], capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, _ = two
-    assert main(["note", "one", "--text", "warm-up\x1b[2J too short", "--tag", "paper", "--tag", "v2"]) == 0
+    assert (
+        main(["note", "one", "--text", "warm-up\x1b[2J too short", "--tag", "paper", "--tag", "v2"])
+        == 0
+    )
     assert capsys.readouterr().out == "warm-up\\x1b[2J too short\n#paper #v2\n"
     assert main(["note", "one", "--untag", "v2", "--json"]) == 0
     assert valid("note", capsys.readouterr().out)["tags"] == ["paper"]
     assert main(["runs", "--tag", "paper", "--json"]) == 0
     assert [run["name"] for run in valid("runs", capsys.readouterr().out)["runs"]] == ["one"]
-    for wrong in (["--tag", "two words"], ["--tag", "-x\x1b"], ["--text", "x" * (LONGEST_NOTE + 1)]):
+    for wrong in (
+        ["--tag", "two words"],
+        ["--tag", "-x\x1b"],
+        ["--text", "x" * (LONGEST_NOTE + 1)],
+    ):
         assert main(["note", "one", f"{wrong[0]}={wrong[1]}"]) == 2
     assert main(["note", "one", "--text="]) == 0
     assert read_notes(one).note == ""
@@ -85,7 +106,9 @@ def test_another_users_run_gets_no_notes(two: tuple[RunDirectory, RunDirectory])
     assert not two[0].notes_path.exists()
 
 
-def test_runs_are_sorted_as_asked_or_as_set(two: tuple[RunDirectory, RunDirectory], capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_are_sorted_as_asked_or_as_set(
+    two: tuple[RunDirectory, RunDirectory], capsys: pytest.CaptureFixture[str]
+) -> None:
     def names(*options: str) -> list[str]:
         main(["runs", "--json", *options])
         return [run["name"] for run in json.loads(capsys.readouterr().out)["runs"]]
@@ -103,16 +126,23 @@ def test_runs_are_sorted_as_asked_or_as_set(two: tuple[RunDirectory, RunDirector
     assert [run["loss"] for run in compared] == sorted(run["loss"] for run in compared)
     main(["runs", "--json"])
     listed = valid("runs", capsys.readouterr().out)["runs"]
-    assert sorted((run["results"] for run in listed), key=lambda results: results["loss"]) == compared, "the same figures everywhere"
+    assert (
+        sorted((run["results"] for run in listed), key=lambda results: results["loss"]) == compared
+    ), "the same figures everywhere"
     main(["runs"])
     table = capsys.readouterr().out
     assert all(f"{results['loss']:.4f}" in table for results in compared)
     assert get_args(get_type_hints(RunListSettings)["sort"]) == SORTS
 
 
-@pytest.mark.parametrize(("sort", "heading"), [("tokens/s", "tokens/s"), ("mfu", "MFU"), ("memory", "GPU memory")])
+@pytest.mark.parametrize(
+    ("sort", "heading"), [("tokens/s", "tokens/s"), ("mfu", "MFU"), ("memory", "GPU memory")]
+)
 def test_the_list_shows_what_it_is_sorted_by(
-    two: tuple[RunDirectory, RunDirectory], capsys: pytest.CaptureFixture[str], sort: str, heading: str
+    two: tuple[RunDirectory, RunDirectory],
+    capsys: pytest.CaptureFixture[str],
+    sort: str,
+    heading: str,
 ) -> None:
     key = result_of_order(sort)
     assert key is not None
@@ -120,12 +150,17 @@ def test_the_list_shows_what_it_is_sorted_by(
     table = capsys.readouterr().out
     assert heading in table.splitlines()[0]
     for run in two:
-        assert result_text(recent_results(run, read_spec(run), read_state(run).total_steps), key) in table
+        assert (
+            result_text(recent_results(run, read_spec(run), read_state(run).total_steps), key)
+            in table
+        )
     main(["runs"])
     assert heading not in capsys.readouterr().out.splitlines()[0]
 
 
-def test_every_step_is_in_the_table_once_and_superseded_ones_are_not(runs_dir: Path, tmp_path: Path) -> None:
+def test_every_step_is_in_the_table_once_and_superseded_ones_are_not(
+    runs_dir: Path, tmp_path: Path
+) -> None:
     run = write_run(runs_dir, steps=0, seconds_of_samples=1, state="finished", name="resumed")
     for path in run.metrics_dir.iterdir():
         path.unlink()
@@ -134,14 +169,21 @@ def test_every_step_is_in_the_table_once_and_superseded_ones_are_not(runs_dir: P
         if attempt == 2:
             writer.append(ResumedRecord(attempt=2, time=1.0, step=20))
         for step in steps:
-            writer.append(replace(step_record(step, loss=float("nan") if step == 7 else float(step)), attempt=attempt))
+            writer.append(
+                replace(
+                    step_record(step, loss=float("nan") if step == 7 else float(step)),
+                    attempt=attempt,
+                )
+            )
         writer.close()
     target = tmp_path / "out.csv"
     assert main(["export-metrics", "resumed", "--to", str(target)]) == 0
     with target.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert tuple(rows[0]) == COLUMNS
-    assert [(int(row["step"]), int(row["attempt"])) for row in rows] == [(step, 1 if step <= 20 else 2) for step in range(1, 41)]
+    assert [(int(row["step"]), int(row["attempt"])) for row in rows] == [
+        (step, 1 if step <= 20 else 2) for step in range(1, 41)
+    ]
     assert rows[6]["loss"] == "nan"
     assert rows[7]["loss"] == "8.0"
     assert main(["export-metrics", "resumed", "--to", str(target)]) == 2, "nothing is overwritten"
@@ -151,7 +193,9 @@ def test_every_step_is_in_the_table_once_and_superseded_ones_are_not(runs_dir: P
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".parquet"])
-def test_evaluations_are_in_the_row_of_their_step(runs_dir: Path, tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluations_are_in_the_row_of_their_step(
+    runs_dir: Path, tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = write_run(runs_dir, steps=0, seconds_of_samples=1, state="finished", name="evaluated")
     for path in run.metrics_dir.iterdir():
         path.unlink()
@@ -160,7 +204,9 @@ def test_evaluations_are_in_the_row_of_their_step(runs_dir: Path, tmp_path: Path
         if step:
             writer.append(step_record(step))
         if step in (0, 2, 4):
-            writer.append(EvaluationRecord(attempt=1, time=1.0, step=step, loss=3.0 - step / 8, tokens=7))
+            writer.append(
+                EvaluationRecord(attempt=1, time=1.0, step=step, loss=3.0 - step / 8, tokens=7)
+            )
     writer.close()
     target = tmp_path / f"out{suffix}"
     if suffix == ".parquet":
@@ -169,8 +215,17 @@ def test_evaluations_are_in_the_row_of_their_step(runs_dir: Path, tmp_path: Path
     assert "5 rows" in capsys.readouterr().out
     if suffix == ".csv":
         with target.open(newline="") as file:
-            found = [(int(row["step"]), row["loss"], row["evaluation_loss"]) for row in csv.DictReader(file)]
-        assert found == [(0, "", "3.0"), (1, "2.0", ""), (2, "2.0", "2.75"), (3, "2.0", ""), (4, "2.0", "2.5")]
+            found = [
+                (int(row["step"]), row["loss"], row["evaluation_loss"])
+                for row in csv.DictReader(file)
+            ]
+        assert found == [
+            (0, "", "3.0"),
+            (1, "2.0", ""),
+            (2, "2.0", "2.75"),
+            (3, "2.0", ""),
+            (4, "2.0", "2.5"),
+        ]
     else:
         table = pytest.importorskip("pyarrow.parquet").read_table(target)
         assert table["evaluation_loss"].to_pylist() == [3.0, None, 2.75, None, 2.5]
@@ -178,7 +233,10 @@ def test_evaluations_are_in_the_row_of_their_step(runs_dir: Path, tmp_path: Path
 
 
 def test_parquet_has_the_same_values_or_says_what_is_missing(
-    two: tuple[RunDirectory, RunDirectory], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    two: tuple[RunDirectory, RunDirectory],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     assert main(["export-metrics", "other", "--to", str(tmp_path / "a.parquet")]) == 0
@@ -204,7 +262,9 @@ def test_only_presets_of_ones_own_are_deleted_and_none_that_others_extend() -> N
     assert list(user_folder().iterdir()) == []
 
 
-def test_the_log_of_an_earlier_attempt_is_printed(two: tuple[RunDirectory, RunDirectory], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_log_of_an_earlier_attempt_is_printed(
+    two: tuple[RunDirectory, RunDirectory], capsys: pytest.CaptureFixture[str]
+) -> None:
     for attempt in (1, 2):
         two[0].attempt_dir(attempt).mkdir(parents=True, exist_ok=True)
         two[0].log_path(attempt, "host").write_text(f"attempt {attempt}\n")

@@ -39,7 +39,9 @@ PRINTED = [
 
 def test_the_schemas_are_current() -> None:
     published = {path.stem: path.read_text() for path in FOLDER.glob("*.json")}
-    assert published == {name: schema_text(schema) for name, schema in schemas().items()}, "python -m so_tui.commands.schemas docs/schemas"
+    assert published == {name: schema_text(schema) for name, schema in schemas().items()}, (
+        "python -m so_tui.commands.schemas docs/schemas"
+    )
 
 
 @pytest.mark.parametrize("name", schemas())
@@ -61,14 +63,30 @@ def test_runs_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_other_output_does_not_agree() -> None:
-    run = {"name": "a", "path": "/a", "state": "lost", "step": 0, "total_steps": 1, "started": 1, "attempts": 1, "reason": ""}
+    run = {
+        "name": "a",
+        "path": "/a",
+        "state": "lost",
+        "step": 0,
+        "total_steps": 1,
+        "started": 1,
+        "attempts": 1,
+        "reason": "",
+    }
     valid("runs", json.dumps({"runs": [run]}))
-    for wrong in ({**run, "state": "gone"}, {**run, "steps": 1}, {**run, "results": {"loss": "none"}}, {"name": "a"}):
+    for wrong in (
+        {**run, "state": "gone"},
+        {**run, "steps": 1},
+        {**run, "results": {"loss": "none"}},
+        {"name": "a"},
+    ):
         with pytest.raises(ValidationError):
             valid("runs", json.dumps({"runs": [wrong]}))
 
 
-@pytest.mark.parametrize("profile", sorted(builtin_sites().glob("*.toml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "profile", sorted(builtin_sites().glob("*.toml")), ids=lambda path: path.stem
+)
 def test_site_profiles_agree(profile: Path) -> None:
     valid("site-profile", json.dumps(tomllib.loads(profile.read_text())))
 
@@ -81,7 +99,13 @@ def test_the_documented_site_profile_has_every_key() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"heading": "x"}, {"poll_s": 0}, {"options": ["--x y\nz"]}, {"partitions": {"gh": {"time_limit": "soon"}}}]
+    "wrong",
+    [
+        {"heading": "x"},
+        {"poll_s": 0},
+        {"options": ["--x y\nz"]},
+        {"partitions": {"gh": {"time_limit": "soon"}}},
+    ],
 )
 def test_a_wrong_site_profile_does_not_agree(wrong: dict[str, object]) -> None:
     valid("site-profile", json.dumps({"title": "x"}))

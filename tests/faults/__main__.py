@@ -33,7 +33,9 @@ def main() -> int:
         if not kinds:
             print(f"no kind of fault is called {arguments.only}; --list shows all", file=sys.stderr)
             return 2
-        faults = campaign.pending(kinds, arguments.seed, arguments.rounds or len(kinds), campaign.read(arguments.out))
+        faults = campaign.pending(
+            kinds, arguments.seed, arguments.rounds or len(kinds), campaign.read(arguments.out)
+        )
     if not faults:
         print(f"{arguments.out} has all of these faults already", flush=True)
         return 0
@@ -63,7 +65,10 @@ def _run(arguments: argparse.Namespace, faults: list[tuple[int, Kind]]) -> int:
         os.sched_setaffinity(0, every_core)
     results = campaign.run(ground, faults, arguments.jobs, arguments.out, say)
     broken = [result for result in results if result.problems]
-    say(f"{len(results) - len(broken)} of {len(results)} held" + (f"; the other folders are in {folder}" if broken else ""))
+    say(
+        f"{len(results) - len(broken)} of {len(results)} held"
+        + (f"; the other folders are in {folder}" if broken else "")
+    )
     return int(bool(broken))
 
 
@@ -72,21 +77,67 @@ def _fault(text: str) -> tuple[int, Kind]:
     number, _, name = text.partition("-")
     kinds = [kind for kind in KINDS if kind.name == name]
     if not number.isdigit() or not kinds:
-        raise argparse.ArgumentTypeError(f"{text} is no number and kind of a fault, such as 47-kill-rank0")
+        raise argparse.ArgumentTypeError(
+            f"{text} is no number and kind of a fault, such as 47-kill-rank0"
+        )
     return int(number), kinds[0]
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__.partition(": ")[2])
-    parser.add_argument("--rounds", type=int, metavar="N", help="number of faults, finished ones included (default: each kind once)")
-    parser.add_argument("--seed", type=int, default=1, help="decides the order of the faults and their moments (default %(default)s)")
-    parser.add_argument("--only", action="append", metavar="KIND", help="a kind, a part of its name, or a group; may be repeated")
-    parser.add_argument("--repeat", type=_fault, metavar="I-KIND", help="only this fault, by its number and kind, also if it has a result")
-    parser.add_argument("--jobs", type=int, default=1, metavar="J", help="faults at once (default %(default)s); each needs two cores")
-    parser.add_argument("--out", type=Path, default=Path("faults.jsonl"), metavar="FILE", help="results, appended (default %(default)s)")
-    parser.add_argument("--folder", type=Path, metavar="DIR", help="where the runs are (default: a temporary folder)")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.faults", description=__doc__.partition(": ")[2]
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        metavar="N",
+        help="number of faults, finished ones included (default: each kind once)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=1,
+        help="decides the order of the faults and their moments (default %(default)s)",
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        metavar="KIND",
+        help="a kind, a part of its name, or a group; may be repeated",
+    )
+    parser.add_argument(
+        "--repeat",
+        type=_fault,
+        metavar="I-KIND",
+        help="only this fault, by its number and kind, also if it has a result",
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        metavar="J",
+        help="faults at once (default %(default)s); each needs two cores",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("faults.jsonl"),
+        metavar="FILE",
+        help="results, appended (default %(default)s)",
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        metavar="DIR",
+        help="where the runs are (default: a temporary folder)",
+    )
     parser.add_argument("--list", action="store_true", help="print all kinds of faults")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="print the results of FILE as a table in Markdown")
+    parser.add_argument(
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help="print the results of FILE as a table in Markdown",
+    )
     return parser
 
 

@@ -92,7 +92,9 @@ def append(path: Path, result: Result) -> None:
         file.write(msgspec.json.encode(result) + b"\n")
 
 
-def pending(kinds: Sequence[Kind], seed: int, rounds: int, done: Sequence[Result]) -> list[tuple[int, Kind]]:
+def pending(
+    kinds: Sequence[Kind], seed: int, rounds: int, done: Sequence[Result]
+) -> list[tuple[int, Kind]]:
     """Return the faults of the first ``rounds`` that have no result yet."""
     known = {result.key for result in done}
     first = (pair for pair, _ in zip(chosen(kinds, seed), range(rounds), strict=False))
@@ -141,10 +143,21 @@ def inflict(ground: Ground, index: int, kind: Kind) -> Result:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     began, chance = time.monotonic(), random.Random(f"{ground.seed}-{index}-{kind.name}")
-    shim_ = shim.Shim(ground.library, folder / "control") if kind.needs_shim and ground.library else None
+    shim_ = (
+        shim.Shim(ground.library, folder / "control")
+        if kind.needs_shim and ground.library
+        else None
+    )
     scene = Scene(folder, shim_)
     result = Result(
-        seed=ground.seed, index=index, kind=kind.name, group=kind.group, what=kind.what, problems=(), seconds=0.0, host=host_facts()
+        seed=ground.seed,
+        index=index,
+        kind=kind.name,
+        group=kind.group,
+        what=kind.what,
+        problems=(),
+        seconds=0.0,
+        host=host_facts(),
     )
     try:
         met = experiment.meet(kind, scene, chance, ground.stopped)
@@ -164,7 +177,9 @@ def inflict(ground: Ground, index: int, kind: Kind) -> Result:
     except NeverCameError as error:
         result = msgspec.structs.replace(result, problems=("never-came",), note=str(error))
     except Exception as error:  # noqa: BLE001 -- of one fault; the campaign goes on, and the result says it
-        result = msgspec.structs.replace(result, problems=("campaign-error",), note=f"{type(error).__name__}: {error}"[:500])
+        result = msgspec.structs.replace(
+            result, problems=("campaign-error",), note=f"{type(error).__name__}: {error}"[:500]
+        )
     finally:
         scene.close()
     if not result.problems:
@@ -172,7 +187,13 @@ def inflict(ground: Ground, index: int, kind: Kind) -> Result:
     return msgspec.structs.replace(result, seconds=round(time.monotonic() - began, 1))
 
 
-def run(ground: Ground, faults: Sequence[tuple[int, Kind]], jobs: int, out: Path, say: Callable[[str], None]) -> list[Result]:
+def run(
+    ground: Ground,
+    faults: Sequence[tuple[int, Kind]],
+    jobs: int,
+    out: Path,
+    say: Callable[[str], None],
+) -> list[Result]:
     """Inflict faults, so many at once, each on cores of its own where there are enough, and append the results."""
     results: list[Result] = []
     writing = threading.Lock()
@@ -191,8 +212,14 @@ def run(ground: Ground, faults: Sequence[tuple[int, Kind]], jobs: int, out: Path
         with writing:
             append(out, result)
             results.append(result)
-            verdict_ = "held" if not result.problems else f"BROKEN: {', '.join(result.problems)} {result.note}"
-            say(f"{len(results)}/{len(faults)}  {index} {kind.name} ({result.moment})  {result.seconds:.0f} s  {verdict_}")
+            verdict_ = (
+                "held"
+                if not result.problems
+                else f"BROKEN: {', '.join(result.problems)} {result.note}"
+            )
+            say(
+                f"{len(results)}/{len(faults)}  {index} {kind.name} ({result.moment})  {result.seconds:.0f} s  {verdict_}"
+            )
 
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(one, faults))
@@ -209,6 +236,17 @@ def core_shares(cores: Sequence[int], jobs: int) -> list[set[int]]:
 
 def _details(seen: verdict.Seen, scene: Scene) -> str:
     """Return what a person wants to know of a fault after which something did not hold."""
-    parts = [f"recorded {'/'.join(seen.recorded)}", *seen.orphans, *seen.shared_memory, *seen.locks, *seen.partial, *seen.tracebacks]
-    failed = [done.err.strip().splitlines()[-1:] for done in scene.transcript if done.exit_code not in (0, 4)]
+    parts = [
+        f"recorded {'/'.join(seen.recorded)}",
+        *seen.orphans,
+        *seen.shared_memory,
+        *seen.locks,
+        *seen.partial,
+        *seen.tracebacks,
+    ]
+    failed = [
+        done.err.strip().splitlines()[-1:]
+        for done in scene.transcript
+        if done.exit_code not in (0, 4)
+    ]
     return "; ".join([*parts, *(line for lines in failed for line in lines)])[:1000]

@@ -54,12 +54,20 @@ def meet(kind: Kind, scene: Scene, chance: Random, stopped: Path) -> dict[str, o
         return {"moment": "stopped"}
     if kind.needs_shim and scene.shim is None:
         raise NeverCameError("there is no C compiler for the library of faults")
-    moment, step, delay = chance.choice(kind.moments), chance.randrange(2, STEPS // 2), chance.random()
+    moment, step, delay = (
+        chance.choice(kind.moments),
+        chance.randrange(2, STEPS // 2),
+        chance.random(),
+    )
     scene.start(kind.how)
     scene.wait_for(moment, step)
     delay *= _DELAYS[moment]
     time.sleep(delay)
-    found: dict[str, object] = {"moment": moment, "delay_s": round(delay, 3), "step": scene.trained()}
+    found: dict[str, object] = {
+        "moment": moment,
+        "delay_s": round(delay, 3),
+        "step": scene.trained(),
+    }
     kind.inject(scene, chance)
     return found
 
@@ -70,7 +78,9 @@ def observe(kind: Kind, scene: Scene, undisturbed: Losses) -> tuple[Expected, Se
     orphans = _orphans(scene)
     reported = str(scene.reported().get("state", ""))
     state = scene.state()
-    recorded: Told = (state.state, state.code) if state is not None and state.state in FINAL_STATES else ("", "")
+    recorded: Told = (
+        (state.state, state.code) if state is not None and state.state in FINAL_STATES else ("", "")
+    )
     locks = scene.held_locks() if not orphans else ()
     saved = _saved(scene.run)
     refused: tuple[str, ...] = ()
@@ -117,7 +127,9 @@ def losses(run: RunDirectory) -> dict[int, frozenset[str]]:
 
 def _saved(run: RunDirectory) -> int:
     """Return the step of the newest checkpoint that the records know; 0 if there is none."""
-    return max((record.step for record in readable(run) if isinstance(record, CheckpointRecord)), default=0)
+    return max(
+        (record.step for record in readable(run) if isinstance(record, CheckpointRecord)), default=0
+    )
 
 
 def _resumed_from(run: RunDirectory) -> int | None:
@@ -126,14 +138,24 @@ def _resumed_from(run: RunDirectory) -> int | None:
 
 
 def _trained_twice(run: RunDirectory) -> tuple[int, ...]:
-    counts = Counter((record.attempt, record.step) for record in readable(run) if isinstance(record, StepRecord))
+    counts = Counter(
+        (record.attempt, record.step) for record in readable(run) if isinstance(record, StepRecord)
+    )
     return tuple(sorted({step for (_, step), count in counts.items() if count > 1}))
 
 
 def tracebacks(scene: Scene) -> tuple[str, ...]:
     """Return where Python tracebacks were shown to a user or left by a supervisor."""
-    shown = [f"command {index}" for index, done in enumerate(scene.transcript) if "Traceback" in done.err + done.out]
-    logs = [path for path in scene.run.path.glob("attempts/*/supervisor.*.log") if "Traceback" in path.read_text(errors="replace")]
+    shown = [
+        f"command {index}"
+        for index, done in enumerate(scene.transcript)
+        if "Traceback" in done.err + done.out
+    ]
+    logs = [
+        path
+        for path in scene.run.path.glob("attempts/*/supervisor.*.log")
+        if "Traceback" in path.read_text(errors="replace")
+    ]
     return (*shown, *(str(path.relative_to(scene.run.path)) for path in logs))
 
 
@@ -160,7 +182,9 @@ def _orphans(scene: Scene) -> tuple[str, ...]:
     deadline = time.monotonic() + _AFTER_END_S
     while time.monotonic() < deadline:
         left = processes.marked(scene.mark)
-        if scene.starter is not None and (scene.starter.poll() is not None or scene.terminal is not None):
+        if scene.starter is not None and (
+            scene.starter.poll() is not None or scene.terminal is not None
+        ):
             left.pop(scene.starter.pid, None)
         if not left:
             return ()

@@ -30,11 +30,20 @@ def marked(mark: str) -> dict[int, str]:
             continue
         with contextlib.suppress(OSError):  # it has ended, or is another user's
             folder = Path("/proc", name)
-            if not any(variable.startswith(entry) for variable in (folder / "environ").read_bytes().split(b"\0")):
+            if not any(
+                variable.startswith(entry)
+                for variable in (folder / "environ").read_bytes().split(b"\0")
+            ):
                 continue
             if (folder / "stat").read_bytes().rpartition(b")")[2].split()[0] in (b"Z", b"X"):
                 continue
-            found[int(name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            found[int(name)] = (
+                (folder / "cmdline")
+                .read_bytes()
+                .replace(b"\0", b" ")
+                .decode(errors="replace")
+                .strip()
+            )
     return found
 
 
@@ -97,7 +106,10 @@ def shared_memory_of(pids: set[int]) -> tuple[str, ...]:
     left = []
     with contextlib.suppress(FileNotFoundError):
         for path in sorted(_SHARED_MEMORY.iterdir()):
-            if pids & {int(number) for number in re.findall(r"\d+", path.name)} and path.stat().st_uid == os.geteuid():
+            if (
+                pids & {int(number) for number in re.findall(r"\d+", path.name)}
+                and path.stat().st_uid == os.geteuid()
+            ):
                 left.append(path.name)
                 path.unlink(missing_ok=True)
     return tuple(left)

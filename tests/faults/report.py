@@ -13,12 +13,22 @@ def table(results: Sequence[Result]) -> str:
     of_kind: defaultdict[tuple[str, str], list[Result]] = defaultdict(list)
     for result in results:
         of_kind[result.group, result.what].append(result)
-    lines = [_summary(results), "", "| fault | times | moments | told | held |", "|---|---:|---|---|---:|"]
+    lines = [
+        _summary(results),
+        "",
+        "| fault | times | moments | told | held |",
+        "|---|---:|---|---|---:|",
+    ]
     for (_, what), found in sorted(of_kind.items()):
-        moments = ", ".join(f"{moment} {count}" for moment, count in sorted(Counter(one.moment for one in found if one.moment).items()))
+        moments = ", ".join(
+            f"{moment} {count}"
+            for moment, count in sorted(Counter(one.moment for one in found if one.moment).items())
+        )
         said = ", ".join(sorted({_said(one) for one in found if one.state}))
         held = sum(not one.problems for one in found)
-        lines.append(f"| {what} | {len(found)} | {moments} | {said} | {held}{'' if held == len(found) else ' **!**'} |")
+        lines.append(
+            f"| {what} | {len(found)} | {moments} | {said} | {held}{'' if held == len(found) else ' **!**'} |"
+        )
     broken = [one for one in results if one.problems]
     if broken:
         lines += ["", "What did not hold:", "", *(_complaint(one) for one in broken)]
@@ -34,12 +44,16 @@ def _complaint(result: Result) -> str:
 def _said(result: Result) -> str:
     """Return the state, its code where that says more, and why a resume was refused."""
     code = "" if result.code in ("", result.state) else f" ({result.code})"
-    return f"{result.state}{code}" + (f", resume refused: {', '.join(result.refused)}" if result.refused else "")
+    return f"{result.state}{code}" + (
+        f", resume refused: {', '.join(result.refused)}" if result.refused else ""
+    )
 
 
 def _summary(results: Sequence[Result]) -> str:
     held, compared = sum(not one.problems for one in results), sum(one.compared for one in results)
-    hosts = sorted({f"{one.host.get('cores')} cores, torch {one.host.get('torch')}" for one in results})
+    hosts = sorted(
+        {f"{one.host.get('cores')} cores, torch {one.host.get('torch')}" for one in results}
+    )
     hours = sum(one.seconds for one in results) / 3600
     return (
         f"{len(results)} faults, {held} held; {compared} losses equal those of the undisturbed run, bit for bit. "

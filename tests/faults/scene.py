@@ -100,8 +100,17 @@ class Scene:
     def environment(self) -> dict[str, str]:
         """Return the environment of its commands: folders of its own, no GPU, the shim if it has one."""
         own = {f"XDG_{name}_HOME": str(self.folder / name.lower()) for name in _OWN}
-        run = {"XDG_RUNTIME_DIR": str(self._runtime), processes.MARK: self.mark, "PYTHONPATH": checkout_path(), "CUDA_VISIBLE_DEVICES": ""}
-        given = {name: value for name, value in os.environ.items() if not name.startswith(("SO_TUI_", "SLURM_"))}
+        run = {
+            "XDG_RUNTIME_DIR": str(self._runtime),
+            processes.MARK: self.mark,
+            "PYTHONPATH": checkout_path(),
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        given = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("SO_TUI_", "SLURM_"))
+        }
         return {**given, **own, **run, **(self.shim.environment() if self.shim else {})}
 
     def start(self, how: How) -> None:
@@ -117,17 +126,32 @@ class Scene:
         if how == "plain":
             with (self.folder / "plain.log").open("wb") as log:
                 self.starter = subprocess.Popen(
-                    [*argv, "--plain"], env=self.environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                    [*argv, "--plain"],
+                    env=self.environment(),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
                 )
         else:
             self.terminal, terminal = pty.openpty()
-            environment = self.environment() | {"TERM": "xterm-256color", "LINES": "40", "COLUMNS": "120"}
+            environment = self.environment() | {
+                "TERM": "xterm-256color",
+                "LINES": "40",
+                "COLUMNS": "120",
+            }
             in_terminal = [sys.executable, "-I", "-c", _TAKE_TERMINAL, *argv]
             self.starter = subprocess.Popen(
-                in_terminal, env=environment, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True
+                in_terminal,
+                env=environment,
+                stdin=terminal,
+                stdout=terminal,
+                stderr=terminal,
+                start_new_session=True,
             )
             os.close(terminal)
-            self._drainer = threading.Thread(target=_drain, args=(self.terminal, self._hung_up), daemon=True)
+            self._drainer = threading.Thread(
+                target=_drain, args=(self.terminal, self._hung_up), daemon=True
+            )
             self._drainer.start()
         self.wait(lambda: any(self.runs_dir.glob("*/state.json")), "the run's folder")
 
@@ -140,8 +164,13 @@ class Scene:
         codes = Path(tempfile.mkstemp(dir=self.folder, suffix=".codes")[1])
         argv = [sys.executable, "-P", "-m", "tests.faults.command", str(codes), *arguments]
         out, err = codes.with_suffix(".out"), codes.with_suffix(".err")
-        with out.open("wb") as to_out, err.open("wb") as to_err:  # files, because a pipe would stay open in the supervisor
-            process = subprocess.Popen(argv, env=self.environment(), stdin=subprocess.DEVNULL, stdout=to_out, stderr=to_err)
+        with (
+            out.open("wb") as to_out,
+            err.open("wb") as to_err,
+        ):  # files, because a pipe would stay open in the supervisor
+            process = subprocess.Popen(
+                argv, env=self.environment(), stdin=subprocess.DEVNULL, stdout=to_out, stderr=to_err
+            )
 
         def finish(limit_s: float) -> Done:
             try:
@@ -151,7 +180,9 @@ class Scene:
                 process.wait()
                 code = -signal.SIGKILL
             refused = tuple(json.loads(codes.read_text() or "[]"))
-            done = Done(code, refused, out.read_text(errors="replace"), err.read_text(errors="replace"))
+            done = Done(
+                code, refused, out.read_text(errors="replace"), err.read_text(errors="replace")
+            )
             self.transcript.append(done)
             return done
 
@@ -184,13 +215,23 @@ class Scene:
             state = self.state()
             if state is not None and state.state in FINAL_STATES:
                 return state.state
-            if state is not None and state.attempt == 1 and state.state == "loading" and state.step and "stale-state" not in self.noted:
+            if (
+                state is not None
+                and state.attempt == 1
+                and state.state == "loading"
+                and state.step
+                and "stale-state" not in self.noted
+            ):
                 self.noted.append("stale-state")  # it has trained steps, and is said to be loading
-            if (state is None or processes.supervisor_of(self.run) is None) and (said := self.reported().get("state")) in FINAL_STATES:
+            if (state is None or processes.supervisor_of(self.run) is None) and (
+                said := self.reported().get("state")
+            ) in FINAL_STATES:
                 return str(said)
             self.roles.scan()
             time.sleep(0.1)
-        raise NeverCameError(f"the run has not ended after {limit_s:.0f} s: {state.state if state else 'no state'}")
+        raise NeverCameError(
+            f"the run has not ended after {limit_s:.0f} s: {state.state if state else 'no state'}"
+        )
 
     def wait(self, condition: Callable[[], bool], what: str, limit_s: float = _LIMIT_S) -> None:
         """Wait for a condition. Raises NeverCameError."""
@@ -204,7 +245,10 @@ class Scene:
         """Wait until the run starts, loads, has trained a step, or writes a checkpoint after it."""
         match moment:
             case "starting":
-                self.wait(lambda: (state := self.state()) is not None and state.supervisor is not None, "a supervisor")
+                self.wait(
+                    lambda: (state := self.state()) is not None and state.supervisor is not None,
+                    "a supervisor",
+                )
             case "loading":
                 self.wait(lambda: "rank1" in self.roles.scan(), "a second rank")
             case "training":
@@ -212,13 +256,21 @@ class Scene:
             case "saving":
                 saved = step // SAVE_EVERY * SAVE_EVERY
                 self.wait(lambda: self.trained() >= saved, f"step {saved}")
-                self.wait(lambda: self.trained() > saved or any(self.run.checkpoints_dir.glob("*.partial")), "a checkpoint")
+                self.wait(
+                    lambda: (
+                        self.trained() > saved or any(self.run.checkpoints_dir.glob("*.partial"))
+                    ),
+                    "a checkpoint",
+                )
             case "stopped":
                 self.settle()
 
     def trained(self) -> int:
         """Return the last recorded step."""
-        return max((record.step for record in readable(self.run) if isinstance(record, StepRecord)), default=0)
+        return max(
+            (record.step for record in readable(self.run) if isinstance(record, StepRecord)),
+            default=0,
+        )
 
     def process(self, role: str) -> Process:
         """Return a process by its role, once it is there. Raises NeverCameError."""
@@ -267,7 +319,11 @@ class Scene:
 
 def readable(run: RunDirectory) -> list[MetricRecord]:
     """Return the records that can be read, in the order in which they were written."""
-    lines = (line for path in sorted(run.metrics_dir.glob("*.jsonl")) for line in path.read_bytes().split(b"\n"))
+    lines = (
+        line
+        for path in sorted(run.metrics_dir.glob("*.jsonl"))
+        for line in path.read_bytes().split(b"\n")
+    )
     return [record for line in lines if (record := decode_metric(line)) is not None]
 
 

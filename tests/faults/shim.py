@@ -25,7 +25,10 @@ def build(folder: Path) -> Path | None:
     library = folder / f"shim-{hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]}.so"
     if not library.exists():
         made = library.with_suffix(f".{os.getpid()}")
-        subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", made, _SOURCE, "-ldl", "-lpthread"], check=True)
+        subprocess.run(
+            [compiler, "-O2", "-shared", "-fPIC", "-o", made, _SOURCE, "-ldl", "-lpthread"],
+            check=True,
+        )
         made.rename(library)
     return library
 
@@ -68,7 +71,9 @@ class Shim:
 
     def delay_attributes(self, seconds: float, part: str) -> None:
         """Let each process see sizes and times of paths that contain ``part`` as up to ``seconds`` old."""
-        self._set(self._control._replace(attributes_late_ms=round(seconds * 1000), late=os.fsencode(part)))
+        self._set(
+            self._control._replace(attributes_late_ms=round(seconds * 1000), late=os.fsencode(part))
+        )
 
     def replace_while_read(self, part: str) -> None:
         """Let every other first read of paths that contain ``part`` fail as if another host had replaced the file."""

@@ -15,14 +15,45 @@ from tests.faults.kinds import KINDS, matching
 from tests.faults.verdict import Expected, Seen, problems
 
 LOSSES = {step: frozenset({(7.0 - step).hex()}) for step in range(1, 5)}
-EXPECTED = Expected(frozenset({("failed", "rank-lost")}), frozenset(), LOSSES, loses_records=False, resumed_from=6, starter_exit=None)
-SEEN = Seen(reported="failed", recorded=("failed", "rank-lost"), refused=(), end="finished", losses=LOSSES, resumed_from=6)
+EXPECTED = Expected(
+    frozenset({("failed", "rank-lost")}),
+    frozenset(),
+    LOSSES,
+    loses_records=False,
+    resumed_from=6,
+    starter_exit=None,
+)
+SEEN = Seen(
+    reported="failed",
+    recorded=("failed", "rank-lost"),
+    refused=(),
+    end="finished",
+    losses=LOSSES,
+    resumed_from=6,
+)
 
 
 def result(index: int, kind: str = "kill-rank0", **changes: object) -> Result:
     """Return the result of a fault that held, with changes."""
-    held = Result(seed=1, index=index, kind=kind, group="kill", what="SIGKILL", problems=(), seconds=20.0, moment="saving", state="failed")
-    return msgspec.structs.replace(held, code="rank-lost", end="finished", compared=16, host={"cores": 2, "torch": "2.13.0"}, **changes)
+    held = Result(
+        seed=1,
+        index=index,
+        kind=kind,
+        group="kill",
+        what="SIGKILL",
+        problems=(),
+        seconds=20.0,
+        moment="saving",
+        state="failed",
+    )
+    return msgspec.structs.replace(
+        held,
+        code="rank-lost",
+        end="finished",
+        compared=16,
+        host={"cores": 2, "torch": "2.13.0"},
+        **changes,
+    )
 
 
 def test_nothing_is_wrong_where_everything_held() -> None:
@@ -60,7 +91,9 @@ def test_a_resume_that_must_be_refused_is_judged_by_the_code_of_the_refusal() ->
     assert problems(refused, dataclasses.replace(SEEN, refused=("unexpected",))) == ("not-refused",)
 
 
-def test_steps_may_be_missing_only_where_records_are_lost_and_those_that_are_left_must_be_equal() -> None:
+def test_steps_may_be_missing_only_where_records_are_lost_and_those_that_are_left_must_be_equal() -> (
+    None
+):
     losing = dataclasses.replace(EXPECTED, loses_records=True)
     assert problems(losing, dataclasses.replace(SEEN, losses={4: LOSSES[4]})) == ()
     assert problems(losing, dataclasses.replace(SEEN, losses={4: LOSSES[3]})) == ("loss-differs",)

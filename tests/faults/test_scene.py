@@ -55,4 +55,7 @@ def test_a_command_that_is_refused_tells_the_codes(scene: Scene) -> None:
 def test_a_scene_has_folders_of_its_own_and_no_gpu(scene: Scene) -> None:
     environment = scene.environment()
     assert environment["CUDA_VISIBLE_DEVICES"] == ""
-    assert all(Path(environment[f"XDG_{name}_HOME"]).is_relative_to(scene.folder) for name in ("CONFIG", "STATE", "DATA"))
+    assert all(
+        Path(environment[f"XDG_{name}_HOME"]).is_relative_to(scene.folder)
+        for name in ("CONFIG", "STATE", "DATA")
+    )

@@ -22,8 +22,16 @@ def faults(tmp_path: Path) -> shim.Shim:
 
 def told(faults: shim.Shim, code: str, *arguments: object) -> str:
     """Run Python code under the faults, and return what it prints."""
-    argv = [sys.executable, "-I", "-c", f"import errno, fcntl, os, sys, time\n{code}", *map(str, arguments)]
-    return subprocess.run(argv, env=faults.environment(), capture_output=True, text=True, check=True, timeout=LIMIT_S).stdout.strip()
+    argv = [
+        sys.executable,
+        "-I",
+        "-c",
+        f"import errno, fcntl, os, sys, time\n{code}",
+        *map(str, arguments),
+    ]
+    return subprocess.run(
+        argv, env=faults.environment(), capture_output=True, text=True, check=True, timeout=LIMIT_S
+    ).stdout.strip()
 
 
 WRITE = """
@@ -36,12 +44,17 @@ with open(sys.argv[1], "ab", buffering=0) as file:
 """
 
 
-def test_a_full_disk_takes_half_of_a_write_and_then_nothing_but_what_overwrites(faults: shim.Shim, tmp_path: Path) -> None:
+def test_a_full_disk_takes_half_of_a_write_and_then_nothing_but_what_overwrites(
+    faults: shim.Shim, tmp_path: Path
+) -> None:
     path = tmp_path / "records" / "000001.jsonl"
     path.parent.mkdir()
     faults.fill("/records/")
     assert told(faults, WRITE, path) == "5 ENOSPC"
-    assert told(faults, "print(os.pwrite(os.open(sys.argv[1], os.O_WRONLY), b'abcde', 0))", path) == "5"
+    assert (
+        told(faults, "print(os.pwrite(os.open(sys.argv[1], os.O_WRONLY), b'abcde', 0))", path)
+        == "5"
+    )
     assert told(faults, WRITE, tmp_path / "elsewhere") == "10 10"
     faults.fill("")
     assert told(faults, WRITE, path) == "10 10"
@@ -74,7 +87,9 @@ print(lock())
 
 
 @pytest.mark.parametrize("offset_s", [3600, -3600])
-def test_the_clock_jumps_while_a_process_runs_and_its_monotonic_clock_does_not(offset_s: int, faults: shim.Shim) -> None:
+def test_the_clock_jumps_while_a_process_runs_and_its_monotonic_clock_does_not(
+    offset_s: int, faults: shim.Shim
+) -> None:
     code = """
 before = time.time(), time.monotonic()
 print("ready", flush=True)
@@ -82,7 +97,9 @@ sys.stdin.readline()
 print(time.time() - before[0], time.monotonic() - before[1])
 """
     argv = [sys.executable, "-I", "-c", f"import sys, time\n{code}"]
-    with subprocess.Popen(argv, env=faults.environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        argv, env=faults.environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         process.stdout.readline()
         faults.set_clock(offset_s)
@@ -90,7 +107,9 @@ print(time.time() - before[0], time.monotonic() - before[1])
     assert jumped - passed == pytest.approx(offset_s, abs=1)
 
 
-def test_every_other_read_of_a_file_that_is_replaced_fails(faults: shim.Shim, tmp_path: Path) -> None:
+def test_every_other_read_of_a_file_that_is_replaced_fails(
+    faults: shim.Shim, tmp_path: Path
+) -> None:
     code = """
 for _ in range(3):
     with open(sys.argv[1], "rb", buffering=0) as file:

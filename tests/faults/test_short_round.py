@@ -24,11 +24,27 @@ pytestmark = pytest.mark.system
 
 def test_after_four_faults_everything_holds(tmp_path: Path) -> None:
     out, runs = tmp_path / "faults.jsonl", tmp_path / "runs"
-    argv = [sys.executable, "-m", "tests.faults", "--seed", "17", "--jobs", "2", "--out", str(out), "--folder", str(runs)]
+    argv = [
+        sys.executable,
+        "-m",
+        "tests.faults",
+        "--seed",
+        "17",
+        "--jobs",
+        "2",
+        "--out",
+        str(out),
+        "--folder",
+        str(runs),
+    ]
     argv += [word for kind in KINDS for word in ("--only", kind)]
     environment = os.environ | {"PYTHONPATH": checkout_path()}
-    done = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=550, check=False)
+    done = subprocess.run(
+        argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=550, check=False
+    )
     results = campaign.read(out)
-    assert {result.kind: (result.problems, result.note) for result in results} == dict.fromkeys(KINDS, ((), "")), done.stderr
+    assert {result.kind: (result.problems, result.note) for result in results} == dict.fromkeys(
+        KINDS, ((), "")
+    ), done.stderr
     assert done.returncode == 0, done.stderr
     assert marked(f"{runs}/") == {}

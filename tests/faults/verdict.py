@@ -54,22 +54,28 @@ class Seen:
 
 def problems(expected: Expected, seen: Seen) -> tuple[str, ...]:
     """Return what did not hold, as codes; empty if everything did."""
-    recorded_final = seen.recorded[0] in {state for state, _ in expected.told} and seen.recorded != ("", "")
+    recorded_final = seen.recorded[0] in {
+        state for state, _ in expected.told
+    } and seen.recorded != ("", "")
     checks = {
         "wrong-state": seen.reported not in {state for state, _ in expected.told},
         "wrong-code": recorded_final and seen.recorded not in expected.told,
         "not-refused": bool(expected.refusals) and not expected.refusals & set(seen.refused),
         "refused": not expected.refusals and bool(seen.refused),
         "not-finished": seen.end != "finished",
-        "loss-differs": any(found != expected.losses.get(step) for step, found in seen.losses.items()),
+        "loss-differs": any(
+            found != expected.losses.get(step) for step, found in seen.losses.items()
+        ),
         "steps-missing": not expected.loses_records and set(seen.losses) != set(expected.losses),
         "steps-repeated": bool(seen.trained_twice),
-        "resumed-too-early": seen.resumed_from is not None and seen.resumed_from < expected.resumed_from,
+        "resumed-too-early": seen.resumed_from is not None
+        and seen.resumed_from < expected.resumed_from,
         "orphan-process": bool(seen.orphans),
         "shared-memory-left": bool(seen.shared_memory),
         "lock-held": bool(seen.locks),
         "partial-checkpoint-left": bool(seen.partial),
         "traceback": bool(seen.tracebacks),
-        "wrong-exit-code": expected.starter_exit is not None and seen.starter_exit not in expected.starter_exit,
+        "wrong-exit-code": expected.starter_exit is not None
+        and seen.starter_exit not in expected.starter_exit,
     }
     return tuple(code for code, broken in checks.items() if broken)

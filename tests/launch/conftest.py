@@ -26,7 +26,9 @@ def two_ranks() -> RunSpec:
 
 
 @pytest.fixture(scope="module")
-def ahead(tmp_path_factory: pytest.TempPathFactory, two_ranks: RunSpec, machine: Machine) -> Iterator[Ahead]:
+def ahead(
+    tmp_path_factory: pytest.TempPathFactory, two_ranks: RunSpec, machine: Machine
+) -> Iterator[Ahead]:
     started = Ahead(tmp_path_factory.mktemp("ahead"), two_ranks, machine)
     yield started
     started.clean_up()

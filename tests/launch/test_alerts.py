@@ -55,7 +55,11 @@ def test_each_event_is_noticed_once_and_again_after_it_has_passed() -> None:
     assert watch.observe(TRAINING, [], 500, settings) == ()
     assert watch.observe(TRAINING, [good], 501, settings) == ()
     assert kinds(watch.observe(TRAINING, [], 600, settings)) == ["stall"]
-    assert kinds(watch.observe(TRAINING, [step_record(6, loss=2.0, gradient_norm=float("inf"))], 601, settings)) == ["not-finite"]
+    assert kinds(
+        watch.observe(
+            TRAINING, [step_record(6, loss=2.0, gradient_norm=float("inf"))], 601, settings
+        )
+    ) == ["not-finite"]
 
 
 def test_long_steps_and_other_phases_are_no_stall_and_other_attempts_say_nothing() -> None:
@@ -69,17 +73,26 @@ def test_long_steps_and_other_phases_are_no_stall_and_other_attempts_say_nothing
     assert watch.observe(saving, [slow], 1002, settings) == ()
     assert watch.observe(saving, [], 9000, settings) == ()
     assert watch.observe(TRAINING, [], 9059, settings) == ()
-    assert watch.observe(TRAINING, [step_record(1, loss=float("nan"))], 9060, settings) == ()  # of attempt 1
+    assert (
+        watch.observe(TRAINING, [step_record(1, loss=float("nan"))], 9060, settings) == ()
+    )  # of attempt 1
 
 
 def test_a_full_disk_and_the_end_are_noticed_and_what_is_not_wanted_is_not() -> None:
     watch = AlertWatch(1, 0.0)
     settings = AlertSettings(disk_free_gb=10)
-    assert kinds(watch.disks(TRAINING, {"/a": 10**11, "/b": 9 * 10**9}, settings, full=False)) == ["disk"]
+    assert kinds(watch.disks(TRAINING, {"/a": 10**11, "/b": 9 * 10**9}, settings, full=False)) == [
+        "disk"
+    ]
     assert watch.disks(TRAINING, {"/a": 10.5 * 10**9}, settings, full=False) == ()  # type: ignore[dict-item]
     assert watch.disks(TRAINING, {"/a": 12 * 10**9}, settings, full=False) == ()
     assert kinds(watch.disks(TRAINING, {}, settings, full=True)) == ["disk"]
-    for state, kind in (("finished", "ended"), ("stopped", "ended"), ("failed", "failed"), ("lost", "failed")):
+    for state, kind in (
+        ("finished", "ended"),
+        ("stopped", "ended"),
+        ("failed", "failed"),
+        ("lost", "failed"),
+    ):
         assert kinds(watch.end(RunState(name="r", state=state), settings)) == [kind]  # type: ignore[arg-type]
     none = AlertSettings(on=())
     assert watch.end(RunState(name="r", state="failed"), none) == ()
@@ -111,7 +124,9 @@ def test_an_unknown_kind_has_no_sentence() -> None:
     assert alert_text(Alert(kind="newer", attempt=1, time=0, step=1), "r", TRAINING) == ""
 
 
-def ran(command: list[str], text: str = "so-tui: it", timeout_s: float = 20.0, **about: str) -> None:
+def ran(
+    command: list[str], text: str = "so-tui: it", timeout_s: float = 20.0, **about: str
+) -> None:
     runner = AlertCommand()
     runner.request(command, {"SO_TUI_ALERT_KIND": "loss", **about}, text, timeout_s)
     runner.finish()
@@ -120,7 +135,11 @@ def ran(command: list[str], text: str = "so-tui: it", timeout_s: float = 20.0, *
 def test_the_command_gets_the_alert_and_no_name_becomes_part_of_a_script(tmp_path: Path) -> None:
     out = tmp_path / "out"
     script = "import os, sys; open(sys.argv[1], 'w').write(repr((sys.argv[2:], os.environ['SO_TUI_ALERT_RUN'])))"
-    ran([sys.executable, "-c", script, str(out), "{text}", "x{text}"], text="so-tui: $(touch x)", SO_TUI_ALERT_RUN="a b")
+    ran(
+        [sys.executable, "-c", script, str(out), "{text}", "x{text}"],
+        text="so-tui: $(touch x)",
+        SO_TUI_ALERT_RUN="a b",
+    )
     assert out.read_text() == repr((["so-tui: $(touch x)", "x{text}"], "a b"))
 
 
@@ -132,7 +151,11 @@ SLEEP = f"sleep 98765.{os.getpid()}"
     ("command", "said", "timeout_s"),
     [
         (["/nowhere/at-all"], "was not started", 60.0),
-        (["/bin/sh", "-c", "echo no network >&2; exit 3"], "ended with exit code 3: no network", 60.0),
+        (
+            ["/bin/sh", "-c", "echo no network >&2; exit 3"],
+            "ended with exit code 3: no network",
+            60.0,
+        ),
         (["/bin/sh", "-c", f"{SLEEP} & {SLEEP}"], "took too long", 1.0),
         (["/bin/sh", "-c", "yes"], "took too long", 1.0),
         (["/bin/sh", "-c", "kill -9 $$"], "exit code -9", 60.0),
@@ -150,7 +173,13 @@ def test_a_command_that_fails_is_logged_and_leaves_nothing(
     assert said in log
     assert len(log) < 2500
     # What is killed goes on until the kernel has got round to it.
-    wait_until(lambda: not subprocess.run(["pgrep", "-f", f"^{SLEEP}"], capture_output=True, check=False).stdout)
+    wait_until(
+        lambda: (
+            not subprocess.run(
+                ["pgrep", "-f", f"^{SLEEP}"], capture_output=True, check=False
+            ).stdout
+        )
+    )
 
 
 def test_a_command_under_way_is_not_waited_for_and_not_taken_for_a_process_of_the_run(
@@ -172,11 +201,15 @@ def test_a_command_under_way_is_not_waited_for_and_not_taken_for_a_process_of_th
     runner.finish()
 
 
-def test_a_command_without_its_environment_is_collected_where_it_was_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_without_its_environment_is_collected_where_it_was_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A supervisor sees a process of the run in it. Were it collected as such, no later command would be started."""
     begun, go, runner = tmp_path / "begun", tmp_path / "go", AlertCommand()
     script = f": > {begun}; until test -e {go}; do sleep 0.05; done; exit 3"
-    runner.request(["env", "-i", "/bin/sh", "-c", script], {"SO_TUI_ALERT_KIND": "loss"}, "so-tui: it", 600.0)
+    runner.request(
+        ["env", "-i", "/bin/sh", "-c", script], {"SO_TUI_ALERT_KIND": "loss"}, "so-tui: it", 600.0
+    )
     pid = runner.pid
     assert pid is not None
     wait_until(begun.exists)
@@ -205,7 +238,9 @@ def test_a_command_that_may_not_be_killed_is_not_waited_for(
     runner.request(lasting, {"SO_TUI_ALERT_KIND": "loss"}, "so-tui: it", 0.1)
     first = runner.pid
     assert first is not None
-    runner.request(["/bin/sh", "-c", f"echo told > {told}"], {"SO_TUI_ALERT_KIND": "loss"}, "so-tui: it", 20.0)
+    runner.request(
+        ["/bin/sh", "-c", f"echo told > {told}"], {"SO_TUI_ALERT_KIND": "loss"}, "so-tui: it", 20.0
+    )
     runner.finish()
     assert time.monotonic() - started < 15
     assert told.read_text() == "told\n"
@@ -217,7 +252,9 @@ def test_a_command_that_may_not_be_killed_is_not_waited_for(
     assert read_stat(first) is None
 
 
-def test_nothing_of_a_run_spec_or_preset_sets_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_of_a_run_spec_or_preset_sets_a_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Wherever somebody writes alerts and tokens into what others get: only the user's own file has them."""
     planted = "[alerts]\ncommand = ['/bin/touch', '/tmp/planted']\n[prometheus]\nenabled = true\ntoken = '0123456789abcdef'\n"
     preset = tmp_path / "p.toml"
@@ -230,7 +267,11 @@ def test_nothing_of_a_run_spec_or_preset_sets_a_command(tmp_path: Path, monkeypa
     for name in ("settings.toml", "so-tui/settings.toml", ".config/so-tui/settings.toml"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(planted)
-    state = {"name": "r", "state": "training", "alerts": [{"kind": "loss", "attempt": 1, "time": 1, "step": 1, "command": ["x"]}]}
+    state = {
+        "name": "r",
+        "state": "training",
+        "alerts": [{"kind": "loss", "attempt": 1, "time": 1, "step": 1, "command": ["x"]}],
+    }
     (folder / "state.json").write_text(json.dumps(state))
     monkeypatch.chdir(folder)
     settings = OwnSettings().current()
@@ -239,7 +280,9 @@ def test_nothing_of_a_run_spec_or_preset_sets_a_command(tmp_path: Path, monkeypa
     assert not any("command" in field for field in Alert.__struct_fields__)
 
 
-def test_settings_that_change_while_a_run_goes_on_take_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_that_change_while_a_run_goes_on_take_effect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("so_tui.launch.announcer._SETTINGS_S", 0.0)
     own = OwnSettings()
     assert own.current().alerts.command == ()
@@ -253,7 +296,10 @@ def test_settings_that_change_while_a_run_goes_on_take_effect(tmp_path: Path, mo
 
 def test_an_announcer_tells_of_the_end(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    script = 'printf "%s|%s|%s" "$SO_TUI_ALERT_KIND" "$SO_TUI_ALERT_STEP" "$SO_TUI_ALERT_TEXT" > ' + str(out)
+    script = (
+        'printf "%s|%s|%s" "$SO_TUI_ALERT_KIND" "$SO_TUI_ALERT_STEP" "$SO_TUI_ALERT_TEXT" > '
+        + str(out)
+    )
     change_settings({"alerts.command": ["/bin/sh", "-c", script]})
     announcer = Announcer(RunDirectory(tmp_path), 1, "host", "")
     last = RunState(name="x", state="failed", step=7)
@@ -269,7 +315,9 @@ def test_a_real_supervisor_runs_the_command_without_a_screen_and_answers_prometh
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "told"
-    script = 'echo "$SO_TUI_ALERT_KIND $SO_TUI_ALERT_STATE" >> ' + f"{out}; exec sleep 60"  # it outlives the run, until its time is over
+    script = (
+        'echo "$SO_TUI_ALERT_KIND $SO_TUI_ALERT_STATE" >> ' + f"{out}; exec sleep 60"
+    )  # it outlives the run, until its time is over
     change_settings(
         {
             "alerts.command": ["/bin/sh", "-c", script],
@@ -286,7 +334,9 @@ def test_a_real_supervisor_runs_the_command_without_a_screen_and_answers_prometh
     log = next(run.attempt_dir(1).glob("supervisor.*.log"))
     wait_until(lambda: " http://127.0.0.1:" in log.read_text())
     address = next(word for word in log.read_text().split() if word.startswith("http://127.0.0.1:"))
-    request: Any = urllib.request.Request(address, headers={"Authorization": "Bearer 0123456789abcdef"})
+    request: Any = urllib.request.Request(
+        address, headers={"Authorization": "Bearer 0123456789abcdef"}
+    )
     with urllib.request.urlopen(request, timeout=10) as answer:
         figures = answer.read().decode()
     assert 'state="training"' in figures
@@ -333,6 +383,11 @@ def test_a_run_that_has_ended_is_continued_before_the_command_that_tells_of_it_h
     token = new_token()
     record_token(run, 1, token)
     assert (
-        subprocess.run([sys.executable, "-c", SUPERVISED, str(run.path), token, str(continued)], timeout=100, check=False).returncode == 0
+        subprocess.run(
+            [sys.executable, "-c", SUPERVISED, str(run.path), token, str(continued)],
+            timeout=100,
+            check=False,
+        ).returncode
+        == 0
     )
     assert told.read_text() == "finished free"

@@ -53,13 +53,23 @@ def test_what_the_driver_says_and_what_it_does_not(tmp_path: Path) -> None:
 
 
 def test_they_are_part_of_a_sample_of_the_host(tmp_path: Path) -> None:
-    root = build_files(FILES | {"/proc/stat": "cpu  9 9 9 9\n"}, build_sysroot(QUAD_MI300A.listing(), tmp_path))
-    sampler = Sampler(inspect_machine(root), ProcessTree(frozenset({b"MARK=none"}), supervisor_pid=os.getpid()), attempt=1, root=root)
+    root = build_files(
+        FILES | {"/proc/stat": "cpu  9 9 9 9\n"}, build_sysroot(QUAD_MI300A.listing(), tmp_path)
+    )
+    sampler = Sampler(
+        inspect_machine(root),
+        ProcessTree(frozenset({b"MARK=none"}), supervisor_pid=os.getpid()),
+        attempt=1,
+        root=root,
+    )
     assert sampler.sample().gpus[1] == MEASURED
     sampler.close()
 
 
 @pytest.mark.parametrize("content", ["", "N/A\n", "\x00" * 9, "1e3\n"])
 def test_what_is_no_number_is_unknown(tmp_path: Path, content: str) -> None:
-    root = build_files(FILES | {f"{DEVICE}/gpu_busy_percent": content}, build_sysroot(QUAD_MI300A.listing(), tmp_path))
+    root = build_files(
+        FILES | {f"{DEVICE}/gpu_busy_percent": content},
+        build_sysroot(QUAD_MI300A.listing(), tmp_path),
+    )
     assert sampled(root)[1].busy_percent is None

@@ -17,10 +17,27 @@ from so_tui.launch.preparation import Launch
 from so_tui.machine.described import named_machine
 from so_tui.machine.types import Software
 from so_tui.plan.types import Plan
-from so_tui.spec import CheckpointSpec, DataSource, DataSpec, InputError, ModelSpec, Refused, RunSpec, find_preset
+from so_tui.spec import (
+    CheckpointSpec,
+    DataSource,
+    DataSpec,
+    InputError,
+    ModelSpec,
+    Refused,
+    RunSpec,
+    find_preset,
+)
 from so_tui.spec.local_paths import with_absolute_paths
 from so_tui.spec.sections.tracking import TrackingSpec
-from tests.support.plans import SOFTWARE, TINY, cpu_machine, launch_with, plan_of, quad_gh200, spec_of
+from tests.support.plans import (
+    SOFTWARE,
+    TINY,
+    cpu_machine,
+    launch_with,
+    plan_of,
+    quad_gh200,
+    spec_of,
+)
 from tests.support.problems import refusal
 from tests.support.python_path import python_path
 from tests.support.rank_processes import gone
@@ -56,13 +73,17 @@ def test_nothing_wrong() -> None:
 
 
 def test_missing_files_are_all_named(tmp_path: Path) -> None:
-    spec = spec_of(model=msgspec.structs.replace(TINY, id="./no-such-model"), data=data("rows.jsonl"))
+    spec = spec_of(
+        model=msgspec.structs.replace(TINY, id="./no-such-model"), data=data("rows.jsonl")
+    )
     assert fields_refused(spec) == ["model.id", "data.source"]
     mixture = data((DataSource(source="owner/name"), DataSource(source=str(tmp_path / "gone"))))
     assert fields_refused(spec_of(data=mixture)) == ["data.source[1].source"]
     assert fields_refused(spec_of(data=data("builtin:nothing")))
     (tmp_path / "rows.jsonl").touch()
-    quick_checks(launch_with(plan_of(spec_of(data=data(str(tmp_path / "rows.jsonl")))), forced=True))
+    quick_checks(
+        launch_with(plan_of(spec_of(data=data(str(tmp_path / "rows.jsonl")))), forced=True)
+    )
 
 
 @pytest.mark.parametrize("missing", ["torch", "deepspeed", "transformers"])
@@ -73,28 +94,48 @@ def test_missing_software(missing: str) -> None:
 
 
 def test_several_nodes_need_a_partition() -> None:
-    assert checks_of(launch_with(plan_of(embedded(nodes=2)), forced=True)) == (("several-nodes-here",), False)
+    assert checks_of(launch_with(plan_of(embedded(nodes=2)), forced=True)) == (
+        ("several-nodes-here",),
+        False,
+    )
 
 
 @pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed here")
 def test_a_tracker_whose_package_is_missing() -> None:
     launch = launch_with(plan_of(embedded(tracking=TrackingSpec(wandb=True))), forced=True)
     assert checks_of(launch) == (("tracker-missing",), False)
-    quick_checks(launch_with(plan_of(embedded(tracking=TrackingSpec(tensorboard=True))), forced=True))
+    quick_checks(
+        launch_with(plan_of(embedded(tracking=TrackingSpec(tensorboard=True))), forced=True)
+    )
 
 
 def test_torch_without_cuda_on_a_gpu_machine() -> None:
-    software = Software(torch="2.13.0+cpu", torch_cuda=None, deepspeed="0.19.8", transformers="5.23.0")
+    software = Software(
+        torch="2.13.0+cpu", torch_cuda=None, deepspeed="0.19.8", transformers="5.23.0"
+    )
     launch = launch_with(plan_of(embedded(), gpus=True), quad_gh200(software=software), forced=True)
     assert checks_of(launch) == (("torch-without-cuda",), False)
 
 
 def test_torch_for_amd_is_one_for_rocm() -> None:
-    software = Software(torch="2.13.0+cu130", torch_cuda="13.0", deepspeed="0.19.8", transformers="5.23.0")
+    software = Software(
+        torch="2.13.0+cu130", torch_cuda="13.0", deepspeed="0.19.8", transformers="5.23.0"
+    )
     machine = msgspec.structs.replace(named_machine("mi300a-4"), software=software)
-    assert checks_of(launch_with(plan_of(embedded(), gpus=True), machine, forced=True)) == (("torch-without-rocm",), False)
-    rocm = msgspec.structs.replace(software, torch="2.13.0+rocm7.0", torch_cuda=None, torch_rocm="7.0")
-    quick_checks(launch_with(plan_of(embedded(), gpus=True), msgspec.structs.replace(machine, software=rocm), forced=True))
+    assert checks_of(launch_with(plan_of(embedded(), gpus=True), machine, forced=True)) == (
+        ("torch-without-rocm",),
+        False,
+    )
+    rocm = msgspec.structs.replace(
+        software, torch="2.13.0+rocm7.0", torch_cuda=None, torch_rocm="7.0"
+    )
+    quick_checks(
+        launch_with(
+            plan_of(embedded(), gpus=True),
+            msgspec.structs.replace(machine, software=rocm),
+            forced=True,
+        )
+    )
 
 
 def test_what_doctor_says_blocks_a_launch() -> None:
@@ -113,18 +154,26 @@ def test_a_compiler_for_cpu_adam(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_disk_for_the_checkpoints(tmp_path: Path) -> None:
-    spec = embedded(checkpoint=CheckpointSpec(folder=str(tmp_path / "new" / "folder"), every_steps=10, keep=3))
+    spec = embedded(
+        checkpoint=CheckpointSpec(folder=str(tmp_path / "new" / "folder"), every_steps=10, keep=3)
+    )
     plan = plan_with(plan_of(spec), disk_bytes=2**60)
     with pytest.raises(Refused) as caught:
         quick_checks(launch_with(plan))
     assert (caught.value.codes, caught.value.forceable) == (("disk-too-small",), True)
     quick_checks(launch_with(plan, forced=True))
     quick_checks(launch_with(plan_with(plan, disk_bytes=1)))
-    quick_checks(launch_with(plan_with(plan, spec=embedded(checkpoint=CheckpointSpec(at_end=False)))))
+    quick_checks(
+        launch_with(plan_with(plan, spec=embedded(checkpoint=CheckpointSpec(at_end=False))))
+    )
 
 
-def test_a_resume_needs_room_for_the_checkpoints_that_are_still_to_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("so_tui.launch.checks.shutil.disk_usage", lambda _: SimpleNamespace(total=2**40, free=2**30))
+def test_a_resume_needs_room_for_the_checkpoints_that_are_still_to_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "so_tui.launch.checks.shutil.disk_usage", lambda _: SimpleNamespace(total=2**40, free=2**30)
+    )
     spec = embedded(checkpoint=CheckpointSpec(folder=str(tmp_path), every_steps=10, keep=3))
     launch = launch_with(plan_with(plan_of(spec), disk_bytes=2**29))
     for saved in (2, 3, 8):
@@ -134,10 +183,15 @@ def test_a_resume_needs_room_for_the_checkpoints_that_are_still_to_come(tmp_path
             quick_checks(launch, saved=saved)
 
 
-def test_nothing_starts_or_resumes_where_the_disk_of_its_records_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_starts_or_resumes_where_the_disk_of_its_records_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     full = tmp_path / "full"
     full.mkdir()
-    found = lambda folder: SimpleNamespace(total=2**40, free=4096 if Path(folder) == full else 2**39)  # noqa: E731
+
+    def found(folder: str) -> SimpleNamespace:
+        return SimpleNamespace(total=2**40, free=4096 if Path(folder) == full else 2**39)
+
     monkeypatch.setattr("so_tui.launch.checks.shutil.disk_usage", found)
     launch = launch_with(plan_of(embedded(checkpoint=CheckpointSpec(folder=str(tmp_path)))))
     assert checks_of(launch, str(full)) == (("disk-too-small",), True)
@@ -150,19 +204,29 @@ def test_nothing_starts_or_resumes_where_the_disk_of_its_records_is_full(tmp_pat
 def test_a_folder_that_cannot_be_written(folder: str) -> None:
     with pytest.raises(InputError) as caught:
         quick_checks(launch_with(plan_of(embedded())), runs_dir=folder)
-    assert [(problem.code, problem.field) for problem in caught.value.problems] == [("not-writable", "--runs-dir")]
+    assert [(problem.code, problem.field) for problem in caught.value.problems] == [
+        ("not-writable", "--runs-dir")
+    ]
     with pytest.raises(InputError) as caught:
         quick_checks(launch_with(plan_of(embedded(checkpoint=CheckpointSpec(folder=folder)))))
-    assert [(problem.code, problem.field) for problem in caught.value.problems] == [("not-writable", "checkpoint.folder")]
+    assert [(problem.code, problem.field) for problem in caught.value.problems] == [
+        ("not-writable", "checkpoint.folder")
+    ]
 
 
 def test_shared_memory() -> None:
-    assert checks_of(launch_with(plan_with(plan_of(embedded()), shm_bytes=2**60))) == (("shared-memory-too-small",), True)
+    assert checks_of(launch_with(plan_with(plan_of(embedded()), shm_bytes=2**60))) == (
+        ("shared-memory-too-small",),
+        True,
+    )
 
 
 def test_nothing_is_written_when_the_start_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
-        start(prepare(find_preset("tiny").spec, quad_gh200(), force=True, inherited={}), runs_dir=tmp_path / "runs")
+        start(
+            prepare(find_preset("tiny").spec, quad_gh200(), force=True, inherited={}),
+            runs_dir=tmp_path / "runs",
+        )
     assert [problem.code for problem in caught.value.problems] == ["not-this-machine"]
     assert not (tmp_path / "runs").exists()
 
@@ -170,9 +234,16 @@ def test_nothing_is_written_when_the_start_is_refused(tmp_path: Path) -> None:
 def test_relative_paths_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
-    spec = spec_of(model=ModelSpec(id="model"), data=data("rows.jsonl"), checkpoint=CheckpointSpec(folder="saved"))
+    spec = spec_of(
+        model=ModelSpec(id="model"),
+        data=data("rows.jsonl"),
+        checkpoint=CheckpointSpec(folder="saved"),
+    )
     absolute = with_absolute_paths(spec)
-    assert (absolute.model.id, absolute.data.source) == (str(tmp_path / "model"), str(tmp_path / "rows.jsonl"))
+    assert (absolute.model.id, absolute.data.source) == (
+        str(tmp_path / "model"),
+        str(tmp_path / "rows.jsonl"),
+    )
     assert absolute.checkpoint.folder == str(tmp_path / "saved")
     hub = spec_of(model=ModelSpec(id="owner/name"), data=data("builtin:tiny/rows.jsonl"))
     assert with_absolute_paths(hub) == hub
@@ -201,17 +272,38 @@ class TestHelpers:
 
     def test_stream(self) -> None:
         lines = ['{"done": false}', '{"done": true}']
-        assert [event["done"] for event in helpers.stream_tool("probe", {"lines": lines})] == [False, True]
+        assert [event["done"] for event in helpers.stream_tool("probe", {"lines": lines})] == [
+            False,
+            True,
+        ]
 
     def test_what_the_user_can_mend(self) -> None:
-        gated = {"code": "hub-access-denied", "field": "model.id", "value": "x", "message": "is gated", "remedy": "ask"}
+        gated = {
+            "code": "hub-access-denied",
+            "field": "model.id",
+            "value": "x",
+            "message": "is gated",
+            "remedy": "ask",
+        }
         request = {"lines": [json.dumps({"problems": [gated]})], "code": 2}
-        for call in (lambda: helpers.call_tool("probe", request), lambda: list(helpers.stream_tool("probe", request))):
+        for call in (
+            lambda: helpers.call_tool("probe", request),
+            lambda: list(helpers.stream_tool("probe", request)),
+        ):
             problem = refusal(call)
-            assert (problem.code, problem.field, problem.value) == ("hub-access-denied", "model.id", "x")
+            assert (problem.code, problem.field, problem.value) == (
+                "hub-access-denied",
+                "model.id",
+                "x",
+            )
 
     def test_a_problem_of_an_older_helper_has_no_code(self) -> None:
-        request = {"lines": ['{"problems": [{"field": "model.id", "value": "x", "message": "is gated", "remedy": "ask"}]}'], "code": 2}
+        request = {
+            "lines": [
+                '{"problems": [{"field": "model.id", "value": "x", "message": "is gated", "remedy": "ask"}]}'
+            ],
+            "code": 2,
+        }
         assert refusal(lambda: helpers.call_tool("probe", request)).code == "unknown"
 
     def test_failure_says_what_the_helper_said(self) -> None:
@@ -233,7 +325,9 @@ class TestHelpers:
         process.close()
         process.send({"lines": []})
 
-    def test_a_helper_that_hangs_is_ended_with_the_processes_that_it_started(self, tmp_path: Path) -> None:
+    def test_a_helper_that_hangs_is_ended_with_the_processes_that_it_started(
+        self, tmp_path: Path
+    ) -> None:
         (tmp_path / "so_tui_trainer" / "tools" / "hangs.py").write_text(
             "import json, signal, subprocess\n"
             "child = subprocess.Popen(['sleep', '600'], stdout=subprocess.DEVNULL)\n"
@@ -250,14 +344,19 @@ class TestHelpers:
         assert gone([answer["child"]])
 
 
-def test_a_helper_without_the_training_software_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_helper_without_the_training_software_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tools = tmp_path / "so_tui_trainer" / "tools"
     tools.mkdir(parents=True)
     for folder in (tools.parent, tools):
         (folder / "__init__.py").touch()
     (tools / "lonely.py").write_text("import no_such_torch\n")
     monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
-    for call in (lambda: helpers.call_tool("lonely", {}), lambda: list(helpers.stream_tool("lonely", {}))):
+    for call in (
+        lambda: helpers.call_tool("lonely", {}),
+        lambda: list(helpers.stream_tool("lonely", {})),
+    ):
         with pytest.raises(Refused) as caught:
             call()
         assert caught.value.codes == ("software-missing",)

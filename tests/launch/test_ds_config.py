@@ -20,7 +20,13 @@ def test_superoffload_with_our_engine() -> None:
     assert zero["stage"] == 3
     assert zero["overlap_comm"] is True
     assert zero["sub_group_size"] == zero["reduce_bucket_size"] == 1_000_000
-    users = {"device": "cpu", "pin_memory": True, "ratio": 0.7, "super_offload": True, "cpuadam_cores_perc": 0.8}
+    users = {
+        "device": "cpu",
+        "pin_memory": True,
+        "ratio": 0.7,
+        "super_offload": True,
+        "cpuadam_cores_perc": 0.8,
+    }
     assert zero["offload_optimizer"] == users
     assert config["zero_force_ds_cpu_optimizer"] is False
     assert config["bf16"] == {"enabled": True}
@@ -44,13 +50,19 @@ def test_deepspeeds_own_engine_reads_the_users_values() -> None:
     offload = OffloadSpec(engine="deepspeed", cpu_adam_cores_fraction=0.8)
     section = ds_config(plan_of(spec_of(offload=offload)))["zero_optimization"]["offload_optimizer"]
     assert (section["ratio"], section["cpuadam_cores_perc"]) == (0.9, 0.8)
-    assert ds_config(plan_of(spec_of(offload=offload)))["zero_optimization"]["overlap_comm"] is False
-    zero_offload = ds_config(plan_of(spec_of(offload=offload), mode="zerooffload"))["zero_optimization"]["offload_optimizer"]
+    assert (
+        ds_config(plan_of(spec_of(offload=offload)))["zero_optimization"]["overlap_comm"] is False
+    )
+    zero_offload = ds_config(plan_of(spec_of(offload=offload), mode="zerooffload"))[
+        "zero_optimization"
+    ]["offload_optimizer"]
     assert zero_offload == {"device": "cpu", "pin_memory": True, "ratio": 0.9}
 
 
 @pytest.mark.parametrize(("gpus", "micro_batch"), [(1, 4), (2, 2), (4, 1)])
-def test_as_published_deepspeed_reads_the_block_of_its_examples(gpus: int, micro_batch: int) -> None:
+def test_as_published_deepspeed_reads_the_block_of_its_examples(
+    gpus: int, micro_batch: int
+) -> None:
     spec = as_published(msgspec.structs.replace(find_preset("llama-3.1-8b").spec, gpus=gpus))
     plan = make_plan(spec, quad_gh200())
     assert plan.spec.train.micro_batch == micro_batch
@@ -62,20 +74,34 @@ def test_as_published_deepspeed_reads_the_block_of_its_examples(gpus: int, micro
             "overlap_comm": False,
             "reduce_bucket_size": 400_000_000,
             "sub_group_size": 400_000_000,
-            "offload_optimizer": {"device": "cpu", "pin_memory": True, "ratio": 0.8, "super_offload": True, "cpuadam_cores_perc": 0.9},
+            "offload_optimizer": {
+                "device": "cpu",
+                "pin_memory": True,
+                "ratio": 0.8,
+                "super_offload": True,
+                "cpuadam_cores_perc": 0.9,
+            },
         },
         "wall_clock_breakdown": True,
     }
 
 
 @pytest.mark.parametrize(("deepspeed", "clipping"), [("0.19.8", 1.0), ("0.19.7", 0.0), (None, 1.0)])
-def test_without_a_clipping_key_the_plan_has_deepspeeds_default(deepspeed: str | None, clipping: float) -> None:
+def test_without_a_clipping_key_the_plan_has_deepspeeds_default(
+    deepspeed: str | None, clipping: float
+) -> None:
     machine = quad_gh200()
-    machine = msgspec.structs.replace(machine, software=msgspec.structs.replace(machine.software, deepspeed=deepspeed))
+    machine = msgspec.structs.replace(
+        machine, software=msgspec.structs.replace(machine.software, deepspeed=deepspeed)
+    )
     spec = find_preset("qwen3-14b:as-published").spec
     assert make_plan(spec, machine).spec.train.gradient_clipping == clipping
-    explicit = msgspec.structs.replace(spec, offload=msgspec.structs.replace(spec.offload, config="published-clipping"))
-    explicit = msgspec.structs.replace(explicit, train=msgspec.structs.replace(explicit.train, gradient_clipping=0.5))
+    explicit = msgspec.structs.replace(
+        spec, offload=msgspec.structs.replace(spec.offload, config="published-clipping")
+    )
+    explicit = msgspec.structs.replace(
+        explicit, train=msgspec.structs.replace(explicit.train, gradient_clipping=0.5)
+    )
     assert ds_config(make_plan(explicit, machine))["gradient_clipping"] == 0.5
 
 
@@ -87,13 +113,20 @@ def test_gpu_mode_offloads_nothing() -> None:
 @pytest.mark.parametrize("clipping", [0.0, 1.0, 0.25])
 @pytest.mark.parametrize("mode", ["superoffload", "zerooffload", "gpu"])
 def test_gradient_clipping_is_always_written(clipping: float, mode: Mode) -> None:
-    assert ds_config(plan_of(spec_of(train=TrainSpec(gradient_clipping=clipping)), mode=mode))["gradient_clipping"] == clipping
+    assert (
+        ds_config(plan_of(spec_of(train=TrainSpec(gradient_clipping=clipping)), mode=mode))[
+            "gradient_clipping"
+        ]
+        == clipping
+    )
 
 
 @pytest.mark.parametrize("preset", ["qwen3-14b", "qwen3-14b:as-published"])
 def test_deepspeed_writes_as_much_to_the_log_as_was_asked_for(preset: str) -> None:
     spec = find_preset(preset).spec
-    asked = msgspec.structs.replace(spec, train=msgspec.structs.replace(spec.train, log_level="debug"))
+    asked = msgspec.structs.replace(
+        spec, train=msgspec.structs.replace(spec.train, log_level="debug")
+    )
     usual, more = (ds_config(make_plan(one, quad_gh200())) for one in (spec, asked))
     assert more == usual | {"log_level": "debug"}
 
@@ -101,17 +134,31 @@ def test_deepspeed_writes_as_much_to_the_log_as_was_asked_for(preset: str) -> No
 def test_gradients_accumulate_in_fp32() -> None:
     train = TrainSpec(micro_batch=2, gradient_accumulation=8)
     config = published_config(plan_of(spec_of(train=train)))
-    assert (config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]) == (2, 8)
+    assert (config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]) == (
+        2,
+        8,
+    )
     assert config["data_types"] == {"grad_accum_dtype": "fp32"}
-    single = published_config(plan_of(spec_of(train=msgspec.structs.replace(train, gradient_accumulation=1))))
+    single = published_config(
+        plan_of(spec_of(train=msgspec.structs.replace(train, gradient_accumulation=1)))
+    )
     assert "data_types" not in single
 
 
 @pytest.mark.parametrize(
-    ("preset", "layer", "live"), [("llama-3.1-8b", 218_112_000, 436_224_000), ("llama-3.3-70b", 855_654_400, 1_711_308_800)]
+    ("preset", "layer", "live"),
+    [("llama-3.1-8b", 218_112_000, 436_224_000), ("llama-3.3-70b", 855_654_400, 1_711_308_800)],
 )
-def test_several_gpus_gather_the_next_layer_while_one_computes(preset: str, layer: int, live: int) -> None:
+def test_several_gpus_gather_the_next_layer_while_one_computes(
+    preset: str, layer: int, live: int
+) -> None:
     spec = find_preset(preset).spec
     zero = ds_config(plan_of(spec))["zero_optimization"]
-    assert (zero["stage3_prefetch_bucket_size"], zero["stage3_max_live_parameters"]) == (layer, live)
-    assert "stage3_prefetch_bucket_size" not in ds_config(plan_of(spec, cpus=((0,),)))["zero_optimization"]
+    assert (zero["stage3_prefetch_bucket_size"], zero["stage3_max_live_parameters"]) == (
+        layer,
+        live,
+    )
+    assert (
+        "stage3_prefetch_bucket_size"
+        not in ds_config(plan_of(spec, cpus=((0,),)))["zero_optimization"]
+    )

@@ -14,11 +14,15 @@ from so_tui.spec.sections.offload import OffloadSpec
 from so_tui.spec.types import RunSpec
 from tests.support.plans import cpu_machine, plan_of, quad_gh200, spec_of
 
-ALLOCATOR_2_13 = "expandable_segments:True,pinned_max_round_threshold_mb:64,pinned_max_cached_size_mb:64"
+ALLOCATOR_2_13 = (
+    "expandable_segments:True,pinned_max_round_threshold_mb:64,pinned_max_cached_size_mb:64"
+)
 NODE = tuple(range(72))
 
 
-def changes(machine: Machine, inherited: dict[str, str], spec: RunSpec | None = None) -> dict[str, str | None]:
+def changes(
+    machine: Machine, inherited: dict[str, str], spec: RunSpec | None = None
+) -> dict[str, str | None]:
     plan = plan_of(spec or spec_of(), cpus=(NODE,), gpus=bool(machine.gpus))
     return environment.shown(environment.variables(plan, machine, inherited))
 
@@ -49,7 +53,11 @@ def test_a_run_that_an_alert_command_starts_is_no_part_of_that_command() -> None
 def test_nothing_listens_on_a_network_whatever_a_site_names() -> None:
     shown = changes(quad_gh200(), {"NCCL_SOCKET_IFNAME": "hsn0", "NCCL_RAS_ENABLE": "1"})
     assert shown["SO_TUI_RENDEZVOUS"] == Placeholder.RENDEZVOUS
-    assert (shown["GLOO_SOCKET_IFNAME"], shown["NCCL_SOCKET_IFNAME"], shown["NCCL_RAS_ENABLE"]) == ("lo", "lo", "0")
+    assert (shown["GLOO_SOCKET_IFNAME"], shown["NCCL_SOCKET_IFNAME"], shown["NCCL_RAS_ENABLE"]) == (
+        "lo",
+        "lo",
+        "0",
+    )
 
 
 def test_interpreters_tools_are_found() -> None:
@@ -63,7 +71,9 @@ def test_affinity_settings_that_fight_the_binding_are_removed_only_where_set() -
     assert shown["KMP_AFFINITY"] is None
     assert "GOMP_CPU_AFFINITY" not in shown
     plan = plan_of(spec_of())
-    variables = environment.variables(plan, quad_gh200(), {"KMP_AFFINITY": "compact", "NCCL_DEBUG": "INFO"})
+    variables = environment.variables(
+        plan, quad_gh200(), {"KMP_AFFINITY": "compact", "NCCL_DEBUG": "INFO"}
+    )
     applied = environment.apply(variables, {"KMP_AFFINITY": "compact", "NCCL_DEBUG": "INFO"})
     assert "KMP_AFFINITY" not in applied
     assert applied["NCCL_DEBUG"] == "INFO"
@@ -76,11 +86,15 @@ def test_accelerator_of_a_machine_without_gpus() -> None:
 
 
 def test_gpus_are_numbered_as_in_the_plan() -> None:
-    shown = changes(quad_gh200(), {"CUDA_VISIBLE_DEVICES": "2,3", "CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+    shown = changes(
+        quad_gh200(), {"CUDA_VISIBLE_DEVICES": "2,3", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    )
     assert shown["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert shown["CUDA_VISIBLE_DEVICES"] is None
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in shown
-    shown = changes(named_machine("mi300a-4"), {"ROCR_VISIBLE_DEVICES": "2", "HIP_VISIBLE_DEVICES": "0"})
+    shown = changes(
+        named_machine("mi300a-4"), {"ROCR_VISIBLE_DEVICES": "2", "HIP_VISIBLE_DEVICES": "0"}
+    )
     assert shown["ROCR_VISIBLE_DEVICES"] is shown["HIP_VISIBLE_DEVICES"] is None
 
 
@@ -93,11 +107,20 @@ def test_gpus_are_numbered_as_in_the_plan() -> None:
         ("2.9.1", "0.19.8", True, ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")),
         ("2.9.1", "0.18.0", True, ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")),
         ("2.9.1", "0.18.0", False, None),
-        ("2.13.0", "0.18.0", False, ("PYTORCH_ALLOC_CONF", ALLOCATOR_2_13.removeprefix("expandable_segments:True,"))),
+        (
+            "2.13.0",
+            "0.18.0",
+            False,
+            ("PYTORCH_ALLOC_CONF", ALLOCATOR_2_13.removeprefix("expandable_segments:True,")),
+        ),
     ],
 )
-def test_allocator_setting_by_version(torch: str, deepspeed: str, own: bool, expected: tuple[str, str] | None) -> None:
-    variable = environment.allocator_variable(Software(torch=torch, deepspeed=deepspeed), deepspeed_engine=not own)
+def test_allocator_setting_by_version(
+    torch: str, deepspeed: str, own: bool, expected: tuple[str, str] | None
+) -> None:
+    variable = environment.allocator_variable(
+        Software(torch=torch, deepspeed=deepspeed), deepspeed_engine=not own
+    )
     assert (variable and (variable.name, variable.value)) == expected
 
 
@@ -107,14 +130,24 @@ def test_users_allocator_setting_stands() -> None:
 
 
 def test_engine_decides_about_expandable_segments() -> None:
-    old = quad_gh200(software=msgspec.structs.replace(quad_gh200().software, torch="2.9.0", deepspeed="0.18.0"))
+    old = quad_gh200(
+        software=msgspec.structs.replace(quad_gh200().software, torch="2.9.0", deepspeed="0.18.0")
+    )
     assert changes(old, {})["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
-    assert "PYTORCH_CUDA_ALLOC_CONF" not in changes(old, {}, spec_of(offload=OffloadSpec(engine="deepspeed")))
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in changes(
+        old, {}, spec_of(offload=OffloadSpec(engine="deepspeed"))
+    )
 
 
 @pytest.mark.parametrize(
     ("given", "valid"),
-    [("9.0a", "9.0"), ("8.0;9.0a+PTX", "8.0;9.0+PTX"), ("9.0 9.0a", "9.0"), ("10.0f;9.0", "10.0;9.0"), ("Hopper", "Hopper")],
+    [
+        ("9.0a", "9.0"),
+        ("8.0;9.0a+PTX", "8.0;9.0+PTX"),
+        ("9.0 9.0a", "9.0"),
+        ("10.0f;9.0", "10.0;9.0"),
+        ("Hopper", "Hopper"),
+    ],
 )
 def test_arch_list(given: str, valid: str) -> None:
     assert environment.valid_arch_list(given) == valid
@@ -131,6 +164,9 @@ def test_embedded_runs_never_ask_the_hub() -> None:
     assert "HF_HUB_OFFLINE" not in changes(cpu_machine(), {}, hub)
 
 
-@pytest.mark.parametrize(("text", "numbers"), [("2.13.0+cpu", (2, 13, 0)), ("0.18", (0, 18)), (None, ()), ("unknown", ())])
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [("2.13.0+cpu", (2, 13, 0)), ("0.18", (0, 18)), (None, ()), ("unknown", ())],
+)
 def test_version(text: str | None, numbers: tuple[int, ...]) -> None:
     assert version_numbers(text) == numbers

@@ -23,7 +23,14 @@ from tests.launch.test_slow_causes import MACHINE, plan, sample
 from tests.support.records import step_record
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-NAMES = ("compare-h200", "whole-program-h200", "offload-h200", "offload-h200-x2", "offload-h200-x4", "offload-h100-x2")
+NAMES = (
+    "compare-h200",
+    "whole-program-h200",
+    "offload-h200",
+    "offload-h200-x2",
+    "offload-h200-x4",
+    "offload-h100-x2",
+)
 LEAST_WARMUP = 2
 HOUR_S = 3600.0
 PLANNED_S = 3.0
@@ -34,7 +41,9 @@ def measured_runs() -> Iterator[list[float]]:
     for name in NAMES:
         found: Any = json.loads((RESULTS / f"{name}.json").read_text())
         for row in found if isinstance(found, list) else found["rows"]:
-            steps = [step["step_s"] for step in row.get("steps", ()) if isinstance(step, dict)][max(LEAST_WARMUP, row.get("warmup", 0)) :]
+            steps = [step["step_s"] for step in row.get("steps", ()) if isinstance(step, dict)][
+                max(LEAST_WARMUP, row.get("warmup", 0)) :
+            ]
             if len(steps) > 2:
                 yield [step_s / median(steps) for step_s in steps]
 
@@ -44,7 +53,12 @@ RUNS = list(measured_runs())
 
 def said(usual_s: float, hours: int, seed: int) -> list[Slowdown]:
     """Return what a watch says while steps usually take so many seconds, with the noise of runs drawn at random, one after the other."""
-    chance, watching, now, step = random.Random(seed), SlowWatch(plan(PLANNED_S), MACHINE, attempt=1), 0.0, 0
+    chance, watching, now, step = (
+        random.Random(seed),
+        SlowWatch(plan(PLANNED_S), MACHINE, attempt=1),
+        0.0,
+        0,
+    )
     found: list[Slowdown] = []
     while now < hours * HOUR_S:
         for noise in chance.choice(RUNS):
@@ -64,7 +78,9 @@ def test_the_noise_is_that_of_real_hardware() -> None:
 
 
 @pytest.mark.parametrize("off", [0.9, 1.0, 1.1])
-def test_ten_hours_of_ordinary_noise_raise_no_alarm_though_the_plan_is_a_little_off(off: float) -> None:
+def test_ten_hours_of_ordinary_noise_raise_no_alarm_though_the_plan_is_a_little_off(
+    off: float,
+) -> None:
     assert said(off * PLANNED_S, hours=10, seed=19) == []
 
 
@@ -74,8 +90,14 @@ def test_steps_that_take_a_third_longer_do() -> None:
 
 def test_a_recorded_run_tells_again_when_it_was_slow() -> None:
     """``benchmarks/false_alarms.py`` reads runs that have no time of a step in their plan."""
-    usual = [step_record(step, time=1e9 + step, step_s=1.0, forward_s=0.4, backward_s=0.4, data_s=0.0) for step in range(1, 301)]
-    slow = [replace(record, step=300 + record.step, time=record.time + 300, step_s=1.5) for record in usual]
+    usual = [
+        step_record(step, time=1e9 + step, step_s=1.0, forward_s=0.4, backward_s=0.4, data_s=0.0)
+        for step in range(1, 301)
+    ]
+    slow = [
+        replace(record, step=300 + record.step, time=record.time + 300, step_s=1.5)
+        for record in usual
+    ]
     records, samples = [*usual, *slow], [sample(float(second)) for second in range(1, 601)]
     known = with_step_time(replace(plan(PLANNED_S), step=None), records)
     assert known.step is not None
@@ -83,4 +105,6 @@ def test_a_recorded_run_tells_again_when_it_was_slow() -> None:
     assert with_step_time(plan(PLANNED_S), records) == plan(PLANNED_S)
     assert list(slow_moments(known, MACHINE, 1, usual, samples)) == []
     (alarm,) = slow_moments(known, MACHINE, 1, records, samples)
-    assert 1e9 + 300 + 90 <= alarm.time <= 1e9 + 300 + 120, "most steps of both halves of two minutes must be slow"
+    assert 1e9 + 300 + 90 <= alarm.time <= 1e9 + 300 + 120, (
+        "most steps of both halves of two minutes must be slow"
+    )

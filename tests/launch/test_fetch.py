@@ -20,8 +20,15 @@ pytestmark = pytest.mark.system
 CHUNK_BYTES = 10 << 20
 """What the hub's client writes, and resumes from, at once."""
 WEIGHTS_BYTES = CHUNK_BYTES + (1 << 20)
-MODEL = {name: Path(resolve_source(f"builtin:tiny/{name}")).read_bytes() for name in ("tokenizer.json", "tokenizer_config.json")}
-MODEL |= {"config.json": b'{"model_type": "llama"}', "model.safetensors": bytes(WEIGHTS_BYTES), "pytorch_model.bin": b"a program"}
+MODEL = {
+    name: Path(resolve_source(f"builtin:tiny/{name}")).read_bytes()
+    for name in ("tokenizer.json", "tokenizer_config.json")
+}
+MODEL |= {
+    "config.json": b'{"model_type": "llama"}',
+    "model.safetensors": bytes(WEIGHTS_BYTES),
+    "pytorch_model.bin": b"a program",
+}
 ROWS = Path(resolve_source("builtin:tiny/rows.jsonl")).read_bytes()
 
 
@@ -38,7 +45,16 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 def fetch(**changes: str) -> list[dict[str, Any]]:
     """Fetch what a preset of ``owner/model`` and ``owner/rows`` needs, and return what was reported."""
-    spec: RunSpec = tiny(**({"model__id": "owner/model", "model__weights": "pretrained", "data__source": "owner/rows"} | changes))
+    spec: RunSpec = tiny(
+        **(
+            {
+                "model__id": "owner/model",
+                "model__weights": "pretrained",
+                "data__source": "owner/rows",
+            }
+            | changes
+        )
+    )
     return list(stream_tool("fetch", {"spec": spec_tree(spec)}))
 
 
@@ -49,17 +65,38 @@ def refused(**changes: str) -> list[str]:
     return codes(caught)
 
 
-def test_everything_is_downloaded_once_whatever_happens_to_connections(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, _ = hub.add("models", "owner/model", MODEL, MODEL | {"chat_template.jinja": b"{{ messages }}"}, tags=("v1",))
+def test_everything_is_downloaded_once_whatever_happens_to_connections(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, _ = hub.add(
+        "models",
+        "owner/model",
+        MODEL,
+        MODEL | {"chat_template.jinja": b"{{ messages }}"},
+        tags=("v1",),
+    )
     hub.cuts["model.safetensors"] = [CHUNK_BYTES + 1]
     told = fetch(model__revision="v1")
     wanted = sum(len(content) for name, content in MODEL.items() if name != "pytorch_model.bin")
     assert (told[0]["total_bytes"], told[-1]["bytes"]) == (wanted, wanted)
     steps = [event["done_bytes"] for event in told if "done_bytes" in event]
     assert steps == sorted(steps)
-    assert CHUNK_BYTES < next(event["done_bytes"] for event in told if event.get("partial") and event["done_bytes"] > CHUNK_BYTES) < wanted
-    assert [(asked.status, asked.range) for asked in hub.downloads("model.safetensors")] == [(200, ""), (206, f"bytes={CHUNK_BYTES}-")]
-    assert all(first in asked.path for asked in hub.downloads("model.safetensors")), "the revision that was named, not the newest"
+    assert (
+        CHUNK_BYTES
+        < next(
+            event["done_bytes"]
+            for event in told
+            if event.get("partial") and event["done_bytes"] > CHUNK_BYTES
+        )
+        < wanted
+    )
+    assert [(asked.status, asked.range) for asked in hub.downloads("model.safetensors")] == [
+        (200, ""),
+        (206, f"bytes={CHUNK_BYTES}-"),
+    ]
+    assert all(first in asked.path for asked in hub.downloads("model.safetensors")), (
+        "the revision that was named, not the newest"
+    )
     assert hub.downloads("train.jsonl")
     assert not hub.downloads("pytorch_model.bin"), "pickled weights stay on the hub"
 
@@ -99,7 +136,9 @@ def test_gated_models_need_a_token_with_access(hub: Hub, monkeypatch: pytest.Mon
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     assert fetch()[-1]["done"]
     cached = Path(os.environ["HF_HOME"])
-    assert not any(TOKEN.encode() in path.read_bytes() for path in cached.rglob("*") if path.is_file()), "tokens are not written down"
+    assert not any(
+        TOKEN.encode() in path.read_bytes() for path in cached.rglob("*") if path.is_file()
+    ), "tokens are not written down"
 
 
 def test_what_is_not_on_the_hub(hub: Hub) -> None:

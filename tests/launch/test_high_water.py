@@ -12,16 +12,32 @@ RANKS = tuple(Process(pid=10 + rank, start_time=1, role="rank", rank=rank) for r
 WORKERS = tuple(Process(pid=20 + rank, start_time=1, role="adam", rank=rank) for rank in (0, 1))
 
 
-def status(root: Path, pid: int, resident_mb: int, files_mb: int, shared_mb: int, highest_mb: int | None = None) -> None:
+def status(
+    root: Path,
+    pid: int,
+    resident_mb: int,
+    files_mb: int,
+    shared_mb: int,
+    highest_mb: int | None = None,
+) -> None:
     folder = root / f"proc/{pid}"
     folder.mkdir(parents=True, exist_ok=True)
-    sizes = {"VmHWM": highest_mb or resident_mb, "VmRSS": resident_mb, "RssFile": files_mb, "RssShmem": shared_mb}
-    (folder / "status").write_text("Name:\tpython\n" + "".join(f"{name}:\t{1024 * size} kB\n" for name, size in sizes.items()))
+    sizes = {
+        "VmHWM": highest_mb or resident_mb,
+        "VmRSS": resident_mb,
+        "RssFile": files_mb,
+        "RssShmem": shared_mb,
+    }
+    (folder / "status").write_text(
+        "Name:\tpython\n" + "".join(f"{name}:\t{1024 * size} kB\n" for name, size in sizes.items())
+    )
 
 
 def test_memory_that_was_given_back_is_remembered() -> None:
     program = "block = bytearray(200_000_000); block[::4096] = b'1' * len(block[::4096]); del block; print('done', flush=True); input()"
-    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
         assert child.stdout is not None
         child.stdout.readline()
         highest = HighWater().read([Process(pid=child.pid, start_time=1)])
@@ -32,7 +48,13 @@ def test_memory_that_was_given_back_is_remembered() -> None:
 
 def test_what_processes_share_counts_once(tmp_path: Path) -> None:
     for process in RANKS:
-        status(tmp_path, process.pid, resident_mb=5_000 + 1_000 + 40_000, files_mb=1_000, shared_mb=40_000)
+        status(
+            tmp_path,
+            process.pid,
+            resident_mb=5_000 + 1_000 + 40_000,
+            files_mb=1_000,
+            shared_mb=40_000,
+        )
     for process in WORKERS:
         status(tmp_path, process.pid, resident_mb=10 + 5 + 50_000, files_mb=5, shared_mb=50_000)
     highest = HighWater().read([*RANKS, *WORKERS], tmp_path)
@@ -59,7 +81,14 @@ def test_what_was_given_back_before_others_came_is_not_added_to_them(tmp_path: P
     assert water.read([rank], tmp_path) == 10_000 << 20
     status(tmp_path, worker.pid, resident_mb=56_000, files_mb=0, shared_mb=56_000)
     for highest_mb in (10_000, 9_999, 10_000):  # as exact as the kernel's counters
-        status(tmp_path, rank.pid, resident_mb=2_000, files_mb=1_000, shared_mb=0, highest_mb=highest_mb)
+        status(
+            tmp_path,
+            rank.pid,
+            resident_mb=2_000,
+            files_mb=1_000,
+            shared_mb=0,
+            highest_mb=highest_mb,
+        )
         assert water.read([rank, worker], tmp_path) == 58_000 << 20
 
 

@@ -54,8 +54,12 @@ def test_a_numa_node_with_other_cores_or_less_memory() -> None:
         return replace(QUAD, numa_nodes=(replace(first, **changes), *others))
 
     assert codes_on(with_node(cpus=first.cpus[1:])) == {"numa-node-differs"}
-    assert codes_on(with_node(memory_total_bytes=first.memory_total_bytes // 2)) == {"numa-node-differs"}
-    refuse_different_host(LAUNCH, with_node(memory_total_bytes=int(0.95 * first.memory_total_bytes)))
+    assert codes_on(with_node(memory_total_bytes=first.memory_total_bytes // 2)) == {
+        "numa-node-differs"
+    }
+    refuse_different_host(
+        LAUNCH, with_node(memory_total_bytes=int(0.95 * first.memory_total_bytes))
+    )
     refuse_different_host(LAUNCH, replace(with_node(memory_total_bytes=1), memory_grows=True))
     unused = replace(others[-1], memory_total_bytes=1)
     refuse_different_host(LAUNCH, replace(QUAD, numa_nodes=(first, *others[:-1], unused)))
@@ -64,7 +68,9 @@ def test_a_numa_node_with_other_cores_or_less_memory() -> None:
 def test_other_software_is_named_and_not_refused() -> None:
     host = replace(QUAD, software=replace(QUAD.software, torch="1.0"))
     refuse_different_host(LAUNCH, host)
-    assert [difference.code for difference in software_differences(QUAD, host)] == ["software-differs"]
+    assert [difference.code for difference in software_differences(QUAD, host)] == [
+        "software-differs"
+    ]
     assert software_differences(QUAD, QUAD) == ()
 
 
@@ -84,7 +90,9 @@ def test_the_supervisor_starts_nothing_on_another_host(tmp_path: Path) -> None:
     here = replace(inspect_machine(), gpus=())
     cores = max(here.online_cpus) + 1
     launch = prepare(replace(find_preset("tiny").spec, gpus=1), here, force=True)
-    elsewhere = replace(launch.plan.binding[0], cpus=(cores,), main_cpus=(cores,), adam_cpus=(cores,))
+    elsewhere = replace(
+        launch.plan.binding[0], cpus=(cores,), main_cpus=(cores,), adam_cpus=(cores,)
+    )
     launch = replace(launch, plan=replace(launch.plan, binding=(elsewhere,)))
     run = create_run(launch.spec, tmp_path)
     write_launch(run, new_attempt(run), launch)

@@ -14,7 +14,10 @@ from so_tui.runs.directory import RunDirectory
 
 
 @pytest.mark.parametrize("name", ["launch.json", "plan.json"])
-@pytest.mark.parametrize("content", [b"[" * 100_000, b'{"argv":["\xff"],"spec":"\xff"}', b'{"argv":' + b"9" * 5000 + b"}"])
+@pytest.mark.parametrize(
+    "content",
+    [b"[" * 100_000, b'{"argv":["\xff"],"spec":"\xff"}', b'{"argv":' + b"9" * 5000 + b"}"],
+)
 def test_a_hostile_launch_file_is_a_damaged_one(name: str, content: bytes, tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.attempt_dir(1).mkdir(parents=True)

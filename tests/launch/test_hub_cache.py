@@ -23,7 +23,10 @@ PHI_4 = CATALOG.presets["phi-4"].spec
 
 
 def missing(spec: RunSpec, home: Path) -> list[tuple[str, str]]:
-    return [(problem.field, problem.value) for problem in not_cached(spec, {"HF_HOME": str(home)}, "here")]
+    return [
+        (problem.field, problem.value)
+        for problem in not_cached(spec, {"HF_HOME": str(home)}, "here")
+    ]
 
 
 def snapshot(home: Path, name: str, *files: str, revision: str = "main") -> Path:
@@ -39,7 +42,10 @@ def snapshot(home: Path, name: str, *files: str, revision: str = "main") -> Path
 
 
 def test_model_and_data_must_be_there(tmp_path: Path) -> None:
-    assert missing(PHI_4, tmp_path) == [("model.id", "microsoft/phi-4"), ("data.source", "tatsu-lab/alpaca")]
+    assert missing(PHI_4, tmp_path) == [
+        ("model.id", "microsoft/phi-4"),
+        ("data.source", "tatsu-lab/alpaca"),
+    ]
     snapshot(tmp_path, PHI_4.model.id, "config.json", "model.safetensors", "tokenizer.json")
     assert missing(PHI_4, tmp_path) == [("data.source", "tatsu-lab/alpaca")]
     (tmp_path / "datasets" / "tatsu-lab___alpaca").mkdir(parents=True)
@@ -48,7 +54,9 @@ def test_model_and_data_must_be_there(tmp_path: Path) -> None:
 
 def test_half_a_download_is_missing_by_the_name_of_a_file(tmp_path: Path) -> None:
     folder = snapshot(tmp_path, PHI_4.model.id, "config.json", "tokenizer.json", "a.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}})
+    )
     (problem, *_) = not_cached(PHI_4, {"HF_HOME": str(tmp_path)}, "here")
     assert (problem.code, problem.field) == ("not-cached", "model.id")
     assert "b.safetensors" in problem.message
@@ -82,7 +90,11 @@ def test_what_is_built_in_or_a_folder_needs_no_cache(tmp_path: Path) -> None:
 def test_every_source_of_a_mixture_and_the_held_out_data_count(tmp_path: Path) -> None:
     sources = (DataSource(source="one/a"), DataSource(source="two/b"))
     mixture = replace(tiny(), data=replace(tiny().data, source=sources, evaluation="three/c"))
-    assert missing(mixture, tmp_path) == [("data.source", "one/a"), ("data.source", "two/b"), ("data.evaluation", "three/c")]
+    assert missing(mixture, tmp_path) == [
+        ("data.source", "one/a"),
+        ("data.source", "two/b"),
+        ("data.evaluation", "three/c"),
+    ]
 
 
 @pytest.mark.parametrize("internet", [True, False])
@@ -94,12 +106,16 @@ def test_a_run_is_submitted_only_if_nodes_without_internet_have_everything(
     lines = f'title = "Ours"\npython = "python3"\ninternet = {str(internet).lower()}\n[environment]\nHF_HOME = "{tmp_path}"\n'
     (user_sites() / "ours.toml").write_text(lines)
     spec = replace(PHI_4, slurm=replace(PHI_4.slurm, partition="gh", site="ours"))
-    launch = Launch(plan=plan_of(spec), machine=QUAD, ds_config={}, argv=(), environment=(), forced=True)
+    launch = Launch(
+        plan=plan_of(spec), machine=QUAD, ds_config={}, argv=(), environment=(), forced=True
+    )
     if internet:
         checks_elsewhere(launch, runs_dir=tmp_path)
     else:
         with pytest.raises(InputError) as caught:
             checks_elsewhere(launch, runs_dir=tmp_path)
         assert [problem.code for problem in caught.value.problems] == ["not-cached", "not-cached"]
-    script = batch_script(spec, load_site("ours"), gpus=1, run=tmp_path / "run", attempt=1, python="python")
+    script = batch_script(
+        spec, load_site("ours"), gpus=1, run=tmp_path / "run", attempt=1, python="python"
+    )
     assert ("export HF_HUB_OFFLINE=1" in script) == (not internet)

@@ -34,7 +34,16 @@ class Interrupted(LocalExecutor):
     def exit_code(self) -> int | None:
         if self._too_late:
             supervisor = identify(os.getpid(), "supervisor")
-            write_state(self._run, RunState(name=self._run.name, state="starting", started=0.0, attempt=1, supervisor=supervisor))
+            write_state(
+                self._run,
+                RunState(
+                    name=self._run.name,
+                    state="starting",
+                    started=0.0,
+                    attempt=1,
+                    supervisor=supervisor,
+                ),
+            )
         raise KeyboardInterrupt
 
 
@@ -45,7 +54,10 @@ class Recording(LocalExecutor):
         self.run = run
         self.launch = read_launch(self.run, attempt, socket.gethostname())
         supervisor = identify(os.getpid(), "supervisor")
-        write_state(self.run, RunState(name=self.run.name, state="stopped", attempt=attempt, supervisor=supervisor))
+        write_state(
+            self.run,
+            RunState(name=self.run.name, state="stopped", attempt=attempt, supervisor=supervisor),
+        )
         return self
 
     def exit_code(self) -> int | None:
@@ -65,7 +77,9 @@ class Unreadable(LocalExecutor):
         return None
 
 
-def test_what_was_prepared_is_what_starts(tmp_path: Path, two_ranks: RunSpec, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_prepared_is_what_starts(
+    tmp_path: Path, two_ranks: RunSpec, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     launch = prepare(two_ranks, machine, force=True)
     executor = Recording()
     with monkeypatch.context() as patch:
@@ -80,7 +94,9 @@ def test_what_was_prepared_is_what_starts(tmp_path: Path, two_ranks: RunSpec, ma
     assert read_spec(run) == again.spec
 
 
-def test_a_resume_needs_what_the_run_saved_or_the_wish_to_start_over(tmp_path: Path, two_ranks: RunSpec, machine: Machine) -> None:
+def test_a_resume_needs_what_the_run_saved_or_the_wish_to_start_over(
+    tmp_path: Path, two_ranks: RunSpec, machine: Machine
+) -> None:
     run = start(prepare(two_ranks, machine, force=True), runs_dir=tmp_path, executor=Recording())
     write_state(run, msgspec.structs.replace(read_state(run), saved_step=11))
     with pytest.raises(Refused) as caught:
@@ -102,7 +118,10 @@ def test_a_resume_onto_a_full_disk_is_refused_and_leaves_no_attempt(
     again = msgspec.structs.replace(prepare_resume(run, machine, force=True), forced=False)
     with monkeypatch.context() as patch:
         patch.setattr("so_tui.launch.checks._refuse_missing_compiler", lambda *_: None)
-        patch.setattr("so_tui.launch.checks.shutil.disk_usage", lambda _: SimpleNamespace(total=2**40, free=4096))
+        patch.setattr(
+            "so_tui.launch.checks.shutil.disk_usage",
+            lambda _: SimpleNamespace(total=2**40, free=4096),
+        )
         with pytest.raises(Refused) as caught:
             resume(run, again, executor=Recording())
     assert "disk-too-small" in caught.value.codes
@@ -122,7 +141,9 @@ def test_a_resume_closes_a_run_of_an_older_version_and_leaves_a_shared_one(
     assert run.path.stat().st_mode & 0o777 == after
 
 
-def test_an_interrupted_start_leaves_nothing_or_stops_what_lives_already(tmp_path: Path, two_ranks: RunSpec, machine: Machine) -> None:
+def test_an_interrupted_start_leaves_nothing_or_stops_what_lives_already(
+    tmp_path: Path, two_ranks: RunSpec, machine: Machine
+) -> None:
     launch = prepare(two_ranks, machine, force=True)
     for too_late, left in ((False, 0), (True, 1)):
         with pytest.raises(KeyboardInterrupt):
@@ -133,7 +154,9 @@ def test_an_interrupted_start_leaves_nothing_or_stops_what_lives_already(tmp_pat
     assert control.pending(run) == {"stop"}
 
 
-def test_a_start_whose_state_cannot_be_read_deletes_nothing(tmp_path: Path, two_ranks: RunSpec, machine: Machine) -> None:
+def test_a_start_whose_state_cannot_be_read_deletes_nothing(
+    tmp_path: Path, two_ranks: RunSpec, machine: Machine
+) -> None:
     executor = Unreadable()
     with pytest.raises(InputError) as caught:
         start(prepare(two_ranks, machine, force=True), runs_dir=tmp_path, executor=executor)

@@ -40,7 +40,9 @@ def test_all_or_none(tmp_path: Path) -> None:
 
 def test_a_child_with_the_descriptor_keeps_the_lock(tmp_path: Path) -> None:
     lock = locks.take(tmp_path, "gpu-1", ME)
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=[lock.descriptor]) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=[lock.descriptor]
+    ) as child:
         lock.release()
         with pytest.raises(locks.LockTakenError):
             locks.take(tmp_path, "gpu-1", ME)
@@ -64,19 +66,27 @@ def test_a_lock_whose_file_a_cleaner_removed_is_taken_again(tmp_path: Path) -> N
 def test_the_folder_is_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     folder = locks.lock_folder()
-    assert folder == Path(f"/tmp/so-tui-{os.getuid()}"), "the same in a shell that has no XDG_RUNTIME_DIR"
+    assert folder == Path(f"/tmp/so-tui-{os.getuid()}"), (
+        "the same in a shell that has no XDG_RUNTIME_DIR"
+    )
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
 @pytest.mark.slow
-def test_the_supervisor_holds_the_gpus_or_the_run_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_supervisor_holds_the_gpus_or_the_run_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The check before the start may be too early: what counts is who has the lock when the processes are started."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     machine, plan = quad_gh200(hostname=socket.gethostname()), plan_of(spec_of(), gpus=True)
     run = create_run(plan.spec, tmp_path / "runs")
     attempt = new_attempt(run)
     write_launch(run, attempt, launch_with(plan, machine))
-    lock = locks.take(locks.lock_folder(), locks.gpu_lock_name(machine.gpus[0]), locks.Holder(run="/runs/busy-one", pid=77))
+    lock = locks.take(
+        locks.lock_folder(),
+        locks.gpu_lock_name(machine.gpus[0]),
+        locks.Holder(run="/runs/busy-one", pid=77),
+    )
     code = supervise_to_end(run, attempt)
     lock.release()
     state = read_state(run)
@@ -84,12 +94,18 @@ def test_the_supervisor_holds_the_gpus_or_the_run_fails(tmp_path: Path, monkeypa
     assert "GPU 0 is used by run busy-one (pid 77)" in state.reason
 
 
-def test_a_gpu_of_another_run_is_refused_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_of_another_run_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     machine = quad_gh200()
     launch = launch_with(plan_of(spec_of(), gpus=True), machine, forced=True)
     quick_checks(launch)
-    lock = locks.take(locks.lock_folder(), locks.gpu_lock_name(machine.gpus[1]), locks.Holder(run="/runs/busy-one", pid=77))
+    lock = locks.take(
+        locks.lock_folder(),
+        locks.gpu_lock_name(machine.gpus[1]),
+        locks.Holder(run="/runs/busy-one", pid=77),
+    )
     with pytest.raises(Refused) as caught:
         quick_checks(launch)
     assert caught.value.codes == ("gpu-in-use",)

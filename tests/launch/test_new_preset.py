@@ -20,7 +20,14 @@ from tests.support.models import IN_ROWS, OTHERS, RECURRENT, another, known
 from tests.support.schemas import valid
 
 pytest.importorskip("transformers")
-SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 8}
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "head_dim": 8,
+}
 GROUPED = {**SMALL, "num_key_value_heads": 2}
 LATENT = {
     **{key: value for key, value in SMALL.items() if key != "head_dim"},
@@ -77,7 +84,11 @@ def refusal(model: Path | str, **options: Any) -> str:
 KINDS: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, int]]] = {
     "llama": (GROUPED, (), {"num_key_value_heads": 2}),
     "qwen2": (GROUPED, (), {}),
-    "mixtral": ({**GROUPED, "num_local_experts": 4}, ("MixtralSparseMoeBlock",), {"num_local_experts": 4}),
+    "mixtral": (
+        {**GROUPED, "num_local_experts": 4},
+        ("MixtralSparseMoeBlock",),
+        {"num_local_experts": 4},
+    ),
     "qwen3_moe": (MOE, ("Qwen3MoeSparseMoeBlock",), {"moe_intermediate_size": 24}),
     "gpt2": (
         {"vocab_size": 96, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64},
@@ -96,20 +107,35 @@ def test_the_table_counts_what_the_model_has(tmp_path: Path, kind: str) -> None:
 
     config, leaves, read = KINDS[kind]
     answer = list(describe({"model": str(folder(tmp_path, kind, model_type=kind, **config))}))[-1]
-    spec = check_tree({"name": "x", "model": answer["model"], "data": {"source": "x"}, "train": {"steps": 1}})
+    spec = check_tree(
+        {"name": "x", "model": answer["model"], "data": {"source": "x"}, "train": {"steps": 1}}
+    )
     model = spec.model
     causal = meta_model(model_config(model))
-    assert answer["parameters"] == model.parameter_count == sum(parameter.numel() for parameter in causal.parameters())
+    assert (
+        answer["parameters"]
+        == model.parameter_count
+        == sum(parameter.numel() for parameter in causal.parameters())
+    )
     assert model.leaf_modules == leaves
     assert read.items() <= model.config.items()
-    assert parameter_table(model) == model.parameters, "the shape that was written down builds the same model"
+    assert parameter_table(model) == model.parameters, (
+        "the shape that was written down builds the same model"
+    )
     layers = [block for block in model.parameters if block.repeat > 1]
     assert [block.repeat for block in layers] == [3], "repeated layers are written once"
     experts = sum(prod(t.shape) for block in layers for t in block.tensors if t.kind == "expert")
     assert (experts > 0) == bool(leaves)
 
 
-@pytest.mark.parametrize("kind", [*IN_ROWS, *sorted(RECURRENT.keys() - {"jamba", "minimax"}), *sorted(OTHERS.keys() & {"gemma4_text"})])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *IN_ROWS,
+        *sorted(RECURRENT.keys() - {"jamba", "minimax"}),
+        *sorted(OTHERS.keys() & {"gemma4_text"}),
+    ],
+)
 def test_the_models_of_2026_are_described_as_they_are_built(tmp_path: Path, kind: str) -> None:
     """What the preset says builds the same model and can be planned; documents are packed only where layers keep them apart."""
     from so_tui_trainer.tools.describe_model import describe
@@ -117,14 +143,21 @@ def test_the_models_of_2026_are_described_as_they_are_built(tmp_path: Path, kind
 
     model = folder(tmp_path, kind, **another(kind).config)
     answer = list(describe({"model": str(model)}))[-1]
-    tree = {"name": "x", "model": answer["model"], "data": {"source": "x", "packing": kind not in IN_ROWS}, "train": {"steps": 1}}
+    tree = {
+        "name": "x",
+        "model": answer["model"],
+        "data": {"source": "x", "packing": kind not in IN_ROWS},
+        "train": {"steps": 1},
+    }
     spec = check_tree(tree)
     assert parameter_table(spec.model) == spec.model.parameters
     assert make_plan(spec, superchips(1)).fits
     if kind in IN_ROWS:
         with pytest.raises(InputError) as caught:
             check_tree(tree | {"data": {"source": "x"}})
-        assert [(problem.code, problem.field) for problem in caught.value.problems] == [("packing-mixes-documents", "data.packing")]
+        assert [(problem.code, problem.field) for problem in caught.value.problems] == [
+            ("packing-mixes-documents", "data.packing")
+        ]
 
 
 def test_what_is_listed_layer_by_layer_is_read_where_layers_agree(tmp_path: Path) -> None:
@@ -132,27 +165,42 @@ def test_what_is_listed_layer_by_layer_is_read_where_layers_agree(tmp_path: Path
     from so_tui_trainer.tools.describe_model import describe
 
     shape = {"model_type": "hunyuan_v1_moe", "num_experts": 4, "moe_topk": [2, 2], "head_dim": 16}
-    answer = list(describe({"model": str(folder(tmp_path, "h", **GROUPED | shape | {"num_hidden_layers": 2}))}))[-1]
+    answer = list(
+        describe(
+            {"model": str(folder(tmp_path, "h", **GROUPED | shape | {"num_hidden_layers": 2}))}
+        )
+    )[-1]
     assert answer["model"]["config"]["num_experts_per_tok"] == 2
-    spec = check_tree({"name": "x", "model": answer["model"], "data": {"source": "x"}, "train": {"steps": 1}})
+    spec = check_tree(
+        {"name": "x", "model": answer["model"], "data": {"source": "x"}, "train": {"steps": 1}}
+    )
     assert make_plan(spec, superchips(1)).fits
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_a_model_whose_documents_cannot_be_packed_gets_a_preset_without_packing(tmp_path: Path) -> None:
+def test_a_model_whose_documents_cannot_be_packed_gets_a_preset_without_packing(
+    tmp_path: Path,
+) -> None:
     described = describe_model(str(folder(tmp_path, "hybrid", **another("llama4_text").config)))
     assert not described.spec.data.packing
     assert "chunked_attention" in described.notes[0]
 
 
 def test_a_preset_is_made_saved_and_planned(tmp_path: Path) -> None:
-    model = folder(tmp_path, "Some_Model-7B", model_type="llama", max_position_embeddings=512, **GROUPED)
+    model = folder(
+        tmp_path, "Some_Model-7B", model_type="llama", max_position_embeddings=512, **GROUPED
+    )
     described = describe_model(str(model), changes={"train.micro_batch": "2"})
     saved = add_preset(described)
     assert saved == user_folder() / "some_model-7b.toml"
     spec = find_preset("some_model-7b").spec
     assert spec == described.spec
-    assert (spec.title, spec.gpus, spec.data.sequence_length, spec.train.micro_batch) == ("Some Model 7B", 1, 512, 2)
+    assert (spec.title, spec.gpus, spec.data.sequence_length, spec.train.micro_batch) == (
+        "Some Model 7B",
+        1,
+        512,
+        2,
+    )
     assert (spec.model.id, spec.data.format, spec.offload.mode) == (str(model), "auto", "auto")
     weights, tokenizer = described.notes
     assert "has no weights" in weights
@@ -185,7 +233,9 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     assert "name = one: is taken by" in refusal(model)
     with pytest.raises(InputError) as caught:
         create_preset(described.spec)
-    assert [(problem.code, problem.value) for problem in caught.value.problems] == [("name-taken", '"one"')]
+    assert [(problem.code, problem.value) for problem in caught.value.problems] == [
+        ("name-taken", '"one"')
+    ]
     assert create_preset(msgspec.structs.replace(described.spec, name="two")).name == "two.toml"
     assert find_preset("one").path.endswith("one.toml")
     assert Path(find_preset("one").path).read_text() == first
@@ -193,35 +243,81 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     broken = user_folder() / "broken.toml"
     broken.write_text("name = [")
     assert "is taken by" in refusal(model, name="broken")
-    assert sorted(path.name for path in user_folder().iterdir()) == ["broken.toml", "one.toml", "two.toml"]
+    assert sorted(path.name for path in user_folder().iterdir()) == [
+        "broken.toml",
+        "one.toml",
+        "two.toml",
+    ]
 
 
 @pytest.mark.parametrize(
     ("config", "words"),
     [
         ({"model_type": "t5"}, "encoder-decoder"),
-        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "(BertForMaskedLM), not a causal language model"),
+        (
+            {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
+            "(BertForMaskedLM), not a causal language model",
+        ),
         ({"model_type": "bert"}, "is an encoder"),
         ({"model_type": "vit"}, "no causal language model for"),
         ({"model_type": "recurrent_gemma", **GROUPED}, "changes its logits"),
-        ({"model_type": "mamba", "num_hidden_layers": 2, "hidden_size": 32, "vocab_size": 96}, "no num_attention_heads"),
-        ({"model_type": "llama", **GROUPED, "quantization_config": {"quant_method": "fp8"}}, "quantised (fp8)"),
-        ({"model_type": "llama", **GROUPED, "quantization_config": {"load_in_4bit": True}}, "quantised (bitsandbytes)"),
-        ({"model_type": "llama", **GROUPED, "quantization_config": {"quant_method": "mxfp4"}}, "quantised (mxfp4)"),
-        ({"model_type": "llama", **GROUPED, "compression_config": {"quant_method": "compressed-tensors"}}, "(compressed-tensors)"),
+        (
+            {"model_type": "mamba", "num_hidden_layers": 2, "hidden_size": 32, "vocab_size": 96},
+            "no num_attention_heads",
+        ),
+        (
+            {"model_type": "llama", **GROUPED, "quantization_config": {"quant_method": "fp8"}},
+            "quantised (fp8)",
+        ),
+        (
+            {"model_type": "llama", **GROUPED, "quantization_config": {"load_in_4bit": True}},
+            "quantised (bitsandbytes)",
+        ),
+        (
+            {"model_type": "llama", **GROUPED, "quantization_config": {"quant_method": "mxfp4"}},
+            "quantised (mxfp4)",
+        ),
+        (
+            {
+                "model_type": "llama",
+                **GROUPED,
+                "compression_config": {"quant_method": "compressed-tensors"},
+            },
+            "(compressed-tensors)",
+        ),
         ({"model_type": "from-next-year", **GROUPED}, "does not know"),
         (GROUPED, "does not say what kind of model"),
-        ({"model_type": "llama", **GROUPED, "hidden_size": "big"}, "Field 'hidden_size' expected int"),
-        ({"model_type": "llama", **GROUPED, "hidden_size": 33, "head_dim": None}, "not a multiple of the number of attention heads"),
+        (
+            {"model_type": "llama", **GROUPED, "hidden_size": "big"},
+            "Field 'hidden_size' expected int",
+        ),
+        (
+            {"model_type": "llama", **GROUPED, "hidden_size": 33, "head_dim": None},
+            "not a multiple of the number of attention heads",
+        ),
         ({"model_type": "smollm3", **GROUPED}, "Padding_idx must be within num_embeddings"),
-        ({"model_type": "falcon", "vocab_size": 96, "hidden_size": 32, "num_attention_heads": 4}, "cannot be told apart"),
-        ({"model_type": "opt", **SMALL, "ffn_dim": 48, "word_embed_proj_dim": 32}, "cannot be told apart"),
+        (
+            {"model_type": "falcon", "vocab_size": 96, "hidden_size": 32, "num_attention_heads": 4},
+            "cannot be told apart",
+        ),
+        (
+            {"model_type": "opt", **SMALL, "ffn_dim": 48, "word_embed_proj_dim": 32},
+            "cannot be told apart",
+        ),
         ({"model_type": "nemotron", **GROUPED}, "cannot be told apart"),
-        ({"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}}, "--trust-remote-code"),
+        (
+            {
+                "model_type": "own",
+                "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"},
+            },
+            "--trust-remote-code",
+        ),
     ],
     ids=lambda value: str(value.get("model_type")) if isinstance(value, dict) else "",
 )
-def test_what_cannot_be_trained_is_said_in_words(tmp_path: Path, config: dict[str, Any], words: str) -> None:
+def test_what_cannot_be_trained_is_said_in_words(
+    tmp_path: Path, config: dict[str, Any], words: str
+) -> None:
     from so_tui_trainer.tools.describe_model import describe
 
     model = folder(tmp_path, "model", **config)
@@ -237,17 +333,35 @@ def test_what_cannot_be_trained_is_said_in_words(tmp_path: Path, config: dict[st
         ("zaya", {"num_experts_per_tok": 1}, "model-packing-unsupported"),
         (
             "zaya",
-            {"num_experts_per_tok": 1, "layer_types": ["hybrid", "hybrid_sliding"], "sliding_window": 16},
+            {
+                "num_experts_per_tok": 1,
+                "layer_types": ["hybrid", "hybrid_sliding"],
+                "sliding_window": 16,
+            },
             "model-packing-unsupported",
         ),
         ("zamba2", {"layer_types": ["mamba", "hybrid"]}, "model-packing-unsupported"),
         ("recurrent_gemma", {}, "model-logits-changed"),
         ("inkling_text", {}, "model-logits-changed"),
-        ("cohere_compass_text", {"rope_parameters": {"sliding_attention": None}}, "model-shape-invalid"),
-        ("musicgen", {"text_encoder": {"model_type": "t5"}, "audio_encoder": {"model_type": "encodec"}, "decoder": {}}, "model-not-causal"),
+        (
+            "cohere_compass_text",
+            {"rope_parameters": {"sliding_attention": None}},
+            "model-shape-invalid",
+        ),
+        (
+            "musicgen",
+            {
+                "text_encoder": {"model_type": "t5"},
+                "audio_encoder": {"model_type": "encodec"},
+                "decoder": {},
+            },
+            "model-not-causal",
+        ),
     ],
 )
-def test_kinds_that_would_be_trained_wrongly_are_refused(tmp_path: Path, kind: str, changes: dict[str, Any], code: str) -> None:
+def test_kinds_that_would_be_trained_wrongly_are_refused(
+    tmp_path: Path, kind: str, changes: dict[str, Any], code: str
+) -> None:
     """A mask of its own, convolutions or shared blocks in attention, logits that are scaled, positions that are missing, two texts."""
     from so_tui_trainer.tools.describe_model import describe
 
@@ -286,13 +400,20 @@ def test_a_hub_id_without_a_network() -> None:
 
 @pytest.mark.parametrize(
     ("model", "name"),
-    [("Qwen/Qwen3-14B", "qwen3-14b"), ("/data/My Model (v2)/", "my-model-v2"), ("builtin:tiny", "tiny"), ("...", "model")],
+    [
+        ("Qwen/Qwen3-14B", "qwen3-14b"),
+        ("/data/My Model (v2)/", "my-model-v2"),
+        ("builtin:tiny", "tiny"),
+        ("...", "model"),
+    ],
 )
 def test_names_come_from_the_model(model: str, name: str) -> None:
     assert preset_name(model) == name
 
 
-def test_the_folder_one_stands_in_gives_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_one_stands_in_gives_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "Some-Model").mkdir()
     monkeypatch.chdir(tmp_path / "Some-Model")
     assert preset_name(".") == preset_name("../Some-Model/") == "some-model"

@@ -16,7 +16,14 @@ from tests.support.problems import codes
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.system
 CONFIG = json.dumps(
-    {"model_type": "llama", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4}
+    {
+        "model_type": "llama",
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 80,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
 ).encode()
 
 
@@ -24,7 +31,9 @@ CONFIG = json.dumps(
 def _hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with loopback_hub() as hub:
         hub.add("models", "owner/open", {"model.safetensors": b"w", "config.json": CONFIG})
-        hub.add("models", "owner/gated", {"model.safetensors": b"w", "config.json": CONFIG}, gated=True)
+        hub.add(
+            "models", "owner/gated", {"model.safetensors": b"w", "config.json": CONFIG}, gated=True
+        )
         hub.add("models", "owner/bare", {"model.safetensors": b"w"})
         for name, value in hub.environment(tmp_path / "cache").items():
             monkeypatch.setenv(name, value)
@@ -42,7 +51,12 @@ def test_a_model_of_the_hub() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "code"), [("owner/gated", "hub-access-denied"), ("owner/absent", "hub-model-missing"), ("owner/bare", "model-config-missing")]
+    ("model", "code"),
+    [
+        ("owner/gated", "hub-access-denied"),
+        ("owner/absent", "hub-model-missing"),
+        ("owner/bare", "model-config-missing"),
+    ],
 )
 def test_what_the_hub_refuses(model: str, code: str) -> None:
     with pytest.raises(InputError) as caught:

@@ -30,10 +30,21 @@ HOSTS = ("n1", "n2")
 
 
 def _can_name_hosts() -> bool:
-    return os.geteuid() == 0 and subprocess.run(["unshare", "--uts", "hostname", "n1"], capture_output=True, check=False).returncode == 0
+    return (
+        os.geteuid() == 0
+        and subprocess.run(
+            ["unshare", "--uts", "hostname", "n1"], capture_output=True, check=False
+        ).returncode
+        == 0
+    )
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not _can_name_hosts(), reason="only root can give two processes hosts of their own")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not _can_name_hosts(), reason="only root can give two processes hosts of their own"
+    ),
+]
 
 
 @pytest.fixture
@@ -45,17 +56,37 @@ def run(tmp_path: Path, machine: Machine) -> Iterator[RunDirectory]:
     write_launch(run, attempt, prepare(spec, machine, force=True))
     record_token(run, attempt, token)
     submitted = Submission(
-        job_id="7", cluster="none", partition="main", site="generic", poll_s=1, submitted=time.time(), planned_for=machine.hostname
+        job_id="7",
+        cluster="none",
+        partition="main",
+        site="generic",
+        poll_s=1,
+        submitted=time.time(),
+        planned_for=machine.hostname,
     )
     write_submission(run, attempt, submitted)
-    job = {"SLURM_NNODES": "2", "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1", "SLURM_JOB_ID": "7", TOKEN_VARIABLE: token}
+    job = {
+        "SLURM_NNODES": "2",
+        "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1",
+        "SLURM_JOB_ID": "7",
+        TOKEN_VARIABLE: token,
+    }
     supervisors = []
     for node, host in enumerate(HOSTS):
-        supervise = f"{sys.executable} -P -m so_tui supervise '{run.path}' --attempt {attempt} --in-job"
-        env = {**os.environ, **job, "SLURM_NODEID": str(node), "PYTHONPATH": python_path(FAKE_TRAINER)}
+        supervise = (
+            f"{sys.executable} -P -m so_tui supervise '{run.path}' --attempt {attempt} --in-job"
+        )
+        env = {
+            **os.environ,
+            **job,
+            "SLURM_NODEID": str(node),
+            "PYTHONPATH": python_path(FAKE_TRAINER),
+        }
         with (tmp_path / f"{host}.log").open("wb") as log:
             argv = ["unshare", "--uts", "sh", "-c", f"hostname {host} && exec {supervise}"]
-            supervisors.append(subprocess.Popen(argv, env=env, stdout=log, stderr=log, start_new_session=True))
+            supervisors.append(
+                subprocess.Popen(argv, env=env, stdout=log, stderr=log, start_new_session=True)
+            )
     yield run
     for supervisor in supervisors:
         if supervisor.poll() is None:
@@ -68,7 +99,12 @@ def other_node(run: RunDirectory) -> NodeState:
 
 
 def test_a_rank_that_is_killed_on_another_node_is_the_cause(run: RunDirectory) -> None:
-    before = wait_for(run, lambda state: state.step >= 2 and run.node_path(1, 1).exists() and len(other_node(run).processes) == 3)
+    before = wait_for(
+        run,
+        lambda state: (
+            state.step >= 2 and run.node_path(1, 1).exists() and len(other_node(run).processes) == 3
+        ),
+    )
     rank = next(process for process in other_node(run).processes if process.role == "rank")
     assert rank.rank == 1
     kill(rank)

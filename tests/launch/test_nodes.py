@@ -11,7 +11,13 @@ from so_tui.launch import environment
 from so_tui.launch.command import argv
 from so_tui.launch.in_job import planned_here
 from so_tui.launch.network import EXPECTED_VARIABLE, NetworkWatch
-from so_tui.launch.node_states import FIRST_SIGN_S, NodeState, OtherNodes, attributed, write_node_state
+from so_tui.launch.node_states import (
+    FIRST_SIGN_S,
+    NodeState,
+    OtherNodes,
+    attributed,
+    write_node_state,
+)
 from so_tui.launch.nodes import ALONE, Nodes, hostfile, node_values, nodes_of_job, numbered
 from so_tui.launch.outcome import Evidence, Outcome, conclude
 from so_tui.launch.outcome_text import RunFacts, outcome_text
@@ -20,11 +26,18 @@ from so_tui.runs import RunDirectory, create_run, new_attempt
 from so_tui.runs.outcome import OutcomeCode
 from tests.support.plans import cpu_machine, launch_with, plan_of, quad_gh200, spec_of
 
-JOB = {"SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.7", "SLURM_JOB_ID": "16003"}
+JOB = {
+    "SLURM_NNODES": "2",
+    "SLURM_NODEID": "1",
+    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.7",
+    "SLURM_JOB_ID": "16003",
+}
 SECOND = Nodes(node=1, count=2, address="10.0.0.7", port=12_003)
 CORES = ((0, 1), (2, 3))
 LOST = Outcome(state="failed", code=OutcomeCode.RANK_LOST, who="rank", rank=1, signal=9)
-OTHER_RANK = Outcome(state="failed", code=OutcomeCode.RANK_LOST, who="rank", rank=0, reported="another rank was lost")
+OTHER_RANK = Outcome(
+    state="failed", code=OutcomeCode.RANK_LOST, who="rank", rank=0, reported="another rank was lost"
+)
 FAILED = Outcome(state="failed", code=OutcomeCode.UNEXPECTED, exit_code=1)
 
 
@@ -38,12 +51,21 @@ def test_slurm_says_which_node_this_is() -> None:
 
 def test_deepspeed_gets_the_gpus_of_each_node() -> None:
     plan = plan_of(spec_of(nodes=2, gpus=(1, 3)), cpus=CORES, gpus=True)
-    plan = msgspec.structs.replace(plan, binding=tuple(msgspec.structs.replace(rank, gpu=2 * rank.rank + 1) for rank in plan.binding))
+    plan = msgspec.structs.replace(
+        plan,
+        binding=tuple(
+            msgspec.structs.replace(rank, gpu=2 * rank.rank + 1) for rank in plan.binding
+        ),
+    )
     assert hostfile(SECOND, plan) == "node0 slots=2\nnode1 slots=4\n"
     values = node_values(SECOND, plan, "/run/hostfile")
     assert values[Placeholder.DEVICES] == "node0:0,1@node1:1,3"
     given = argv(plan)
-    assert given[given.index("--node_rank") + 1] == given[given.index("--node") + 1] == Placeholder.NODE
+    assert (
+        given[given.index("--node_rank") + 1]
+        == given[given.index("--node") + 1]
+        == Placeholder.NODE
+    )
     assert values.keys() <= {*given}
     assert "--no_ssh" not in argv(plan_of(spec_of(), cpus=CORES, gpus=True))
 
@@ -52,12 +74,21 @@ def test_ranks_of_other_nodes_have_other_numbers() -> None:
     plan = plan_of(spec_of(nodes=2), cpus=CORES)
     assert [rank.rank for rank in numbered(plan.binding, 1)] == [2, 3]
     submitted = launch_with(plan_of(spec_of(nodes=2, gpus=2)), cpu_machine(), forced=True)
-    assert [rank.rank for rank in planned_here(submitted, cpu_machine(), node=2).plan.binding] == [4, 5]
+    assert [rank.rank for rank in planned_here(submitted, cpu_machine(), node=2).plan.binding] == [
+        4,
+        5,
+    ]
 
 
 def test_only_ranks_of_one_host_are_kept_to_the_loopback_interface() -> None:
     names = [
-        {change.name for change in environment.variables(plan_of(spec_of(nodes=nodes), gpus=True), quad_gh200(), {})} for nodes in (1, 2)
+        {
+            change.name
+            for change in environment.variables(
+                plan_of(spec_of(nodes=nodes), gpus=True), quad_gh200(), {}
+            )
+        }
+        for nodes in (1, 2)
     ]
     assert {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} <= names[0]
     assert not {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} & names[1]
@@ -65,7 +96,12 @@ def test_only_ranks_of_one_host_are_kept_to_the_loopback_interface() -> None:
 
 
 def test_what_is_compiled_while_training_stays_on_each_of_several_hosts() -> None:
-    here = {change.name: change.value for change in environment.variables(plan_of(spec_of(nodes=2)), cpu_machine(), {"HOME": "/home/me"})}
+    here = {
+        change.name: change.value
+        for change in environment.variables(
+            plan_of(spec_of(nodes=2)), cpu_machine(), {"HOME": "/home/me"}
+        )
+    }
     assert str(here["TRITON_CACHE_DIR"]).startswith("/tmp/so-tui-")
     assert str(here["TORCH_EXTENSIONS_DIR"]).startswith("/home/me/")
 
@@ -131,7 +167,12 @@ def test_a_node_that_ended_well_is_no_cause(run: RunDirectory) -> None:
         (LOST, LOST, False, LOST),
         (LOST, FAILED, False, LOST),
         (Outcome(state="finished", code=OutcomeCode.FINISHED), LOST, False, None),
-        (Outcome(state="failed", code="not-finite", reported="a loss was not finite"), LOST, True, None),
+        (
+            Outcome(state="failed", code="not-finite", reported="a loss was not finite"),
+            LOST,
+            True,
+            None,
+        ),
         (Outcome(state="failed", code=OutcomeCode.LAUNCHER_LOST, signal=9), LOST, True, None),
         (OTHER_RANK, None, False, None),
     ],
@@ -148,7 +189,10 @@ def test_a_lost_node_is_the_cause_of_crashes_elsewhere() -> None:
 
 
 def lines(network: str) -> list[str]:
-    return ["n1:7:19 [0] NCCL INFO NET/IB : No device found.", f"n1:7:19 [0] NCCL INFO Using network {network}"]
+    return [
+        "n1:7:19 [0] NCCL INFO NET/IB : No device found.",
+        f"n1:7:19 [0] NCCL INFO Using network {network}",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,9 @@ from so_tui.runs.records import EndRecord, Process
 RANK = Process(pid=30, start_time=3, role="rank", rank=2)
 LAUNCHER = Process(pid=20, start_time=2, role="launcher")
 RUNNER = Process(pid=10, start_time=1, role="runner")
-OUT_OF_MEMORY = "[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has"
+OUT_OF_MEMORY = (
+    "[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has"
+)
 
 
 def failed(**evidence: Any) -> Outcome:
@@ -33,7 +35,9 @@ def end_record(**values: Any) -> EndRecord:
 
 
 def test_the_trainers_end_record_counts_whatever_the_exit_codes_are() -> None:
-    finished = conclude(Evidence(end=end_record(state="finished"), runner_status=1, first_lost=LAUNCHER))
+    finished = conclude(
+        Evidence(end=end_record(state="finished"), runner_status=1, first_lost=LAUNCHER)
+    )
     assert (finished.code, finished.run_exit_code) == (OutcomeCode.FINISHED, 0)
     stopped = conclude(Evidence(end=end_record(state="stopped", reason="stopped on request")))
     assert (stopped.code, stopped.run_exit_code) == (OutcomeCode.STOPPED, 4)
@@ -42,7 +46,12 @@ def test_the_trainers_end_record_counts_whatever_the_exit_codes_are() -> None:
 
 def test_exit_code_0_without_an_end_record_is_a_failure() -> None:
     lost = failed(runner_status=0, first_lost=LAUNCHER)
-    assert (lost.code, lost.who, lost.pid, lost.signal) == (OutcomeCode.LAUNCHER_LOST, "launcher", 20, None)
+    assert (lost.code, lost.who, lost.pid, lost.signal) == (
+        OutcomeCode.LAUNCHER_LOST,
+        "launcher",
+        20,
+        None,
+    )
     assert failed(runner_status=0).code == OutcomeCode.UNEXPECTED
 
 
@@ -51,14 +60,31 @@ def test_exit_code_0_without_an_end_record_is_a_failure() -> None:
     [
         ({"first_lost": RUNNER, "first_lost_code": -9}, OutcomeCode.RUNNER_LOST, None, 9),
         ({"first_lost": RANK, "first_lost_code": -11}, OutcomeCode.RANK_LOST, 2, 11),
-        ({"first_lost": RANK, "log": ("[launch.py] ['python'] exits with return code = -7",)}, OutcomeCode.RANK_LOST, 2, 7),
+        (
+            {"first_lost": RANK, "log": ("[launch.py] ['python'] exits with return code = -7",)},
+            OutcomeCode.RANK_LOST,
+            2,
+            7,
+        ),
         ({"first_lost": LAUNCHER, "runner_status": -15}, OutcomeCode.LAUNCHER_LOST, None, None),
-        ({"first_lost": RANK, "first_lost_code": 143}, OutcomeCode.RANK_LOST, 2, 15),  # a rank obeys SIGTERM and leaves by itself
+        (
+            {"first_lost": RANK, "first_lost_code": 143},
+            OutcomeCode.RANK_LOST,
+            2,
+            15,
+        ),  # a rank obeys SIGTERM and leaves by itself
         # A launcher that reported a rank is not the cause.
-        ({"first_lost": LAUNCHER, "log": ("exits with return code = -9",)}, OutcomeCode.RANK_LOST, None, 9),
+        (
+            {"first_lost": LAUNCHER, "log": ("exits with return code = -9",)},
+            OutcomeCode.RANK_LOST,
+            None,
+            9,
+        ),
     ],
 )
-def test_the_lost_process_is_named(evidence: dict[str, Any], code: OutcomeCode, rank: int | None, signal: int | None) -> None:
+def test_the_lost_process_is_named(
+    evidence: dict[str, Any], code: OutcomeCode, rank: int | None, signal: int | None
+) -> None:
     outcome = failed(**evidence)
     assert (outcome.code, outcome.rank, outcome.signal) == (code, rank, signal)
 
@@ -70,19 +96,37 @@ def test_an_exit_code_without_a_signal() -> None:
 
 
 def test_what_a_rank_reported_comes_first() -> None:
-    failure = Failure(rank=3, code="not-finite", reason="the gradient of step 7 is not finite", suggestion="lower the learning rate")
+    failure = Failure(
+        rank=3,
+        code="not-finite",
+        reason="the gradient of step 7 is not finite",
+        suggestion="lower the learning rate",
+    )
     outcome = failed(failures=(failure,), first_lost=RANK, first_lost_code=1)
-    assert (outcome.code, outcome.rank, outcome.advice) == (OutcomeCode.NON_FINITE, 3, failure.suggestion)
+    assert (outcome.code, outcome.rank, outcome.advice) == (
+        OutcomeCode.NON_FINITE,
+        3,
+        failure.suggestion,
+    )
     assert text_of(outcome).reason == "rank 3: the gradient of step 7 is not finite"
 
 
 def test_reports_of_the_remaining_ranks_do_not_hide_the_one_that_was_lost() -> None:
     """Rank 2 is killed. Rank 0 sees its connection close, and reports that as its own failure and in the end record."""
-    failure = Failure(rank=0, code="rank-lost", reason="another rank was lost", suggestion="look at the log")
-    record = end_record(state="failed", code="rank-lost", reason=failure.reason, suggestion=failure.suggestion)
+    failure = Failure(
+        rank=0, code="rank-lost", reason="another rank was lost", suggestion="look at the log"
+    )
+    record = end_record(
+        state="failed", code="rank-lost", reason=failure.reason, suggestion=failure.suggestion
+    )
     dead: dict[str, Any] = {"first_lost": RANK, "first_lost_code": -9, "unprompted": True}
     killed = failed(failures=(failure,), end=record, **dead)
-    assert (killed.code, killed.rank, killed.signal, killed.reported) == (OutcomeCode.RANK_LOST, 2, 9, "")
+    assert (killed.code, killed.rank, killed.signal, killed.reported) == (
+        OutcomeCode.RANK_LOST,
+        2,
+        9,
+        "",
+    )
     assert failed(failures=(failure,), oom_kills=1, **dead).code == OutcomeCode.KILLED_FOR_MEMORY
     assert failed(failures=(failure,), end=record, **{**dead, "first_lost_code": 143}).signal == 15
 
@@ -90,28 +134,44 @@ def test_reports_of_the_remaining_ranks_do_not_hide_the_one_that_was_lost() -> N
 def test_a_full_disk_that_lost_the_trainers_records_is_the_cause() -> None:
     full: dict[str, Any] = {"disk_full": True, "first_lost": RANK, "first_lost_code": 1}
     assert failed(**full).code == OutcomeCode.DISK_FULL
-    assert failed(failures=(Failure(rank=0, code="not-finite", reason="the loss is not finite"),), **full).code == OutcomeCode.NON_FINITE
+    assert (
+        failed(
+            failures=(Failure(rank=0, code="not-finite", reason="the loss is not finite"),), **full
+        ).code
+        == OutcomeCode.NON_FINITE
+    )
 
 
 def test_a_rank_that_was_ended_by_others_is_not_the_cause() -> None:
     failure = Failure(rank=0, code="not-finite", reason="the loss is not finite")
-    assert failed(failures=(failure,), first_lost=RANK, first_lost_code=-15).code == OutcomeCode.NON_FINITE
+    assert (
+        failed(failures=(failure,), first_lost=RANK, first_lost_code=-15).code
+        == OutcomeCode.NON_FINITE
+    )
     crashed_at_exit = Failure(rank=2, code="gpu-out-of-memory", reason="the GPU ran out of memory")
-    outcome = failed(failures=(crashed_at_exit,), first_lost=RANK, first_lost_code=-11, unprompted=True)
+    outcome = failed(
+        failures=(crashed_at_exit,), first_lost=RANK, first_lost_code=-11, unprompted=True
+    )
     assert outcome.code == OutcomeCode.OUT_OF_GPU_MEMORY
 
 
 @pytest.mark.parametrize(
     ("line", "code", "detail"),
     [
-        (OUT_OF_MEMORY, OutcomeCode.OUT_OF_GPU_MEMORY, "CUDA out of memory. Tried to allocate 2 GiB"),
+        (
+            OUT_OF_MEMORY,
+            OutcomeCode.OUT_OF_GPU_MEMORY,
+            "CUDA out of memory. Tried to allocate 2 GiB",
+        ),
         ("OSError: [Errno 28] No space left on device: '/x'", OutcomeCode.DISK_FULL, ""),
         ("RuntimeError: Address already in use", OutcomeCode.PORT_IN_USE, ""),
         ("ModuleNotFoundError: No module named 'datasets'", OutcomeCode.MODULE_MISSING, "datasets"),
         ("[rank1]: ValueError: bad shape", OutcomeCode.UNEXPECTED, "ValueError: bad shape"),
     ],
 )
-def test_failures_of_other_software_are_recognised_in_the_log(line: str, code: OutcomeCode, detail: str) -> None:
+def test_failures_of_other_software_are_recognised_in_the_log(
+    line: str, code: OutcomeCode, detail: str
+) -> None:
     log = ("Traceback (most recent call last):", line, "[launch.py] exits with return code = 1")
     outcome = failed(log=log, first_lost=RANK)
     assert (outcome.code, outcome.detail) == (code, detail)
@@ -121,31 +181,51 @@ def test_failures_of_other_software_are_recognised_in_the_log(line: str, code: O
 def test_the_out_of_memory_killer_is_blamed_only_for_a_sigkill() -> None:
     killed = failed(oom_kills=2, first_lost=RANK, first_lost_code=-9)
     assert (killed.code, killed.count) == (OutcomeCode.KILLED_FOR_MEMORY, 2)
-    assert failed(oom_kills=1, first_lost=RANK, log=("exits with return code = 1",)).code == OutcomeCode.UNEXPECTED
+    assert (
+        failed(oom_kills=1, first_lost=RANK, log=("exits with return code = 1",)).code
+        == OutcomeCode.UNEXPECTED
+    )
 
 
 def test_out_of_memory_gets_the_plans_advice() -> None:
     killed = failed(oom_kills=1, first_lost=RANK, first_lost_code=-9)
-    assert text_of(killed, less_host_memory="offload.ratio 0.9 -> 0.7").suggestion.startswith("offload.ratio 0.9 -> 0.7. ")
+    assert text_of(killed, less_host_memory="offload.ratio 0.9 -> 0.7").suggestion.startswith(
+        "offload.ratio 0.9 -> 0.7. "
+    )
     outcome = failed(log=(OUT_OF_MEMORY,))
-    assert text_of(outcome, less_gpu_memory="micro-batch {4} -> 2").suggestion.startswith("micro-batch {4} -> 2. ")
+    assert text_of(outcome, less_gpu_memory="micro-batch {4} -> 2").suggestion.startswith(
+        "micro-batch {4} -> 2. "
+    )
 
 
 @pytest.mark.parametrize(
     ("saved", "resuming"),
     [
-        (None, "Nothing had been saved: `so-tui resume r --set KEY=VALUE` starts from the beginning"),
+        (
+            None,
+            "Nothing had been saved: `so-tui resume r --set KEY=VALUE` starts from the beginning",
+        ),
         (40, "`so-tui resume r --set KEY=VALUE` continues from step 40"),
     ],
 )
-def test_a_failure_that_needs_other_settings_says_how_to_resume_with_them(saved: int | None, resuming: str) -> None:
+def test_a_failure_that_needs_other_settings_says_how_to_resume_with_them(
+    saved: int | None, resuming: str
+) -> None:
     advice = "train.micro_batch 8 -> 4 needs 3 GiB less on each GPU (predicted)"
-    failure = Failure(rank=1, code="gpu-out-of-memory", reason="the GPU ran out of memory", suggestion=advice)
-    wrong_input = Failure(rank=1, code="data-columns-unknown", reason="there is no column `text`", suggestion=advice)
+    failure = Failure(
+        rank=1, code="gpu-out-of-memory", reason="the GPU ran out of memory", suggestion=advice
+    )
+    wrong_input = Failure(
+        rank=1, code="data-columns-unknown", reason="there is no column `text`", suggestion=advice
+    )
     outcomes = [
         failed(failures=(failure,)),
         failed(failures=(wrong_input,)),
-        failed(end=end_record(state="failed", code=failure.code, reason=failure.reason, suggestion=advice)),
+        failed(
+            end=end_record(
+                state="failed", code=failure.code, reason=failure.reason, suggestion=advice
+            )
+        ),
         failed(log=(OUT_OF_MEMORY,)),
         failed(oom_kills=1, first_lost=RANK, first_lost_code=-9),
     ]
@@ -157,15 +237,34 @@ def test_a_failure_that_needs_other_settings_says_how_to_resume_with_them(saved:
 def test_other_failures_are_resumed_with_the_same_settings() -> None:
     record = end_record(state="failed", code="error", reason="out of luck")
     assert text_of(failed(end=record), 5).suggestion == "`so-tui resume r` continues from step 5"
-    with_advice = failed(failures=(Failure(rank=0, code="disk-full", reason="the disk is full", suggestion="Free some space."),))
-    assert text_of(with_advice, 5).suggestion == "Free some space. `so-tui resume r` continues from step 5"
+    with_advice = failed(
+        failures=(
+            Failure(
+                rank=0, code="disk-full", reason="the disk is full", suggestion="Free some space."
+            ),
+        )
+    )
+    assert (
+        text_of(with_advice, 5).suggestion
+        == "Free some space. `so-tui resume r` continues from step 5"
+    )
 
 
 @pytest.mark.parametrize(
-    "code", ["deepspeed-version", "hub-access-denied", "path-not-found", "not-writable", "tracker-missing", "a-code-of-a-newer-version"]
+    "code",
+    [
+        "deepspeed-version",
+        "hub-access-denied",
+        "path-not-found",
+        "not-writable",
+        "tracker-missing",
+        "a-code-of-a-newer-version",
+    ],
 )
 def test_a_failure_that_no_setting_fixes_is_resumed_with_the_same_settings(code: str) -> None:
-    outcome = failed(failures=(Failure(rank=0, code=code, reason="it failed", suggestion="Fix it."),))
+    outcome = failed(
+        failures=(Failure(rank=0, code=code, reason="it failed", suggestion="Fix it."),)
+    )
     assert text_of(outcome, 5).suggestion == "Fix it. `so-tui resume r` continues from step 5"
 
 
@@ -182,7 +281,16 @@ def test_an_unobserved_end_is_lost() -> None:
 
 def test_every_code_of_the_supervisor_has_words() -> None:
     for code in OutcomeCode:
-        outcome = Outcome(state="failed", code=code, detail="detail", count=1, limit_s=1.0, pid=1, who="rank", rank=0)
+        outcome = Outcome(
+            state="failed",
+            code=code,
+            detail="detail",
+            count=1,
+            limit_s=1.0,
+            pid=1,
+            who="rank",
+            rank=0,
+        )
         text = text_of(outcome)
         assert text.reason
         assert "so-tui resume r" in text.suggestion

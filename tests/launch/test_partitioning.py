@@ -39,7 +39,9 @@ GRACE = {
 """A Grace whose only L3 cache has the id 1, as in the published example."""
 
 
-def tree(folder: Path, files: dict[str, str], caches: dict[int, int], options: str = "rw,relatime") -> SystemFiles:
+def tree(
+    folder: Path, files: dict[str, str], caches: dict[int, int], options: str = "rw,relatime"
+) -> SystemFiles:
     """Write a copy of a resctrl tree, and which L3 cache each CPU has."""
     mount = f"{folder}/sys/fs/resctrl" if options == "own" else "/sys/fs/resctrl"
     everything = {f"/sys/fs/resctrl/{name}": f"{text}\n" for name, text in files.items()}
@@ -53,7 +55,9 @@ def tree(folder: Path, files: dict[str, str], caches: dict[int, int], options: s
 
 
 def bindings(chips: int = 1, fraction: float = 0.9) -> tuple[RankBinding, ...]:
-    return bind_ranks(superchips(chips), chips, mode="superoffload", cpu_adam_cores_fraction=fraction)
+    return bind_ranks(
+        superchips(chips), chips, mode="superoffload", cpu_adam_cores_fraction=fraction
+    )
 
 
 def grace(tmp_path: Path) -> Resctrl:
@@ -67,8 +71,16 @@ def test_the_published_example_follows_from_the_tree(tmp_path: Path) -> None:
     wanted = partitions(grace(tmp_path), bindings(fraction=seven_main))
     assert not isinstance(wanted, str)
     main, adam = wanted
-    assert (main.role, main.cpus, main.schemata) == ("main", tuple(range(7)), ("MB:1=100", "L3:1=ff0"))
-    assert (adam.role, adam.cpus, adam.schemata) == ("adam", tuple(range(7, 72)), ("MB:1=20", "L3:1=f"))
+    assert (main.role, main.cpus, main.schemata) == (
+        "main",
+        tuple(range(7)),
+        ("MB:1=100", "L3:1=ff0"),
+    )
+    assert (adam.role, adam.cpus, adam.schemata) == (
+        "adam",
+        tuple(range(7, 72)),
+        ("MB:1=20", "L3:1=f"),
+    )
 
 
 def schemata(found: Resctrl, chips: int = 1) -> list[tuple[str, ...]]:
@@ -81,8 +93,14 @@ def test_each_rank_is_partitioned_in_its_own_cache(tmp_path: Path) -> None:
     files = {**GRACE, "schemata": "MB:1=100;2=100;3=100\nL3:1=fff;2=fff;3=fff\n"}
     found = read_resctrl(tree(tmp_path, files, {cpu: 1 + cpu // 72 for cpu in range(144)}))
     assert found is not None
-    assert schemata(found, 2) == [("MB:1=100;2=100", "L3:1=ff0;2=ff0"), ("MB:1=20;2=20", "L3:1=f;2=f")]
-    assert schemata(replace(found, cache_of={}), 2)[1] == ("MB:1=20;2=20;3=20", "L3:1=f;2=f;3=f")  # caches of CPUs not known
+    assert schemata(found, 2) == [
+        ("MB:1=100;2=100", "L3:1=ff0;2=ff0"),
+        ("MB:1=20;2=20", "L3:1=f;2=f"),
+    ]
+    assert schemata(replace(found, cache_of={}), 2)[1] == (
+        "MB:1=20;2=20;3=20",
+        "L3:1=f;2=f;3=f",
+    )  # caches of CPUs not known
 
 
 @pytest.mark.parametrize(
@@ -95,18 +113,26 @@ def test_each_rank_is_partitioned_in_its_own_cache(tmp_path: Path) -> None:
         ({"bandwidth": {}}, ("L3:1=f",)),
         ({"caches": {}}, ("MB:1=20",)),
         ({"caches": {"L3": {1: 0x7FF0}}, "least_bits": 2}, ("MB:1=20", "L3:1=f0")),
-        ({"caches": {"L3CODE": {1: 0xFF}, "L3DATA": {1: 0xFF}}}, ("MB:1=20", "L3CODE:1=7", "L3DATA:1=7")),
+        (
+            {"caches": {"L3CODE": {1: 0xFF}, "L3DATA": {1: 0xFF}}},
+            ("MB:1=20", "L3CODE:1=7", "L3DATA:1=7"),
+        ),
         ({"caches": {"L3": {1: 0x3}}, "least_bits": 2}, ("MB:1=20", "L3:1=3")),  # too narrow to cut
         ({"caches": {"L3": {1: 0b110101}}}, ("MB:1=20", "L3:1=35")),
     ],
 )
-def test_limits_of_other_hardware(tmp_path: Path, limits: dict[str, object], adam: tuple[str, ...]) -> None:
+def test_limits_of_other_hardware(
+    tmp_path: Path, limits: dict[str, object], adam: tuple[str, ...]
+) -> None:
     assert schemata(replace(grace(tmp_path), **limits))[1] == adam
 
 
 def test_parts_of_a_mask_are_disjoint_and_whole(tmp_path: Path) -> None:
     for bits in range(4, 33):
-        main, adam = (int(lines[1].partition("=")[2], 16) for lines in schemata(replace(grace(tmp_path), caches={"L3": {1: 2**bits - 1}})))
+        main, adam = (
+            int(lines[1].partition("=")[2], 16)
+            for lines in schemata(replace(grace(tmp_path), caches={"L3": {1: 2**bits - 1}}))
+        )
         assert main & adam == 0
         assert main | adam == 2**bits - 1
 
@@ -155,14 +181,18 @@ def test_groups_are_made_and_removed(tmp_path: Path) -> None:
     assert (tmp_path / "sys/fs/resctrl" / name / "schemata").read_text() == "MB:1=20\nL3:1=f\n"
     assert group_of(adam.cpus[3:9], groups) == name
     assert group_of((0, 71), groups) == group_of((), groups) == ""
-    assert Partitioning(tmp_path).apply(bindings()) == ()  # another run of this host: the first one lives
+    assert (
+        Partitioning(tmp_path).apply(bindings()) == ()
+    )  # another run of this host: the first one lives
     assert remove_leftovers(files) == ()
     partitioning.remove()
     partitioning.remove()
     assert read_groups(files, "/sys/fs/resctrl") == {}
 
 
-def test_partitions_are_possible_where_resctrl_may_be_written_and_ranks_have_adam_cores(tmp_path: Path) -> None:
+def test_partitions_are_possible_where_resctrl_may_be_written_and_ranks_have_adam_cores(
+    tmp_path: Path,
+) -> None:
     assert not possible(bindings(), tmp_path)
     tree(tmp_path, GRACE, dict.fromkeys(range(72), 1))
     assert possible(bindings(), tmp_path)
@@ -196,7 +226,9 @@ def test_a_group_of_another_user_stays_although_its_supervisor_is_not_seen(tmp_p
 
 
 @pytest.mark.usefixtures("_kernel_removes_files")
-def test_nothing_is_made_unasked_and_an_error_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_made_unasked_and_an_error_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = tree(tmp_path, GRACE, dict.fromkeys(range(72), 1))
     with monkeypatch.context() as unasked:
         unasked.delenv(VARIABLE)
@@ -217,12 +249,18 @@ def test_nothing_is_made_unasked_and_an_error_leaves_nothing(tmp_path: Path, mon
 
 
 @pytest.mark.usefixtures("_kernel_removes_files")
-def test_a_run_has_its_partitions_as_long_as_its_supervisor_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_has_its_partitions_as_long_as_its_supervisor_holds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = tree(tmp_path, GRACE, dict.fromkeys(range(72), 1))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr("so_tui.launch.job.Partitioning", partial(Partitioning, tmp_path))
     machine = replace(superchips(1), gpus=())
-    launch = prepare(with_values(find_preset("tiny").spec, {"gpus": "1", "offload.mode": "superoffload"}), machine, force=True)
+    launch = prepare(
+        with_values(find_preset("tiny").spec, {"gpus": "1", "offload.mode": "superoffload"}),
+        machine,
+        force=True,
+    )
     run = create_run(launch.spec, tmp_path / "runs")
     job = Job(run, new_attempt(run), machine.hostname, launch)
     job.take_over()  # as after a supervisor was killed; starting it would take its host
@@ -232,7 +270,14 @@ def test_a_run_has_its_partitions_as_long_as_its_supervisor_holds_it(tmp_path: P
 
 
 def run_script(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["sh", "-s", *arguments], input=script, text=True, capture_output=True, check=False, timeout=60)
+    return subprocess.run(
+        ["sh", "-s", *arguments],
+        input=script,
+        text=True,
+        capture_output=True,
+        check=False,
+        timeout=60,
+    )
 
 
 def test_an_administrators_script_does_the_same_and_undoes_it(tmp_path: Path) -> None:
@@ -244,20 +289,38 @@ def test_an_administrators_script_does_the_same_and_undoes_it(tmp_path: Path) ->
     assert "\x1b" not in script
     ran = run_script(script)
     assert (ran.returncode, ran.stderr) == (0, "")
-    assert read_groups(files, "/sys/fs/resctrl") == {f"so-tui-{partition.role}": partition.cpus for partition in wanted}
+    assert read_groups(files, "/sys/fs/resctrl") == {
+        f"so-tui-{partition.role}": partition.cpus for partition in wanted
+    }
     for group in (tmp_path / "sys/fs/resctrl").glob("so-tui-*"):  # resctrl removes them itself
         for file in group.iterdir():
             file.unlink()
     assert run_script(script, "undo").returncode == 0
     assert read_groups(files, "/sys/fs/resctrl") == {}
-    assert subprocess.run(["sh", "-n"], input=mount_script("host"), text=True, check=False, timeout=60).returncode == 0
+    assert (
+        subprocess.run(
+            ["sh", "-n"], input=mount_script("host"), text=True, check=False, timeout=60
+        ).returncode
+        == 0
+    )
 
 
-def test_doctor_prints_the_script_or_says_why_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_prints_the_script_or_says_why_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     machine = superchips(1)
     assert print_mpam_script(machine, None, tree(tmp_path, GRACE, dict.fromkeys(range(72), 1))) == 0
     assert "MB:1=20" in capsys.readouterr().out
-    assert print_mpam_script(machine, None, SystemFiles(build_files({"/proc/filesystems": "nodev\tresctrl\n"}, tmp_path / "kernel"))) == 0
+    assert (
+        print_mpam_script(
+            machine,
+            None,
+            SystemFiles(
+                build_files({"/proc/filesystems": "nodev\tresctrl\n"}, tmp_path / "kernel")
+            ),
+        )
+        == 0
+    )
     assert "mount -t resctrl" in capsys.readouterr().out
     with pytest.raises(InputError) as refused:
         print_mpam_script(machine, None, SystemFiles(tmp_path / "none"))

@@ -10,7 +10,13 @@ from collections.abc import Iterator
 import pytest
 from msgspec.structs import replace
 
-from so_tui.launch.placement import IDLE_NICE, misplaced, node_bytes, read_placements, share_on_nodes
+from so_tui.launch.placement import (
+    IDLE_NICE,
+    misplaced,
+    node_bytes,
+    read_placements,
+    share_on_nodes,
+)
 from so_tui.plan.binding import bind_ranks
 from so_tui.runs.liveness import identify
 from so_tui.runs.placement import RankPlacement
@@ -18,7 +24,12 @@ from so_tui.runs.records import Process
 from tests.support.machines import superchips
 
 BINDING = bind_ranks(superchips(2), 2, mode="superoffload", cpu_adam_cores_fraction=0.9)[1]
-RIGHT = RankPlacement(rank=1, cpus=BINDING.main_cpus, adam_cpus=BINDING.adam_cpus, node_bytes={1: 99 << 30, 0: 1 << 30})
+RIGHT = RankPlacement(
+    rank=1,
+    cpus=BINDING.main_cpus,
+    adam_cpus=BINDING.adam_cpus,
+    node_bytes={1: 99 << 30, 0: 1 << 30},
+)
 NUMA_MAPS = b"""\
 7f0000000000 bind:1 anon=3 dirty=3 active=0 N0=1 N1=2 kernelpagesize_kB=64
 7f0000100000 bind:1 file=/dev/shm/so_tui_12_states mapped=4 N1=4 kernelpagesize_kB=2048
@@ -41,7 +52,9 @@ def test_cores_other_than_planned_or_fewer_are_misplaced() -> None:
     )  # while it loads, before there is a worker
     ended = replace(RIGHT, adam_cpus=())
     assert not misplaced(ended, BINDING.cpus, BINDING.main_cpus)  # the worker of a run that stopped
-    assert misplaced(ended, BINDING.cpus, BINDING.cpus)  # without a worker, all cores are the rank's
+    assert misplaced(
+        ended, BINDING.cpus, BINDING.cpus
+    )  # without a worker, all cores are the rank's
     assert misplaced(replace(RIGHT, adam_cpus=BINDING.main_cpus), BINDING.cpus, BINDING.main_cpus)
     assert misplaced(replace(RIGHT, cpus=(*BINDING.main_cpus, 0)), BINDING.cpus, BINDING.main_cpus)
 
@@ -57,7 +70,11 @@ def test_the_share_of_memory_on_the_right_node() -> None:
 
 @pytest.fixture
 def sleeper() -> Iterator[Process]:
-    with subprocess.Popen([sys.executable, "-c", "print(flush=True); input()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", "print(flush=True); input()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as child:
         assert child.stdout is not None
         child.stdout.readline()
         process = identify(child.pid, "rank", 3)
@@ -78,11 +95,17 @@ def test_a_real_process_is_found_where_it_was_put(sleeper: Process) -> None:
     assert sum(placement.node_bytes.values()) > 1 << 20
 
 
-def test_a_thread_that_ends_meanwhile_does_not_hide_the_others(sleeper: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_ends_meanwhile_does_not_hide_the_others(
+    sleeper: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A training process has threads that come and go."""
     cpus = tuple(sorted(os.sched_getaffinity(sleeper.pid)))
     ended, listed = 1 << 30, os.listdir
-    monkeypatch.setattr(os, "listdir", lambda path: [str(ended), *listed(path)] if str(path).endswith("/task") else listed(path))
+    monkeypatch.setattr(
+        os,
+        "listdir",
+        lambda path: [str(ended), *listed(path)] if str(path).endswith("/task") else listed(path),
+    )
     (placement,) = read_placements([sleeper])
     assert placement.cpus == cpus
 

@@ -14,7 +14,12 @@ from so_tui.cli import main
 from so_tui.launch import preflight, prepare
 from so_tui.launch.executors.slurm import commands
 from so_tui.launch.executors.slurm.site import load_site, site_names, user_sites
-from so_tui.launch.partition_machines import keep_network, remember, seen_machine, with_measured_network
+from so_tui.launch.partition_machines import (
+    keep_network,
+    remember,
+    seen_machine,
+    with_measured_network,
+)
 from so_tui.launch.places import machine_of, source_of, with_remedy
 from so_tui.machine.described import MACHINES
 from so_tui.machine.types import Machine, Network
@@ -25,8 +30,13 @@ from tests.support.launching import tiny
 from tests.support.planning import CPU_ONLY, QUAD
 
 
-@pytest.mark.parametrize(("site", "partition", "gpus"), [("vista", "gh", 1), ("alps", "normal", 4), ("jupiter", "any", 4)])
-def test_on_a_login_node_a_site_profile_says_what_the_nodes_are(site: str, partition: str, gpus: int) -> None:
+@pytest.mark.parametrize(
+    ("site", "partition", "gpus"),
+    [("vista", "gh", 1), ("alps", "normal", 4), ("jupiter", "any", 4)],
+)
+def test_on_a_login_node_a_site_profile_says_what_the_nodes_are(
+    site: str, partition: str, gpus: int
+) -> None:
     spec = tiny(slurm__partition=partition, slurm__site=site)
     found = machine_of(spec, CPU_ONLY)
     assert [gpu.name for gpu in found.gpus] == gpus * ["NVIDIA GH200 120GB"]
@@ -58,7 +68,9 @@ def test_what_a_machine_is_known_from_is_told_apart(cluster: str) -> None:
 
 
 @pytest.mark.parametrize("plan", [["plan"], ["plan", "tiny"]])
-def test_a_plan_says_what_its_machine_is_known_from(plan: list[str], cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_says_what_its_machine_is_known_from(
+    plan: list[str], cluster: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     told, today = [], date.today()
     for nodes in (None, QUAD):
         if nodes is not None:
@@ -81,10 +93,18 @@ def test_a_job_that_had_a_part_of_a_node_hides_no_gpu(cluster: str) -> None:
     remember(cluster, "ghx4", part_of(QUAD))
     assert len(machine_of(spec, CPU_ONLY).gpus) == 4  # as the profile says
     assert source_of("ghx4", site="deltaai").seen is None
-    assert len(machine_of(tiny(slurm__partition="ghx4"), CPU_ONLY).gpus) == 1  # nothing else is known
+    assert (
+        len(machine_of(tiny(slurm__partition="ghx4"), CPU_ONLY).gpus) == 1
+    )  # nothing else is known
     remember(cluster, "ghx4", QUAD)
     remember(cluster, "ghx4", part_of(QUAD))
-    keep_network(cluster, "ghx4", part_of(QUAD), NetworkRate(nodes=2, bytes_per_s=25e9, measured=1.8e9), local_ranks=1)
+    keep_network(
+        cluster,
+        "ghx4",
+        part_of(QUAD),
+        NetworkRate(nodes=2, bytes_per_s=25e9, measured=1.8e9),
+        local_ranks=1,
+    )
     whole = machine_of(spec, CPU_ONLY)
     assert len(whole.gpus) == 4
     assert whole.network is not None
@@ -115,8 +135,14 @@ def test_inspect_in_an_allocation_is_kept_for_plans(
 
 
 def test_a_new_inspection_keeps_the_network_that_was_measured(cluster: str) -> None:
-    keep_network(cluster, "gh", QUAD, NetworkRate(nodes=2, bytes_per_s=25e9, measured=1.8e9), local_ranks=4)
-    remember(cluster, "gh", replace(QUAD, hostname="another", network=Network(gbit_per_s=800, source="hsn0")))
+    keep_network(
+        cluster, "gh", QUAD, NetworkRate(nodes=2, bytes_per_s=25e9, measured=1.8e9), local_ranks=4
+    )
+    remember(
+        cluster,
+        "gh",
+        replace(QUAD, hostname="another", network=Network(gbit_per_s=800, source="hsn0")),
+    )
     seen = seen_machine(cluster, "gh")
     assert seen is not None
     assert seen.machine.hostname == "another"
@@ -124,7 +150,9 @@ def test_a_new_inspection_keeps_the_network_that_was_measured(cluster: str) -> N
     assert seen.machine.network.measured
 
 
-def test_clusters_that_share_a_home_keep_their_machines_apart(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clusters_that_share_a_home_keep_their_machines_apart(
+    cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec = tiny(slurm__partition="normal")
     remember(cluster, "normal", CPU_ONLY)
     monkeypatch.setattr(commands, "cluster_name", lambda: "Our cluster_1")
@@ -158,21 +186,31 @@ def test_a_site_profile_says_how_fast_the_network_is_until_a_job_has_seen_it(clu
 def test_a_network_that_a_job_has_measured_counts_more_than_any_other(cluster: str) -> None:
     spec = tiny(slurm__partition="gh", slurm__site="vista")
     remember(cluster, "gh", QUAD)
-    keep_network(cluster, "gh", QUAD, NetworkRate(nodes=3, bytes_per_s=25e9, measured=1.8e9), local_ranks=2)
+    keep_network(
+        cluster, "gh", QUAD, NetworkRate(nodes=3, bytes_per_s=25e9, measured=1.8e9), local_ranks=2
+    )
     measured = machine_of(spec, CPU_ONLY).network
     assert measured is not None
-    assert between_hosts_bytes_per_s(measured, 0.5) == pytest.approx(25e9, rel=0.01)  # with two of four GPUs, as it was measured
+    assert between_hosts_bytes_per_s(measured, 0.5) == pytest.approx(
+        25e9, rel=0.01
+    )  # with two of four GPUs, as it was measured
     assert between_hosts_bytes_per_s(measured, 1.0) == pytest.approx(50e9, rel=0.01)
     assert "3 nodes" in measured.source
-    assert with_measured_network(cluster, "gh", CPU_ONLY).network == measured  # the next job keeps it
+    assert (
+        with_measured_network(cluster, "gh", CPU_ONLY).network == measured
+    )  # the next job keeps it
     assert with_measured_network(cluster, "another", CPU_ONLY) == CPU_ONLY
     remember(cluster, "unmeasured", replace(QUAD, network=Network(gbit_per_s=200, source="hsn0")))
-    assert with_measured_network(cluster, "unmeasured", CPU_ONLY) == CPU_ONLY  # read, and not measured
+    assert (
+        with_measured_network(cluster, "unmeasured", CPU_ONLY) == CPU_ONLY
+    )  # read, and not measured
 
 
 def test_every_profile_names_machines_that_are_known() -> None:
     for site in map(load_site, site_names()):
-        names = {site.machine, *(partition.machine for partition in site.partitions.values())} - {""}
+        names = {site.machine, *(partition.machine for partition in site.partitions.values())} - {
+            ""
+        }
         assert names <= MACHINES.keys()
 
 
@@ -187,7 +225,9 @@ def write_profile(name: str, content: str) -> None:
     (user_sites() / f"{name}.toml").write_text(content)
 
 
-def test_a_wrong_profile_stops_no_plan_for_other_clusters(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_profile_stops_no_plan_for_other_clusters(
+    cluster: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_profile("a-wrong-one", "no toml")
     write_profile("b-wrong-one", 'title = "x"\nunknown = 1')
     spec = tiny(slurm__partition="normal")
@@ -199,7 +239,11 @@ def test_a_wrong_profile_stops_no_plan_for_other_clusters(cluster: str, capsys: 
     assert "a-wrong-one" in printed.out
     assert "b-wrong-one" in printed.out
     _, warnings = preflight(prepare(spec, CPU_ONLY, force=True))
-    assert [name for name in ("a-wrong-one", "b-wrong-one", "ours") if any(name in text for text in warnings)] == [
+    assert [
+        name
+        for name in ("a-wrong-one", "b-wrong-one", "ours")
+        if any(name in text for text in warnings)
+    ] == [
         "a-wrong-one",
         "b-wrong-one",
     ]
@@ -210,13 +254,21 @@ def test_a_wrong_profile_stops_no_plan_for_other_clusters(cluster: str, capsys: 
     [
         ("mine", 'title = "x"\nunknown = 1\nclusters = ["ours"]\n', "ours"),
         ("mine", 'clusters = ["ours"]\n', "ours"),
-        ("alps", "no toml", "clariden"),  # in place of the built-in profile, which names that cluster
+        (
+            "alps",
+            "no toml",
+            "clariden",
+        ),  # in place of the built-in profile, which names that cluster
     ],
 )
-def test_a_wrong_profile_of_this_cluster_is_named(name: str, content: str, here: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_profile_of_this_cluster_is_named(
+    name: str, content: str, here: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(commands, "cluster_name", lambda: here)
     write_profile(name, content)
     with pytest.raises(InputError) as caught:
         machine_of(tiny(slurm__partition="normal"), QUAD)
-    assert [(problem.code, problem.value) for problem in caught.value.problems] == [("invalid-site", name)]
+    assert [(problem.code, problem.value) for problem in caught.value.problems] == [
+        ("invalid-site", name)
+    ]
     assert machine_of(tiny(slurm__partition="normal", slurm__site="generic"), QUAD) == QUAD

@@ -53,14 +53,36 @@ def test_a_list_of_gpus_is_kept(tiny: RunSpec) -> None:
 
 def test_dry_run_json_has_the_shape_of_the_contract(tiny: RunSpec) -> None:
     spec = msgspec.structs.replace(with_gpus(tiny, 2), nodes=2)
-    document = json.loads(msgspec.json.encode(shown_launch(prepare(spec, quad_gh200(), inherited={"KMP_AFFINITY": "compact"}))))
-    assert document.keys() == {"argv", "env", "placeholders", "ds_config", "binding", "plan", "batch_script"}
+    document = json.loads(
+        msgspec.json.encode(
+            shown_launch(prepare(spec, quad_gh200(), inherited={"KMP_AFFINITY": "compact"}))
+        )
+    )
+    assert document.keys() == {
+        "argv",
+        "env",
+        "placeholders",
+        "ds_config",
+        "binding",
+        "plan",
+        "batch_script",
+    }
     assert document["placeholders"].keys() == {placeholder.value for placeholder in Placeholder}
     rank = document["binding"][1]
-    assert rank.keys() == {"rank", "gpu", "numa_node", "cpus", "memory_policy", "deepspeed", "deepspeed_alone"}
+    assert rank.keys() == {
+        "rank",
+        "gpu",
+        "numa_node",
+        "cpus",
+        "memory_policy",
+        "deepspeed",
+        "deepspeed_alone",
+    }
     assert rank["cpus"] == list(range(72, 144))
     assert rank["deepspeed"]["cpus"] == list(range(72, 144))
-    assert rank["deepspeed_alone"]["cpus"] == list(range(144, 288)), "of all cores it would take the second half, two sockets"
+    assert rank["deepspeed_alone"]["cpus"] == list(range(144, 288)), (
+        "of all cores it would take the second half, two sockets"
+    )
     assert document["env"]["KMP_AFFINITY"] is None
     assert document["ds_config"]["gradient_clipping"] == tiny.train.gradient_clipping
     assert document["plan"]["gpus"] == 4
@@ -75,7 +97,9 @@ def test_a_machine_without_gpus_takes_a_number_of_ranks(tiny: RunSpec) -> None:
 
 def test_without_a_working_numactl_the_launcher_is_not_told_to_bind() -> None:
     launch = launch_with(plan_of(spec_of()))
-    resolved = launch.resolved(run=Path("/runs/a"), attempt=2, rendezvous="file:///tmp/meeting/store")
+    resolved = launch.resolved(
+        run=Path("/runs/a"), attempt=2, rendezvous="file:///tmp/meeting/store"
+    )
     command = resolved.argv
     assert "--bind_cores_to_rank" not in command
     assert command[-6:] == ("--module", "so_tui_trainer", "--run", "/runs/a", "--attempt", "2")
@@ -96,16 +120,28 @@ def test_more_gpus_than_there_are(tiny: RunSpec) -> None:
 
 @pytest.mark.parametrize(
     ("offload", "code"),
-    [(OffloadSpec(mode="gpu"), "mode-needs-gpu"), (OffloadSpec(mode="superoffload", engine="deepspeed"), "engine-needs-gpu")],
+    [
+        (OffloadSpec(mode="gpu"), "mode-needs-gpu"),
+        (OffloadSpec(mode="superoffload", engine="deepspeed"), "engine-needs-gpu"),
+    ],
 )
-def test_what_cannot_run_here_is_refused_for_good(tiny: RunSpec, offload: OffloadSpec, code: str) -> None:
+def test_what_cannot_run_here_is_refused_for_good(
+    tiny: RunSpec, offload: OffloadSpec, code: str
+) -> None:
     with pytest.raises(Refused) as caught:
         prepare(msgspec.structs.replace(tiny, offload=offload), cpu_machine(), force=True)
     assert (caught.value.codes[0], caught.value.forceable) == (code, False)
 
 
 def test_amd_is_refused_with_a_reason(tiny: RunSpec) -> None:
-    gpu = Gpu(index=0, name="AMD Instinct MI300A", pci_bus_id="0000:01:00.0", numa_node=0, vendor="amd", memory_total_bytes=2**36)
+    gpu = Gpu(
+        index=0,
+        name="AMD Instinct MI300A",
+        pci_bus_id="0000:01:00.0",
+        numa_node=0,
+        vendor="amd",
+        memory_total_bytes=2**36,
+    )
     with pytest.raises(Refused) as caught:
         prepare(with_gpus(tiny, 1), cpu_machine(gpus=(gpu,)), force=True)
     assert caught.value.codes[0] == "amd-gpu"
@@ -138,7 +174,10 @@ def test_only_visible_gpus_are_used() -> None:
 def test_a_plan_for_a_hidden_gpu_is_refused() -> None:
     machine = msgspec.structs.replace(quad_gh200(), hostname=socket.gethostname())
     plan = plan_of(spec_of(), gpus=True)
-    assert launch_of(plan, machine, inherited={"CUDA_VISIBLE_DEVICES": "0,1"}).machine.gpus == machine.gpus[:2]
+    assert (
+        launch_of(plan, machine, inherited={"CUDA_VISIBLE_DEVICES": "0,1"}).machine.gpus
+        == machine.gpus[:2]
+    )
     with pytest.raises(Refused) as caught:
         launch_of(plan, machine, inherited={"CUDA_VISIBLE_DEVICES": "1,2"})
     assert (caught.value.codes, caught.value.forceable) == (("gpu-not-visible",), False)
@@ -156,7 +195,9 @@ def test_a_preview_shows_what_cannot_start(tiny: RunSpec) -> None:
 
 
 def test_a_launch_is_read_back_as_it_was_written(tiny: RunSpec, tmp_path: Path) -> None:
-    launch = prepare(with_gpus(tiny, 2), quad_gh200(), inherited={"KMP_AFFINITY": "compact"}, force=True)
+    launch = prepare(
+        with_gpus(tiny, 2), quad_gh200(), inherited={"KMP_AFFINITY": "compact"}, force=True
+    )
     launch = msgspec.structs.replace(launch, changes={"gpus": "2"})
     run = create_run(launch.spec, tmp_path)
     attempt = new_attempt(run)

@@ -21,7 +21,9 @@ def _open_umask() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_open_umask")
-def test_a_run_records_no_secret_and_is_closed_to_others(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_records_no_secret_and_is_closed_to_others(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FAKE_TRAINER", "steps=3")
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)

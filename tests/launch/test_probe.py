@@ -8,7 +8,15 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.cli import main
-from so_tui.launch.probe import compared, measured_of, predicted_of, probe_of, probe_spec, settings_text, workload_of
+from so_tui.launch.probe import (
+    compared,
+    measured_of,
+    predicted_of,
+    probe_of,
+    probe_spec,
+    settings_text,
+    workload_of,
+)
 from so_tui.machine.types import Gpu, Machine
 from so_tui.model.flops import flops_of, model_flops
 from so_tui.plan import make_plan
@@ -22,13 +30,21 @@ from tests.support.plans import cpu_machine
 from tests.support.records import step_record
 from tests.support.schemas import valid
 
-SPEC = with_values(find_preset("qwen3-4b-random").spec, {"offload.mode": "gpu", "model.activation_checkpointing": "full"})
+SPEC = with_values(
+    find_preset("qwen3-4b-random").spec,
+    {"offload.mode": "gpu", "model.activation_checkpointing": "full"},
+)
 
 
 def h200() -> Machine:
     host = cpu_machine()
     gpu = Gpu(
-        index=0, name="NVIDIA H200", pci_bus_id="0000:01:00.0", numa_node=0, cpus=host.allowed_cpus, memory_total_bytes=150_754_820_096
+        index=0,
+        name="NVIDIA H200",
+        pci_bus_id="0000:01:00.0",
+        numa_node=0,
+        cpus=host.allowed_cpus,
+        memory_total_bytes=150_754_820_096,
     )
     return replace(host, gpus=(gpu,))
 
@@ -37,7 +53,9 @@ def test_the_data_is_read_back_from_what_its_steps_did() -> None:
     plan = make_plan(SPEC, h200())
     useful, lengths = 16_000, [160] * 100
     flops = model_flops(flops_of(SPEC.model), useful, lengths)
-    step = step_record(3, useful_tokens=useful, trained_tokens=8_192, model_tflops_per_gpu=flops / 2.0 / 1e12)  # of 2 s
+    step = step_record(
+        3, useful_tokens=useful, trained_tokens=8_192, model_tflops_per_gpu=flops / 2.0 / 1e12
+    )  # of 2 s
     found = workload_of([step], plan)
     assert found.attended_tokens == pytest.approx(160, abs=1)
     assert (found.trained_share, found.useful_share) == (0.5, useful / plan.tokens_per_step)
@@ -53,20 +71,51 @@ def test_the_loads_peak_ends_where_training_begins(tmp_path: Path) -> None:
     metrics.close()
     for second, peak_gb in ((1, 5), (9, 7), (11, 9), (16, 12)):
         peak = peak_gb * 10**9
-        samples.append(Sample(attempt=1, time=1e9 + second, interval_s=1.0, nodes=(), gpus=(), run_cpu_s=0.0, run_memory_peak_bytes=peak))
+        samples.append(
+            Sample(
+                attempt=1,
+                time=1e9 + second,
+                interval_s=1.0,
+                nodes=(),
+                gpus=(),
+                run_cpu_s=0.0,
+                run_memory_peak_bytes=peak,
+            )
+        )
     samples.close()
     assert measured_of(run, plan).figures.host_load_bytes == 7 * 10**9
 
 
 def test_a_probe_trains_the_plans_settings_and_keeps_nothing() -> None:
-    wishes = {"checkpoint.every_steps": "5", "checkpoint.every_minutes": "0.01", "checkpoint.export": "true", "tracking.wandb": "true"}
-    evaluated = {"data.evaluation_split": "test", "data.subset": "main", "tracking.tensorboard": "true"}
+    wishes = {
+        "checkpoint.every_steps": "5",
+        "checkpoint.every_minutes": "0.01",
+        "checkpoint.export": "true",
+        "tracking.wandb": "true",
+    }
+    evaluated = {
+        "data.evaluation_split": "test",
+        "data.subset": "main",
+        "tracking.tensorboard": "true",
+    }
     plan = make_plan(with_values(SPEC, wishes | evaluated), h200())
     short = probe_spec(plan.spec, "random")
-    assert (short.checkpoint.every_minutes, short.tracking.wandb, short.tracking.tensorboard) == (0, False, False)
+    assert (short.checkpoint.every_minutes, short.tracking.wandb, short.tracking.tensorboard) == (
+        0,
+        False,
+        False,
+    )
     assert (short.data.subset, short.data.evaluation_split, short.data.held_out) == ("", "", 0)
-    assert (short.offload, short.train.micro_batch, short.data.sequence_length) == (plan.spec.offload, 4, 4096)
-    assert (short.checkpoint.every_steps, short.checkpoint.at_end, short.checkpoint.export) == (0, False, False)
+    assert (short.offload, short.train.micro_batch, short.data.sequence_length) == (
+        plan.spec.offload,
+        4,
+        4096,
+    )
+    assert (short.checkpoint.every_steps, short.checkpoint.at_end, short.checkpoint.export) == (
+        0,
+        False,
+        False,
+    )
     assert (short.model.weights, short.data.source) == ("random", "builtin:tiny/rows.jsonl")
     assert short.data.packing
     assert not probe_spec(with_values(plan.spec, {"data.packing": "false"}), "random").data.packing
@@ -87,7 +136,14 @@ def test_a_prediction_for_known_data_is_compared_figure_by_figure() -> None:
         host_bytes=predicted.host_bytes,
     )
     probe = Probe(
-        measured="", model="", mode="gpu", ranks=1, settings=settings_text(plan), workload=workload, predicted=predicted, actual=actual
+        measured="",
+        model="",
+        mode="gpu",
+        ranks=1,
+        settings=settings_text(plan),
+        workload=workload,
+        predicted=predicted,
+        actual=actual,
     )
     errors = {name: error for name, _, _, error in compared(probe)}
     assert probe.settings == "gpu, micro-batch 4 x 4,096, full, gradient_clipping 1"
@@ -110,14 +166,27 @@ def test_a_prediction_for_known_data_is_compared_figure_by_figure() -> None:
 )
 def test_probes_whose_steps_differ_are_kept_side_by_side(changes: dict[str, str]) -> None:
     """A second probe of the same settings replaces the first."""
-    machine, workload, plain = h200(), Workload(), with_values(SPEC, {"train.gradient_clipping": "0"})
+    machine, workload, plain = (
+        h200(),
+        Workload(),
+        with_values(SPEC, {"train.gradient_clipping": "0"}),
+    )
     same = {key: value for key, value in changes.items() if key == "offload.mode"}
     made = []
     for other in (same, changes, changes):
         plan, predicted = predicted_of(with_values(plain, other), machine, workload)
         text = settings_text(plan)
         made.append(
-            Probe(measured="", model="m", mode=plan.mode, ranks=1, settings=text, workload=workload, predicted=predicted, actual=predicted)
+            Probe(
+                measured="",
+                model="m",
+                mode=plan.mode,
+                ranks=1,
+                settings=text,
+                workload=workload,
+                predicted=predicted,
+                actual=predicted,
+            )
         )
         store(machine, probe=made[-1])
     known = calibration_of(machine)
@@ -126,14 +195,21 @@ def test_probes_whose_steps_differ_are_kept_side_by_side(changes: dict[str, str]
     assert made[0].settings != made[1].settings == made[2].settings
 
 
-def test_a_probe_is_refused_for_another_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_probe_is_refused_for_another_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", "tiny", "--probe", "--machine", str(tmp_path / "node.json")]) == 2
     assert "--machine" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_a_probe_runs_the_whole_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "tiny", "--probe", "--gpus", "1", "--json", "--set", "data.held_out=400"]) == 0  # more than the embedded rows
+def test_a_probe_runs_the_whole_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(["plan", "tiny", "--probe", "--gpus", "1", "--json", "--set", "data.held_out=400"])
+        == 0
+    )  # more than the embedded rows
     answer = valid("plan", capsys.readouterr().out)
     actual = answer["probe"]["actual"]
     parts = actual["forward_s"] + actual["backward_s"] + actual["exposed_optimizer_s"]
@@ -146,11 +222,23 @@ def test_a_probe_runs_the_whole_program(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("norms", ["within", "above", "mixed"])
-def test_steps_whose_norm_exceeds_the_limit_are_compared_with_their_own_prediction(tmp_path: Path, norms: str) -> None:
+def test_steps_whose_norm_exceeds_the_limit_are_compared_with_their_own_prediction(
+    tmp_path: Path, norms: str
+) -> None:
     """The engine counts the steps that it kept, from the start of the run. After four that it could not keep it does not try."""
-    clipped = {"offload.mode": "superoffload", "offload.ratio": "0.9", "train.gradient_clipping": "1", "offload.speculation": "on"}
+    clipped = {
+        "offload.mode": "superoffload",
+        "offload.ratio": "0.9",
+        "train.gradient_clipping": "1",
+        "offload.speculation": "on",
+    }
     machine = h200()
-    plan = make_plan(with_values(SPEC, clipped | {"benchmark.warmup_steps": "2", "benchmark.measured_steps": "4"}), machine)
+    plan = make_plan(
+        with_values(
+            SPEC, clipped | {"benchmark.warmup_steps": "2", "benchmark.measured_steps": "4"}
+        ),
+        machine,
+    )
     assert plan.host_optional_bytes
     kept = {"within": [1, 2, 3, 4, 5, 6], "above": [0] * 6, "mixed": [1, 2, 3, 3, 3, 3]}[norms]
     run = RunDirectory(tmp_path)
@@ -162,17 +250,32 @@ def test_steps_whose_norm_exceeds_the_limit_are_compared_with_their_own_predicti
 
     probe = probe_of(measured_of(run, plan), plan, machine)
     _, early = predicted_of(plan.spec, machine, probe.workload)
-    _, waiting = predicted_of(with_values(plan.spec, {"offload.speculation": "off"}), machine, probe.workload)
+    _, waiting = predicted_of(
+        with_values(plan.spec, {"offload.speculation": "off"}), machine, probe.workload
+    )
     assert waiting.exposed_optimizer_s != early.exposed_optimizer_s
     expected = early if norms == "within" else waiting
-    assert (probe.predicted.step_s, probe.predicted.exposed_optimizer_s) == (expected.step_s, expected.exposed_optimizer_s)
+    assert (probe.predicted.step_s, probe.predicted.exposed_optimizer_s) == (
+        expected.step_s,
+        expected.exposed_optimizer_s,
+    )
     assert probe.predicted.host_bytes == early.host_bytes
 
 
-def test_a_probe_that_fetches_weights_records_what_was_predicted_without_fetching(tmp_path: Path) -> None:
+def test_a_probe_that_fetches_weights_records_what_was_predicted_without_fetching(
+    tmp_path: Path,
+) -> None:
     machine = h200()
-    changes = {"offload.mode": "superoffload", "offload.ratio": "0.9", "data.sequence_length": "1024", "train.micro_batch": "1"}
-    plain, fetching = (make_plan(with_values(SPEC, changes | {"offload.parameters": where}), machine) for where in ("none", "cpu"))
+    changes = {
+        "offload.mode": "superoffload",
+        "offload.ratio": "0.9",
+        "data.sequence_length": "1024",
+        "train.micro_batch": "1",
+    }
+    plain, fetching = (
+        make_plan(with_values(SPEC, changes | {"offload.parameters": where}), machine)
+        for where in ("none", "cpu")
+    )
     run = RunDirectory(tmp_path)
     metrics = MetricsWriter(run, 1)
     for number in range(1, 7):

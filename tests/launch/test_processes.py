@@ -33,14 +33,21 @@ def test_what_was_seen_between_fork_and_exec_is_known_even_if_nobody_looks_for_l
     go, markers = tmp_path / "go", frozenset({f"SO_TUI_RUN={tmp_path}".encode()})
     sleeper = f"{sys.executable} -c 'import time; time.sleep(60)' deepspeed.launcher.launch"
     script = f"until test -e {go}; do sleep 0.05; done; exec {sleeper}"
-    with subprocess.Popen(["sh", "-c", script], env={**os.environ, "SO_TUI_RUN": str(tmp_path)}) as process:
+    with subprocess.Popen(
+        ["sh", "-c", script], env={**os.environ, "SO_TUI_RUN": str(tmp_path)}
+    ) as process:
         try:
             tree = ProcessTree(markers, os.getpid())
             monkeypatch.setattr(processes, "_YOUNG_TICKS", 10**9)
             tree.scan()
             assert {known.pid: known.role for known in tree.alive}[process.pid] == "other"
             go.touch()
-            wait_until(lambda: b"deepspeed.launcher.launch" in Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0"))
+            wait_until(
+                lambda: (
+                    b"deepspeed.launcher.launch"
+                    in Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
+                )
+            )
             monkeypatch.setattr(processes, "_YOUNG_TICKS", 0)  # it has grown old meanwhile
             tree.scan()
             assert {known.pid: known.role for known in tree.alive}[process.pid] == "launcher"
@@ -48,7 +55,9 @@ def test_what_was_seen_between_fork_and_exec_is_known_even_if_nobody_looks_for_l
             process.kill()
 
 
-def test_what_has_no_command_line_yet_is_looked_at_again_however_old_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_has_no_command_line_yet_is_looked_at_again_however_old_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """So is a process while its program is loaded; a shell without a name stands for it."""
     monkeypatch.setattr(processes, "_YOUNG_TICKS", 0)
     with subprocess.Popen([""], executable="/bin/sh", stdin=subprocess.PIPE) as process:
@@ -57,16 +66,25 @@ def test_what_has_no_command_line_yet_is_looked_at_again_however_old_it_is(monke
             tree = ProcessTree(frozenset({b"SO_TUI_RUN=/nowhere"}), os.getpid())
             tree.scan()
             assert {known.pid: known.role for known in tree.alive}[process.pid] == "other"
-            process.stdin.write(f"exec {sys.executable} -c 'import time; time.sleep(60)' deepspeed.launcher.launch\n".encode())
+            process.stdin.write(
+                f"exec {sys.executable} -c 'import time; time.sleep(60)' deepspeed.launcher.launch\n".encode()
+            )
             process.stdin.flush()
-            wait_until(lambda: b"deepspeed.launcher.launch" in Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0"))
+            wait_until(
+                lambda: (
+                    b"deepspeed.launcher.launch"
+                    in Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
+                )
+            )
             tree.scan()
             assert {known.pid: known.role for known in tree.alive}[process.pid] == "launcher"
         finally:
             process.kill()
 
 
-def test_an_alert_command_that_was_seen_before_its_environment_is_no_process_of_the_run(tmp_path: Path) -> None:
+def test_an_alert_command_that_was_seen_before_its_environment_is_no_process_of_the_run(
+    tmp_path: Path,
+) -> None:
     """A program has none while it is loaded. It is neither waited for nor ended with the run, and nothing was lost."""
     go = tmp_path / "go"
     script = f"until test -e {go}; do sleep 0.05; done; exec env SO_TUI_ALERT_KIND=loss sleep 60"
@@ -76,14 +94,20 @@ def test_an_alert_command_that_was_seen_before_its_environment_is_no_process_of_
             tree.scan()
             assert process.pid in {known.pid for known in tree.alive}
             go.touch()
-            wait_until(lambda: b"SO_TUI_ALERT_KIND=loss" in Path(f"/proc/{process.pid}/environ").read_bytes())
+            wait_until(
+                lambda: (
+                    b"SO_TUI_ALERT_KIND=loss" in Path(f"/proc/{process.pid}/environ").read_bytes()
+                )
+            )
             tree.scan()
             assert process.pid not in {known.pid for known in (*tree.alive, *tree.gone)}
         finally:
             process.kill()
 
 
-@pytest.mark.parametrize("script", ["/lib/superoffload/worker.py", "/lib/so_tui_trainer/offload/worker.py"])
+@pytest.mark.parametrize(
+    "script", ["/lib/superoffload/worker.py", "/lib/so_tui_trainer/offload/worker.py"]
+)
 def test_the_adam_worker_is_recognised_also_in_a_run_of_an_older_version(script: str) -> None:
     assert role_of(("python", "-P", script, "3"), "rank") == "adam"
     assert role_of(("python", "-P", script, "3"), "other") == "other"
@@ -91,7 +115,9 @@ def test_the_adam_worker_is_recognised_also_in_a_run_of_an_older_version(script:
 
 def test_the_id_tells_a_run_from_an_earlier_one_at_the_same_path(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
-    with subprocess.Popen(["sleep", "60"], env={**os.environ, RUN_MARKER: str(tmp_path), RUN_ID_MARKER: "one"}) as process:
+    with subprocess.Popen(
+        ["sleep", "60"], env={**os.environ, RUN_MARKER: str(tmp_path), RUN_ID_MARKER: "one"}
+    ) as process:
         try:
             wait_for_environment(process.pid)
             assert OwnProcesses().carry(markers(run)), "a run of an older version has no id"
@@ -108,7 +134,9 @@ def test_the_id_tells_a_run_from_an_earlier_one_at_the_same_path(tmp_path: Path)
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can run processes of other users")
 def test_a_process_of_another_user_is_none_of_ours_even_with_the_marker(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
-    with subprocess.Popen(["sleep", "60"], env={**os.environ, RUN_MARKER: str(tmp_path)}, user=61_999) as process:
+    with subprocess.Popen(
+        ["sleep", "60"], env={**os.environ, RUN_MARKER: str(tmp_path)}, user=61_999
+    ) as process:
         try:
             wait_for_environment(process.pid)
             tree = ProcessTree(markers(run), supervisor_pid=os.getpid())  # even as our child
@@ -124,11 +152,16 @@ def test_a_process_of_another_user_is_none_of_ours_even_with_the_marker(tmp_path
             process.kill()
 
 
-def test_a_signal_that_the_kernel_refuses_is_reported_after_the_others_got_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_that_the_kernel_refuses_is_reported_after_the_others_got_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A security module may refuse it; nothing else does for processes of one user."""
     run = RunDirectory(tmp_path)
     environ = {**os.environ, RUN_MARKER: str(tmp_path)}
-    with subprocess.Popen(["sleep", "60"], env=environ) as first, subprocess.Popen(["sleep", "60"], env=environ) as second:
+    with (
+        subprocess.Popen(["sleep", "60"], env=environ) as first,
+        subprocess.Popen(["sleep", "60"], env=environ) as second,
+    ):
         kill = os.kill
 
         def refuse(pid: int, signum: int) -> None:
@@ -158,7 +191,9 @@ class Lost:
     alive: tuple[Process, ...] = ()
 
     def __init__(self, codes: dict[int, int | None]) -> None:
-        self.gone = tuple(Process(pid=100 + rank, start_time=1, role="rank", rank=rank) for rank in codes)
+        self.gone = tuple(
+            Process(pid=100 + rank, start_time=1, role="rank", rank=rank) for rank in codes
+        )
         self._codes = {100 + rank: code for rank, code in codes.items()}
 
     def exit_code(self, process: Process) -> int | None:
@@ -176,9 +211,14 @@ class Lost:
         ({0: None, 1: 128 + signal.SIGTERM}, 0),
     ],
 )
-def test_of_ranks_that_one_scan_found_gone_the_cause_is_not_one_that_the_launcher_ended(codes: dict[int, int | None], cause: int) -> None:
+def test_of_ranks_that_one_scan_found_gone_the_cause_is_not_one_that_the_launcher_ended(
+    codes: dict[int, int | None], cause: int
+) -> None:
     first = FirstLoss(cast(ProcessTree, Lost(codes)))
-    first.update([Process(pid=100 + rank, start_time=1, role="rank", rank=rank) for rank in codes], ending=False)
+    first.update(
+        [Process(pid=100 + rank, start_time=1, role="rank", rank=rank) for rank in codes],
+        ending=False,
+    )
     assert first.process is not None
     assert first.process.rank == cause
 
@@ -194,7 +234,9 @@ def test_a_process_with_the_pid_of_an_ended_one_is_found_and_has_an_exit_code_of
 ) -> None:
     """Pids are reused, on a small host within minutes. Here the kernel is imitated: it says later that the process began later."""
     environment = {**os.environ, RUN_MARKER: str(tmp_path)}
-    with subprocess.Popen(["sh", "-c", "read line; exit 3"], stdin=subprocess.PIPE, env=environment) as process:
+    with subprocess.Popen(
+        ["sh", "-c", "read line; exit 3"], stdin=subprocess.PIPE, env=environment
+    ) as process:
         wait_for_environment(process.pid)
         tree = ProcessTree(markers(RunDirectory(tmp_path)), supervisor_pid=-1)
         tree.scan()
@@ -214,7 +256,9 @@ def _later(stat: Stat | None) -> Stat | None:
     return None if stat is None else dataclasses.replace(stat, start_time=stat.start_time + 1)
 
 
-def test_of_processes_that_come_and_go_for_days_only_the_last_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_processes_that_come_and_go_for_days_only_the_last_are_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(processes, "_MOST_GONE", 3)
     environment = {**os.environ, RUN_MARKER: str(tmp_path)}
     tree = ProcessTree(markers(RunDirectory(tmp_path)), supervisor_pid=-1)
@@ -272,6 +316,14 @@ print(states())
 """
 
 
-def test_orphans_that_end_between_two_looks_do_not_stay_zombies_and_who_started_a_child_gets_its_exit_code() -> None:
-    done = subprocess.run([sys.executable, "-c", SUBREAPER], capture_output=True, text=True, timeout=LIMIT_S, check=True)
+def test_orphans_that_end_between_two_looks_do_not_stay_zombies_and_who_started_a_child_gets_its_exit_code() -> (
+    None
+):
+    done = subprocess.run(
+        [sys.executable, "-c", SUBREAPER],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=True,
+    )
     assert done.stdout.splitlines() == ["0 0", "5 [5]", "{}"], done.stderr

@@ -6,7 +6,14 @@ import pytest
 
 from so_tui.launch.outcome import Outcome
 from so_tui.launch.outcome_text import OutcomeText
-from so_tui.launch.run_state import final_state, first_state, last_alive, left_queue, observed, queued_state
+from so_tui.launch.run_state import (
+    final_state,
+    first_state,
+    last_alive,
+    left_queue,
+    observed,
+    queued_state,
+)
 from so_tui.runs import MetricsWriter, RunDirectory
 from so_tui.runs.host import HostIdentity
 from so_tui.runs.index import index_path
@@ -19,7 +26,11 @@ from tests.support.records import step_record
 
 
 def state_after(folder: Path, *records: Record) -> RunState:
-    return observed(RunState(name="r", state="training", step=7), reader_of(folder, *records), records[-1].attempt)
+    return observed(
+        RunState(name="r", state="training", step=7),
+        reader_of(folder, *records),
+        records[-1].attempt,
+    )
 
 
 def reader_of(folder: Path, *records: Record) -> MetricsReader:
@@ -36,7 +47,9 @@ def reader_of(folder: Path, *records: Record) -> MetricsReader:
     return reader
 
 
-def test_an_attempt_stopped_before_its_first_step_is_where_its_checkpoint_is(tmp_path: Path) -> None:
+def test_an_attempt_stopped_before_its_first_step_is_where_its_checkpoint_is(
+    tmp_path: Path,
+) -> None:
     saved = CheckpointRecord(attempt=1, time=1.0, step=5, path="step-000005", bytes=1, seconds=0.1)
     end = EndRecord(attempt=2, time=2.0, state="stopped", step=5, saved="step-000005")
     state = state_after(tmp_path, saved, end)
@@ -55,14 +68,27 @@ def test_a_failure_while_loading_does_not_undo_the_steps_before_it(tmp_path: Pat
 def test_what_ends_is_not_said_to_save(tmp_path: Path) -> None:
     step = step_record(60, time=10.0)
     saving = PhaseRecord(attempt=1, time=11.0, phase="saving", detail="checkpoint of step 60")
-    saved = CheckpointRecord(attempt=1, time=12.0, step=60, path="step-000060", bytes=1, seconds=0.1)
-    ending = PhaseRecord(attempt=1, time=13.0, phase="saving", stage="ending", detail="releasing memory and ending the processes")
+    saved = CheckpointRecord(
+        attempt=1, time=12.0, step=60, path="step-000060", bytes=1, seconds=0.1
+    )
+    ending = PhaseRecord(
+        attempt=1,
+        time=13.0,
+        phase="saving",
+        stage="ending",
+        detail="releasing memory and ending the processes",
+    )
     failed = EndRecord(attempt=1, time=11.0, state="failed", step=60)
     assert state_after(tmp_path / "a", step, saving).shown == "saving"
     ends = state_after(tmp_path / "b", step, saving, saved, ending)
     assert (ends.shown, ends.state, ends.saved_step) == ("ending", "saving", 60)
     assert state_after(tmp_path / "c", step, failed).shown == "ending"
-    assert final_state(ends, Outcome(state="finished", code=OutcomeCode.FINISHED), OutcomeText("", ""), 14.0).shown == "finished"
+    assert (
+        final_state(
+            ends, Outcome(state="finished", code=OutcomeCode.FINISHED), OutcomeText("", ""), 14.0
+        ).shown
+        == "finished"
+    )
 
 
 def test_an_unobserved_end_has_the_time_of_the_last_record(tmp_path: Path) -> None:
@@ -75,7 +101,9 @@ def test_an_unobserved_end_has_the_time_of_the_last_record(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("back_s", [0.0, 3600.0])
-def test_a_clock_that_was_set_back_does_not_leave_the_run_loading(back_s: float, tmp_path: Path) -> None:
+def test_a_clock_that_was_set_back_does_not_leave_the_run_loading(
+    back_s: float, tmp_path: Path
+) -> None:
     loading = PhaseRecord(attempt=1, time=10_000.0, phase="loading")
     step = step_record(3, attempt=1, time=10_001.0 - back_s)
     saving = PhaseRecord(attempt=1, time=10_002.0 - 2 * back_s, phase="saving")
@@ -85,17 +113,23 @@ def test_a_clock_that_was_set_back_does_not_leave_the_run_loading(back_s: float,
 
 
 def test_what_is_written_while_a_run_trains_is_shown_until_it_is_written(tmp_path: Path) -> None:
-    writing = PhaseRecord(attempt=2, time=20.0, phase="training", detail="writing the checkpoint of step 8")
+    writing = PhaseRecord(
+        attempt=2, time=20.0, phase="training", detail="writing the checkpoint of step 8"
+    )
     steps = [step_record(number, attempt=2, time=20.0 + number) for number in (9, 10)]
     written = PhaseRecord(attempt=2, time=40.0, phase="training")
     state = state_after(tmp_path / "a", writing, *steps)
     assert (state.state, state.detail) == ("training", writing.detail)
     assert state_after(tmp_path / "b", writing, *steps, written).detail == ""
     saving = PhaseRecord(attempt=2, time=20.0, phase="saving", detail="checkpoint of step 8")
-    assert state_after(tmp_path / "c", saving, *steps).detail == ""  # over, although that was not announced
+    assert (
+        state_after(tmp_path / "c", saving, *steps).detail == ""
+    )  # over, although that was not announced
 
 
-def test_what_was_saved_is_not_forgotten_while_earlier_segments_are_still_to_be_read(tmp_path: Path) -> None:
+def test_what_was_saved_is_not_forgotten_while_earlier_segments_are_still_to_be_read(
+    tmp_path: Path,
+) -> None:
     saved = CheckpointRecord(attempt=1, time=1.0, step=5, path="step-000005", bytes=1, seconds=0.1)
     known = reader_of(tmp_path, saved, ResumedRecord(attempt=2, time=2.0, step=5))
     run = RunDirectory(tmp_path)
@@ -111,12 +145,19 @@ def test_what_was_saved_is_not_forgotten_while_earlier_segments_are_still_to_be_
 def test_what_was_saved_no_longer_counts_after_starting_over(tmp_path: Path) -> None:
     saved = CheckpointRecord(attempt=1, time=1.0, step=5, path="step-000005", bytes=1, seconds=0.1)
     reader = reader_of(tmp_path, saved, ResumedRecord(attempt=2, time=2.0, step=0))
-    assert observed(RunState(name="r", state="training", attempt=2, saved_step=5, saved_at=1.0), reader, 2).saved_step is None
+    assert (
+        observed(
+            RunState(name="r", state="training", attempt=2, saved_step=5, saved_at=1.0), reader, 2
+        ).saved_step
+        is None
+    )
 
 
 def test_attempts_add_up_over_queues_and_waiting_does_not_count() -> None:
     host = HostIdentity("n1")
-    stopped = RunState(name="r", state="stopped", started=100.0, attempt_started=200.0, ended=260.0, earlier_s=40.0)
+    stopped = RunState(
+        name="r", state="stopped", started=100.0, attempt_started=200.0, ended=260.0, earlier_s=40.0
+    )
     assert stopped.took_s == 100
     queued = queued_state(stopped)
     assert left_queue(queued).took_s == pytest.approx(100)

@@ -36,7 +36,8 @@ def test_cpu_times(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "percent"), [((80, 100), (80, 200), 100), ((0, 0), (50, 200), 75), (None, (1, 2), 0), ((1, 2), (1, 2), 0)]
+    ("before", "after", "percent"),
+    [((80, 100), (80, 200), 100), ((0, 0), (50, 200), 75), (None, (1, 2), 0), ((1, 2), (1, 2), 0)],
 )
 def test_busy_share(before: tuple[int, int] | None, after: tuple[int, int], percent: int) -> None:
     assert busy_percent(before, after) == percent
@@ -45,10 +46,18 @@ def test_busy_share(before: tuple[int, int] | None, after: tuple[int, int], perc
 def test_memory_of_a_node_and_of_a_kernel_without_numa(tmp_path: Path) -> None:
     folder = tmp_path / "sys/devices/system/node/node4"
     folder.mkdir(parents=True)
-    (folder / "meminfo").write_text("Node 4 MemTotal:  1000 kB\nNode 4 MemFree:   400 kB\nNode 4 FilePages:  100 kB\n")
-    assert read_node_memory(tmp_path, 4, sole=False) == {"MemTotal": 1024000, "MemFree": 409600, "FilePages": 102400}
+    (folder / "meminfo").write_text(
+        "Node 4 MemTotal:  1000 kB\nNode 4 MemFree:   400 kB\nNode 4 FilePages:  100 kB\n"
+    )
+    assert read_node_memory(tmp_path, 4, sole=False) == {
+        "MemTotal": 1024000,
+        "MemFree": 409600,
+        "FilePages": 102400,
+    }
     (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/meminfo").write_text("MemTotal:  1000 kB\nMemFree:  400 kB\nBuffers: 1 kB\nCached:  50 kB\n")
+    (tmp_path / "proc/meminfo").write_text(
+        "MemTotal:  1000 kB\nMemFree:  400 kB\nBuffers: 1 kB\nCached:  50 kB\n"
+    )
     assert read_node_memory(tmp_path, 0, sole=True)["FilePages"] == 51200
 
 
@@ -57,24 +66,41 @@ def test_the_memory_of_the_only_node_is_the_one_that_inspection_finds(tmp_path: 
     folder = tmp_path / "sys/devices/system/node/node0"
     folder.mkdir(parents=True)
     (folder / "cpulist").write_text("0\n")
-    (folder / "meminfo").write_text("Node 0 MemTotal:  1000 kB\nNode 0 MemFree:   400 kB\nNode 0 FilePages:  100 kB\n")
+    (folder / "meminfo").write_text(
+        "Node 0 MemTotal:  1000 kB\nNode 0 MemFree:   400 kB\nNode 0 FilePages:  100 kB\n"
+    )
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/stat").write_text(STAT)
-    (tmp_path / "proc/meminfo").write_text("MemTotal:  3000 kB\nMemFree:  2300 kB\nCached:  50 kB\n")
+    (tmp_path / "proc/meminfo").write_text(
+        "MemTotal:  3000 kB\nMemFree:  2300 kB\nCached:  50 kB\n"
+    )
     node = inspect_machine(tmp_path).numa_nodes[0]
     sampler = Sampler(
-        inspect_machine(tmp_path), ProcessTree(frozenset({b"MARK=none"}), supervisor_pid=os.getpid()), attempt=1, root=tmp_path
+        inspect_machine(tmp_path),
+        ProcessTree(frozenset({b"MARK=none"}), supervisor_pid=os.getpid()),
+        attempt=1,
+        root=tmp_path,
     )
     (sample,) = sampler.sample().nodes
     sampler.close()
-    assert (sample.memory_total_bytes, sample.file_cache_bytes) == (node.memory_total_bytes, 100 * 1024) == (3000 * 1024, 100 * 1024)
-    assert sample.memory_used_bytes == sample.memory_total_bytes - (node.memory_free_bytes or 0) == 700 * 1024
+    assert (
+        (sample.memory_total_bytes, sample.file_cache_bytes)
+        == (node.memory_total_bytes, 100 * 1024)
+        == (3000 * 1024, 100 * 1024)
+    )
+    assert (
+        sample.memory_used_bytes
+        == sample.memory_total_bytes - (node.memory_free_bytes or 0)
+        == 700 * 1024
+    )
 
 
 def test_a_real_sample_sees_the_run_work(tmp_path: Path) -> None:
     machine = inspect_machine()
     program = "import time\nend = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
-    with subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "MARK": str(tmp_path)}) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], env={**os.environ, "MARK": str(tmp_path)}
+    ) as child:
         wait_for_environment(child.pid)
         tree = ProcessTree(frozenset({f"MARK={tmp_path}".encode()}), supervisor_pid=-1)
         tree.scan(thorough=True)
@@ -83,13 +109,17 @@ def test_a_real_sample_sees_the_run_work(tmp_path: Path) -> None:
         tree.cpu_s()
         begun = cpu_ticks(child.pid)
         time.sleep(1)
-        wait_until(lambda: cpu_ticks(child.pid) > begun + 20)  # on a busy machine it may take longer to compute for 0.2 s
+        wait_until(
+            lambda: cpu_ticks(child.pid) > begun + 20
+        )  # on a busy machine it may take longer to compute for 0.2 s
         tree.scan()
         sample = sampler.sample()
         child.kill()
     sampler.close()
     assert sample.interval_s >= 1
-    assert [len(node.cores) for node in sample.nodes if node.cores] == [len(node.cpus) for node in machine.cpu_nodes]
+    assert [len(node.cores) for node in sample.nodes if node.cores] == [
+        len(node.cpus) for node in machine.cpu_nodes
+    ]
     assert max(share for node in sample.nodes for share in node.cores) > 10
     assert sample.run_cpu_s > 0.1
     assert sample.run_memory_bytes is not None
@@ -122,7 +152,14 @@ def test_other_processes_that_compute_are_named() -> None:
 
 @pytest.mark.parametrize(
     ("reasons", "named"),
-    [(0, ()), (0x1 | 0x2 | 0x10, ()), (0x4, ("power",)), (0x8 | 0x40, ("heat",)), (0x8 | 0x80, ("power-brake",)), (0x8, ("hardware",))],
+    [
+        (0, ()),
+        (0x1 | 0x2 | 0x10, ()),
+        (0x4, ("power",)),
+        (0x8 | 0x40, ("heat",)),
+        (0x8 | 0x80, ("power-brake",)),
+        (0x8, ("hardware",)),
+    ],
 )
 def test_reasons_for_throttling(reasons: int, named: tuple[str, ...]) -> None:
     assert throttling(reasons) == named
@@ -175,13 +212,36 @@ def test_out_of_memory_kills_are_counted_in_the_cgroup_or_on_the_host(tmp_path: 
 
 def test_roles() -> None:
     rank = ("numactl", "-m", "0", "python", "-u", "-m", "so_tui_trainer", "--local_rank=0")
-    assert role_of(("python", "-m", "deepspeed.launcher.runner", "--module", "so_tui_trainer"), None) == "runner"
-    assert role_of(("python", "-u", "-m", "deepspeed.launcher.launch", "so_tui_trainer"), "runner") == "launcher"
-    assert role_of(("python", "-u", "-m", "deepspeed.launcher.launch", "so_tui_trainer"), "launcher") == "other"
-    assert role_of(("python", "-m", "deepspeed.launcher.runner", "so_tui_trainer"), "runner") == "other"
+    assert (
+        role_of(("python", "-m", "deepspeed.launcher.runner", "--module", "so_tui_trainer"), None)
+        == "runner"
+    )
+    assert (
+        role_of(("python", "-u", "-m", "deepspeed.launcher.launch", "so_tui_trainer"), "runner")
+        == "launcher"
+    )
+    assert (
+        role_of(("python", "-u", "-m", "deepspeed.launcher.launch", "so_tui_trainer"), "launcher")
+        == "other"
+    )
+    assert (
+        role_of(("python", "-m", "deepspeed.launcher.runner", "so_tui_trainer"), "runner")
+        == "other"
+    )
     assert role_of(("dpkg", "-l", "numactl"), "launcher") == "other"
     assert role_of(rank, "launcher") == "rank"
     assert role_of(rank, None) == "rank"
     assert role_of(rank, "rank") == "other"
-    assert role_of(("python", "-c", "from multiprocessing.spawn import spawn_main", "--multiprocessing-fork"), "rank") == "adam"
+    assert (
+        role_of(
+            (
+                "python",
+                "-c",
+                "from multiprocessing.spawn import spawn_main",
+                "--multiprocessing-fork",
+            ),
+            "rank",
+        )
+        == "adam"
+    )
     assert role_of(("python", "-I", "-S", "/lib/superoffload/worker.py"), "rank") == "adam"

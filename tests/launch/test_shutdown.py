@@ -25,7 +25,12 @@ def test_a_broken_run_is_ended_immediately_and_an_ignored_stop_when_it_is_overdu
 
 def test_a_stop_that_waits_for_a_checkpoint_has_its_time_again_for_the_last_one() -> None:
     asked, shutdown = StopRequest(by="me", time=1.0), Shutdown()
-    for saved_step, now, overdue_at in ((20, 10.0, 10.0), (20, 50.0, 10.0), (40, 500.0, 500.0), (40, 700.0, 500.0)):
+    for saved_step, now, overdue_at in (
+        (20, 10.0, 10.0),
+        (20, 50.0, 10.0),
+        (40, 500.0, 500.0),
+        (40, 700.0, 500.0),
+    ):
         shutdown.stop(asked, saved_step, now)
         assert shutdown.overdue_at == overdue_at + DEFAULT_GRACE_S
     shutdown.stop(StopRequest(by="me", time=2.0, grace_s=30.0), 40, 800.0)

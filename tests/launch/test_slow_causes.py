@@ -9,7 +9,15 @@ from typing import get_args
 import pytest
 from msgspec.structs import replace
 
-from so_tui.launch.slow_causes import CauseCode, Clock, Measured, Planned, foreign_share, measured_of, ranked_causes
+from so_tui.launch.slow_causes import (
+    CauseCode,
+    Clock,
+    Measured,
+    Planned,
+    foreign_share,
+    measured_of,
+    ranked_causes,
+)
 from so_tui.launch.slow_text import cause_text, slowdown_remedy, slowdown_text
 from so_tui.launch.slow_watch import LEAST_STEPS, WINDOW_S, SlowWatch
 from so_tui.plan import make_plan
@@ -26,7 +34,11 @@ from tests.support.records import step_record
 MACHINE = superchips(1)
 STEP = StepTime(forward_s=0.8, backward_s=2.0, exposed_optimizer_s=0.1, data_s=0.1)
 RATES = PlannedRates(
-    adam_bytes_per_s=200e9, d2h_bytes_per_s=350e9, h2d_bytes_per_s=370e9, d2h_bytes=20_000_000_000, h2d_bytes=20_000_000_000
+    adam_bytes_per_s=200e9,
+    d2h_bytes_per_s=350e9,
+    h2d_bytes_per_s=370e9,
+    d2h_bytes=20_000_000_000,
+    h2d_bytes=20_000_000_000,
 )
 PLANNED = Planned(step=STEP, rates=RATES)
 AS_PLANNED = Measured(
@@ -51,7 +63,9 @@ def codes(measured: Measured) -> list[str]:
 def test_a_run_as_planned_has_no_cause() -> None:
     assert codes(AS_PLANNED) == []
     assert codes(SLOW) == []
-    assert codes(replace(SLOW, d2h_bytes_per_s=0.55 * RATES.d2h_bytes_per_s)) == []  # usual where several GPUs share a host
+    assert (
+        codes(replace(SLOW, d2h_bytes_per_s=0.55 * RATES.d2h_bytes_per_s)) == []
+    )  # usual where several GPUs share a host
 
 
 @pytest.mark.parametrize(
@@ -73,16 +87,26 @@ def test_each_cause_alone(code: CauseCode, measured: Measured) -> None:
 
 
 def test_a_load_on_the_cores_comes_before_the_adam_that_it_slows() -> None:
-    assert codes(replace(SLOW, foreign_share=0.4, adam_busy_s=2.8, adam_bytes_per_s=70e9)) == ["foreign-load", "adam"]
+    assert codes(replace(SLOW, foreign_share=0.4, adam_busy_s=2.8, adam_bytes_per_s=70e9)) == [
+        "foreign-load",
+        "adam",
+    ]
 
 
 def test_what_explains_little_comes_last() -> None:
-    assert codes(replace(SLOW, foreign_share=0.12, adam_busy_s=2.8, adam_bytes_per_s=70e9)) == ["adam", "foreign-load"]
-    assert codes(replace(SLOW, data_s=1.5, foreign_share=0.4)) == ["data"]  # nothing is left for the cores
+    assert codes(replace(SLOW, foreign_share=0.12, adam_busy_s=2.8, adam_bytes_per_s=70e9)) == [
+        "adam",
+        "foreign-load",
+    ]
+    assert codes(replace(SLOW, data_s=1.5, foreign_share=0.4)) == [
+        "data"
+    ]  # nothing is left for the cores
 
 
 BINDING = bind_ranks(MACHINE, 1, mode="superoffload", cpu_adam_cores_fraction=0.9)
-PLACED = RankPlacement(rank=0, cpus=BINDING[0].main_cpus, adam_cpus=BINDING[0].adam_cpus, node_bytes={0: 100}, nice=0)
+PLACED = RankPlacement(
+    rank=0, cpus=BINDING[0].main_cpus, adam_cpus=BINDING[0].adam_cpus, node_bytes={0: 100}, nice=0
+)
 
 
 @pytest.mark.parametrize(
@@ -93,26 +117,46 @@ PLACED = RankPlacement(rank=0, cpus=BINDING[0].main_cpus, adam_cpus=BINDING[0].a
         ("foreign-load", replace(PLACED, nice=19)),
     ],
 )
-def test_where_processes_are_comes_before_what_it_leads_to(first: str, placement: RankPlacement) -> None:
+def test_where_processes_are_comes_before_what_it_leads_to(
+    first: str, placement: RankPlacement
+) -> None:
     planned = replace(PLANNED, binding=BINDING)
-    measured = replace(SLOW, placement=(placement,), foreign_share=0.5, adam_busy_s=2.8, adam_bytes_per_s=70e9)
+    measured = replace(
+        SLOW, placement=(placement,), foreign_share=0.5, adam_busy_s=2.8, adam_bytes_per_s=70e9
+    )
     causes = ranked_causes(measured, planned)
     assert causes[0].code == first
     assert causes[-1].code == "adam"
     assert next(cause.nice for cause in causes if cause.code == "foreign-load") == placement.nice
-    assert ranked_causes(replace(measured, placement=(replace(placement, rank=9),)), planned)[0].code == "foreign-load"
+    assert (
+        ranked_causes(replace(measured, placement=(replace(placement, rank=9),)), planned)[0].code
+        == "foreign-load"
+    )
 
 
-def sample(second: float, busy: int = 100, run_cpu_s: float = 72.0, clock_mhz: int = 1755) -> Sample:
-    node = NodeSample(id=0, cores=(busy,) * 72, memory_used_bytes=1, memory_total_bytes=2, file_cache_bytes=0)
+def sample(
+    second: float, busy: int = 100, run_cpu_s: float = 72.0, clock_mhz: int = 1755
+) -> Sample:
+    node = NodeSample(
+        id=0, cores=(busy,) * 72, memory_used_bytes=1, memory_total_bytes=2, file_cache_bytes=0
+    )
     gpu = GpuSample(index=0, busy_percent=95, clock_mhz=clock_mhz, clock_max_mhz=1980)
-    return Sample(attempt=1, time=1e9 + second, interval_s=1.0, nodes=(node,), gpus=(gpu,), run_cpu_s=run_cpu_s)
+    return Sample(
+        attempt=1,
+        time=1e9 + second,
+        interval_s=1.0,
+        nodes=(node,),
+        gpus=(gpu,),
+        run_cpu_s=run_cpu_s,
+    )
 
 
 def test_foreign_load_is_what_the_run_did_not_use_of_its_own_cores() -> None:
     samples = [sample(0, busy=100, run_cpu_s=54.0), sample(1, busy=50, run_cpu_s=36.0)]
     assert foreign_share(samples, MACHINE, set(range(72))) == pytest.approx(18 / 144)
-    assert foreign_share(samples, MACHINE, set(range(36))) == 0.0  # the run used more than these had
+    assert (
+        foreign_share(samples, MACHINE, set(range(36))) == 0.0
+    )  # the run used more than these had
     assert foreign_share([], MACHINE, set(range(72))) == 0.0
 
 
@@ -120,7 +164,10 @@ def plan(step_s: float = 3.0) -> Plan:
     found = make_plan(spec_of("qwen3-14b", offload__mode="superoffload"), MACHINE)
     assert found.step is not None
     assert found.rates is not None
-    return replace(found, step=replace(found.step, forward_s=found.step.forward_s + step_s - found.step.total_s))
+    return replace(
+        found,
+        step=replace(found.step, forward_s=found.step.forward_s + step_s - found.step.total_s),
+    )
 
 
 def test_plans_say_at_what_rates_they_count() -> None:
@@ -134,13 +181,24 @@ def test_plans_say_at_what_rates_they_count() -> None:
 
 
 def test_measured_are_medians_of_steps_and_the_slowest_clock() -> None:
-    steps = [step_record(step, step_s=seconds, adam_bytes_per_s=100e9) for step, seconds in enumerate((1.0, 9.0, 2.0))]
-    measured = measured_of(steps, [sample(0, clock_mhz=1200), sample(1, clock_mhz=1300)], MACHINE, plan().binding)
-    assert (measured.step_s, measured.adam_bytes_per_s, measured.d2h_bytes_per_s) == (2.0, 100e9, None)
+    steps = [
+        step_record(step, step_s=seconds, adam_bytes_per_s=100e9)
+        for step, seconds in enumerate((1.0, 9.0, 2.0))
+    ]
+    measured = measured_of(
+        steps, [sample(0, clock_mhz=1200), sample(1, clock_mhz=1300)], MACHINE, plan().binding
+    )
+    assert (measured.step_s, measured.adam_bytes_per_s, measured.d2h_bytes_per_s) == (
+        2.0,
+        100e9,
+        None,
+    )
     assert measured.clock == Clock(mhz=1250, max_mhz=1980, throttled_share=0.0)
 
 
-def watch(steps: Iterator[tuple[float, float]], *others: MetricRecord, run_cpu_s: float = 72.0) -> list[Slowdown | None]:
+def watch(
+    steps: Iterator[tuple[float, float]], *others: MetricRecord, run_cpu_s: float = 72.0
+) -> list[Slowdown | None]:
     """Return what a watch says after each step of ``(second, length)``."""
     watching = SlowWatch(plan(), MACHINE, attempt=1)
     watching.take(others)
@@ -176,7 +234,12 @@ def test_a_slow_run_says_so_with_its_cause_and_stops_when_it_is_over() -> None:
 
 @pytest.mark.parametrize("moment_s", [10, 30, 55])
 def test_a_moment_is_no_slowdown(moment_s: float) -> None:
-    assert not any(watch(lasting((900, 3.0), (moment_s, 9.0), (900, 3.1), (moment_s, 9.0), (300, 3.0)), run_cpu_s=20.0))
+    assert not any(
+        watch(
+            lasting((900, 3.0), (moment_s, 9.0), (900, 3.1), (moment_s, 9.0), (300, 3.0)),
+            run_cpu_s=20.0,
+        )
+    )
 
 
 def test_an_hour_of_ordinary_noise_is_no_slowdown() -> None:
@@ -187,7 +250,9 @@ def test_an_hour_of_ordinary_noise_is_no_slowdown() -> None:
         now = 0.0
         while now < 3600:
             busy = 1000 < now < 1030 or 2500 < now < 2530
-            step_s = 3.0 * chance.gauss(1.03, 0.1) * (3.0 if busy or chance.random() < 0.05 else 1.0)
+            step_s = (
+                3.0 * chance.gauss(1.03, 0.1) * (3.0 if busy or chance.random() < 0.05 else 1.0)
+            )
             now += step_s
             yield now, step_s
 
@@ -195,8 +260,21 @@ def test_an_hour_of_ordinary_noise_is_no_slowdown() -> None:
 
 
 def test_slow_first_steps_and_steps_beside_a_checkpoint_are_none() -> None:
-    assert not any(watch(iter([(60.0, 60.0), (120.0, 60.0), (180.0, 60.0), *((180 + at, s) for at, s in lasting((900, 3.1)))])))
-    writing = PhaseRecord(attempt=1, time=1e9, phase="training", detail="writing the checkpoint of step 3")
+    assert not any(
+        watch(
+            iter(
+                [
+                    (60.0, 60.0),
+                    (120.0, 60.0),
+                    (180.0, 60.0),
+                    *((180 + at, s) for at, s in lasting((900, 3.1))),
+                ]
+            )
+        )
+    )
+    writing = PhaseRecord(
+        attempt=1, time=1e9, phase="training", detail="writing the checkpoint of step 3"
+    )
     saved = CheckpointRecord(attempt=1, time=1e9, step=1, path="", bytes=1, seconds=1.0)
     assert not any(watch(lasting((900, 9.0)), writing, saved))
 
@@ -206,7 +284,16 @@ def test_steps_that_were_redone_are_none() -> None:
     watching = SlowWatch(plan(), MACHINE, attempt=1)
     for step, (second, _) in enumerate(lasting((900, 4.5))):
         redone = step % 3 != 0
-        watching.take([step_record(step, time=1e9 + second, step_s=6.0 if redone else 3.0, redone_steps=step - step // 3)])
+        watching.take(
+            [
+                step_record(
+                    step,
+                    time=1e9 + second,
+                    step_s=6.0 if redone else 3.0,
+                    redone_steps=step - step // 3,
+                )
+            ]
+        )
         watching.sample(sample(second))
         assert watching.found is None
 
@@ -221,9 +308,17 @@ def test_long_steps_need_enough_of_them_and_an_unknown_plan_says_nothing() -> No
 
 
 def test_fast_steps_are_thinned_out() -> None:
-    watching = SlowWatch(replace(plan(), step=StepTime(forward_s=0.001, backward_s=0, exposed_optimizer_s=0, data_s=0)), MACHINE, attempt=1)
+    watching = SlowWatch(
+        replace(
+            plan(), step=StepTime(forward_s=0.001, backward_s=0, exposed_optimizer_s=0, data_s=0)
+        ),
+        MACHINE,
+        attempt=1,
+    )
     for second in range(300):
-        watching.take([step_record(step, time=1e9 + second + step / 500, step_s=0.002) for step in range(500)])
+        watching.take(
+            [step_record(step, time=1e9 + second + step / 500, step_s=0.002) for step in range(500)]
+        )
         watching.sample(sample(second))
     assert watching.found is not None
 
@@ -235,7 +330,18 @@ def test_every_cause_has_words_and_what_helps() -> None:
         assert cause_text(cause)
         remedies.add(slowdown_remedy(Slowdown(step=1, step_s=2.0, planned_s=1.0, causes=(cause,))))
     assert len(remedies) == len(get_args(CauseCode))
-    unknown = Slowdown(step=1, step_s=2.0, planned_s=1.0, causes=(Cause(code="moon", seconds=1.0, measured=1.0, planned=1.0),) * 100_000)
+    unknown = Slowdown(
+        step=1,
+        step_s=2.0,
+        planned_s=1.0,
+        causes=(Cause(code="moon", seconds=1.0, measured=1.0, planned=1.0),) * 100_000,
+    )
     assert slowdown_remedy(unknown) not in remedies
-    for hostile in (unknown, replace(unknown, causes=(Cause(code="adam", seconds=1e300, measured=1e300, planned=-1e300),) * 100_000)):
+    for hostile in (
+        unknown,
+        replace(
+            unknown,
+            causes=(Cause(code="adam", seconds=1e300, measured=1e300, planned=-1e300),) * 100_000,
+        ),
+    ):
         assert len(slowdown_text(hostile)) < 1000

@@ -31,7 +31,12 @@ from tests.support.fake_runs import FAKE_TRAINER, Runs, wait_for
 from tests.support.launching import tiny
 from tests.support.python_path import checkout_path, python_path
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="takes a core for Adam beside a main core")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        len(os.sched_getaffinity(0)) < 2, reason="takes a core for Adam beside a main core"
+    ),
+]
 
 SECONDS = 2.5
 """How long each cause lasts at least."""
@@ -66,16 +71,32 @@ class Watched:
         self._reader = RunReader(self.run)
         self._steps: list[StepRecord] = []
         self._samples: list[Sample] = []
-        state = wait_for(self.run, lambda state: state.step >= 5 and any(process.role == "adam" for process in state.processes))
+        state = wait_for(
+            self.run,
+            lambda state: (
+                state.step >= 5 and any(process.role == "adam" for process in state.processes)
+            ),
+        )
         self.processes = state.processes
         self._binding = prepare(runs.spec, machine, force=True).plan.binding
         self.planned = self._halved(self.measure())
 
     def _halved(self, usual: Measured) -> Planned:
-        step = StepTime(forward_s=(usual.step_s - usual.data_s) / 2, backward_s=0.0, exposed_optimizer_s=0.0, data_s=usual.data_s)
+        step = StepTime(
+            forward_s=(usual.step_s - usual.data_s) / 2,
+            backward_s=0.0,
+            exposed_optimizer_s=0.0,
+            data_s=usual.data_s,
+        )
         assert usual.adam_bytes_per_s is not None
         assert usual.d2h_bytes_per_s is not None
-        rates = PlannedRates(adam_bytes_per_s=usual.adam_bytes_per_s, d2h_bytes_per_s=1.0, h2d_bytes_per_s=1.0, d2h_bytes=0, h2d_bytes=0)
+        rates = PlannedRates(
+            adam_bytes_per_s=usual.adam_bytes_per_s,
+            d2h_bytes_per_s=1.0,
+            h2d_bytes_per_s=1.0,
+            d2h_bytes=0,
+            h2d_bytes=0,
+        )
         return Planned(step=step, rates=rates, binding=self._binding)
 
     def measure(self) -> Measured:
@@ -83,13 +104,22 @@ class Watched:
         self._poll()
         steps, samples = len(self._steps), len(self._samples)
         until = time.monotonic() + SECONDS
-        while time.monotonic() < until or len(self._steps) < steps + LEAST_STEPS or len(self._samples) < samples + 2:
+        while (
+            time.monotonic() < until
+            or len(self._steps) < steps + LEAST_STEPS
+            or len(self._samples) < samples + 2
+        ):
             assert time.monotonic() < until + 120, read_state(self.run)
             time.sleep(0.1)
             self._poll()
         placed = replace(self._samples[-1], placement=read_placements(self.processes))
         # The first step, and the first sample, began before.
-        return measured_of(self._steps[steps + 1 :], [*self._samples[samples + 1 :], placed], self._machine, self._binding)
+        return measured_of(
+            self._steps[steps + 1 :],
+            [*self._samples[samples + 1 :], placed],
+            self._machine,
+            self._binding,
+        )
 
     def wait_for_a_step(self, happened: Callable[[StepRecord], bool], *, timeout_s: float) -> None:
         """Wait for a step of which something is true."""
@@ -110,7 +140,9 @@ class Watched:
 
 
 @pytest.fixture(scope="module")
-def supervised(tmp_path_factory: pytest.TempPathFactory, two_ranks: RunSpec, machine: Machine) -> Iterator[RunDirectory]:
+def supervised(
+    tmp_path_factory: pytest.TempPathFactory, two_ranks: RunSpec, machine: Machine
+) -> Iterator[RunDirectory]:
     """A run of the fake trainer, whose records say that it has trained for minutes, longer a step than planned."""
     folder = tmp_path_factory.mktemp("supervised")
     launch = prepare(two_ranks, machine, force=True)
@@ -119,17 +151,28 @@ def supervised(tmp_path_factory: pytest.TempPathFactory, two_ranks: RunSpec, mac
         patch.setenv("PYTHONPATH", python_path(FAKE_TRAINER))
         patch.setenv("FAKE_TRAINER", "long-ago")
         patch.setenv("XDG_RUNTIME_DIR", str(folder))
-        run = start(replace(launch, plan=replace(launch.plan, step=step, step_s=step.total_s)), runs_dir=folder / "runs")
+        run = start(
+            replace(launch, plan=replace(launch.plan, step=step, step_s=step.total_s)),
+            runs_dir=folder / "runs",
+        )
     yield run
     Runs(folder / "runs", two_ranks, machine, run).clean_up()
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory, machine: Machine, supervised: RunDirectory) -> Iterator[Watched]:
+def watched(
+    tmp_path_factory: pytest.TempPathFactory, machine: Machine, supervised: RunDirectory
+) -> Iterator[Watched]:
     """The real run. The other one starts first, and is looked at last."""
     folder = tmp_path_factory.mktemp("slow")
     (folder / "sitecustomize.py").write_text(SLOW_LOADER.format(delay=str(folder / "delay")))
-    spec = tiny(gpus="1", train__steps="100000", checkpoint__at_end="false", checkpoint__every_steps="0", offload__mode="superoffload")
+    spec = tiny(
+        gpus="1",
+        train__steps="100000",
+        checkpoint__at_end="false",
+        checkpoint__every_steps="0",
+        offload__mode="superoffload",
+    )
     runs = Runs(folder / "runs", spec, machine)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", checkout_path(folder))
@@ -156,7 +199,11 @@ def bound_to(process: Process, cpus: Sequence[int]) -> Iterator[None]:
 def busy(cpus: Sequence[int]) -> Iterator[None]:
     """Keep these cores busy for a while, with three processes each."""
     program = "import os, sys\nos.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
-    loops = [subprocess.Popen([sys.executable, "-c", program, str(cpu)]) for cpu in cpus for _ in range(3)]
+    loops = [
+        subprocess.Popen([sys.executable, "-c", program, str(cpu)])
+        for cpu in cpus
+        for _ in range(3)
+    ]
     try:
         yield
     finally:
@@ -174,7 +221,9 @@ def cores_of(watched: Watched) -> tuple[int, ...]:
 
 
 def test_an_undisturbed_run_is_where_it_was_planned(watched: Watched) -> None:
-    assert not {"binding", "memory-node", "clocks", "copies", "data"} & {cause.code for cause in watched.causes()}
+    assert not {"binding", "memory-node", "clocks", "copies", "data"} & {
+        cause.code for cause in watched.causes()
+    }
 
 
 def test_wrong_binding(watched: Watched) -> None:
@@ -206,7 +255,9 @@ def test_a_slow_loader(watched: Watched) -> None:
 
 
 def test_niced_workers(watched: Watched) -> None:
-    os.setpriority(os.PRIO_PROCESS, adam_of(watched).pid, 19)  # for good: only root may take it back
+    os.setpriority(
+        os.PRIO_PROCESS, adam_of(watched).pid, 19
+    )  # for good: only root may take it back
     with busy(watched.planned.binding[0].adam_cpus):
         first = watched.causes()[0]
     assert first.code == "foreign-load"
@@ -218,5 +269,9 @@ def test_a_supervisor_compares_its_run_with_the_plan(supervised: RunDirectory) -
     assert slowdown is not None
     assert slowdown.step_s == pytest.approx(0.1)
     assert slowdown.planned_s == pytest.approx(0.03)
-    samples = [sample for found in RunReader(supervised).poll(limit_s=10.0).samples.values() for sample in found]
+    samples = [
+        sample
+        for found in RunReader(supervised).poll(limit_s=10.0).samples.values()
+        for sample in found
+    ]
     assert {place.rank for sample in samples for place in sample.placement} == {0, 1}

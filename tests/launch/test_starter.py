@@ -49,7 +49,13 @@ def code_of(run: RunDirectory, attempt: int, token: str | None = None) -> str:
 
 
 def started(run: RunDirectory, **values: object) -> None:
-    write_state(run, RunState(name=run.name, **({"state": "training", "attempt": 1, "host": socket.gethostname()} | values)))  # type: ignore[arg-type]
+    write_state(
+        run,
+        RunState(
+            name=run.name,
+            **({"state": "training", "attempt": 1, "host": socket.gethostname()} | values),
+        ),
+    )  # type: ignore[arg-type]
 
 
 def test_a_token_starts_only_the_attempt_that_it_was_made_for(run: RunDirectory) -> None:
@@ -57,7 +63,9 @@ def test_a_token_starts_only_the_attempt_that_it_was_made_for(run: RunDirectory)
     record_token(run, 1, one)
     second = new_attempt(run)
     record_token(run, second, two)
-    assert [may_start(run, attempt, token) for attempt in (1, second) for token in (one, two, "")] == [
+    assert [
+        may_start(run, attempt, token) for attempt in (1, second) for token in (one, two, "")
+    ] == [
         True,
         False,
         False,
@@ -72,7 +80,11 @@ def test_a_token_starts_only_the_attempt_that_it_was_made_for(run: RunDirectory)
 def test_the_token_is_not_written_and_not_inherited(run: RunDirectory) -> None:
     token = new_token()
     record_token(run, 1, token)
-    assert not [path for path in run.path.rglob("*") if path.is_file() and token.encode() in path.read_bytes()]
+    assert not [
+        path
+        for path in run.path.rglob("*")
+        if path.is_file() and token.encode() in path.read_bytes()
+    ]
     environ = {TOKEN_VARIABLE: token, "PATH": "/bin"}
     assert (take_token(environ), environ) == (token, {"PATH": "/bin"})
     assert take_token(environ) is None
@@ -104,7 +116,9 @@ def test_a_supervisor_attaches_only_here_and_only_to_living_processes(run: RunDi
     assert code_of(run, 1) == "no-living-process"
 
 
-@pytest.mark.parametrize("name", ["", "attempts", "attempts/001", "attempts/001/launch.json", "state.json"])
+@pytest.mark.parametrize(
+    "name", ["", "attempts", "attempts/001", "attempts/001/launch.json", "state.json"]
+)
 def test_a_run_that_others_can_write_is_refused(run: RunDirectory, name: str) -> None:
     token = new_token()
     record_token(run, 1, token)
@@ -127,7 +141,9 @@ def test_files_are_checked_again_when_they_are_opened(run: RunDirectory, machine
 
 
 @pytest.mark.parametrize("umask", [0o002, 0o000])
-def test_no_umask_makes_a_run_that_others_can_write(tmp_path: Path, two_ranks: RunSpec, machine: Machine, umask: int) -> None:
+def test_no_umask_makes_a_run_that_others_can_write(
+    tmp_path: Path, two_ranks: RunSpec, machine: Machine, umask: int
+) -> None:
     before = os.umask(umask)
     try:
         launch = prepare(two_ranks, machine, force=True)

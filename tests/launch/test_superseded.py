@@ -14,11 +14,19 @@ from tests.support.fake_runs import Runs
 
 @pytest.mark.slow
 @pytest.mark.parametrize("newer", [True, False], ids=["newer attempt", "other supervisor"])
-def test_a_superseded_supervisor_leaves_and_ends_only_an_attempt_that_is_repeated(newer: bool, runs: Runs) -> None:
+def test_a_superseded_supervisor_leaves_and_ends_only_an_attempt_that_is_repeated(
+    newer: bool, runs: Runs
+) -> None:
     run, state = runs.training()
     assert state.supervisor is not None
     other = replace(state.supervisor, pid=1 << 21)
-    found = replace(state, attempt=state.attempt + newer, supervisor=other, host="elsewhere", detail="the other's")
+    found = replace(
+        state,
+        attempt=state.attempt + newer,
+        supervisor=other,
+        host="elsewhere",
+        detail="the other's",
+    )
     deadline = time.monotonic() + 30
     while alive(state.supervisor) and time.monotonic() < deadline:
         write_state(run, found)  # again, because its last write may come just after ours

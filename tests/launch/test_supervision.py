@@ -29,7 +29,12 @@ def test_the_command_that_tells_of_the_end_is_waited_for_although_the_lock_canno
 ) -> None:
     """A file server may be away just then. A job ends with its supervisor, and the command would end with it."""
     told = tmp_path / "told"
-    change_settings({"alerts.command": ["/bin/sh", "-c", f"sleep 1; echo told > {told}"], "alerts.command_timeout_s": 50})
+    change_settings(
+        {
+            "alerts.command": ["/bin/sh", "-c", f"sleep 1; echo told > {told}"],
+            "alerts.command_timeout_s": 50,
+        }
+    )
     launch = prepare(two_ranks, machine, force=True)
     run = create_run(launch.spec, tmp_path / "runs")
     write_launch(run, new_attempt(run), launch)
@@ -37,7 +42,17 @@ def test_the_command_that_tells_of_the_end_is_waited_for_although_the_lock_canno
     record_token(run, 1, token)
 
     def fail(*_: object) -> None:
-        raise InputError([Problem(code="no-cpus", field="machine", value="/", message="has no CPUs", remedy="Mount /sys.")])
+        raise InputError(
+            [
+                Problem(
+                    code="no-cpus",
+                    field="machine",
+                    value="/",
+                    message="has no CPUs",
+                    remedy="Mount /sys.",
+                )
+            ]
+        )
 
     def away(_: RunLock) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -57,7 +72,9 @@ def test_the_command_that_tells_of_the_end_is_waited_for_although_the_lock_canno
 
 @pytest.mark.slow
 @pytest.mark.trains
-def test_a_run_whose_folder_was_moved_and_linked_keeps_its_supervisor_and_stops_when_it_is_back(runs: Runs) -> None:
+def test_a_run_whose_folder_was_moved_and_linked_keeps_its_supervisor_and_stops_when_it_is_back(
+    runs: Runs,
+) -> None:
     """Requests are not written through links, which could lead anywhere."""
     run, state = runs.training()
     assert state.supervisor is not None
@@ -80,7 +97,13 @@ def test_the_end_of_a_rank_is_seen_although_the_starter_ignores_its_children(run
         run = runs.start()
     finally:
         signal.signal(signal.SIGCHLD, before)
-    state = wait_for(run, lambda state: state.step >= 2 and {"runner", "launcher", "rank"} <= roles(state))
+    state = wait_for(
+        run, lambda state: state.step >= 2 and {"runner", "launcher", "rank"} <= roles(state)
+    )
     kill(process_of(state, "rank", 1))
     last = wait_for(run, ended)
-    assert (last.state, last.code, last.reason) == ("failed", OutcomeCode.RANK_LOST, "rank 1 was ended by SIGKILL")
+    assert (last.state, last.code, last.reason) == (
+        "failed",
+        OutcomeCode.RANK_LOST,
+        "rank 1 was ended by SIGKILL",
+    )

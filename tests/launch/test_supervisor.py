@@ -28,7 +28,15 @@ from so_tui.runs.process_stat import read_stat
 from so_tui.runs.records import RunState
 from so_tui.runs.state import write_spec
 from so_tui.spec import InputError, SoTuiError, with_values
-from tests.support.fake_runs import Runs, ended, kill, process_of, release, wait_for, wait_for_end_of
+from tests.support.fake_runs import (
+    Runs,
+    ended,
+    kill,
+    process_of,
+    release,
+    wait_for,
+    wait_for_end_of,
+)
 from tests.support.waiting import running, wait_until
 
 pytestmark = pytest.mark.slow
@@ -45,15 +53,25 @@ def nothing_is_left(run: RunDirectory, before: RunState) -> bool:
         with suppress(OSError):  # it has just ended, or is another user's
             if mark in (folder / "environ").read_bytes().split(b"\0") and running(int(folder.name)):
                 marked.append(folder.name)
-    return not any(alive(process) for process in before.processes) and not marked and not shared_memory_of(run, before)
+    return (
+        not any(alive(process) for process in before.processes)
+        and not marked
+        and not shared_memory_of(run, before)
+    )
 
 
 def shared_memory_of(run: RunDirectory, state: RunState) -> list[Path]:
     """The shared memory that is named by processes of a run. An earlier process with the same pid may have left some under another name."""
-    return [path for process in state.processes if (path := Path(f"/dev/shm/torch_{process.pid}_{run.path.name}")).exists()]
+    return [
+        path
+        for process in state.processes
+        if (path := Path(f"/dev/shm/torch_{process.pid}_{run.path.name}")).exists()
+    ]
 
 
-def problems_of_resume(run: RunDirectory, machine: Machine, values: dict[str, str] | None = None) -> list[tuple[str, str]]:
+def problems_of_resume(
+    run: RunDirectory, machine: Machine, values: dict[str, str] | None = None
+) -> list[tuple[str, str]]:
     """Return the codes and fields for which a resume is refused."""
     with pytest.raises(InputError) as caught:
         prepare_resume(run, machine, values=values)
@@ -71,14 +89,27 @@ def test_a_run_to_its_end(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     release(run)
     assert {process.rank for process in middle.processes if process.role == "rank"} == {0, 1}
     last = wait_for(run, ended)
-    assert (last.state, last.step, last.total_steps, last.exit_code, last.saved_step) == ("finished", 15, 15, 0, 15)
+    assert (last.state, last.step, last.total_steps, last.exit_code, last.saved_step) == (
+        "finished",
+        15,
+        15,
+        0,
+        15,
+    )
     assert middle.supervisor is not None
     wait_for_end_of(middle.supervisor)  # its files are read
     assert last.heartbeat > middle.heartbeat > first.heartbeat
     assert nothing_is_left(run, middle)
     files = {path.name for path in run.attempt_dir(1).iterdir()}
     host = last.host
-    assert {f"machine.{host}.json", "plan.json", "ds_config.json", "launch.json", "command.json", f"output.{host}.log"} <= files
+    assert {
+        f"machine.{host}.json",
+        "plan.json",
+        "ds_config.json",
+        "launch.json",
+        "command.json",
+        f"output.{host}.log",
+    } <= files
     assert "rank 1 of 2" in run.log_path(1, host).read_text()
     assert any(run.samples_dir(host).iterdir())
     written = b"".join(path.read_bytes() for path in run.path.rglob("*") if path.is_file())
@@ -111,7 +142,9 @@ def test_an_ugly_exit_after_the_end_record_changes_nothing(runs: Runs, machine: 
 
 def killed(role: str, rank: int | None, manners: str, code: OutcomeCode) -> Any:
     name = role if rank is None else f"{role} {rank}"
-    return pytest.param(role, rank, code, marks=pytest.mark.trains(manners), id=f"{name} {manners}".strip())
+    return pytest.param(
+        role, rank, code, marks=pytest.mark.trains(manners), id=f"{name} {manners}".strip()
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,7 +172,11 @@ def test_kill_9_of_any_process(runs: Runs, role: str, rank: int | None, code: Ou
 def test_an_exception_of_a_rank_is_the_reason(runs: Runs) -> None:
     run = runs.start()
     last = wait_for(run, ended)
-    assert (last.state, last.code, last.reason) == ("failed", OutcomeCode.UNEXPECTED, "RuntimeError: the loss is a teapot")
+    assert (last.state, last.code, last.reason) == (
+        "failed",
+        OutcomeCode.UNEXPECTED,
+        "RuntimeError: the loss is a teapot",
+    )
     pids = [(run.path / f"rank{rank}.pid").read_text() for rank in (0, 1)]
     assert not [pid for pid in pids if Path(f"/dev/shm/torch_{pid}_{run.path.name}").exists()]
 
@@ -182,7 +219,9 @@ def test_a_schedulers_warning_to_every_process_stops_the_run_and_kills_nothing(r
 
 
 @pytest.mark.trains
-def test_it_is_resumed_with_other_settings_and_keeps_those_for_the_next_time(runs: Runs, machine: Machine) -> None:
+def test_it_is_resumed_with_other_settings_and_keeps_those_for_the_next_time(
+    runs: Runs, machine: Machine
+) -> None:
     run, _ = runs.training()
     assert stop(run, grace_s=30).state == "stopped"
     fixed = problems_of_resume(run, machine, {"checkpoint.folder": "/elsewhere", "gpus": "1"})
@@ -191,13 +230,29 @@ def test_it_is_resumed_with_other_settings_and_keeps_those_for_the_next_time(run
     trained = problems_of_resume(run, machine, {"train.steps": str(read_state(run).saved_step)})
     assert trained == [("length-already-trained", "train.steps")]
     assert (run.attempts(), read_spec(run).gpus) == ((1,), 2)
-    command = [sys.executable, "-m", "so_tui", "resume", str(run.path), "--plain", "--force", "--gpus", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "so_tui",
+        "resume",
+        str(run.path),
+        "--plain",
+        "--force",
+        "--gpus",
+        "1",
+    ]
     command += ["--set", "checkpoint.every_minutes=30"]
-    shown = subprocess.Popen(command, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, stdout=subprocess.DEVNULL)
-    again = wait_for(run, lambda state: state.attempt == 2 and state.state == "training", of_attempt=2)
+    shown = subprocess.Popen(
+        command, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, stdout=subprocess.DEVNULL
+    )
+    again = wait_for(
+        run, lambda state: state.attempt == 2 and state.state == "training", of_attempt=2
+    )
     assert {process.rank for process in again.processes if process.role == "rank"} == {0}
     assert (read_spec(run).gpus, read_spec(run).checkpoint.every_minutes) == (1, 30)
-    shown.send_signal(signal.SIGUSR1)  # a scheduler's warning to the batch script, which waits for the end
+    shown.send_signal(
+        signal.SIGUSR1
+    )  # a scheduler's warning to the batch script, which waits for the end
     assert shown.wait(timeout=2 * WITHIN_S) == 4
     assert read_state(run).state == "stopped"
 
@@ -212,7 +267,12 @@ def test_training_outlives_its_supervisor_and_another_takes_over(runs: Runs) -> 
     assert all(alive(process) for process in ranks)
     assert ensure_supervised(run)
     ensure_supervised(run)  # a second look at the same time must not make a second supervisor
-    after = wait_for(run, lambda state: state.supervisor != before.supervisor and state.heartbeat > before.heartbeat + 3)
+    after = wait_for(
+        run,
+        lambda state: (
+            state.supervisor != before.supervisor and state.heartbeat > before.heartbeat + 3
+        ),
+    )
     assert after.attempt == 1
     assert after.step > before.step
     assert {process.pid for process in ranks} <= {process.pid for process in after.processes}
@@ -230,7 +290,12 @@ def test_a_takeover_tells_a_later_death(runs: Runs) -> None:
     wait_for_end_of(before.supervisor)
     ensure_supervised(run)
     # It must have seen the launcher alive.
-    wait_for(run, lambda state: state.supervisor != before.supervisor and state.heartbeat > before.heartbeat + 1)
+    wait_for(
+        run,
+        lambda state: (
+            state.supervisor != before.supervisor and state.heartbeat > before.heartbeat + 1
+        ),
+    )
     kill(process_of(before, "launcher"))
     last = wait_for(run, ended, timeout_s=WITHIN_S)
     assert (last.state, last.code) == ("failed", OutcomeCode.LAUNCHER_LOST)
@@ -241,7 +306,10 @@ def test_a_takeover_tells_a_later_death(runs: Runs) -> None:
 def test_a_run_whose_folder_is_deleted_ends(runs: Runs) -> None:
     run, before = runs.training()
     watching = subprocess.Popen(
-        [sys.executable, "-m", "so_tui", "watch", str(run.path), "--plain"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "so_tui", "watch", str(run.path), "--plain"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert watching.stdout is not None
     assert run.name in watching.stdout.readline()
@@ -270,13 +338,17 @@ def test_everything_killed_at_once_is_lost(runs: Runs, machine: Machine) -> None
     assert shared_memory_of(run, before)
     assert resume(run, prepare_resume(run, machine)) == 2
     assert not shared_memory_of(run, before), "the next attempt removes what nobody could remove"
-    again = wait_for(run, lambda state: state.attempt == 2 and state.state == "training", of_attempt=2)
+    again = wait_for(
+        run, lambda state: state.attempt == 2 and state.state == "training", of_attempt=2
+    )
     assert (again.earlier_s, again.ended) == (last.took_s, None)
     assert stop(run, grace_s=30).state == "stopped"
     assert nothing_is_left(run, again)
 
 
-def test_an_end_nobody_watched_is_still_the_trainers(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_nobody_watched_is_still_the_trainers(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FAKE_TRAINER", "steps=40 held")
     run, before = runs.training()
     assert before.supervisor is not None
@@ -285,24 +357,41 @@ def test_an_end_nobody_watched_is_still_the_trainers(runs: Runs, monkeypatch: py
     wait_for_end_of(*before.processes)
     assert not ensure_supervised(run)
     last = state_with_truth(run)
-    assert (last.state, last.step, last.saved_step, last.exit_code, last.code) == ("finished", 40, 40, 0, OutcomeCode.FINISHED)
+    assert (last.state, last.step, last.saved_step, last.exit_code, last.code) == (
+        "finished",
+        40,
+        40,
+        0,
+        OutcomeCode.FINISHED,
+    )
 
 
 @pytest.mark.trains
 def test_two_runs_at_once_and_a_resume(runs: Runs, machine: Machine) -> None:
     (one, _), (two, _) = runs.training(), runs.training()
     commands = [json.loads(run.command_path(1).read_bytes()) for run in (one, two)]
-    meetings = {change["value"] for command in commands for change in command["environment"] if change["name"] == "SO_TUI_RENDEZVOUS"}
+    meetings = {
+        change["value"]
+        for command in commands
+        for change in command["environment"]
+        if change["name"] == "SO_TUI_RENDEZVOUS"
+    }
     assert len(meetings) == 2
     assert problems_of_resume(one, machine) == [("run-is-live", "run")]
     stopped = stop(one, grace_s=30)
-    with one.supervisor_lock_path.open("ab") as held:  # by the supervisor of a resume that came a moment before
+    with one.supervisor_lock_path.open(
+        "ab"
+    ) as held:  # by the supervisor of a resume that came a moment before
         fcntl.flock(held, fcntl.LOCK_EX)
         with ThreadPoolExecutor() as pool:
-            late = pool.submit(resume, one, prepare_resume(one, machine, values={"train.learning_rate": "1e-3"}))
+            late = pool.submit(
+                resume, one, prepare_resume(one, machine, values={"train.learning_rate": "1e-3"})
+            )
             while not one.plan_path(2).exists() and not late.done():
                 time.sleep(0.01)
-            write_spec(one, with_values(read_spec(one), {"train.learning_rate": "1e-4"}))  # as the one that came first does
+            write_spec(
+                one, with_values(read_spec(one), {"train.learning_rate": "1e-4"})
+            )  # as the one that came first does
             with pytest.raises(SoTuiError, match="came first"):
                 late.result()
         assert read_spec(one).train.learning_rate == 1e-4
@@ -310,7 +399,11 @@ def test_two_runs_at_once_and_a_resume(runs: Runs, machine: Machine) -> None:
     assert stop_request(one) is None
     again = wait_for(one, lambda state: state.attempt == 2 and state.state == "training")
     assert (again.started, again.ended, again.earlier_s) == (stopped.started, None, stopped.took_s)
-    assert {path.name for path in one.attempt_dir(2).iterdir()} >= {"plan.json", "ds_config.json", "command.json"}
+    assert {path.name for path in one.attempt_dir(2).iterdir()} >= {
+        "plan.json",
+        "ds_config.json",
+        "command.json",
+    }
     request_stop(two)
     assert stop(one, grace_s=30).attempt == 2
     assert wait_for(two, ended).state == "stopped"
@@ -327,7 +420,9 @@ def test_it_goes_on_when_the_program_that_started_it_is_killed(runs: Runs, tmp_p
         "print(run.path, flush=True)\n"
         "time.sleep(600)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, start_new_session=True) as program:
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as program:
         assert program.stdout is not None
         run = RunDirectory(Path(program.stdout.readline().strip()))
         os.killpg(program.pid, signal.SIGKILL)
@@ -336,7 +431,9 @@ def test_it_goes_on_when_the_program_that_started_it_is_killed(runs: Runs, tmp_p
     assert stop(run, grace_s=30).state == "stopped"
 
 
-def test_a_supervisor_that_cannot_start_leaves_nothing(runs: Runs, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_supervisor_that_cannot_start_leaves_nothing(
+    runs: Runs, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     launch = prepare(runs.spec, machine, force=True)
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(SoTuiError, match="supervisor ended immediately"):
@@ -354,14 +451,28 @@ def test_the_supervisor_is_light(runs: Runs) -> None:
     began = time.time()
     time.sleep(MEMORY_INTERVAL_S + 3)
     folder = Path(f"/proc/{before.supervisor.pid}")
-    kib = int(next(line for line in (folder / "status").read_text().splitlines() if line.startswith("VmRSS")).split()[1])
+    kib = int(
+        next(
+            line
+            for line in (folder / "status").read_text().splitlines()
+            if line.startswith("VmRSS")
+        ).split()[1]
+    )
     assert kib < 40 * 1024
-    written = [json.loads(line) for path in run.samples_dir(before.host).glob("raw-*") for line in path.read_text().splitlines()]
+    written = [
+        json.loads(line)
+        for path in run.samples_dir(before.host).glob("raw-*")
+        for line in path.read_text().splitlines()
+    ]
     samples = [sample for sample in written if sample["time"] - sample["interval_s"] >= began]
     covered_s = sum(sample["interval_s"] for sample in samples)
     assert covered_s > MEMORY_INTERVAL_S, "the look at memory, which costs most, is in it"
     assert sum(sample["supervisor_cpu_s"] for sample in samples) < 0.01 * covered_s
     wait_for(run, lambda state: state.step > 20)
     parent = before.supervisor.pid
-    wait_until(lambda: all(stat is None or stat.alive or stat.parent != parent for stat in map(read_stat, pids())))
+    wait_until(
+        lambda: all(
+            stat is None or stat.alive or stat.parent != parent for stat in map(read_stat, pids())
+        )
+    )
     assert stop(run, grace_s=30).state == "stopped"

@@ -52,7 +52,9 @@ def attempt(folder: Path, spec: RunSpec, machine: Machine, *, forced: bool = Fal
 
 
 @pytest.mark.parametrize("forced", [False, True])
-def test_a_run_is_forced_if_its_launch_was(forced: bool, tmp_path: Path, two_ranks: RunSpec, machine: Machine) -> None:
+def test_a_run_is_forced_if_its_launch_was(
+    forced: bool, tmp_path: Path, two_ranks: RunSpec, machine: Machine
+) -> None:
     """A launch may be forced past a check (a compiler, the disk) although its plan fits, and stays forced on resume."""
     run = attempt(tmp_path, two_ranks, machine, forced=forced)
     assert Supervisor(run, 1, read_state(run), RunLock(OwnerFiles(run)))._state.forced == forced
@@ -62,7 +64,17 @@ def test_a_machine_that_cannot_be_inspected_fails_the_start(
     tmp_path: Path, two_ranks: RunSpec, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> Machine:
-        raise InputError([Problem(code="no-cpus", field="machine", value="/", message="has no CPUs", remedy="Mount /sys.")])
+        raise InputError(
+            [
+                Problem(
+                    code="no-cpus",
+                    field="machine",
+                    value="/",
+                    message="has no CPUs",
+                    remedy="Mount /sys.",
+                )
+            ]
+        )
 
     monkeypatch.setattr(job, "inspect_machine", fail)
     run = attempt(tmp_path, two_ranks, machine)
@@ -81,7 +93,9 @@ def test_the_last_lines_of_a_log_are_read_however_much_was_written_at_the_end(
 
     def running(_: job.Job) -> bool:
         if lives := next(looks):
-            run.log_path(1, machine.hostname).write_text("a state of the process\n" * 200_000 + "RuntimeError: the loss is a teapot\n")
+            run.log_path(1, machine.hostname).write_text(
+                "a state of the process\n" * 200_000 + "RuntimeError: the loss is a teapot\n"
+            )
         return lives
 
     monkeypatch.setattr(job.Job, "start", lambda _: None)
@@ -108,9 +122,15 @@ def test_a_log_that_never_ends_does_not_keep_a_run_from_ending(
     assert read_state(run).state == "failed"
 
 
-@pytest.mark.parametrize("code", [OutcomeCode.RANK_LOST, OutcomeCode.OUT_OF_GPU_MEMORY, OutcomeCode.KILLED_FOR_MEMORY])
+@pytest.mark.parametrize(
+    "code", [OutcomeCode.RANK_LOST, OutcomeCode.OUT_OF_GPU_MEMORY, OutcomeCode.KILLED_FOR_MEMORY]
+)
 def test_the_final_state_does_not_depend_on_the_plans_advice(
-    code: OutcomeCode, tmp_path: Path, two_ranks: RunSpec, machine: Machine, monkeypatch: pytest.MonkeyPatch
+    code: OutcomeCode,
+    tmp_path: Path,
+    two_ranks: RunSpec,
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[RunSpec] = []
 
@@ -122,7 +142,10 @@ def test_the_final_state_does_not_depend_on_the_plans_advice(
     monkeypatch.setattr(evidence, "less_host_memory", fail)
     run = attempt(tmp_path, two_ranks, machine)
     assert (
-        Supervisor(run, 1, read_state(run), RunLock(OwnerFiles(run)))._finish(Outcome(state="failed", code=code, who="rank", rank=0)) == 1
+        Supervisor(run, 1, read_state(run), RunLock(OwnerFiles(run)))._finish(
+            Outcome(state="failed", code=code, who="rank", rank=0)
+        )
+        == 1
     )
     assert read_state(run).code == code
     assert len(asked) == (code != OutcomeCode.RANK_LOST)
@@ -139,25 +162,47 @@ def test_a_supervisor_that_takes_over_tells_only_what_its_predecessor_could_not(
     for step, loss in enumerate((9.0, 2.0, float("nan"), 2.0, 2.0, 8.0), start=1):
         records.append(step_record(step, loss=loss))
     records.close()
-    told = tuple(Alert(kind=kind, attempt=1, time=1.0, step=step) for kind, step in (("loss", 1), ("not-finite", 3)))
+    told = tuple(
+        Alert(kind=kind, attempt=1, time=1.0, step=step)
+        for kind, step in (("loss", 1), ("not-finite", 3))
+    )
     found = replace(read_state(run), state="training", attempt=1, step=4, alerts=told)
     assert Supervisor(run, 1, found, RunLock(OwnerFiles(run))).watch() == 1
-    assert [(alert.kind, alert.step) for alert in read_state(run).alerts] == [("loss", 1), ("not-finite", 3), ("loss", 6)]
+    assert [(alert.kind, alert.step) for alert in read_state(run).alerts] == [
+        ("loss", 1),
+        ("not-finite", 3),
+        ("loss", 6),
+    ]
 
 
 @pytest.mark.parametrize(
-    "error", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), LockTakenError("GPU 0", Holder(run="/another", pid=1))]
+    "error",
+    [
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+        LockTakenError("GPU 0", Holder(run="/another", pid=1)),
+    ],
 )
 def test_a_supervisor_that_cannot_take_the_locks_over_still_watches_what_lives(
-    error: Exception, tmp_path: Path, two_ranks: RunSpec, machine: Machine, monkeypatch: pytest.MonkeyPatch
+    error: Exception,
+    tmp_path: Path,
+    two_ranks: RunSpec,
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(*_: object) -> None:
         raise error
 
     monkeypatch.setattr(locks, "take_gpus", fail)
-    monkeypatch.setattr(job.Job, "_gpus", lambda _: [Gpu(index=0, name="a GPU", pci_bus_id="0000:01:00.0")])
+    monkeypatch.setattr(
+        job.Job, "_gpus", lambda _: [Gpu(index=0, name="a GPU", pci_bus_id="0000:01:00.0")]
+    )
     run = attempt(tmp_path, two_ranks, machine)
-    environ = {**os.environ, "SO_TUI_RUN": str(run.path), "SO_TUI_ATTEMPT": "1", "SO_TUI_RUN_ID": run_id(run)}
+    environ = {
+        **os.environ,
+        "SO_TUI_RUN": str(run.path),
+        "SO_TUI_ATTEMPT": "1",
+        "SO_TUI_RUN_ID": run_id(run),
+    }
     with subprocess.Popen(["/bin/sh", "-c", "sleep 2"], env=environ) as process:
         monkeypatch.setattr("so_tui.launch.processes.pids", lambda: {process.pid})
         found = replace(read_state(run), state="training", attempt=1, host=machine.hostname)
@@ -166,9 +211,15 @@ def test_a_supervisor_that_cannot_take_the_locks_over_still_watches_what_lives(
     assert read_state(run).code not in (OutcomeCode.NOT_STARTED, OutcomeCode.GPU_IN_USE)
 
 
-@pytest.mark.parametrize("what", [(LogReader, "tail"), (SampleWriter, "__init__")], ids=["log", "samples"])
+@pytest.mark.parametrize(
+    "what", [(LogReader, "tail"), (SampleWriter, "__init__")], ids=["log", "samples"]
+)
 def test_a_file_system_that_is_away_after_the_start_leaves_nothing_unsupervised(
-    what: tuple[type, str], tmp_path: Path, two_ranks: RunSpec, machine: Machine, monkeypatch: pytest.MonkeyPatch
+    what: tuple[type, str],
+    tmp_path: Path,
+    two_ranks: RunSpec,
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[object] = []
 
@@ -214,7 +265,14 @@ def test_a_supervisor_takes_over_on_a_full_disk(
 
     run = attempt(tmp_path, two_ranks, machine)
     write_state(
-        run, replace(read_state(run), state="training", attempt=1, host=machine.hostname, supervisor=Process(pid=1 << 21, start_time=1))
+        run,
+        replace(
+            read_state(run),
+            state="training",
+            attempt=1,
+            host=machine.hostname,
+            supervisor=Process(pid=1 << 21, start_time=1),
+        ),
     )
     looks, seen = iter([True, False]), []
 

@@ -59,15 +59,25 @@ def test_a_run_answers_beside_its_base_model(trained: RunDirectory) -> None:
         events = process.events()
         loaded = until(events, Loaded)[-1]
         assert isinstance(loaded, Loaded)
-        assert [(model.side, model.step) for model in loaded.models] == [("tuned", 5), ("base", None)]
+        assert [(model.side, model.step) for model in loaded.models] == [
+            ("tuned", 5),
+            ("base", None),
+        ]
         asked = (Turn("user", "Add 2 and 3."),)
         sampling = Sampling(temperature=0, max_tokens=6)
         number = process.ask([Prompt(turns=asked), Prompt(side="base", turns=asked)], sampling)
         found = [*until(events, Answer), *until(events, Answer)]
         answers = {event.side: event for event in found if isinstance(event, Answer)}
-        assert answers["tuned"].text == answers["base"].text, "the base model is an export of the same checkpoint"
+        assert answers["tuned"].text == answers["base"].text, (
+            "the base model is an export of the same checkpoint"
+        )
         for side, answer in answers.items():
-            assert "".join(event.text for event in found if isinstance(event, Piece) and event.side == side) == answer.text
+            assert (
+                "".join(
+                    event.text for event in found if isinstance(event, Piece) and event.side == side
+                )
+                == answer.text
+            )
             assert (answer.number, answer.tokens, answer.ended) == (number, 6, "length")
         sides = [event.side for event in found if isinstance(event, Piece)]
         assert sides[:2] == ["tuned", "base"], "both write at the same time"
@@ -95,12 +105,27 @@ def until(events: Iterator[Event], kind: type[Event]) -> list[Event]:
     raise AssertionError(f"no {kind} in {found}")
 
 
-def test_generate_prints_answers_for_programs(trained: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["generate", str(trained.path / "export"), "--max-tokens", "4", "--prompt", "One.", "--prompt", "Two.", "--device", "cpu"]
+def test_generate_prints_answers_for_programs(
+    trained: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [
+        "generate",
+        str(trained.path / "export"),
+        "--max-tokens",
+        "4",
+        "--prompt",
+        "One.",
+        "--prompt",
+        "Two.",
+        "--device",
+        "cpu",
+    ]
     assert main([*argv, "--json"]) == 0
     found = valid("generate", capsys.readouterr().out)
     assert [answered["prompt"] for answered in found["prompts"]] == ["One.", "Two."]
-    assert [answer["tokens"] for answered in found["prompts"] for answer in answered["answers"]] == [4, 4]
+    assert [
+        answer["tokens"] for answered in found["prompts"] for answer in answered["answers"]
+    ] == [4, 4]
     assert found["models"][0]["step"] == 5
 
 

@@ -31,13 +31,19 @@ from tests.support.sysroots import (
 )
 
 
-def bind(machine: Machine, gpus: int | tuple[int, ...], mode: str = "superoffload", fraction: float = 0.9) -> tuple[RankBinding, ...]:
+def bind(
+    machine: Machine, gpus: int | tuple[int, ...], mode: str = "superoffload", fraction: float = 0.9
+) -> tuple[RankBinding, ...]:
     return bind_ranks(machine, gpus, mode=mode, cpu_adam_cores_fraction=fraction)
 
 
-def summary(bindings: tuple[RankBinding, ...]) -> list[tuple[int | None, int | None, str, tuple[int, ...]]]:
+def summary(
+    bindings: tuple[RankBinding, ...],
+) -> list[tuple[int | None, int | None, str, tuple[int, ...]]]:
     """(GPU, CPU node, cores, memory nodes) of each rank."""
-    return [(one.gpu, one.numa_node, cpu_ranges(one.cpus), one.memory_policy.nodes) for one in bindings]
+    return [
+        (one.gpu, one.numa_node, cpu_ranges(one.cpus), one.memory_policy.nodes) for one in bindings
+    ]
 
 
 def test_two_of_four_gh200(tmp_path: Path) -> None:
@@ -45,7 +51,10 @@ def test_two_of_four_gh200(tmp_path: Path) -> None:
     assert summary(bindings) == [(0, 0, "0-71", (0,)), (1, 1, "72-143", (1,))]
     assert core_list(bindings) == "0-143"
     assert all(one.memory_policy.mode == "bind" for one in bindings)
-    assert [one.deepspeed.numactl for one in bindings] == [("numactl", "-m", "0", "-C", "0-71"), ("numactl", "-m", "1", "-C", "72-143")]
+    assert [one.deepspeed.numactl for one in bindings] == [
+        ("numactl", "-m", "0", "-C", "0-71"),
+        ("numactl", "-m", "1", "-C", "72-143"),
+    ]
     assert all(one.deepspeed.matches for one in bindings)
     assert uses_numactl(bindings)
 
@@ -53,7 +62,10 @@ def test_two_of_four_gh200(tmp_path: Path) -> None:
 def test_hyperthreads_stay_with_their_core(tmp_path: Path) -> None:
     """Of the whole list DeepSpeed would give threads of both sockets to the first four ranks; so it is handed the first threads."""
     bindings = bind(EIGHT_H100.machine(tmp_path), 8)
-    assert [(one.numa_node, cpu_ranges(one.cpus)) for one in bindings][::4] == [(0, "0-13,112-125"), (1, "56-69,168-181")]
+    assert [(one.numa_node, cpu_ranges(one.cpus)) for one in bindings][::4] == [
+        (0, "0-13,112-125"),
+        (1, "56-69,168-181"),
+    ]
     assert cpu_ranges(bindings[0].main_cpus) == "0-1,112"
     assert cpu_ranges(bindings[0].adam_cpus) == "2-13,113-125"
     assert core_list(bindings) == "0-111"
@@ -71,17 +83,23 @@ def test_chosen_gpus_follow_ascending_indices_as_deepspeed_sorts_them(tmp_path: 
 
 def test_gpus_that_are_not_in_node_order(tmp_path: Path) -> None:
     """DeepSpeed cannot express it: its slices ascend with the rank."""
-    crossed = dataclasses.replace(NVL2, gpus=(("0009:01:00.0", 0x2348, 1), ("0019:01:00.0", 0x2348, 0)))
+    crossed = dataclasses.replace(
+        NVL2, gpus=(("0009:01:00.0", 0x2348, 1), ("0019:01:00.0", 0x2348, 0))
+    )
     bindings = bind(crossed.machine(tmp_path), 2)
     assert summary(bindings) == [(0, 1, "72-143", (1,)), (1, 0, "0-71", (0,))]
     assert not any(one.deepspeed.matches for one in bindings)
 
 
 def test_unequal_cpusets(tmp_path: Path) -> None:
-    machine = msgspec.structs.replace(NVL2.machine(tmp_path), allowed_cpus=(*range(8, 24), *range(72, 144)))
+    machine = msgspec.structs.replace(
+        NVL2.machine(tmp_path), allowed_cpus=(*range(8, 24), *range(72, 144))
+    )
     bindings = bind(machine, 2)
     assert summary(bindings) == [(0, 0, "8-23", (0,)), (1, 1, "72-143", (1,))]
-    assert core_list(bindings) == "8-23,72-87", "equal slices on the right nodes; the second rank widens itself"
+    assert core_list(bindings) == "8-23,72-87", (
+        "equal slices on the right nodes; the second rank widens itself"
+    )
     assert [one.deepspeed.matches for one in bindings] == [True, False]
 
 
@@ -92,7 +110,9 @@ def test_a_cpuset_without_the_gpus_node_gives_cores_elsewhere(tmp_path: Path) ->
 
 
 def test_gpus_of_unknown_node_are_spread(tmp_path: Path) -> None:
-    unknown = dataclasses.replace(EIGHT_H100, gpus=tuple((address, device, -1) for address, device, _ in EIGHT_H100.gpus[:3]))
+    unknown = dataclasses.replace(
+        EIGHT_H100, gpus=tuple((address, device, -1) for address, device, _ in EIGHT_H100.gpus[:3])
+    )
     bindings = bind(unknown.machine(tmp_path), 3)
     assert [one.numa_node for one in bindings] == [0, 0, 1]
     assert [len(one.cpus) for one in bindings] == [56, 56, 112]
@@ -103,16 +123,28 @@ def test_gpus_of_unknown_node_are_spread(tmp_path: Path) -> None:
     [
         (1, [(0, "0-55,112-167")]),
         (2, [(0, "0-55,112-167"), (1, "56-111,168-223")]),
-        (4, [(0, "0-27,112-139"), (0, "28-55,140-167"), (1, "56-83,168-195"), (1, "84-111,196-223")]),
+        (
+            4,
+            [
+                (0, "0-27,112-139"),
+                (0, "28-55,140-167"),
+                (1, "56-83,168-195"),
+                (1, "84-111,196-223"),
+            ],
+        ),
     ],
 )
-def test_ranks_without_gpus_are_spread_over_the_cpu_nodes(tmp_path: Path, ranks: int, expected: list[tuple[int, str]]) -> None:
+def test_ranks_without_gpus_are_spread_over_the_cpu_nodes(
+    tmp_path: Path, ranks: int, expected: list[tuple[int, str]]
+) -> None:
     bindings = bind(dataclasses.replace(EIGHT_H100, gpus=()).machine(tmp_path), ranks)
     assert [(one.numa_node, cpu_ranges(one.cpus)) for one in bindings] == expected
     assert all(one.gpu is None for one in bindings)
 
 
-@pytest.mark.parametrize(("cpus", "ranks"), [("0-1", 2), ("0-6", 2), ("0-1", 3), ("0", 4), ("0-8", 4)])
+@pytest.mark.parametrize(
+    ("cpus", "ranks"), [("0-1", 2), ("0-6", 2), ("0-1", 3), ("0", 4), ("0-8", 4)]
+)
 def test_shares_are_fair_and_everybody_gets_a_core(tmp_path: Path, cpus: str, ranks: int) -> None:
     host = Host(cpu={0: (cpus, 16384)}, grace=False)
     bindings = bind(host.machine(tmp_path), ranks)
@@ -139,7 +171,9 @@ def test_shares_are_fair_and_everybody_gets_a_core(tmp_path: Path, cpus: str, ra
         (2, 0.1, 1, 1),
     ],
 )
-def test_the_main_process_keeps_what_it_needs(count: int, fraction: float, main: int, adam: int) -> None:
+def test_the_main_process_keeps_what_it_needs(
+    count: int, fraction: float, main: int, adam: int
+) -> None:
     cpus = tuple(range(100, 100 + count))
     assert split_cores(cpus, fraction) == (cpus[:main], cpus[count - adam :])
     assert main + adam == count
@@ -157,7 +191,9 @@ def test_other_modes_have_no_adam_worker(tmp_path: Path, mode: str) -> None:
 
 
 def test_without_numactl_the_launcher_binds_nothing(tmp_path: Path) -> None:
-    machine = msgspec.structs.replace(QUAD_GH200.machine(tmp_path), software=Software(numactl_works=False))
+    machine = msgspec.structs.replace(
+        QUAD_GH200.machine(tmp_path), software=Software(numactl_works=False)
+    )
     bindings = bind(machine, 2)
     assert not uses_numactl(bindings)
     assert all(one.deepspeed.numactl == () and not one.deepspeed.matches for one in bindings)
@@ -195,15 +231,30 @@ DEEPSPEED_ALONE: list[tuple[Host, str, int, list[str]]] = [
     (ONE_GH200, "0-71", 1, ["-m 0 -C 0-71"]),
     (ONE_GH200_HBM_ONLY, "0-71", 1, ["-p 1 -C 0-71"]),
     (ONE_GH200_CDMM, "0-71", 1, ["-m 0 -C 0-71"]),
-    (QUAD_GH200, "0-287", 4, ["-m 0 -C 0-71", "-m 1 -C 72-143", "-m 2 -C 144-215", "-m 3 -C 216-287"]),
-    (QUAD_GH200_HBM_ONLY, "0-287", 4, ["-p 4 -C 0-71", "-p 5 -C 72-143", "-p 6 -C 144-215", "-p 7 -C 216-287"]),
+    (
+        QUAD_GH200,
+        "0-287",
+        4,
+        ["-m 0 -C 0-71", "-m 1 -C 72-143", "-m 2 -C 144-215", "-m 3 -C 216-287"],
+    ),
+    (
+        QUAD_GH200_HBM_ONLY,
+        "0-287",
+        4,
+        ["-p 4 -C 0-71", "-p 5 -C 72-143", "-p 6 -C 144-215", "-p 7 -C 216-287"],
+    ),
     (QUAD_GH200, "0-287", 1, ["-C 0-287"]),
     (QUAD_GH200, "0-287", 2, ["-C 0-143", "-C 144-287"]),
     (QUAD_GH200, "0-143", 2, ["-m 0 -C 0-71", "-m 1 -C 72-143"]),
     (QUAD_GH200, "0-287", 3, ["-C 0-95", "-C 96-191", "-C 192-287"]),
     (NVL2, "0-143", 2, ["-m 0 -C 0-71", "-m 1 -C 72-143"]),
     (GB200, "0-143", 4, ["-m 0 -C 0-35", "-m 0 -C 36-71", "-m 1 -C 72-107", "-m 1 -C 108-143"]),
-    (GB200_CDMM, "0-143", 4, ["-m 0 -C 0-35", "-m 0 -C 36-71", "-m 1 -C 72-107", "-m 1 -C 108-143"]),
+    (
+        GB200_CDMM,
+        "0-143",
+        4,
+        ["-m 0 -C 0-35", "-m 0 -C 36-71", "-m 1 -C 72-107", "-m 1 -C 108-143"],
+    ),
     (fake_numa(4), "0-71", 1, ["-m 0,1,2,3 -C 0-71"]),
     (fake_numa(8), "0-71", 1, ["-p 8 -C 0-71"]),
     (EIGHT_H100, "0-223", 2, ["-C 0-111", "-C 112-223"]),
@@ -212,7 +263,9 @@ DEEPSPEED_ALONE: list[tuple[Host, str, int, list[str]]] = [
 
 
 @pytest.mark.parametrize(("host", "cores", "ranks", "prefixes"), DEEPSPEED_ALONE)
-def test_deepspeed_without_our_core_list(tmp_path: Path, host: Host, cores: str, ranks: int, prefixes: list[str]) -> None:
+def test_deepspeed_without_our_core_list(
+    tmp_path: Path, host: Host, cores: str, ranks: int, prefixes: list[str]
+) -> None:
     nodes = numactl_nodes(host.machine(tmp_path).numa_nodes)
     found = [numactl_prefix(nodes, parse_cpus(cores), ranks, rank) for rank in range(ranks)]
     assert [" ".join(prefix) for _, prefix in found] == [f"numactl {prefix}" for prefix in prefixes]
@@ -223,7 +276,9 @@ def deepspeed_numa() -> ModuleType:
     package = importlib.util.find_spec("deepspeed")
     if package is None or package.origin is None:
         pytest.skip("deepspeed is not installed")
-    spec = importlib.util.spec_from_file_location("deepspeed_numa", Path(package.origin).parent / "utils" / "numa.py")
+    spec = importlib.util.spec_from_file_location(
+        "deepspeed_numa", Path(package.origin).parent / "utils" / "numa.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -233,7 +288,12 @@ def deepspeed_numa() -> ModuleType:
 
 @pytest.mark.parametrize(("host", "cores", "ranks", "prefixes"), DEEPSPEED_ALONE)
 def test_the_emulation_is_what_deepspeed_really_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: Host, cores: str, ranks: int, prefixes: list[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    host: Host,
+    cores: str,
+    ranks: int,
+    prefixes: list[str],
 ) -> None:
     nodes = host.machine(tmp_path).numa_nodes
     hardware = [f"available: {len(nodes)} nodes (0-{len(nodes) - 1})"]
@@ -244,7 +304,9 @@ def test_the_emulation_is_what_deepspeed_really_does(
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     monkeypatch.delenv("KMP_AFFINITY", raising=False)
     module = deepspeed_numa()
-    monkeypatch.setattr(module, "check_for_numactl_pkg", lambda: True)  # asks the package manager, prints, and decides nothing
+    monkeypatch.setattr(
+        module, "check_for_numactl_pkg", lambda: True
+    )  # asks the package manager, prints, and decides nothing
     found = [module.get_numactl_cmd(cores, ranks, rank) for rank in range(ranks)]
     assert [" ".join(prefix) for _, prefix in found] == [f"numactl {prefix}" for prefix in prefixes]
     assert all(share == len(parse_cpus(cores)) // ranks for share, _ in found)

@@ -45,21 +45,44 @@ MAPS: list[tuple[str, Host, int, list[str], list[str]]] = [
     # As many nodes without CPUs as with: taken for a CPU's flat high-bandwidth memory, so the optimizer's memory comes from the GPU's.
     ("1x GH200, only HBM", ONE_GH200_HBM_ONLY, 1, ["0 @ 0-71 / 0"], ["numactl -p 1 -C 0-71"]),
     ("1x GH200, numa=fake=4", fake_numa(4), 1, ["0 @ 0-71 / 0,1,2,3"], [SAME]),
-    ("1x GH200, numa=fake=8", fake_numa(8), 1, ["0 @ 0-71 / 0,1,2,3,4,5,6,7"], ["numactl -p 8 -C 0-71"]),
+    (
+        "1x GH200, numa=fake=8",
+        fake_numa(8),
+        1,
+        ["0 @ 0-71 / 0,1,2,3,4,5,6,7"],
+        ["numactl -p 8 -C 0-71"],
+    ),
     ("NVL2, 1 of 2", NVL2, 1, ["0 @ 0-71 / 0"], ["numactl -C 0-143"]),
     ("NVL2", NVL2, 2, ["0 @ 0-71 / 0", "1 @ 72-143 / 1"], [SAME, SAME]),
     ("quad GH200, 1 of 4", QUAD_GH200, 1, QUAD[:1], ["numactl -C 0-287"]),
     ("quad GH200, 2 of 4", QUAD_GH200, 2, QUAD[:2], ["numactl -C 0-143", "numactl -C 144-287"]),
-    ("quad GH200, 3 of 4", QUAD_GH200, 3, QUAD[:3], ["numactl -C 0-95", "numactl -C 96-191", "numactl -C 192-287"]),
+    (
+        "quad GH200, 3 of 4",
+        QUAD_GH200,
+        3,
+        QUAD[:3],
+        ["numactl -C 0-95", "numactl -C 96-191", "numactl -C 192-287"],
+    ),
     ("quad GH200", QUAD_GH200, 4, QUAD, [SAME] * 4),
     (
         "quad GH200, only HBM",
         QUAD_GH200_HBM_ONLY,
         4,
         QUAD,
-        ["numactl -p 4 -C 0-71", "numactl -p 5 -C 72-143", "numactl -p 6 -C 144-215", "numactl -p 7 -C 216-287"],
+        [
+            "numactl -p 4 -C 0-71",
+            "numactl -p 5 -C 72-143",
+            "numactl -p 6 -C 144-215",
+            "numactl -p 7 -C 216-287",
+        ],
     ),
-    ("quad GH200, only HBM, 2 of 4", QUAD_GH200_HBM_ONLY, 2, QUAD[:2], ["numactl -C 0-143", "numactl -C 144-287"]),
+    (
+        "quad GH200, only HBM, 2 of 4",
+        QUAD_GH200_HBM_ONLY,
+        2,
+        QUAD[:2],
+        ["numactl -C 0-143", "numactl -C 144-287"],
+    ),
     ("GB200, 1 of 4", GB200, 1, ["0 @ 0-71 / 0"], ["numactl -C 0-143"]),
     # Both GPUs hang off node 0; the launcher spreads the ranks over both sockets.
     ("GB200, 2 of 4", GB200, 2, GB200_FOUR[:2], ["numactl -m 0 -C 0-71", "numactl -m 1 -C 72-143"]),
@@ -97,7 +120,12 @@ MAPS: list[tuple[str, Host, int, list[str], list[str]]] = [
         FOUR_H100_SUBNUMA,
         4,
         [f"{node} @ {28 * node}-{28 * node + 27} / {node}" for node in range(4)],
-        ["numactl -m 0 -C 0-13", "numactl -m 0 -C 14-27", "numactl -m 1 -C 28-41", "numactl -m 1 -C 42-55"],
+        [
+            "numactl -m 0 -C 0-13",
+            "numactl -m 0 -C 14-27",
+            "numactl -m 1 -C 28-41",
+            "numactl -m 1 -C 42-55",
+        ],
     ),
 ]
 
@@ -107,15 +135,26 @@ def bind(machine: Machine, gpus: int | tuple[int, ...]) -> tuple[RankBinding, ..
 
 
 def written(bindings: tuple[RankBinding, ...]) -> list[str]:
-    return [f"{one.gpu} @ {cpu_ranges(one.cpus)} / {','.join(map(str, one.memory_policy.nodes)) or 'any'}" for one in bindings]
+    return [
+        f"{one.gpu} @ {cpu_ranges(one.cpus)} / {','.join(map(str, one.memory_policy.nodes)) or 'any'}"
+        for one in bindings
+    ]
 
 
 def by_itself(bindings: tuple[RankBinding, ...]) -> list[str]:
-    return [deepspeed_text(one.deepspeed_unlisted) for one in bindings if one.deepspeed_unlisted is not None]
+    return [
+        deepspeed_text(one.deepspeed_unlisted)
+        for one in bindings
+        if one.deepspeed_unlisted is not None
+    ]
 
 
-@pytest.mark.parametrize(("host", "gpus", "right", "deepspeed"), [row[1:] for row in MAPS], ids=[row[0] for row in MAPS])
-def test_every_map(tmp_path: Path, host: Host, gpus: int, right: list[str], deepspeed: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("host", "gpus", "right", "deepspeed"), [row[1:] for row in MAPS], ids=[row[0] for row in MAPS]
+)
+def test_every_map(
+    tmp_path: Path, host: Host, gpus: int, right: list[str], deepspeed: list[str]
+) -> None:
     machine = host.machine(tmp_path)
     bindings = bind(machine, gpus)
     assert written(bindings) == right
@@ -130,19 +169,25 @@ def test_every_map(tmp_path: Path, host: Host, gpus: int, right: list[str], deep
 
 
 @pytest.mark.parametrize(("host", "gpus"), [row[1:3] for row in MAPS], ids=[row[0] for row in MAPS])
-def test_our_core_list_has_deepspeed_bind_within_each_ranks_own_cores(tmp_path: Path, host: Host, gpus: int) -> None:
+def test_our_core_list_has_deepspeed_bind_within_each_ranks_own_cores(
+    tmp_path: Path, host: Host, gpus: int
+) -> None:
     bindings = bind(host.machine(tmp_path), gpus)
     assert all(set(one.deepspeed.cpus) <= set(one.cpus) for one in bindings)
     listed = parse_cpus(core_list(bindings))
     share = len(listed) // gpus
-    assert [one.deepspeed.cpus for one in bindings] == [listed[share * rank : share * (rank + 1)] for rank in range(gpus)]
+    assert [one.deepspeed.cpus for one in bindings] == [
+        listed[share * rank : share * (rank + 1)] for rank in range(gpus)
+    ]
     if not any("only HBM" in name or "fake=8" in name for name, other, *_ in MAPS if other is host):
         assert not any("-p" in one.deepspeed.numactl for one in bindings)
 
 
 def job(machine: Machine, cpus: str, gpus: tuple[int, ...], **changes: object) -> Machine:
     """What a scheduler leaves of a node: its CPUs, and GPUs that the driver numbers from 0."""
-    given = tuple(msgspec.structs.replace(machine.gpus[old], index=new) for new, old in enumerate(gpus))
+    given = tuple(
+        msgspec.structs.replace(machine.gpus[old], index=new) for new, old in enumerate(gpus)
+    )
     return msgspec.structs.replace(machine, allowed_cpus=parse_cpus(cpus), gpus=given, **changes)
 
 
@@ -160,7 +205,10 @@ def test_two_superchips_with_a_part_of_the_cores(tmp_path: Path) -> None:
     """``--cpus-per-task`` smaller than a superchip: 16 cores of the second one, 32 of the fourth."""
     bindings = bind(job(QUAD_GH200.machine(tmp_path), "72-87,216-247", (1, 3)), 2)
     assert written(bindings) == ["0 @ 72-87 / 1", "1 @ 216-247 / 3"]
-    assert [deepspeed_text(one.deepspeed) for one in bindings] == [SAME, "numactl -m 3 -C 216-231"], "16 each, on the right node"
+    assert [deepspeed_text(one.deepspeed) for one in bindings] == [
+        SAME,
+        "numactl -m 3 -C 216-231",
+    ], "16 each, on the right node"
     assert all(text.startswith("fails: cores") for text in by_itself(bindings))
 
 
@@ -181,18 +229,24 @@ def test_memory_nodes_that_the_cpuset_forbids(tmp_path: Path) -> None:
     machine = job(QUAD_GH200.machine(tmp_path), "0-143", (0, 1), allowed_memory_nodes=(0,))
     bindings = bind(machine, 2)
     assert [one.memory_policy.mode for one in bindings] == ["bind", "default"]
-    assert not any(one.deepspeed.numactl for one in bindings), "the launcher would end on node 1, so it is started without the flag"
+    assert not any(one.deepspeed.numactl for one in bindings), (
+        "the launcher would end on node 1, so it is started without the flag"
+    )
 
 
 def test_gpus_split_by_mig_take_no_rank(tmp_path: Path) -> None:
     machine = ONE_GH200_MIG.machine(tmp_path / "one")
     assert [node.id for node in machine.numa_nodes if node.kind == "gpu-memory"] == [1, 2, 3]
-    split = msgspec.structs.replace(machine, gpus=tuple(msgspec.structs.replace(gpu, mig=True) for gpu in machine.gpus))
+    split = msgspec.structs.replace(
+        machine, gpus=tuple(msgspec.structs.replace(gpu, mig=True) for gpu in machine.gpus)
+    )
     with pytest.raises(InputError, match="no whole GPU; GPU 0 is split by MIG"):
         bind(split, 1)
     assert written(bind(machine, 1)) == ["0 @ 0-71 / 0"], "a slice's memory is never the host's"
     four = NVL2.machine(tmp_path / "two")
-    half = msgspec.structs.replace(four, gpus=(msgspec.structs.replace(four.gpus[0], mig=True), four.gpus[1]))
+    half = msgspec.structs.replace(
+        four, gpus=(msgspec.structs.replace(four.gpus[0], mig=True), four.gpus[1])
+    )
     assert written(bind(half, 1)) == ["1 @ 72-143 / 1"], "a count takes whole GPUs"
     with pytest.raises(InputError, match="split by MIG"):
         bind(half, (0,))
@@ -200,7 +254,11 @@ def test_gpus_split_by_mig_take_no_rank(tmp_path: Path) -> None:
 
 def test_threads_side_by_side_stay_together(tmp_path: Path) -> None:
     """A guest whose kernel numbers the threads of a core 0 and 1: two ranks on one node never share a core."""
-    host = Host(cpu={0: ("0-11", 65536)}, grace=False, smt=tuple((first, first + 1) for first in range(0, 12, 2)))
+    host = Host(
+        cpu={0: ("0-11", 65536)},
+        grace=False,
+        smt=tuple((first, first + 1) for first in range(0, 12, 2)),
+    )
     machine = host.machine(tmp_path)
     assert machine.smt_siblings == ((0, 1), (2, 3), (4, 5), (6, 7), (8, 9), (10, 11))
     bindings = bind(machine, 4)
@@ -210,7 +268,9 @@ def test_threads_side_by_side_stay_together(tmp_path: Path) -> None:
 
 def test_physical_cores_are_counted_as_deepspeed_counts_them() -> None:
     machine = inspect_machine()
-    (binding,) = bind(msgspec.structs.replace(machine, allowed_cpus=machine.online_cpus, gpus=()), 1)
+    (binding,) = bind(
+        msgspec.structs.replace(machine, allowed_cpus=machine.online_cpus, gpus=()), 1
+    )
     assert binding.deepspeed_unlisted is not None
     physical = psutil.cpu_count(logical=False)
     assert binding.deepspeed_unlisted.error or len(binding.deepspeed_unlisted.cpus) == physical

@@ -65,7 +65,9 @@ def test_limits(tmp_path: Path, files: dict[str, str]) -> None:
         },
     ],
 )
-def test_memory_that_is_left_counts_the_file_cache_as_free(tmp_path: Path, files: dict[str, str]) -> None:
+def test_memory_that_is_left_counts_the_file_cache_as_free(
+    tmp_path: Path, files: dict[str, str]
+) -> None:
     found = system_files(files, tmp_path)
     assert cgroup.memory_left_bytes(found) == (64 << 30) - 68_000_000_000 + 23
     assert available_bytes(found) == cgroup.memory_left_bytes(found)
@@ -80,4 +82,8 @@ def test_no_limits(tmp_path: Path) -> None:
     }
     for files in (free, {}):
         found = system_files(files, tmp_path / str(len(files)))
-        assert (cgroup.cpuset(found), cgroup.memory_limit_bytes(found), cgroup.cpu_quota(found)) == (None, None, None)
+        assert (
+            cgroup.cpuset(found),
+            cgroup.memory_limit_bytes(found),
+            cgroup.cpu_quota(found),
+        ) == (None, None, None)

@@ -7,7 +7,14 @@ from so_tui.machine.cpulist import contiguous_runs, cpu_ranges, cpus_or_empty, p
 
 @pytest.mark.parametrize(
     ("text", "cpus"),
-    [("0-3,8", (0, 1, 2, 3, 8)), ("\n", ()), ("", ()), ("7", (7,)), ("0-1,112-113", (0, 1, 112, 113)), ("4,2-3", (2, 3, 4))],
+    [
+        ("0-3,8", (0, 1, 2, 3, 8)),
+        ("\n", ()),
+        ("", ()),
+        ("7", (7,)),
+        ("0-1,112-113", (0, 1, 112, 113)),
+        ("4,2-3", (2, 3, 4)),
+    ],
 )
 def test_kernel_lists(text: str, cpus: tuple[int, ...]) -> None:
     assert parse_cpus(text) == cpus

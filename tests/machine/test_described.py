@@ -17,7 +17,9 @@ from tests.support.planning import spec_of
 
 
 @pytest.mark.parametrize("name", MACHINES)
-def test_every_machine_is_a_valid_machine_file_that_can_be_planned_for(name: str, tmp_path: Path) -> None:
+def test_every_machine_is_a_valid_machine_file_that_can_be_planned_for(
+    name: str, tmp_path: Path
+) -> None:
     machine = named_machine(name)
     file = tmp_path / "machine.json"
     file.write_bytes(machine_json(machine))
@@ -38,24 +40,42 @@ def test_every_machine_is_a_valid_machine_file_that_can_be_planned_for(name: str
         ("mi300a-4", 4, 4, 192, 96),
     ],
 )
-def test_nodes_gpus_and_cores_are_those_of_the_hardware(name: str, gpus: int, nodes: int, cpus: int, siblings: int) -> None:
+def test_nodes_gpus_and_cores_are_those_of_the_hardware(
+    name: str, gpus: int, nodes: int, cpus: int, siblings: int
+) -> None:
     machine = named_machine(name)
-    assert (len(machine.gpus), len(machine.cpu_nodes), len(machine.online_cpus), len(machine.smt_siblings)) == (gpus, nodes, cpus, siblings)
+    assert (
+        len(machine.gpus),
+        len(machine.cpu_nodes),
+        len(machine.online_cpus),
+        len(machine.smt_siblings),
+    ) == (gpus, nodes, cpus, siblings)
     assert {gpu.numa_node for gpu in machine.gpus} == {node.id for node in machine.cpu_nodes}
     for gpu in machine.gpus:
         if gpu.memory_node is not None:
-            assert machine.node(gpu.memory_node).kind == ("cpu" if gpu.vendor == "amd" else "gpu-memory")
+            assert machine.node(gpu.memory_node).kind == (
+                "cpu" if gpu.vendor == "amd" else "gpu-memory"
+            )
     assert all(set(gpu.cpus) == set(machine.node(gpu.numa_node or 0).cpus) for gpu in machine.gpus)
 
 
 def test_what_fits_where_follows_from_the_hardware() -> None:
-    assert recommend(spec_of("llama-3.3-70b", gpus="4"), named_machine("gh200-quad-120"), 4).verdict == "does not fit"
-    assert recommend(spec_of("seed-oss-36b", gpus="1", offload__states="bf16-moments"), named_machine("gh200-480"), 1).fits
+    assert (
+        recommend(spec_of("llama-3.3-70b", gpus="4"), named_machine("gh200-quad-120"), 4).verdict
+        == "does not fit"
+    )
+    assert recommend(
+        spec_of("seed-oss-36b", gpus="1", offload__states="bf16-moments"),
+        named_machine("gh200-480"),
+        1,
+    ).fits
     assert recommend(spec_of("qwen3-14b", gpus="8"), named_machine("h200-8"), 8).fits
     assert make_plan(spec_of("tiny", gpus="2"), named_machine("gb200-4")).binding[1].gpu is not None
 
 
-def test_a_name_comes_before_a_file_and_a_path_is_always_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_comes_before_a_file_and_a_path_is_always_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gh200-480").write_bytes(machine_json(named_machine("gh200-2")))
     (tmp_path / "mine").write_bytes(machine_json(named_machine("gh200-2")))
@@ -63,8 +83,13 @@ def test_a_name_comes_before_a_file_and_a_path_is_always_a_file(tmp_path: Path, 
     assert machine_of("./gh200-480").hostname == machine_of("mine").hostname == "gh200-2"
 
 
-@pytest.mark.parametrize(("given", "code"), [("gh200-48", "unknown-machine"), ("./none", "unreadable"), ("none.json", "unreadable")])
-def test_what_is_neither_is_an_error_with_the_names(given: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("given", "code"),
+    [("gh200-48", "unknown-machine"), ("./none", "unreadable"), ("none.json", "unreadable")],
+)
+def test_what_is_neither_is_an_error_with_the_names(
+    given: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError) as caught:
         machine_of(given)
@@ -73,10 +98,14 @@ def test_what_is_neither_is_an_error_with_the_names(given: str, code: str, tmp_p
     assert ("gh200-480" in problem.remedy) == (code == "unknown-machine")
 
 
-def test_the_command_lists_them_and_writes_one_as_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_lists_them_and_writes_one_as_a_file(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["machines", "--json"]) == 0
     assert list(json.loads(capsys.readouterr().out)["machines"]) == list(MACHINES)
     assert main(["machines", "gb200-4", "--json"]) == 0
-    assert capsys.readouterr().out.encode().rstrip() == machine_json(named_machine("gb200-4")).rstrip()
+    assert (
+        capsys.readouterr().out.encode().rstrip() == machine_json(named_machine("gb200-4")).rstrip()
+    )
     assert main(["plan", "qwen3-14b", "--machine", "gh200-480", "--json"]) == 0
     assert main(["machines", "gb200"]) == 2

@@ -16,7 +16,17 @@ import pytest
 
 from so_tui.machine import Mpam, inspect_machine
 from so_tui.machine.doctor import findings
-from tests.support.doctor import GIB, INSTALLED, Needs, found, healthy, kinds, only, with_gpu, with_software
+from tests.support.doctor import (
+    GIB,
+    INSTALLED,
+    Needs,
+    found,
+    healthy,
+    kinds,
+    only,
+    with_gpu,
+    with_software,
+)
 from tests.support.sysroots import EIGHT_H100, ONE_GH200, ONE_GH200_CDMM, QUAD_GH200, Host
 from tests.support.waiting import LIMIT_S
 
@@ -28,7 +38,9 @@ def test_a_healthy_machine_gives_no_alarm(tmp_path: Path) -> None:
 
 def test_a_plain_machine_without_gpu_gives_a_note_and_no_blocker(tmp_path: Path) -> None:
     plain = healthy(
-        tmp_path / "m", Host(cpu={0: ("0-7", 32768)}, grace=False), software=msgspec.structs.replace(INSTALLED, torch_cuda=None)
+        tmp_path / "m",
+        Host(cpu={0: ("0-7", 32768)}, grace=False),
+        software=msgspec.structs.replace(INSTALLED, torch_cuda=None),
     )
     busy = {
         "/proc/swaps": "Filename Type Size Used Priority\n/swap file 8388604 0 -2\n",
@@ -38,7 +50,9 @@ def test_a_plain_machine_without_gpu_gives_a_note_and_no_blocker(tmp_path: Path)
     assert (finding.severity, finding.code) == ("note", "no-gpu")
 
 
-def test_a_snapshot_is_checked_without_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_is_checked_without_this_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("KMP_AFFINITY", "compact")
     assert findings(QUAD_GH200.machine(tmp_path)) == ()
 
@@ -61,18 +75,30 @@ CHANGES: list[tuple[str, dict[str, Any], str, str]] = [
     ("software", {"transformers": "5.22.0"}, "note", "untested-set"),
     ("software", {"numactl": None, "numactl_works": False}, "note", "no-numactl"),
     ("software", {"numactl_works": False}, "warning", "binding-forbidden"),
-    ("software", {"numactl": None, "numactl_works": False, "mempolicy_works": False}, "warning", "binding-forbidden"),
+    (
+        "software",
+        {"numactl": None, "numactl_works": False, "mempolicy_works": False},
+        "warning",
+        "binding-forbidden",
+    ),
     ("software", {"ninja": None}, "note", "no-ninja"),
     ("software", {"compiler": None}, "blocks", "no-compiler"),
     ("software", {"nvidia_driver": "570.12"}, "blocks", "driver-too-old"),
-    ("machine", {"mpam": Mpam(state="off", evidence="this kernel has no MPAM support")}, "note", "mpam-unused"),
+    (
+        "machine",
+        {"mpam": Mpam(state="off", evidence="this kernel has no MPAM support")},
+        "note",
+        "mpam-unused",
+    ),
     ("machine", {"memory_limit_bytes": 64 * GIB}, "note", "memory-limit"),
     ("machine", {"shm_total_bytes": 64 << 20, "shm_free_bytes": 64 << 20}, "warning", "shm-small"),
 ]
 
 
 @pytest.mark.parametrize(("part", "change", "severity", "code"), CHANGES)
-def test_traps_of_the_machine_itself(tmp_path: Path, part: str, change: dict[str, Any], severity: str, code: str) -> None:
+def test_traps_of_the_machine_itself(
+    tmp_path: Path, part: str, change: dict[str, Any], severity: str, code: str
+) -> None:
     machine = healthy(tmp_path)
     changed = {
         "gpu": lambda: with_gpu(machine, **change),
@@ -88,11 +114,18 @@ def test_traps_of_the_machine_itself(tmp_path: Path, part: str, change: dict[str
     [
         ({"torch_cuda": None, "torch_rocm": "7.1"}, [("warning", "never-run")]),
         ({"torch_cuda": "13.0"}, [("warning", "never-run"), ("blocks", "torch-no-rocm")]),
-        ({"torch": None, "torch_cuda": None}, [("warning", "never-run"), ("blocks", "missing-packages")]),
+        (
+            {"torch": None, "torch_cuda": None},
+            [("warning", "never-run"), ("blocks", "missing-packages")],
+        ),
     ],
 )
-def test_an_apu_needs_a_build_of_torch_with_rocm(tmp_path: Path, build: dict[str, Any], expected: list[tuple[str, str]]) -> None:
-    machine = with_software(with_gpu(healthy(tmp_path, ONE_GH200), vendor="amd", memory_node=0), **build)
+def test_an_apu_needs_a_build_of_torch_with_rocm(
+    tmp_path: Path, build: dict[str, Any], expected: list[tuple[str, str]]
+) -> None:
+    machine = with_software(
+        with_gpu(healthy(tmp_path, ONE_GH200), vendor="amd", memory_node=0), **build
+    )
     assert sorted(kinds(found(machine))) == sorted(expected)
 
 
@@ -109,15 +142,24 @@ def test_environment(tmp_path: Path, name: str, value: str, code: str) -> None:
     assert (finding.severity, finding.code) == ("note", code)
 
 
-@pytest.mark.parametrize(("name", "value"), [("OMP_NUM_THREADS", "16"), ("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("OMP_NUM_THREADS", "16"), ("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")]
+)
 def test_environment_that_does_no_harm(tmp_path: Path, name: str, value: str) -> None:
     assert found(healthy(tmp_path), environment={name: value}) == ()
 
 
 @pytest.mark.parametrize(
-    ("needs", "severity"), [(250 * GIB, ("blocks", "shm-too-small")), (190 * GIB, ("warning", "shm-tight")), (100 * GIB, None)]
+    ("needs", "severity"),
+    [
+        (250 * GIB, ("blocks", "shm-too-small")),
+        (190 * GIB, ("warning", "shm-tight")),
+        (100 * GIB, None),
+    ],
 )
-def test_shared_memory_against_what_the_run_needs(tmp_path: Path, needs: int, severity: tuple[str, str] | None) -> None:
+def test_shared_memory_against_what_the_run_needs(
+    tmp_path: Path, needs: int, severity: tuple[str, str] | None
+) -> None:
     results = found(healthy(tmp_path), plan=Needs(shm_bytes=needs))
     assert kinds(results) == ([severity] if severity else [])
 
@@ -128,12 +170,19 @@ def test_a_compiled_kernel_needs_no_compiler(tmp_path: Path) -> None:
     finding = only(found(machine, files, tmp_path / "t", environment={"HOME": "/home/me"}))
     assert (finding.severity, finding.code) == ("note", "no-compiler")
     assert "/home/me/.cache/so-tui/kernels" in finding.evidence
-    assert only(found(machine, {}, tmp_path / "u", environment={"HOME": "/home/me"})).severity == "blocks"
+    assert (
+        only(found(machine, {}, tmp_path / "u", environment={"HOME": "/home/me"})).severity
+        == "blocks"
+    )
 
 
 @pytest.mark.parametrize(("flash_attn", "used"), [(None, "torch-flash"), ("2.8.3", "flash-attn-2")])
-def test_a_faster_attention_for_this_gpu_is_named(tmp_path: Path, flash_attn: str | None, used: str) -> None:
-    finding = only(found(with_software(healthy(tmp_path), flash_attn=flash_attn, flash_attn_4=None)))
+def test_a_faster_attention_for_this_gpu_is_named(
+    tmp_path: Path, flash_attn: str | None, used: str
+) -> None:
+    finding = only(
+        found(with_software(healthy(tmp_path), flash_attn=flash_attn, flash_attn_4=None))
+    )
     assert (finding.severity, finding.code) == ("note", "slower-attention")
     assert used in finding.title
 
@@ -146,7 +195,13 @@ def test_build_tools_do_not_matter_in_gpu_mode(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "severity", "code"),
     [
-        ({"/proc/swaps": "Filename Type Size Used Priority\n/dev/nvme0n1p3 partition 16777212 0 -2\n"}, "note", "swap-on"),
+        (
+            {
+                "/proc/swaps": "Filename Type Size Used Priority\n/dev/nvme0n1p3 partition 16777212 0 -2\n"
+            },
+            "note",
+            "swap-on",
+        ),
         (
             {
                 "/proc/self/limits": "Max locked memory         8388608              8388608              bytes\n",
@@ -155,26 +210,46 @@ def test_build_tools_do_not_matter_in_gpu_mode(tmp_path: Path) -> None:
             "note",
             "locked-memory-limit",
         ),
-        ({"/sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]\n"}, "note", "huge-pages-off"),
+        (
+            {"/sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]\n"},
+            "note",
+            "huge-pages-off",
+        ),
     ],
 )
-def test_traps_in_system_files(tmp_path: Path, files: dict[str, str], severity: str, code: str) -> None:
-    finding = only(found(healthy(tmp_path / "m", EIGHT_H100, page_size_bytes=4096), files, tmp_path / "t"))
+def test_traps_in_system_files(
+    tmp_path: Path, files: dict[str, str], severity: str, code: str
+) -> None:
+    finding = only(
+        found(healthy(tmp_path / "m", EIGHT_H100, page_size_bytes=4096), files, tmp_path / "t")
+    )
     assert (finding.severity, finding.code) == (severity, code)
 
 
 @pytest.mark.parametrize(
     ("setting", "expected"),
-    [("[always] madvise never\n", 1), ("always [madvise] never\n", 0), ("always madvise [never]\n", 0)],
+    [
+        ("[always] madvise never\n", 1),
+        ("always [madvise] never\n", 0),
+        ("always madvise [never]\n", 0),
+    ],
 )
-def test_huge_pages_on_a_kernel_with_large_pages(tmp_path: Path, setting: str, expected: int) -> None:
+def test_huge_pages_on_a_kernel_with_large_pages(
+    tmp_path: Path, setting: str, expected: int
+) -> None:
     files = {"/sys/kernel/mm/transparent_hugepage/enabled": setting}
-    assert len(found(healthy(tmp_path / "m", page_size_bytes=65536), files, tmp_path / "t")) == expected
+    assert (
+        len(found(healthy(tmp_path / "m", page_size_bytes=65536), files, tmp_path / "t"))
+        == expected
+    )
 
 
 def test_gpu_memory_full_of_file_cache(tmp_path: Path) -> None:
     machine = healthy(tmp_path)
-    nodes = tuple(msgspec.structs.replace(node, file_cache_bytes=30 * GIB) if node.id in (0, 12) else node for node in machine.numa_nodes)
+    nodes = tuple(
+        msgspec.structs.replace(node, file_cache_bytes=30 * GIB) if node.id in (0, 12) else node
+        for node in machine.numa_nodes
+    )
     finding = only(found(msgspec.structs.replace(machine, numa_nodes=nodes)))
     assert finding.severity == "warning"
     assert (finding.code, "GPU 1" in finding.title) == ("file-cache-in-gpu-memory", True)
@@ -202,7 +277,13 @@ KILLING_VENDOR = {"/usr/lib/systemd/logind.conf": "KillUserProcesses=yes\n"}
     [
         ({**LOGIN_SESSION, "/etc/systemd/logind.conf": "[Login]\n#KillUserProcesses=no\n"}, 0),
         ({**LOGIN_SESSION, "/etc/systemd/logind.conf": "[Login]\nKillUserProcesses=yes\n"}, 1),
-        ({"/etc/systemd/logind.conf": "KillUserProcesses=yes\n", "/proc/self/cgroup": "0::/user.slice/user@1000.service/app.scope\n"}, 0),
+        (
+            {
+                "/etc/systemd/logind.conf": "KillUserProcesses=yes\n",
+                "/proc/self/cgroup": "0::/user.slice/user@1000.service/app.scope\n",
+            },
+            0,
+        ),
         (
             {
                 **LOGIN_SESSION,
@@ -211,10 +292,18 @@ KILLING_VENDOR = {"/usr/lib/systemd/logind.conf": "KillUserProcesses=yes\n"}
             },
             0,
         ),
-        ({**LOGIN_SESSION, "/etc/systemd/logind.conf.d/kill.conf": "[Login]\nKillUserProcesses = yes\n"}, 1),
+        (
+            {
+                **LOGIN_SESSION,
+                "/etc/systemd/logind.conf.d/kill.conf": "[Login]\nKillUserProcesses = yes\n",
+            },
+            1,
+        ),
     ],
 )
-def test_sessions_that_are_killed_at_logout(tmp_path: Path, files: dict[str, str], expected: int) -> None:
+def test_sessions_that_are_killed_at_logout(
+    tmp_path: Path, files: dict[str, str], expected: int
+) -> None:
     excluding_nobody = {"/usr/lib/systemd/logind.conf.d/0.conf": "KillExcludeUsers=\n"}
     results = found(healthy(tmp_path / "m"), {**excluding_nobody, **files}, tmp_path / "t")
     assert kinds(results) == [("warning", "killed-at-logout")] * expected
@@ -222,7 +311,10 @@ def test_sessions_that_are_killed_at_logout(tmp_path: Path, files: dict[str, str
 
 def test_users_that_logind_spares(tmp_path: Path) -> None:
     user = pwd.getpwuid(os.getuid()).pw_name
-    files = {**LOGIN_SESSION, "/etc/systemd/logind.conf": f"KillUserProcesses=yes\nKillExcludeUsers=root {user}\n"}
+    files = {
+        **LOGIN_SESSION,
+        "/etc/systemd/logind.conf": f"KillUserProcesses=yes\nKillExcludeUsers=root {user}\n",
+    }
     assert found(healthy(tmp_path / "m"), files, tmp_path / "t") == ()
 
 
@@ -235,12 +327,23 @@ os.setsid()  # as a supervisor does
 sleep = [sys.executable, "-c", "import time; time.sleep(60)", "so_tui_trainer"]
 print(subprocess.Popen(sleep, env={**os.environ, "SO_TUI_RUN": "/runs/left-behind"}, **quiet).pid)
 """
-    pid = int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
+    pid = int(
+        subprocess.run(
+            [sys.executable, "-c", code], check=True, capture_output=True, text=True
+        ).stdout
+    )
     try:
         deadline = time.monotonic() + LIMIT_S
-        while "so_tui_trainer" not in Path(f"/proc/{pid}/cmdline").read_text() and time.monotonic() < deadline:
+        while (
+            "so_tui_trainer" not in Path(f"/proc/{pid}/cmdline").read_text()
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.01)
-        (finding,) = (one for one in findings(inspect_machine()) if one.code == "orphaned-trainers" and str(pid) in one.evidence)
+        (finding,) = (
+            one
+            for one in findings(inspect_machine())
+            if one.code == "orphaned-trainers" and str(pid) in one.evidence
+        )
         assert "/runs/left-behind" in finding.evidence
     finally:
         os.kill(pid, 9)
@@ -254,9 +357,14 @@ def test_the_worst_comes_first(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("files", "code"),
-    [({}, "no-nvidia-driver"), ({"/proc/driver/nvidia/version": "NVRM version: 580.95.05\n"}, "gpus-not-granted")],
+    [
+        ({}, "no-nvidia-driver"),
+        ({"/proc/driver/nvidia/version": "NVRM version: 580.95.05\n"}, "gpus-not-granted"),
+    ],
 )
-def test_gpus_on_the_bus_that_cannot_be_used(tmp_path: Path, files: dict[str, str], code: str) -> None:
+def test_gpus_on_the_bus_that_cannot_be_used(
+    tmp_path: Path, files: dict[str, str], code: str
+) -> None:
     machine = msgspec.structs.replace(healthy(tmp_path, EIGHT_H100), gpus=())
     finding = only(found(machine, files, tmp_path))
     assert (finding.severity, finding.code) == ("warning", code)

@@ -14,7 +14,15 @@ from so_tui.machine import inspect_machine
 from so_tui.machine.doctor import findings
 from so_tui.machine.nvml import GpuHealth
 from tests.support.doctor import GIB, INSTALLED, found, healthy, kinds, only
-from tests.support.sysroots import EIGHT_H200, NVL2, ONE_H200_GUEST, QUAD_GH200, QUAD_GH200_HBM_ONLY, Host, fake_numa
+from tests.support.sysroots import (
+    EIGHT_H200,
+    NVL2,
+    ONE_H200_GUEST,
+    QUAD_GH200,
+    QUAD_GH200_HBM_ONLY,
+    Host,
+    fake_numa,
+)
 
 
 def test_an_h200_guest_gives_no_alarm(tmp_path: Path) -> None:
@@ -36,7 +44,14 @@ def test_an_h200_guest_gives_no_alarm(tmp_path: Path) -> None:
         shm_free_bytes=62 * GIB,
         memory_grows=True,
     )
-    health = (GpuHealth(bus_id="00000000:05:00.0", persistence=True, uncorrected_ecc_errors=0, compute_capability=(9, 0)),)
+    health = (
+        GpuHealth(
+            bus_id="00000000:05:00.0",
+            persistence=True,
+            uncorrected_ecc_errors=0,
+            compute_capability=(9, 0),
+        ),
+    )
     assert found(machine, files, tmp_path / "t", health=health) == ()
 
 
@@ -44,8 +59,14 @@ def test_a_task_mask_away_from_the_gpu(tmp_path: Path) -> None:
     quad = healthy(tmp_path)
     machine = msgspec.structs.replace(quad, allowed_cpus=tuple(range(8)), gpus=quad.gpus[3:])
     finding = only(found(machine))
-    assert (finding.code, "GPU 3" in finding.evidence, "216-287" in finding.evidence) == ("cores-far-from-gpu", True, True)
-    one_node = msgspec.structs.replace(quad, allowed_cpus=tuple(range(216, 288)), gpus=quad.gpus[3:])
+    assert (finding.code, "GPU 3" in finding.evidence, "216-287" in finding.evidence) == (
+        "cores-far-from-gpu",
+        True,
+        True,
+    )
+    one_node = msgspec.structs.replace(
+        quad, allowed_cpus=tuple(range(216, 288)), gpus=quad.gpus[3:]
+    )
     assert found(one_node) == ()
 
 
@@ -67,19 +88,52 @@ FREQUENCY = "/sys/devices/system/cpu/cpu0/cpufreq"
         (ONE_H200_GUEST, {HOPPER_NODES: "1\n"}, None, ""),
         (
             QUAD_GH200,
-            {f"{FREQUENCY}/scaling_governor": "powersave\n", f"{FREQUENCY}/scaling_driver": "cppc_cpufreq\n"},
+            {
+                f"{FREQUENCY}/scaling_governor": "powersave\n",
+                f"{FREQUENCY}/scaling_driver": "cppc_cpufreq\n",
+            },
             "warning",
             "slow-governor",
         ),
-        (EIGHT_H200, {f"{FREQUENCY}/scaling_governor": "powersave\n", f"{FREQUENCY}/scaling_driver": "intel_pstate\n"}, None, ""),
+        (
+            EIGHT_H200,
+            {
+                f"{FREQUENCY}/scaling_governor": "powersave\n",
+                f"{FREQUENCY}/scaling_driver": "intel_pstate\n",
+            },
+            None,
+            "",
+        ),
         (EIGHT_H200, {f"{FREQUENCY}/scaling_governor": "performance\n"}, None, ""),
-        (NVL2, {"/proc/self/cgroup": "0::/box\n", "/sys/fs/cgroup/box/cpu.max": "800000 100000\n"}, "warning", "cpu-quota"),
-        (NVL2, {"/proc/self/cgroup": "0::/box\n", "/sys/fs/cgroup/box/cpu.max": "max 100000\n"}, None, ""),
-        (NVL2, {"/proc/self/cgroup": "0::/box\n", "/sys/fs/cgroup/box/pids.max": "256\n"}, "warning", "process-limit"),
-        (NVL2, {"/proc/self/cgroup": "0::/box\n", "/sys/fs/cgroup/box/pids.max": "32768\n"}, None, ""),
+        (
+            NVL2,
+            {"/proc/self/cgroup": "0::/box\n", "/sys/fs/cgroup/box/cpu.max": "800000 100000\n"},
+            "warning",
+            "cpu-quota",
+        ),
+        (
+            NVL2,
+            {"/proc/self/cgroup": "0::/box\n", "/sys/fs/cgroup/box/cpu.max": "max 100000\n"},
+            None,
+            "",
+        ),
+        (
+            NVL2,
+            {"/proc/self/cgroup": "0::/box\n", "/sys/fs/cgroup/box/pids.max": "256\n"},
+            "warning",
+            "process-limit",
+        ),
+        (
+            NVL2,
+            {"/proc/self/cgroup": "0::/box\n", "/sys/fs/cgroup/box/pids.max": "32768\n"},
+            None,
+            "",
+        ),
     ],
 )
-def test_traps_of_kernel_settings(tmp_path: Path, host: Host, files: dict[str, str], severity: str | None, code: str) -> None:
+def test_traps_of_kernel_settings(
+    tmp_path: Path, host: Host, files: dict[str, str], severity: str | None, code: str
+) -> None:
     results = found(healthy(tmp_path / "m", host), files, tmp_path / "t")
     assert kinds(results) == ([(severity, code)] if severity else [])
 
@@ -124,20 +178,34 @@ def test_traps_that_the_driver_reports(
 
 def test_a_torch_too_old_for_the_gpu(tmp_path: Path) -> None:
     machine = healthy(tmp_path, software=msgspec.structs.replace(INSTALLED, torch_cuda="12.6"))
-    assert kinds(found(machine, health=(health_of(compute_capability=(10, 0)),))) == [("blocks", "torch-too-old-for-gpu")]
+    assert kinds(found(machine, health=(health_of(compute_capability=(10, 0)),))) == [
+        ("blocks", "torch-too-old-for-gpu")
+    ]
     assert found(machine, health=(health_of(),)) == ()
 
 
 def test_gpus_in_use(tmp_path: Path) -> None:
-    files = {"/proc/71/comm": "python3\n", "/proc/72/comm": "pt_main\n", "/proc/72/environ": "A=1\0SO_TUI_RUN=/runs/qwen-1\0"}
+    files = {
+        "/proc/71/comm": "python3\n",
+        "/proc/72/comm": "pt_main\n",
+        "/proc/72/environ": "A=1\0SO_TUI_RUN=/runs/qwen-1\0",
+    }
     machine = healthy(tmp_path / "m")
     other = only(found(machine, files, tmp_path / "t", health=(health_of(pids=(71,)),)))
-    assert (other.severity, other.code, "71 (python3)" in other.evidence) == ("warning", "gpu-busy", True)
+    assert (other.severity, other.code, "71 (python3)" in other.evidence) == (
+        "warning",
+        "gpu-busy",
+        True,
+    )
     ours = only(found(machine, files, tmp_path / "t", health=(health_of(pids=(72,)),)))
     assert (ours.severity, ours.code, "qwen-1" in ours.evidence) == ("note", "gpu-training", True)
 
 
-SEGMENTS = {"/dev/shm/torch_4711_99_1": "x" * (40 << 20), "/dev/shm/sem.mp-abc": "x", "/dev/shm/mine.bin": "x" * (40 << 20)}
+SEGMENTS = {
+    "/dev/shm/torch_4711_99_1": "x" * (40 << 20),
+    "/dev/shm/sem.mp-abc": "x",
+    "/dev/shm/mine.bin": "x" * (40 << 20),
+}
 
 
 def test_shared_memory_of_ended_processes(tmp_path: Path) -> None:
@@ -145,15 +213,26 @@ def test_shared_memory_of_ended_processes(tmp_path: Path) -> None:
     finding = only(found(machine, SEGMENTS, tmp_path / "t"))
     assert finding.code == "shm-left-behind"
     assert "torch_4711_99_1" in finding.evidence
-    assert "rm /dev/shm/torch_4711_99_1`" in finding.remedy, "only segments that no process has open"
+    assert "rm /dev/shm/torch_4711_99_1`" in finding.remedy, (
+        "only segments that no process has open"
+    )
     mapped = {"/proc/5/maps": "7f00-7f01 rw-s 0 00:1 9    /dev/shm/torch_4711_99_1\n"}
     assert found(machine, {**SEGMENTS, **mapped}, tmp_path / "u") == ()
-    spaced = {"/dev/shm/torch_4711_99_1 a b": "x" * (40 << 20), "/proc/5/maps": "7f00-7f01 rw-s 0 00:1 9    /dev/shm/torch_4711_99_1 a b\n"}
+    spaced = {
+        "/dev/shm/torch_4711_99_1 a b": "x" * (40 << 20),
+        "/proc/5/maps": "7f00-7f01 rw-s 0 00:1 9    /dev/shm/torch_4711_99_1 a b\n",
+    }
     assert found(machine, spaced, tmp_path / "v") == (), "a name may contain spaces"
 
 
-def orphan(pid: int, environ: str = "", cmdline: str = "python\0", parent: int = 1, session: int = 49) -> dict[str, str]:
-    return {f"/proc/{pid}/stat": f"{pid} (a b) S {parent} 1 {session}\n", f"/proc/{pid}/environ": environ, f"/proc/{pid}/cmdline": cmdline}
+def orphan(
+    pid: int, environ: str = "", cmdline: str = "python\0", parent: int = 1, session: int = 49
+) -> dict[str, str]:
+    return {
+        f"/proc/{pid}/stat": f"{pid} (a b) S {parent} 1 {session}\n",
+        f"/proc/{pid}/environ": environ,
+        f"/proc/{pid}/cmdline": cmdline,
+    }
 
 
 @pytest.mark.parametrize(
@@ -161,13 +240,40 @@ def orphan(pid: int, environ: str = "", cmdline: str = "python\0", parent: int =
     [
         (orphan(50, "LOCAL_RANK=0\0WORLD_SIZE=2\0MASTER_PORT=29500\0"), "orphaned-ranks"),
         (orphan(50, cmdline="python\0-u\0-m\0deepspeed.launcher.launch\0"), "orphaned-ranks"),
-        (orphan(50, "SO_TUI_RUN=/runs/a\0LOCAL_RANK=0\0WORLD_SIZE=2\0MASTER_PORT=29500\0"), "orphaned-trainers"),
-        ({**orphan(50, "SO_TUI_RUN=/runs/a\0", parent=49, session=48), **orphan(49, cmdline="adopter\0")}, "orphaned-trainers"),
-        ({**orphan(50, "SO_TUI_RUN=/runs/a\0", parent=49), **orphan(49, cmdline="a script of one's own\0")}, None),
-        ({**orphan(50, "SO_TUI_RUN=/runs/a\0", parent=49), **orphan(49, cmdline="python\0so_tui\0supervise\0/runs/a\0")}, None),
+        (
+            orphan(50, "SO_TUI_RUN=/runs/a\0LOCAL_RANK=0\0WORLD_SIZE=2\0MASTER_PORT=29500\0"),
+            "orphaned-trainers",
+        ),
+        (
+            {
+                **orphan(50, "SO_TUI_RUN=/runs/a\0", parent=49, session=48),
+                **orphan(49, cmdline="adopter\0"),
+            },
+            "orphaned-trainers",
+        ),
+        (
+            {
+                **orphan(50, "SO_TUI_RUN=/runs/a\0", parent=49),
+                **orphan(49, cmdline="a script of one's own\0"),
+            },
+            None,
+        ),
+        (
+            {
+                **orphan(50, "SO_TUI_RUN=/runs/a\0", parent=49),
+                **orphan(49, cmdline="python\0so_tui\0supervise\0/runs/a\0"),
+            },
+            None,
+        ),
         (orphan(50, "LOCAL_RANK=0\0WORLD_SIZE=2\0MASTER_PORT=29500\0", parent=49), None),
         (orphan(50, cmdline="sshd\0"), None),
-        ({**orphan(50, cmdline="python\0-m\0deepspeed.launcher.launch\0"), "/proc/1/comm": "bash\n"}, None),
+        (
+            {
+                **orphan(50, cmdline="python\0-m\0deepspeed.launcher.launch\0"),
+                "/proc/1/comm": "bash\n",
+            },
+            None,
+        ),
     ],
 )
 def test_processes_left_behind(tmp_path: Path, files: dict[str, str], code: str | None) -> None:
@@ -202,6 +308,8 @@ def test_no_check_reads_this_host_for_another_machine(tmp_path: Path) -> None:
     ],
     ids=["quad", "nvl2", "only-hbm", "fake-4", "fake-8"],
 )
-def test_numa_maps_that_mislead_other_software_are_noted(tmp_path: Path, host: Host, codes: list[str]) -> None:
+def test_numa_maps_that_mislead_other_software_are_noted(
+    tmp_path: Path, host: Host, codes: list[str]
+) -> None:
     results = found(healthy(tmp_path, host))
     assert kinds(results) == [("note", code) for code in codes]

@@ -22,32 +22,57 @@ THEIRS = {"offload.engine": "deepspeed", "train.gradient_clipping": "0"}
 
 
 def test_a_plan_that_does_not_fit_blocks(tmp_path: Path) -> None:
-    short, mends = ("host node 0 needs 300 GiB", "each GPU needs 99 GiB"), ("4 GPUs hold it", "a larger part would")
-    finding = only(found(healthy(tmp_path), plan=Needs(fits=False, cause_texts=short, remedy_texts=mends)))
-    assert (finding.severity, finding.code, finding.evidence) == ("blocks", "plan-does-not-fit", "; ".join(short))
+    short, mends = (
+        ("host node 0 needs 300 GiB", "each GPU needs 99 GiB"),
+        ("4 GPUs hold it", "a larger part would"),
+    )
+    finding = only(
+        found(healthy(tmp_path), plan=Needs(fits=False, cause_texts=short, remedy_texts=mends))
+    )
+    assert (finding.severity, finding.code, finding.evidence) == (
+        "blocks",
+        "plan-does-not-fit",
+        "; ".join(short),
+    )
     assert finding.remedy == "4 GPUs hold it; or a larger part would"
 
 
-@pytest.mark.parametrize(("share", "kind"), [(0.5, None), (0.95, ("warning", "memory-limit")), (1.5, ("blocks", "memory-limit-exceeded"))])
-def test_a_memory_limit_against_what_the_run_needs(tmp_path: Path, share: float, kind: tuple[str, str] | None) -> None:
+@pytest.mark.parametrize(
+    ("share", "kind"),
+    [(0.5, None), (0.95, ("warning", "memory-limit")), (1.5, ("blocks", "memory-limit-exceeded"))],
+)
+def test_a_memory_limit_against_what_the_run_needs(
+    tmp_path: Path, share: float, kind: tuple[str, str] | None
+) -> None:
     machine = healthy(tmp_path, memory_limit_bytes=100 * GIB)
-    results = found(machine, plan=Needs(host_bytes_per_node={0: int(60 * share * GIB), 1: int(40 * share * GIB)}))
+    results = found(
+        machine,
+        plan=Needs(host_bytes_per_node={0: int(60 * share * GIB), 1: int(40 * share * GIB)}),
+    )
     assert kinds(results) == ([kind] if kind else [])
-    without = Needs(host_bytes_per_node={0: int(100 * share * GIB) + 80 * GIB}, host_optional_bytes=80 * GIB)
+    without = Needs(
+        host_bytes_per_node={0: int(100 * share * GIB) + 80 * GIB}, host_optional_bytes=80 * GIB
+    )
     assert kinds(found(machine, plan=without)) == kinds(results)
 
 
 def test_memory_that_others_hold(tmp_path: Path) -> None:
     files = {"/proc/meminfo": f"MemAvailable: {20 * GIB // 1024} kB\n"}
     machine = healthy(tmp_path / "m")
-    finding = only(found(machine, files, tmp_path / "t", plan=Needs(host_bytes_per_node={0: 30 * GIB})))
+    finding = only(
+        found(machine, files, tmp_path / "t", plan=Needs(host_bytes_per_node={0: 30 * GIB}))
+    )
     assert (finding.severity, finding.code) == ("warning", "memory-in-use")
     assert "available 20.0 GiB" in finding.evidence
-    assert found(machine, files, tmp_path / "t", plan=Needs(host_bytes_per_node={0: 10 * GIB})) == ()
+    assert (
+        found(machine, files, tmp_path / "t", plan=Needs(host_bytes_per_node={0: 10 * GIB})) == ()
+    )
     optional = Needs(host_bytes_per_node={0: 30 * GIB}, host_optional_bytes=15 * GIB)
     assert found(machine, files, tmp_path / "t", plan=optional) == ()
     growing = msgspec.structs.replace(machine, memory_grows=True)
-    assert found(growing, files, tmp_path / "t", plan=Needs(host_bytes_per_node={0: 30 * GIB})) == ()
+    assert (
+        found(growing, files, tmp_path / "t", plan=Needs(host_bytes_per_node={0: 30 * GIB})) == ()
+    )
 
 
 def test_room_for_checkpoints(tmp_path: Path) -> None:
@@ -57,7 +82,9 @@ def test_room_for_checkpoints(tmp_path: Path) -> None:
     finding = only(found(machine, plan=Needs(disk_peak_bytes=free * 2), checkpoints=absent))
     assert (finding.severity, finding.code) == ("blocks", "no-room-for-checkpoints")
     assert str(tmp_path) in finding.evidence
-    fits = found(machine, plan=Needs(disk_peak_bytes=free // 2, disk_bytes=free // 4), checkpoints=absent)
+    fits = found(
+        machine, plan=Needs(disk_peak_bytes=free // 2, disk_bytes=free // 4), checkpoints=absent
+    )
     assert kinds(fits) in ([], [IN_MEMORY])  # where the tests' folder is one in memory
     assert kinds(found(machine, checkpoints=tmp_path)) in ([], [IN_MEMORY]) or free < 10_000_000_000
     assert not absent.exists(), "a check creates nothing"
@@ -72,10 +99,14 @@ def test_checkpoints_in_a_folder_that_is_host_memory(tmp_path: Path) -> None:
     assert found(machine, plan=needs, checkpoints=Path("/usr/runs")) == ()
 
 
-def test_the_largest_processes_are_named_where_memory_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_largest_processes_are_named_where_memory_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(run, "_LARGE_BYTES", 0)
     needs = Needs(host_bytes_per_node={0: 1 << 60})
-    (finding,) = run.check_memory_now(CheckContext(machine=healthy(tmp_path), plan=needs, files=SystemFiles()))
+    (finding,) = run.check_memory_now(
+        CheckContext(machine=healthy(tmp_path), plan=needs, files=SystemFiles())
+    )
     assert finding.code == "memory-in-use"
     assert finding.evidence.count("(process ") == 3
 
@@ -85,7 +116,11 @@ ENGINE_TRAPS: list[tuple[dict[str, str], dict[str, Any], str]] = [
     ({"train.gradient_clipping": "1"}, {}, "clipping-stops-overlap"),
     ({"offload.cpu_adam_cores_fraction": "0.9"}, {"allowed_cpus": tuple(range(9))}, "no-main-core"),
     ({}, {"compute_mode": "Exclusive_Process"}, "gpu-allows-one-process"),
-    ({}, {"environment": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}, "expandable-segments"),
+    (
+        {},
+        {"environment": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}},
+        "expandable-segments",
+    ),
 ]
 
 
@@ -100,7 +135,10 @@ def test_traps_of_deepspeeds_engine_that_ours_does_not_have(
         if "allowed_cpus" in changes:
             machine = msgspec.structs.replace(machine, allowed_cpus=changes["allowed_cpus"])
         plan = Needs(changes={"gpus": "1", **THEIRS, **settings, "offload.engine": engine})
-        return [finding.code for finding in found(machine, plan=plan, environment=changes.get("environment", {}))]
+        return [
+            finding.code
+            for finding in found(machine, plan=plan, environment=changes.get("environment", {}))
+        ]
 
     assert code in codes("deepspeed")
     assert code not in codes("so-tui")
@@ -116,7 +154,10 @@ def test_what_deepspeeds_adam_is_compiled_with(tmp_path: Path) -> None:
     assert found(other, plan=Needs()) == (), "our own Adam needs no toolkit"
     same = with_software(healthy(tmp_path / "o"), cuda_toolkit="13.0")
     home = {"HOME": "/home/a"}
-    assert only(found(same, {}, tmp_path / "t", plan=plan, environment=home)).code == "adam-not-compiled"
+    assert (
+        only(found(same, {}, tmp_path / "t", plan=plan, environment=home)).code
+        == "adam-not-compiled"
+    )
     built = {f"{extensions_folder(home)}/cpu_adam/cpu_adam.so": ""}
     assert found(other, built, tmp_path / "u", plan=plan, environment=home) == ()
 
@@ -130,7 +171,9 @@ def test_what_deepspeeds_adam_is_compiled_with(tmp_path: Path) -> None:
         (36_000, {"train.epochs": "1"}, None, None),
     ],
 )
-def test_the_time_limit_of_a_job(tmp_path: Path, left_s: int, settings: dict[str, str], step_s: float | None, code: str | None) -> None:
+def test_the_time_limit_of_a_job(
+    tmp_path: Path, left_s: int, settings: dict[str, str], step_s: float | None, code: str | None
+) -> None:
     plan = Needs(changes=settings, step_s=step_s)
     environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(1_000_000 + left_s)}
     results = found(healthy(tmp_path), plan=plan, environment=environment, now=1_000_000.0)

@@ -47,7 +47,12 @@ def test_one_gh200(tmp_path: Path) -> None:
     assert machine.architecture == "aarch64"
     assert machine.host_memory_bytes == 490037 * MIB
     gpu = machine.gpus[0]
-    assert (gpu.index, gpu.name, gpu.pci_bus_id, gpu.memory_total_bytes) == (0, "NVIDIA GH200", "0009:01:00.0", 97280 * MIB)
+    assert (gpu.index, gpu.name, gpu.pci_bus_id, gpu.memory_total_bytes) == (
+        0,
+        "NVIDIA GH200",
+        "0009:01:00.0",
+        97280 * MIB,
+    )
     assert gpu.cpus == tuple(range(72))
 
 
@@ -69,21 +74,31 @@ def test_gb200_gives_each_gpu_the_memory_near_its_own_cpu_node(tmp_path: Path) -
 
 
 def test_memory_nodes_follow_the_distances_and_not_the_pci_order(tmp_path: Path) -> None:
-    swapped = dataclasses.replace(NVL2, gpus=(("0009:01:00.0", 0x2348, 1), ("0019:01:00.0", 0x2348, 0)))
+    swapped = dataclasses.replace(
+        NVL2, gpus=(("0009:01:00.0", 0x2348, 1), ("0019:01:00.0", 0x2348, 0))
+    )
     assert places(NVL2.machine(tmp_path / "a")) == [(0, 2), (1, 10)]
     assert places(swapped.machine(tmp_path / "b")) == [(1, 10), (0, 2)]
 
 
 def test_memory_that_was_not_brought_online_is_not_given_to_the_wrong_gpu(tmp_path: Path) -> None:
-    host = dataclasses.replace(GB200, hbm={node: memory for node, memory in GB200.hbm.items() if node != 2}, empty=(2, *GB200.empty))
+    host = dataclasses.replace(
+        GB200,
+        hbm={node: memory for node, memory in GB200.hbm.items() if node != 2},
+        empty=(2, *GB200.empty),
+    )
     assert places(host.machine(tmp_path)) == [(0, None), (0, None), (1, 18), (1, 26)]
 
 
-@pytest.mark.parametrize(("host", "node"), [(ONE_GH200_CDMM, None), (ONE_GH200_HBM_ONLY, 1), (fake_numa(4), 4)])
+@pytest.mark.parametrize(
+    ("host", "node"), [(ONE_GH200_CDMM, None), (ONE_GH200_HBM_ONLY, 1), (fake_numa(4), 4)]
+)
 def test_other_maps_of_one_gh200(tmp_path: Path, host: object, node: int | None) -> None:
     machine = host.machine(tmp_path)  # type: ignore[attr-defined]
     assert places(machine) == [(0, node)]
-    assert machine.gpus[0].memory_total_bytes == 97280 * MIB, "the published size, if no node has it"
+    assert machine.gpus[0].memory_total_bytes == 97280 * MIB, (
+        "the published size, if no node has it"
+    )
     assert any("memory" in note for note in machine.notes) == (node is None)
 
 
@@ -113,7 +128,9 @@ def test_memory_expanders_of_x86_are_nobodys_gpu_memory(tmp_path: Path) -> None:
 
 
 def test_gpu_without_a_node_is_on_the_only_cpu_node(tmp_path: Path) -> None:
-    one = dataclasses.replace(EIGHT_H100, cpu={0: ("0-15", 131072)}, gpus=(("0000:18:00.0", 0x2335, -1),))
+    one = dataclasses.replace(
+        EIGHT_H100, cpu={0: ("0-15", 131072)}, gpus=(("0000:18:00.0", 0x2335, -1),)
+    )
     two = dataclasses.replace(EIGHT_H100, gpus=(("0000:18:00.0", 0x2335, -1),))
     assert places(one.machine(tmp_path / "one")) == [(0, None)]
     assert one.machine(tmp_path / "one").gpus[0].cpus == tuple(range(16))
@@ -121,21 +138,33 @@ def test_gpu_without_a_node_is_on_the_only_cpu_node(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("allowed", "said"), [(None, ""), ((0, 1, 2, 3, 4, 12, 20, 28), ""), ((0, 2), "0,2 of 0-3"), ((4,), "none of 0-3")]
+    ("allowed", "said"),
+    [(None, ""), ((0, 1, 2, 3, 4, 12, 20, 28), ""), ((0, 2), "0,2 of 0-3"), ((4,), "none of 0-3")],
 )
-def test_memory_out_of_reach_is_noted(tmp_path: Path, allowed: tuple[int, ...] | None, said: str) -> None:
+def test_memory_out_of_reach_is_noted(
+    tmp_path: Path, allowed: tuple[int, ...] | None, said: str
+) -> None:
     notes = memory_allowance_notes(QUAD_GH200.machine(tmp_path).numa_nodes, allowed)
     assert [said in note for note in notes] == ([True] if said else [])
 
 
-def test_a_copied_tree_is_inspected_without_live_queries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copied_tree_is_inspected_without_live_queries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     machine = QUAD_GH200.machine(tmp_path)
     assert not machine.live
     assert len(machine.gpus) == 4
     assert machine.hostname == "unknown"
-    assert (machine.page_size_bytes, machine.shm_total_bytes, machine.shm_free_bytes, machine.memory_limit_bytes) == (None,) * 4
-    assert all(getattr(machine.software, name) is None for name in machine.software.__struct_fields__)
+    assert (
+        machine.page_size_bytes,
+        machine.shm_total_bytes,
+        machine.shm_free_bytes,
+        machine.memory_limit_bytes,
+    ) == (None,) * 4
+    assert all(
+        getattr(machine.software, name) is None for name in machine.software.__struct_fields__
+    )
     assert machine.mpam.state == "unknown"
 
 
@@ -147,21 +176,30 @@ def test_no_numa_directory_is_one_node(tmp_path: Path) -> None:
     )
     machine = inspect_machine(root)
     assert machine.hostname == "small"
-    assert [(node.id, node.kind, node.cpus) for node in machine.numa_nodes] == [(0, "cpu", (0, 1, 2, 3))]
+    assert [(node.id, node.kind, node.cpus) for node in machine.numa_nodes] == [
+        (0, "cpu", (0, 1, 2, 3))
+    ]
     assert machine.host_memory_bytes == 16 << 30
     assert machine.numa_nodes[0].file_cache_bytes == 2 * MIB
 
 
 def test_total_memory_that_includes_gpu_memory_is_noted_and_not_counted(tmp_path: Path) -> None:
-    host = dataclasses.replace(ONE_GH200, extra={"/proc/meminfo": f"MemTotal: {(490037 + 97280) * 1024} kB\n"})
+    host = dataclasses.replace(
+        ONE_GH200, extra={"/proc/meminfo": f"MemTotal: {(490037 + 97280) * 1024} kB\n"}
+    )
     machine = host.machine(tmp_path)
     assert machine.host_memory_bytes == 490037 * MIB
     assert any("includes GPU memory" in note for note in machine.notes)
 
 
-def test_node_accounting_that_lags_behind_is_corrected_where_there_is_one_node(tmp_path: Path) -> None:
+def test_node_accounting_that_lags_behind_is_corrected_where_there_is_one_node(
+    tmp_path: Path,
+) -> None:
     host = dataclasses.replace(
-        EIGHT_H100, cpu={0: ("0-15", 9000)}, gpus=(), extra={"/proc/meminfo": "MemTotal: 25165824 kB\nMemFree: 1024 kB\n"}
+        EIGHT_H100,
+        cpu={0: ("0-15", 9000)},
+        gpus=(),
+        extra={"/proc/meminfo": "MemTotal: 25165824 kB\nMemFree: 1024 kB\n"},
     )
     assert host.machine(tmp_path).host_memory_bytes == 24 << 30
 
@@ -169,10 +207,15 @@ def test_node_accounting_that_lags_behind_is_corrected_where_there_is_one_node(t
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
         inspect_machine(tmp_path)
-    assert [(problem.code, problem.field) for problem in caught.value.problems] == [("no-cpus", "--sysroot")]
+    assert [(problem.code, problem.field) for problem in caught.value.problems] == [
+        ("no-cpus", "--sysroot")
+    ]
 
 
-MPAM_KERNEL = {"/proc/sys/kernel/osrelease": "6.11-adv\n", "/boot/config-6.11-adv": "CONFIG_ARM64_MPAM=y\n"}
+MPAM_KERNEL = {
+    "/proc/sys/kernel/osrelease": "6.11-adv\n",
+    "/boot/config-6.11-adv": "CONFIG_ARM64_MPAM=y\n",
+}
 MPAM_TABLE = {"/sys/firmware/acpi/tables/MPAM": ""}
 
 
@@ -186,7 +229,11 @@ MPAM_TABLE = {"/sys/firmware/acpi/tables/MPAM": ""}
         ({**MPAM_KERNEL, **MPAM_TABLE}, "firmware"),
         ({**MPAM_KERNEL, **MPAM_TABLE, "/proc/cmdline": "ro arm64.nompam"}, "off"),
         (
-            {**MPAM_KERNEL, "/proc/mounts": "resctrl /sys/fs/resctrl resctrl rw 0 0\n", "/sys/fs/resctrl/info/MB/num_closids": "8\n"},
+            {
+                **MPAM_KERNEL,
+                "/proc/mounts": "resctrl /sys/fs/resctrl resctrl rw 0 0\n",
+                "/sys/fs/resctrl/info/MB/num_closids": "8\n",
+            },
             "mounted",
         ),
     ],

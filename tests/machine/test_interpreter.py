@@ -32,7 +32,9 @@ def test_this_interpreter_is_built_for_this_machine() -> None:
         (b"#!/bin/sh\nexec /opt/python\n", ""),
     ],
 )
-def test_an_interpreters_header_says_what_it_is_built_for(content: bytes, architecture: str, tmp_path: Path) -> None:
+def test_an_interpreters_header_says_what_it_is_built_for(
+    content: bytes, architecture: str, tmp_path: Path
+) -> None:
     (tmp_path / "python").write_bytes(content)
     assert architecture_of(str(tmp_path / "python")) == architecture
 
@@ -53,7 +55,11 @@ def test_of_what_is_no_file_nothing_is_known(name: str) -> None:
     ],
 )
 def test_what_an_interpreter_lacks_is_named(
-    versions: dict[str, str], cuda: str | None, gpus: int, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    versions: dict[str, str],
+    cuda: str | None,
+    gpus: int,
+    words: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(interpreter, "package_version", versions.get)
     monkeypatch.setattr(interpreter, "torch_build", lambda: {"cuda": cuda} if cuda else {})

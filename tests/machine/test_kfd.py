@@ -24,9 +24,9 @@ def test_four_apus(tmp_path: Path) -> None:
     machine = QUAD_MI300A.machine(tmp_path)
     assert machine.cpu_name == "AMD Instinct MI300A Accelerator"
     assert [node.kind for node in machine.numa_nodes] == ["cpu"] * 4
-    assert [(gpu.index, gpu.name, gpu.vendor, gpu.numa_node, gpu.memory_node) for gpu in machine.gpus] == [
-        (index, "AMD Instinct MI300A", "amd", index, index) for index in range(4)
-    ]
+    assert [
+        (gpu.index, gpu.name, gpu.vendor, gpu.numa_node, gpu.memory_node) for gpu in machine.gpus
+    ] == [(index, "AMD Instinct MI300A", "amd", index, index) for index in range(4)]
     assert all(gpu.shares_memory and not gpu.mig for gpu in machine.gpus)
     assert [gpu.memory_total_bytes for gpu in machine.gpus] == [mib * MIB for mib in SIZES]
     assert machine.gpus[0].uuid == "GPU-6cdb410c2f219ac0"
@@ -35,20 +35,26 @@ def test_four_apus(tmp_path: Path) -> None:
 
 
 def test_each_rank_is_bound_to_its_apu(tmp_path: Path) -> None:
-    ranks = bind_ranks(QUAD_MI300A.machine(tmp_path), 4, mode="superoffload", cpu_adam_cores_fraction=0.8)
+    ranks = bind_ranks(
+        QUAD_MI300A.machine(tmp_path), 4, mode="superoffload", cpu_adam_cores_fraction=0.8
+    )
     assert [rank.numa_node for rank in ranks] == [0, 1, 2, 3]
     assert [len(rank.cpus) for rank in ranks] == [48] * 4
     assert [rank.memory_policy.nodes for rank in ranks] == [(0,), (1,), (2,), (3,)]
     for index, rank in enumerate(ranks):
         assert {cpu % 96 // 24 for cpu in rank.cpus} == {index}
-        assert {cpu % 96 for cpu in rank.main_cpus}.isdisjoint(cpu % 96 for cpu in rank.adam_cpus)  # both threads of a core stay together
+        assert {cpu % 96 for cpu in rank.main_cpus}.isdisjoint(
+            cpu % 96 for cpu in rank.adam_cpus
+        )  # both threads of a core stay together
 
 
 def test_partitions_are_seen_and_not_used(tmp_path: Path) -> None:
     root = build_sysroot(QUAD_MI300A.listing(), tmp_path)
     build_files(apu_files(SIZES, partitions=6), root)
     machine = inspect_machine(root)
-    assert [(gpu.pci_bus_id, gpu.mig) for gpu in machine.gpus] == [(f"000{n}:02:00.0", True) for n in range(4)]
+    assert [(gpu.pci_bus_id, gpu.mig) for gpu in machine.gpus] == [
+        (f"000{n}:02:00.0", True) for n in range(4)
+    ]
     assert "partitioned" in {finding.code for finding in findings(machine)}
     with pytest.raises(InputError, match="compute partitions"):
         bind_ranks(machine, 1, mode="superoffload", cpu_adam_cores_fraction=0.8)
@@ -59,7 +65,11 @@ def test_a_gpu_whose_properties_may_not_be_read_is_left_out(tmp_path: Path) -> N
     root = build_sysroot(QUAD_MI300A.listing(), tmp_path)
     (root / f"{NODES}/5/properties".lstrip("/")).write_text("")
     gpus = inspect_machine(root).gpus
-    assert [(gpu.index, gpu.pci_bus_id) for gpu in gpus] == [(0, "0000:02:00.0"), (1, "0002:02:00.0"), (2, "0003:02:00.0")]
+    assert [(gpu.index, gpu.pci_bus_id) for gpu in gpus] == [
+        (0, "0000:02:00.0"),
+        (1, "0002:02:00.0"),
+        (2, "0003:02:00.0"),
+    ]
 
 
 def changed(root: Path, name: str, content: str) -> Machine:
@@ -77,7 +87,9 @@ def changed(root: Path, name: str, content: str) -> Machine:
         ("4/io_links/0/properties", "\x00\xff" * 100),
     ],
 )
-def test_a_gpu_without_a_sensible_link_to_a_cpu_shares_no_memory(tmp_path: Path, name: str, content: str) -> None:
+def test_a_gpu_without_a_sensible_link_to_a_cpu_shares_no_memory(
+    tmp_path: Path, name: str, content: str
+) -> None:
     machine = changed(build_sysroot(QUAD_MI300A.listing(), tmp_path), name, content)
     assert [gpu.shares_memory for gpu in machine.gpus] == [False, True, True, True]
     assert machine.gpus[0].memory_total_bytes == SIZES[0] * MIB  # its own bank
@@ -110,12 +122,18 @@ def test_pipes_and_odd_names_are_passed_by(tmp_path: Path) -> None:
     [
         ({}, None, None),
         ({"CUDA_VISIBLE_DEVICES": "1"}, "CUDA_VISIBLE_DEVICES", [1]),
-        ({"ROCR_VISIBLE_DEVICES": "2,3", "CUDA_VISIBLE_DEVICES": "0"}, "ROCR_VISIBLE_DEVICES", [2, 3]),
+        (
+            {"ROCR_VISIBLE_DEVICES": "2,3", "CUDA_VISIBLE_DEVICES": "0"},
+            "ROCR_VISIBLE_DEVICES",
+            [2, 3],
+        ),
         ({"HIP_VISIBLE_DEVICES": "0"}, "HIP_VISIBLE_DEVICES", [0]),
         ({"ROCR_VISIBLE_DEVICES": "GPU-6cdb410c2f219ac0"}, "ROCR_VISIBLE_DEVICES", [0]),
     ],
 )
-def test_what_schedulers_hide(tmp_path: Path, environment: dict[str, str], variable: str | None, shown: list[int] | None) -> None:
+def test_what_schedulers_hide(
+    tmp_path: Path, environment: dict[str, str], variable: str | None, shown: list[int] | None
+) -> None:
     gpus = QUAD_MI300A.machine(tmp_path).gpus
     assert hiding_variable(gpus, environment) == variable
     if variable is not None:
@@ -135,7 +153,10 @@ NAMED = {"0000:02:00.0": "AMD Instinct MI300A"}
     [
         (f"[{ASIC}]", NAMED),
         (f'{{"gpu_data": [{ASIC}, {{"gpu": 1, "asic": "N/A", "bus": "N/A"}}]}}', NAMED),
-        (f'[{ASIC}, 5, null, {{"bus": {{"bdf": 7}}}}, {{"bus": {{"bdf": "x"}}, "asic": {{"market_name": "N/A"}}}}]', NAMED),
+        (
+            f'[{ASIC}, 5, null, {{"bus": {{"bdf": 7}}}}, {{"bus": {{"bdf": "x"}}, "asic": {{"market_name": "N/A"}}}}]',
+            NAMED,
+        ),
         ("", {}),
         ("AMDSMI error", {}),
         ('{"gpu_data": 3}', {}),
@@ -146,7 +167,9 @@ def test_names_by_amds_own_tool(output: str, names: dict[str, str]) -> None:
     assert names_in(output) == names
 
 
-def test_the_tool_is_asked_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tool_is_asked_where_it_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert names_by_amd_smi() == {}
     tool = tmp_path / "amd-smi"

@@ -92,7 +92,9 @@ def test_a_machine_survives_its_file(here: Machine, tmp_path: Path) -> None:
         (b"\xff\xfe", "not-json"),
     ],
 )
-def test_a_bad_file_is_named_with_its_remedy(tmp_path: Path, content: bytes | None, code: str) -> None:
+def test_a_bad_file_is_named_with_its_remedy(
+    tmp_path: Path, content: bytes | None, code: str
+) -> None:
     file = tmp_path / "machine.json"
     if content is not None:
         file.write_bytes(content)
@@ -103,8 +105,12 @@ def test_a_bad_file_is_named_with_its_remedy(tmp_path: Path, content: bytes | No
     assert "inspect --json" in problem.remedy
 
 
-@pytest.mark.parametrize(("change", "code"), [({"schema": 2}, "unsupported-schema"), ({"numa_nodes": []}, "no-cpu-node")])
-def test_a_file_of_another_kind_is_refused(here: Machine, tmp_path: Path, change: dict[str, object], code: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "code"), [({"schema": 2}, "unsupported-schema"), ({"numa_nodes": []}, "no-cpu-node")]
+)
+def test_a_file_of_another_kind_is_refused(
+    here: Machine, tmp_path: Path, change: dict[str, object], code: str
+) -> None:
     file = tmp_path / "machine.json"
     file.write_bytes(msgspec.json.encode(msgspec.json.decode(machine_json(here)) | change))
     with pytest.raises(InputError) as caught:

@@ -43,13 +43,17 @@ class Driver:
         }
         by_index = {
             "nvmlDeviceGetHandleByIndex": lambda index: index,
-            "nvmlDeviceGetPciInfo": lambda index: SimpleNamespace(busId=f"00000000:{0x3A + index:02X}:00.0".encode()),
+            "nvmlDeviceGetPciInfo": lambda index: SimpleNamespace(
+                busId=f"00000000:{0x3A + index:02X}:00.0".encode()
+            ),
             "nvmlDeviceGetUUID": lambda index: f"GPU-{index}a0b1c2d",
         }
         return by_index.get(name, lambda *_: answers.get(name))
 
 
-def inspect_with(monkeypatch: pytest.MonkeyPatch, refused: dict[str, int] | None = None, memory_node: int = -1) -> Machine:
+def inspect_with(
+    monkeypatch: pytest.MonkeyPatch, refused: dict[str, int] | None = None, memory_node: int = -1
+) -> Machine:
     monkeypatch.setitem(sys.modules, "pynvml", Driver(refused or {}, memory_node))
     return inspect_machine()
 
@@ -69,8 +73,17 @@ def test_everything_that_nvml_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = inspect_with(monkeypatch)
     assert machine.software.nvidia_driver == "580.95.05"
     gpu = machine.gpus[1]
-    assert (gpu.index, gpu.name, gpu.pci_bus_id, gpu.uuid) == (1, "NVIDIA GH200 480GB", "0000:3b:00.0", "GPU-1a0b1c2d")
-    assert (gpu.memory_total_bytes, gpu.memory_used_bytes, gpu.compute_mode) == (96 * GIB, GIB, "Exclusive_Process")
+    assert (gpu.index, gpu.name, gpu.pci_bus_id, gpu.uuid) == (
+        1,
+        "NVIDIA GH200 480GB",
+        "0000:3b:00.0",
+        "GPU-1a0b1c2d",
+    )
+    assert (gpu.memory_total_bytes, gpu.memory_used_bytes, gpu.compute_mode) == (
+        96 * GIB,
+        GIB,
+        "Exclusive_Process",
+    )
     assert (gpu.c2c, gpu.mig, gpu.memory_node) == (True, False, None)
     if len(machine.cpu_nodes) == 1:
         assert gpu.numa_node == machine.cpu_nodes[0].id
@@ -88,7 +101,9 @@ def test_everything_that_nvml_reports(monkeypatch: pytest.MonkeyPatch) -> None:
         ("nvmlDeviceGetNumaNodeId", "memory_node"),
     ],
 )
-def test_a_refused_call_leaves_only_its_own_field_unknown(monkeypatch: pytest.MonkeyPatch, function: str, field: str) -> None:
+def test_a_refused_call_leaves_only_its_own_field_unknown(
+    monkeypatch: pytest.MonkeyPatch, function: str, field: str
+) -> None:
     machine = inspect_with(monkeypatch, {function: pynvml.NVML_ERROR_NOT_SUPPORTED})
     assert len(machine.gpus) == 2
     assert getattr(machine.gpus[0], field) is None
@@ -101,10 +116,17 @@ def test_an_unexpected_error_is_noted_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert ["nvmlDeviceGetComputeMode" in error for error in machine.nvml_errors] == [True]
 
 
-def test_a_gpu_that_fell_off_the_bus_is_left_out_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = inspect_with(monkeypatch, {"nvmlDeviceGetHandleByIndex": pynvml.NVML_ERROR_GPU_IS_LOST})
+def test_a_gpu_that_fell_off_the_bus_is_left_out_and_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine = inspect_with(
+        monkeypatch, {"nvmlDeviceGetHandleByIndex": pynvml.NVML_ERROR_GPU_IS_LOST}
+    )
     assert machine.gpus == ()
-    assert ["GPU 1" in error for error in machine.nvml_errors if error.startswith("GPU")] == [False, True]
+    assert ["GPU 1" in error for error in machine.nvml_errors if error.startswith("GPU")] == [
+        False,
+        True,
+    ]
 
 
 def test_a_driver_that_does_not_match_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,9 +137,19 @@ def test_a_driver_that_does_not_match_is_noted(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(
     ("variable", "shown"),
-    [("0,1", [0, 1]), ("1", [1]), ("", []), ("-1", []), ("GPU-1a0b", [1]), ("1,7,0", [1]), ("NoDevFiles", [])],
+    [
+        ("0,1", [0, 1]),
+        ("1", [1]),
+        ("", []),
+        ("-1", []),
+        ("GPU-1a0b", [1]),
+        ("1,7,0", [1]),
+        ("NoDevFiles", []),
+    ],
 )
-def test_visible_devices_keep_the_hosts_indices(monkeypatch: pytest.MonkeyPatch, variable: str, shown: list[int]) -> None:
+def test_visible_devices_keep_the_hosts_indices(
+    monkeypatch: pytest.MonkeyPatch, variable: str, shown: list[int]
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
     machine = inspect_with(monkeypatch)
     assert [gpu.index for gpu in machine.gpus] == shown

@@ -25,13 +25,32 @@ def shown(renderable: RenderableType) -> str:
 def test_gpus_are_below_their_node_with_their_own_memory(tmp_path: Path) -> None:
     lines = [line.strip("│├└─ ") for line in shown(render(GB200.machine(tmp_path))).splitlines()]
     order = [line.split("  ")[0] for line in lines if line.startswith(("node", "GPU"))]
-    assert order == ["node 0", "GPU 0", "node 2", "GPU 1", "node 10", "node 1", "GPU 2", "node 18", "GPU 3", "node 26"]
+    assert order == [
+        "node 0",
+        "GPU 0",
+        "node 2",
+        "GPU 1",
+        "node 10",
+        "node 1",
+        "GPU 2",
+        "node 18",
+        "GPU 3",
+        "node 26",
+    ]
     assert any("28 empty nodes" in line for line in lines)
 
 
 def test_facts_of_a_machine(tmp_path: Path) -> None:
     text = shown(render(QUAD_GH200.machine(tmp_path)))
-    for fact in ("NVIDIA Grace", "288 cores", "72 cores 72-143", "476 GiB of host memory", "NVIDIA GH200", "0039:01:00.0", "95.0 GiB"):
+    for fact in (
+        "NVIDIA Grace",
+        "288 cores",
+        "72 cores 72-143",
+        "476 GiB of host memory",
+        "NVIDIA GH200",
+        "0039:01:00.0",
+        "95.0 GiB",
+    ):
         assert fact in text
 
 

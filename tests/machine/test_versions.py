@@ -11,7 +11,15 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from so_tui.machine.types import Software
-from so_tui.machine.versions import PACKAGES, Bound, bounds, installed_set, later_versions, outside_bounds, version_sets
+from so_tui.machine.versions import (
+    PACKAGES,
+    Bound,
+    bounds,
+    installed_set,
+    later_versions,
+    outside_bounds,
+    version_sets,
+)
 from tests.support.python_path import ROOT
 
 SETS = {each.name: each for each in version_sets()}
@@ -24,7 +32,10 @@ def installed(name: str) -> Software:
 
 def test_pyproject_has_the_bounds_and_refuses_the_next_version() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    needed = {requirement.name: requirement.specifier for requirement in map(Requirement, project["optional-dependencies"]["train"])}
+    needed = {
+        requirement.name: requirement.specifier
+        for requirement in map(Requirement, project["optional-dependencies"]["train"])
+    }
     needed["python"] = SpecifierSet(project["requires-python"])
     for package, bound in BOUNDS.items():
         lowest = [each.version for each in needed[package] if each.operator == ">="]
@@ -40,9 +51,13 @@ def test_the_sets_reach_both_bounds_of_every_package() -> None:
         versions = {name: getattr(each, package) for name, each in SETS.items()}
         assert Version(versions["oldest"]) == Version(BOUNDS[package].oldest)
         newest = BOUNDS[package].newest.split(".")
-        tested = [each.version for each in later_versions() if each.package == package and each.tested]
+        tested = [
+            each.version for each in later_versions() if each.package == package and each.tested
+        ]
         assert max([versions["newest"], *tested], key=Version).split(".")[: len(newest)] == newest
-        assert Version(versions["oldest"]) < Version(versions["middle"]) < Version(versions["newest"])
+        assert (
+            Version(versions["oldest"]) < Version(versions["middle"]) < Version(versions["newest"])
+        )
 
 
 def test_a_later_version_is_allowed_if_it_was_tested() -> None:
@@ -54,13 +69,24 @@ def test_a_later_version_is_allowed_if_it_was_tested() -> None:
 def test_a_set_is_recognised_whatever_torch_was_built_for() -> None:
     for name, each in SETS.items():
         assert installed_set(installed(name)) == each
-    assert installed_set(replace(installed("oldest"), torch=f"{SETS['oldest'].torch}+cu124")) == SETS["oldest"]
+    assert (
+        installed_set(replace(installed("oldest"), torch=f"{SETS['oldest'].torch}+cu124"))
+        == SETS["oldest"]
+    )
     assert installed_set(replace(installed("oldest"), torch=SETS["newest"].torch)) is None
     assert installed_set(Software(python="3.12.3")) is None
 
 
 @pytest.mark.parametrize(
-    ("version", "admitted"), [("1.9.9", False), ("2.0", True), ("2.13.0+cpu", True), ("2.13.7", True), ("2.14.0", False), ("3.0", False)]
+    ("version", "admitted"),
+    [
+        ("1.9.9", False),
+        ("2.0", True),
+        ("2.13.0+cpu", True),
+        ("2.13.7", True),
+        ("2.14.0", False),
+        ("3.0", False),
+    ],
 )
 def test_a_bound_admits_each_patch_of_the_newest_it_names(version: str, admitted: bool) -> None:
     assert Bound(package="torch", oldest="2.0", newest="2.13", older="").admits(version) == admitted

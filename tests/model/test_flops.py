@@ -23,7 +23,14 @@ from so_tui.model.flops import (
 from so_tui.spec import InputError, ParameterBlock, Tensor, load_catalog
 
 PRESETS = load_catalog().presets
-DENSE = Flops(active_parameters=1000, head_parameters=100, attention_width=64, full_layers=2, windowed_layers=0, window=None)
+DENSE = Flops(
+    active_parameters=1000,
+    head_parameters=100,
+    attention_width=64,
+    full_layers=2,
+    windowed_layers=0,
+    window=None,
+)
 
 
 def test_a_dense_model_costs_six_per_parameter_and_token_plus_causal_attention() -> None:
@@ -33,9 +40,16 @@ def test_a_dense_model_costs_six_per_parameter_and_token_plus_causal_attention()
 
 def test_recompute_counts_as_executed_but_not_as_the_models() -> None:
     attention = 2 * 4 * 64 * 32
-    assert hw_flops(DENSE, 8, [8], checkpointing=False) == 6 * 1000 * 8 + 3 * attention == model_flops(DENSE, 8, [8])
+    assert (
+        hw_flops(DENSE, 8, [8], checkpointing=False)
+        == 6 * 1000 * 8 + 3 * attention
+        == model_flops(DENSE, 8, [8])
+    )
     assert hw_flops(DENSE, 8, [8], checkpointing=True) == 8 * 900 * 8 + 6 * 100 * 8 + 4 * attention
-    assert hw_flops(DENSE, 8, [8], checkpointing=True, attention_recomputed=False) == 8 * 900 * 8 + 6 * 100 * 8 + 3 * attention
+    assert (
+        hw_flops(DENSE, 8, [8], checkpointing=True, attention_recomputed=False)
+        == 8 * 900 * 8 + 6 * 100 * 8 + 3 * attention
+    )
 
 
 def test_the_last_product_of_a_block_is_not_executed_again_unless_a_norm_or_tiles_need_it() -> None:
@@ -52,13 +66,18 @@ def test_the_last_product_of_a_block_is_not_executed_again_unless_a_norm_or_tile
     normed = replace(dense, norm_after_mlp=True)
     assert executed(normed) == 2 * blocks
     assert executed(normed, tiled=True) == 2 * (blocks + 3 * last)
-    assert flops_of(PRESETS["qwen3-30b-a3b"].spec.model).last_products == 0, "experts are computed again as a whole"
+    assert flops_of(PRESETS["qwen3-30b-a3b"].spec.model).last_products == 0, (
+        "experts are computed again as a whole"
+    )
 
 
 def layer(**tensors: tuple[int, ...]) -> ParameterBlock:
     names = {name: name.replace("__", ".") for name in tensors}
     found = tuple(
-        Tensor(name=f"model.layers.{{i}}.{names[name]}.weight", shape=shape, decay=True, kind="linear") for name, shape in tensors.items()
+        Tensor(
+            name=f"model.layers.{{i}}.{names[name]}.weight", shape=shape, decay=True, kind="linear"
+        )
+        for name, shape in tensors.items()
     )
     return ParameterBlock(repeat=2, tensors=found)
 
@@ -66,33 +85,84 @@ def layer(**tensors: tuple[int, ...]) -> ParameterBlock:
 @pytest.mark.parametrize(
     ("tensors", "product"),
     [
-        pytest.param({"conv__out_proj": (64, 64), "feed_forward__w1": (96, 64), "feed_forward__w2": (64, 96)}, 64 * 96, id="LFM2"),
-        pytest.param({"mlp__up_proj": (96, 64), "mlp__down_proj": (64, 96), "self_attn__o_proj": (64, 32)}, 64 * 96, id="Falcon-H1"),
-        pytest.param({"self_attn__o_proj": (64, 32), "fc1": (96, 64), "fc2": (64, 96)}, 64 * 96, id="OPT"),
-        pytest.param({"self_attn__o_proj": (64, 32), "mlp__down_proj": (64, 96), "projection": (64, 8)}, 64 * 96, id="Gemma 4"),
-        pytest.param({"mixer__up_proj": (96, 64), "mixer__down_proj": (64, 96)}, 0, id="Nemotron-H"),
+        pytest.param(
+            {
+                "conv__out_proj": (64, 64),
+                "feed_forward__w1": (96, 64),
+                "feed_forward__w2": (64, 96),
+            },
+            64 * 96,
+            id="LFM2",
+        ),
+        pytest.param(
+            {"mlp__up_proj": (96, 64), "mlp__down_proj": (64, 96), "self_attn__o_proj": (64, 32)},
+            64 * 96,
+            id="Falcon-H1",
+        ),
+        pytest.param(
+            {"self_attn__o_proj": (64, 32), "fc1": (96, 64), "fc2": (64, 96)}, 64 * 96, id="OPT"
+        ),
+        pytest.param(
+            {"self_attn__o_proj": (64, 32), "mlp__down_proj": (64, 96), "projection": (64, 8)},
+            64 * 96,
+            id="Gemma 4",
+        ),
+        pytest.param(
+            {"mixer__up_proj": (96, 64), "mixer__down_proj": (64, 96)}, 0, id="Nemotron-H"
+        ),
     ],
 )
-def test_the_last_product_is_as_large_as_the_models_own(tensors: dict[str, tuple[int, ...]], product: int) -> None:
+def test_the_last_product_is_as_large_as_the_models_own(
+    tensors: dict[str, tuple[int, ...]], product: int
+) -> None:
     """Not as ``intermediate_size`` says, of which LFM2 takes two thirds, nor in layers without a feed-forward block beside another one."""
-    config = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 512, "intermediate_size": 144}
+    config = {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "vocab_size": 512,
+        "intermediate_size": 144,
+    }
     assert flops_for((layer(**tensors),), architecture(config)).last_products == 2 * product
 
 
 @pytest.mark.parametrize("after", ["post_feedforward_layernorm", "post_norm2", None])
 def test_a_norm_that_needs_the_last_product_has_it_computed_again(after: str | None) -> None:
     """HyperCLOVA X calls it ``post_norm2``."""
-    config = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 512, "intermediate_size": 96}
+    config = {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "vocab_size": 512,
+        "intermediate_size": 96,
+    }
     plain = layer(self_attn__o_proj=(64, 32), mlp__up_proj=(96, 64), mlp__down_proj=(64, 96))
-    norms = (Tensor(name=f"model.layers.{{i}}.{after}.weight", shape=(64,), decay=False, kind="other"),) if after else ()
-    head = ParameterBlock(tensors=(Tensor(name="lm_head.weight", shape=(512, 64), decay=True, kind="linear"),))
+    norms = (
+        (Tensor(name=f"model.layers.{{i}}.{after}.weight", shape=(64,), decay=False, kind="other"),)
+        if after
+        else ()
+    )
+    head = ParameterBlock(
+        tensors=(Tensor(name="lm_head.weight", shape=(512, 64), decay=True, kind="linear"),)
+    )
     found = flops_for((replace(plain, tensors=plain.tensors + norms), head), architecture(config))
     assert found.repeated() == 2 * (64 * 32 + 96 * 64 + (64 * 96 if after else 0))
 
 
 def test_latent_attention_is_counted_by_the_heads_that_it_is_unfolded_to() -> None:
-    shape = {"hidden_size": 7168, "num_attention_heads": 128, "num_hidden_layers": 61, "vocab_size": 129280, "intermediate_size": 18432}
-    latent = {"model_type": "deepseek_v3", "head_dim": 64, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+    shape = {
+        "hidden_size": 7168,
+        "num_attention_heads": 128,
+        "num_hidden_layers": 61,
+        "vocab_size": 129280,
+        "intermediate_size": 18432,
+    }
+    latent = {
+        "model_type": "deepseek_v3",
+        "head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+    }
     assert architecture(shape | latent).head_dim == 192
 
 
@@ -100,7 +170,10 @@ def test_short_documents_cost_less_attention_than_one_long_one() -> None:
     assert model_flops(DENSE, 64, [8] * 8) < model_flops(DENSE, 64, [64])
 
 
-@pytest.mark.parametrize(("length", "window", "pairs"), [(4, None, 8), (4, 4, 8), (4, 128, 8), (10, 4, 32), (256, 128, 24576)])
+@pytest.mark.parametrize(
+    ("length", "window", "pairs"),
+    [(4, None, 8), (4, 4, 8), (4, 128, 8), (10, 4, 32), (256, 128, 24576)],
+)
 def test_a_sliding_window_cuts_pairs_off(length: int, window: int | None, pairs: float) -> None:
     assert attention_pairs(length, window) == pairs
 
@@ -136,13 +209,22 @@ def test_layers_have_the_attention_that_they_have() -> None:
         "intermediate_size": 8,
         "head_dim": 16,
     }
-    sliding: dict[str, Any] = {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "sliding_window": 8}
+    sliding: dict[str, Any] = {
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        "sliding_window": 8,
+    }
     kinds: dict[str, dict[str, Any]] = {
         "gemma4_text": sliding | {"per_layer_config": {"3": {"head_dim": 32}}},
-        "llama4_text": {"layer_types": ["chunked_attention"] * 3 + ["full_attention"], "attention_chunk_size": 32},
+        "llama4_text": {
+            "layer_types": ["chunked_attention"] * 3 + ["full_attention"],
+            "attention_chunk_size": 32,
+        },
         "nemotron_h": {"layer_types": ["linear_attention", "mlp", "moe", "full_attention"]},
     }
-    found = {kind: flops_for((), architecture(shape | {"model_type": kind} | config)).attention_layers for kind, config in kinds.items()}
+    found = {
+        kind: flops_for((), architecture(shape | {"model_type": kind} | config)).attention_layers
+        for kind, config in kinds.items()
+    }
     assert found == {
         "gemma4_text": ((1, 128, None), (3, 64, 8)),
         "llama4_text": ((1, 64, None), (3, 64, 32)),
@@ -162,15 +244,24 @@ def test_a_config_without_a_shape_names_every_missing_key() -> None:
         architecture({"model_type": "llama", "hidden_size": "wide"})
     found = {problem.field: problem.code for problem in caught.value.problems}
     assert found["model.config.hidden_size"] == "invalid-model-key"
-    assert found["model.config.num_hidden_layers"] == found["model.config.vocab_size"] == "missing-model-key"
+    assert (
+        found["model.config.num_hidden_layers"]
+        == found["model.config.vocab_size"]
+        == "missing-model-key"
+    )
 
 
 def test_the_published_formula_counts_padding_recompute_and_full_attention() -> None:
     # 2 c P L + 4 c layers hidden L^2, c = 4
-    assert seed_flops_per_sequence(10**9, 32, 4096, 4096, checkpointing=True) == 8e9 * 4096 + 16 * 32 * 4096 * 4096**2
+    assert (
+        seed_flops_per_sequence(10**9, 32, 4096, 4096, checkpointing=True)
+        == 8e9 * 4096 + 16 * 32 * 4096 * 4096**2
+    )
     shape = architecture(PRESETS["llama-3.1-8b"].spec.model.config)
     per_sequence = seed_flops_per_sequence(8_030_261_248, 32, 4096, 4096, checkpointing=True)
-    assert seed_tflops_total(8_030_261_248, shape, 4096, 8, 2.0, checkpointing=True) == pytest.approx(4 * per_sequence / 1e12)
+    assert seed_tflops_total(
+        8_030_261_248, shape, 4096, 8, 2.0, checkpointing=True
+    ) == pytest.approx(4 * per_sequence / 1e12)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +289,18 @@ def test_an_unknown_gpu_has_no_peak() -> None:
     assert peak_flops("") is None
 
 
-@pytest.mark.parametrize(("model_type", "windowed"), [("mistral", 4), ("starcoder2", 4), ("llama", 0)])
+@pytest.mark.parametrize(
+    ("model_type", "windowed"), [("mistral", 4), ("starcoder2", 4), ("llama", 0)]
+)
 def test_some_models_have_their_window_in_every_layer(model_type: str, windowed: int) -> None:
-    config = {"model_type": model_type, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4, "vocab_size": 100}
-    assert architecture(config | {"intermediate_size": 128, "sliding_window": 512}).windowed_layers == windowed
+    config = {
+        "model_type": model_type,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 4,
+        "vocab_size": 100,
+    }
+    assert (
+        architecture(config | {"intermediate_size": 128, "sliding_window": 512}).windowed_layers
+        == windowed
+    )

@@ -24,17 +24,25 @@ class Share:
 
 
 def deepspeed_cut(optimizer_class: type, numels: list[int], sub_group_size: int) -> list[list[int]]:
-    optimizer = SimpleNamespace(sub_group_size=sub_group_size, sub_group_to_param_num={}, max_grad_numel=0)
+    optimizer = SimpleNamespace(
+        sub_group_size=sub_group_size, sub_group_to_param_num={}, max_grad_numel=0
+    )
     groups = optimizer_class._create_fp16_sub_groups(optimizer, [Share(numel) for numel in numels])  # type: ignore[attr-defined]
     return [[share.numel for share in group] for group in groups]
 
 
-@pytest.mark.parametrize("optimizer_class", [stage3.DeepSpeedZeroOptimizer_Stage3, superoffload.SuperOffloadOptimizer_Stage3])
+@pytest.mark.parametrize(
+    "optimizer_class",
+    [stage3.DeepSpeedZeroOptimizer_Stage3, superoffload.SuperOffloadOptimizer_Stage3],
+)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_sub_groups_are_those_of_deepspeed(optimizer_class: type, ranks: int) -> None:
     chance = random.Random(ranks)
     for sub_group_size in (1, 64, 1000, 4096, 10**9):
-        numels = [partition_numel(chance.choice((7, 64, 640, 1000, 4096)), ranks) for _ in range(chance.randrange(1, 40))]
+        numels = [
+            partition_numel(chance.choice((7, 64, 640, 1000, 4096)), ranks)
+            for _ in range(chance.randrange(1, 40))
+        ]
         ours = [numels[start:stop] for start, stop in sub_group_slices(numels, sub_group_size)]
         assert ours == deepspeed_cut(optimizer_class, numels, sub_group_size)
 

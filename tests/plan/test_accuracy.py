@@ -27,12 +27,23 @@ H200 = "NVIDIA H200"
 def speed_of(gpu: str, *, calibrated: bool = False) -> Speed:
     found = published_speed(gpu)
     assert found is not None
-    return replace(found, calibrated=Calibrated(date="2026-11-22T10:00:00+00:00")) if calibrated else found
+    return (
+        replace(found, calibrated=Calibrated(date="2026-11-22T10:00:00+00:00"))
+        if calibrated
+        else found
+    )
 
 
 def test_the_errors_are_those_that_were_measured() -> None:
-    for calibrated, most in ((True, accuracy.CALIBRATED), (False, accuracy.PUBLISHED)):  # rounded up to whole percents
-        assert most - 0.01 < quantile(errors(measured_rows(), calibrated=calibrated), accuracy.WITHIN) <= most
+    for calibrated, most in (
+        (True, accuracy.CALIBRATED),
+        (False, accuracy.PUBLISHED),
+    ):  # rounded up to whole percents
+        assert (
+            most - 0.01
+            < quantile(errors(measured_rows(), calibrated=calibrated), accuracy.WITHIN)
+            <= most
+        )
     assert round(ratio_error(pairs(measured_rows())), 2) == accuracy.ALIKE
     assert {row.gpu for row in measured_rows()} == set(accuracy.CHECKED_GPUS)
 
@@ -48,7 +59,9 @@ def test_the_order_of_settings_that_are_about_as_fast_is_chance_and_that_of_othe
 
 def test_a_difference_is_sure_from_where_the_faster_one_is_faster_in_nine_of_ten_pairs() -> None:
     found = [pair for group in pairs(measured_rows()) for pair in group]
-    sure = [pair.measured > 0 for pair in found if accuracy.SURE <= pair.predicted < 2 * accuracy.SURE]
+    sure = [
+        pair.measured > 0 for pair in found if accuracy.SURE <= pair.predicted < 2 * accuracy.SURE
+    ]
     less = [pair.measured > 0 for pair in found if accuracy.ALIKE <= pair.predicted < accuracy.SURE]
     assert len(sure) > 100
     assert sum(sure) / len(sure) > 0.9
@@ -65,7 +78,16 @@ def test_the_docs_show_what_was_measured() -> None:
 
 
 def measured(setting: str, planned_s: float, measured_s: float, **values: object) -> Row:
-    fields = {"machine": "a", "model": "4b", "gpu": H200, "gpus": 1, "searched": True, "checks": True, "tokens": 1, "published_s": None}
+    fields = {
+        "machine": "a",
+        "model": "4b",
+        "gpu": H200,
+        "gpus": 1,
+        "searched": True,
+        "checks": True,
+        "tokens": 1,
+        "published_s": None,
+    }
     return Row(setting=setting, calibrated_s=planned_s, measured_s=measured_s, **(fields | values))  # type: ignore[arg-type]
 
 
@@ -73,14 +95,22 @@ def test_an_error_is_a_share_of_the_prediction_and_of_settings_that_no_constant_
     rows = [measured("a", 2.0, 2.2), measured("b", 2.0, 1.0), measured("c", 1.0, 9.0, checks=False)]
     assert errors(rows, calibrated=True) == pytest.approx([0.1, 0.5])
     assert errors(rows, calibrated=False) == []
-    assert [quantile([1.0, 2.0, 3.0, 4.0, 5.0], share) for share in (0.5, 0.8, 1.0)] == [3.0, 4.0, 5.0]
+    assert [quantile([1.0, 2.0, 3.0, 4.0, 5.0], share) for share in (0.5, 0.8, 1.0)] == [
+        3.0,
+        4.0,
+        5.0,
+    ]
 
 
 def test_ratios_are_of_different_settings_of_one_model_on_one_machine() -> None:
     """What all of them are off by does not count, and a machine on which many were measured counts as one."""
     steady = [measured("a", 1.0, 2.0), measured("b", 2.0, 4.0), measured("b", 2.0, 4.0)]
     others = [measured("a", 1.0, 1.0, machine="b"), measured("c", 4.0, 2.0, machine="b", tokens=2)]
-    apart = [measured("a", 1.0, 3.0, model="8b"), measured("a", 1.0, 3.0, gpus=2), measured("z", 1.0, 3.0, searched=False)]
+    apart = [
+        measured("a", 1.0, 3.0, model="8b"),
+        measured("a", 1.0, 3.0, gpus=2),
+        measured("z", 1.0, 3.0, searched=False),
+    ]
     found = pairs([*steady, *others, *apart])
     assert [len(group) for group in found] == [2, 1]
     assert [pair.error for pair in found[0]] == pytest.approx([0.0, 0.0])
@@ -88,11 +118,20 @@ def test_ratios_are_of_different_settings_of_one_model_on_one_machine() -> None:
     assert ratio_error([*found, *found[:1]]) == pytest.approx(0.0)
 
 
-def test_the_error_of_a_step_depends_on_whose_rates_it_rests_on_and_says_where_it_was_not_checked() -> None:
-    assert step_error(speed_of(H200, calibrated=True), H200, 1) == StepError(share=accuracy.CALIBRATED, checked=True)
+def test_the_error_of_a_step_depends_on_whose_rates_it_rests_on_and_says_where_it_was_not_checked() -> (
+    None
+):
+    assert step_error(speed_of(H200, calibrated=True), H200, 1) == StepError(
+        share=accuracy.CALIBRATED, checked=True
+    )
     assert step_error(speed_of(H200), H200, 1) == StepError(share=accuracy.PUBLISHED, checked=True)
     assert accuracy.CALIBRATED < accuracy.PUBLISHED
-    for gpu, hosts in ((H200, 2), ("NVIDIA GH200 480GB", 1), ("NVIDIA H100 PCIe", 1), ("NVIDIA B200", 1)):
+    for gpu, hosts in (
+        (H200, 2),
+        ("NVIDIA GH200 480GB", 1),
+        ("NVIDIA H100 PCIe", 1),
+        ("NVIDIA B200", 1),
+    ):
         assert not step_error(speed_of(gpu), gpu, hosts).checked
     assert not step_error(speed_of(H200, calibrated=True), "another", 1).checked
 
@@ -110,7 +149,11 @@ def test_the_error_is_shown_beside_the_step() -> None:
     assert shown(render_plan(plan, x86(H200)), 200).count(step) == 2
     assert "±15%" in headline(plan, 80).plain
     row = json.loads(json.dumps(plans_json([plan])))["plans"][0]
-    assert row["step_error"] == {"share": accuracy.PUBLISHED, "alike": accuracy.ALIKE, "checked": True}
+    assert row["step_error"] == {
+        "share": accuracy.PUBLISHED,
+        "alike": accuracy.ALIKE,
+        "checked": True,
+    }
     elsewhere = make_plan(spec_of("phi-4", gpus="4"), QUAD)
     assert "±15% or more" in shown(render_plan(elsewhere, QUAD), 200)
 

@@ -29,10 +29,15 @@ def saving_of(changes: tuple[Change, ...], savings: tuple[MemorySaving, ...]) ->
             {"train__micro_batch": "2", "train__gradient_accumulation": "2"},
         ),
         ((Change("offload.ratio", 0.6, 0.8),), {"offload__ratio": "0.8"}),
-        ((Change("model.activation_checkpointing", "none", "full"),), {"model__activation_checkpointing": "full"}),
+        (
+            (Change("model.activation_checkpointing", "none", "full"),),
+            {"model__activation_checkpointing": "full"},
+        ),
     ],
 )
-def test_promised_savings_are_those_of_the_plan(changes: tuple[Change, ...], values: dict[str, str]) -> None:
+def test_promised_savings_are_those_of_the_plan(
+    changes: tuple[Change, ...], values: dict[str, str]
+) -> None:
     given = {
         "offload__mode": "superoffload",
         "offload__ratio": "0.6",
@@ -40,13 +45,20 @@ def test_promised_savings_are_those_of_the_plan(changes: tuple[Change, ...], val
         "train__micro_batch": "4",
         "model__activation_checkpointing": "none",
     }
-    before, after = (make_plan(spec_of("qwen3-14b", **found), QUAD) for found in (given, given | values))
+    before, after = (
+        make_plan(spec_of("qwen3-14b", **found), QUAD) for found in (given, given | values)
+    )
     advice = memory_advice(spec_of("qwen3-14b", **given), "gpu")
     assert saving_of(changes, advice.savings) == before.gpu_bytes - after.gpu_bytes
 
 
 def test_a_target_of_tokens_needs_no_other_accumulation() -> None:
-    spec = spec_of("qwen3-14b", offload__mode="superoffload", train__micro_batch="4", train__tokens_per_step="131072")
+    spec = spec_of(
+        "qwen3-14b",
+        offload__mode="superoffload",
+        train__micro_batch="4",
+        train__tokens_per_step="131072",
+    )
     assert memory_advice(spec, "gpu").savings[0].changes == (Change("train.micro_batch", 4, 2),)
 
 
@@ -61,46 +73,88 @@ def test_the_host_is_relieved_by_compact_moments() -> None:
     _, bf16, int8 = memory_advice(spec, "node").savings
     assert bf16.changes == (Change("offload.states", "fp32", "bf16-moments"),)
     layout = profile_of(spec.model).layout(spec.ranks, spec.offload)
-    largest = {device: max(group.numel for group in layout.sub_groups if group.device == device) for device in ("cpu", "gpu")}
+    largest = {
+        device: max(group.numel for group in layout.sub_groups if group.device == device)
+        for device in ("cpu", "gpu")
+    }
     decoded = 8 * largest["cpu"] - 4 * largest["gpu"]  # while a checkpoint is written
     assert bf16.saves_bytes == 4 * layout.cpu_numel - decoded
     assert int8.saves_bytes == pytest.approx(5.98 * layout.cpu_numel - decoded, rel=1e-3)
     theirs = spec_of("qwen3-14b", offload__mode="zerooffload")
-    assert not any(change.key == "offload.states" for saving in memory_advice(theirs, "node").savings for change in saving.changes)
+    assert not any(
+        change.key == "offload.states"
+        for saving in memory_advice(theirs, "node").savings
+        for change in saving.changes
+    )
 
 
 def test_the_host_is_relieved_first_of_what_changes_no_result() -> None:
     spec = spec_of("qwen3-14b", offload__mode="superoffload", checkpoint__every_steps="100")
-    given = GivenMemory(optional=OptionalMemory(second_states_bytes=50 << 30, copies_bytes=20 << 30))
+    given = GivenMemory(
+        optional=OptionalMemory(second_states_bytes=50 << 30, copies_bytes=20 << 30)
+    )
     copies, second, ratio = memory_advice(spec, "node", given).savings
-    assert (copies.changes, copies.saves_bytes) == ((Change("checkpoint.background", "true", "false"),), 20 << 30)
-    assert (second.changes, second.saves_bytes) == ((Change("offload.speculation", "auto", "off"),), 50 << 30)
+    assert (copies.changes, copies.saves_bytes) == (
+        (Change("checkpoint.background", "true", "false"),),
+        20 << 30,
+    )
+    assert (second.changes, second.saves_bytes) == (
+        (Change("offload.speculation", "auto", "off"),),
+        50 << 30,
+    )
     assert ratio.changes == (Change("offload.ratio", 0.9, 0.7),)
-    assert "checkpoint.background true -> false needs 20.0 GiB less" in less_host_memory(spec, given)
+    assert "checkpoint.background true -> false needs 20.0 GiB less" in less_host_memory(
+        spec, given
+    )
     assert memory_advice(spec, "gpu", given) == memory_advice(spec, "gpu")
 
 
 def test_where_there_is_one_memory_no_more_offloading_is_proposed() -> None:
     """Whichever side asked in vain: what helps either helps both, and a larger ratio frees nothing."""
-    spec = spec_of("qwen3-14b", offload__mode="superoffload", offload__ratio="0.5", model__activation_checkpointing="selective")
+    spec = spec_of(
+        "qwen3-14b",
+        offload__mode="superoffload",
+        offload__ratio="0.5",
+        model__activation_checkpointing="selective",
+    )
     advice = memory_advice(spec, "gpu", GivenMemory(one_memory=True))
     assert advice == memory_advice(spec, "node", GivenMemory(one_memory=True))
     keys = [saving.changes[0].key for saving in advice.savings]
     assert keys[:2] == ["train.micro_batch", "model.activation_checkpointing"]
-    apart = [saving for saving in memory_advice(spec, "gpu").savings if saving.changes[0].key == "offload.ratio"]
+    apart = [
+        saving
+        for saving in memory_advice(spec, "gpu").savings
+        if saving.changes[0].key == "offload.ratio"
+    ]
     together = [saving for saving in advice.savings if saving.changes[0].key == "offload.ratio"]
-    assert sum(saving.saves_bytes for saving in together) < 0.2 * sum(saving.saves_bytes for saving in apart)
+    assert sum(saving.saves_bytes for saving in together) < 0.2 * sum(
+        saving.saves_bytes for saving in apart
+    )
 
 
 def test_offloading_is_proposed_with_its_ratio() -> None:
-    advice = memory_advice(spec_of("qwen3-14b", offload__mode="gpu", train__micro_batch="1", model__activation_checkpointing="full"), "gpu")
-    assert advice.savings[0].changes == (Change("offload.mode", "gpu", "superoffload"), Change("offload.ratio", 0.9, 0.9))
+    advice = memory_advice(
+        spec_of(
+            "qwen3-14b",
+            offload__mode="gpu",
+            train__micro_batch="1",
+            model__activation_checkpointing="full",
+        ),
+        "gpu",
+    )
+    assert advice.savings[0].changes == (
+        Change("offload.mode", "gpu", "superoffload"),
+        Change("offload.ratio", 0.9, 0.9),
+    )
     assert "offload.mode gpu -> superoffload at offload.ratio 0.9 needs" in message(advice)
 
 
 def test_where_nothing_helps_or_nothing_is_known_a_larger_machine_does() -> None:
     assert memory_advice(spec_of("qwen3-14b", offload__mode="gpu"), "node").savings == ()
-    unknown = with_values(CATALOG.presets["tiny"].spec, {"offload.mode": "superoffload", "model.config.hidden_size": "512"})
+    unknown = with_values(
+        CATALOG.presets["tiny"].spec,
+        {"offload.mode": "superoffload", "model.config.hidden_size": "512"},
+    )
     assert memory_advice(unknown, "gpu").savings == ()
     assert "more GPUs" in less_gpu_memory(unknown)
 
@@ -112,7 +166,9 @@ def test_batches_are_halved_as_long_as_the_tokens_of_a_step_stay() -> None:
     assert sizes == [6, 3, 1]
     assert [found.train.micro_batch for found in exact] == [6, 3]
     sequences = spec.train.micro_batch * spec.gradient_accumulation_steps
-    assert {found.train.micro_batch * found.gradient_accumulation_steps for found in exact} == {sequences}
+    assert {found.train.micro_batch * found.gradient_accumulation_steps for found in exact} == {
+        sequences
+    }
     assert all(sequences % size == 0 for size in batch_splits(spec))
 
 
@@ -127,7 +183,13 @@ def test_other_lengths_and_more_gpus_name_what_changes() -> None:
 
 def test_second_states_that_do_not_fit_are_given_up_first() -> None:
     """A spec that asks for them whatever the host has: 8 billion parameters on 160 GiB."""
-    spec = spec_of("llama-3.1-8b", gpus="1", offload__mode="superoffload", offload__ratio="1", offload__speculation="on")
+    spec = spec_of(
+        "llama-3.1-8b",
+        gpus="1",
+        offload__mode="superoffload",
+        offload__ratio="1",
+        offload__speculation="on",
+    )
     machine = x86("NVIDIA H200", memory_mib=160 * 1024)
     plan = make_plan(spec, machine)
     assert plan.verdict == "does not fit"

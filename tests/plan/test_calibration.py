@@ -6,7 +6,16 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.plan import make_plan, recommend
-from so_tui.plan.calibration import STEP_PARTS, Figures, Probe, Rates, calibration_of, model_key, path_of, store
+from so_tui.plan.calibration import (
+    STEP_PARTS,
+    Figures,
+    Probe,
+    Rates,
+    calibration_of,
+    model_key,
+    path_of,
+    store,
+)
 from so_tui.plan.constants import Calibrated, SpeedSource, digest, published_speed
 from so_tui.plan.speed_text import speed_source_text
 from so_tui.plan.terms import TermKind
@@ -17,7 +26,12 @@ from tests.support.machines import superchips, x86
 
 SPEC = with_values(
     load_catalog().presets["qwen3-4b-random"].spec,
-    {"gpus": "1", "offload.mode": "superoffload", "offload.ratio": "0.9", "model.activation_checkpointing": "full"},
+    {
+        "gpus": "1",
+        "offload.mode": "superoffload",
+        "offload.ratio": "0.9",
+        "model.activation_checkpointing": "full",
+    },
 )
 H200 = x86("NVIDIA H200")
 RATES = Rates(
@@ -72,7 +86,9 @@ def test_rates_of_a_gpu_that_nothing_is_published_of_are_enough() -> None:
 def test_a_node_like_the_measured_one_borrows_its_rates_and_another_kind_does_not() -> None:
     store(H200, rates=RATES)
     twin = replace(H200, hostname="node7")
-    assert source_of(make_plan(SPEC, twin)).calibrated == Calibrated(date=RATES.measured, host=H200.hostname)
+    assert source_of(make_plan(SPEC, twin)).calibrated == Calibrated(
+        date=RATES.measured, host=H200.hostname
+    )
     assert calibration_of(x86("NVIDIA H200", cores=32)) is None
     assert calibration_of(superchips(1)) is None
 
@@ -138,7 +154,9 @@ def test_a_probe_corrects_time_and_memory_of_its_model_and_no_other() -> None:
     assert plan.gpu_bytes == pytest.approx(probe.actual.gpu_device_bytes, rel=0.001)
     assert source_of(plan).probed
     assert not source_of(unprobed).probed
-    uncorrected = make_plan(SPEC, replace(H200, hostname="elsewhere", cpu_name="other"), workload=probe.workload)
+    uncorrected = make_plan(
+        SPEC, replace(H200, hostname="elsewhere", cpu_name="other"), workload=probe.workload
+    )
     assert plan.step is not None
     assert uncorrected.step is not None
     assert plan.step.forward_s == pytest.approx(1.2 * uncorrected.step.forward_s)
@@ -151,7 +169,9 @@ def test_a_probe_corrects_each_part_of_a_step_by_its_own_error() -> None:
     assert unprobed is not None
     exposed_s = unprobed.exposed_optimizer_s
     predicted = replace(probe.predicted, exposed_optimizer_s=exposed_s)
-    actual = replace(probe.actual, forward_s=1.1 * probe.actual.forward_s, exposed_optimizer_s=exposed_s + 0.2)
+    actual = replace(
+        probe.actual, forward_s=1.1 * probe.actual.forward_s, exposed_optimizer_s=exposed_s + 0.2
+    )
     store(H200, probe=replace(probe, predicted=predicted, actual=actual))
     probed = make_plan(SPEC, H200).step
     assert probed is not None
@@ -163,10 +183,16 @@ def test_a_probe_corrects_each_part_of_a_step_by_its_own_error() -> None:
 def test_a_small_wait_that_was_several_times_as_long_does_not_multiply_a_long_one() -> None:
     """What is exposed is a small difference of large times, so its ratio says little about another setting."""
     probe = probe_of(1.0, 0.0)
-    figures = [replace(figures, exposed_optimizer_s=seconds) for figures, seconds in ((probe.predicted, 0.01), (probe.actual, 0.06))]
+    figures = [
+        replace(figures, exposed_optimizer_s=seconds)
+        for figures, seconds in ((probe.predicted, 0.01), (probe.actual, 0.06))
+    ]
     store(H200, probe=replace(probe, predicted=figures[0], actual=figures[1]))
     spec = with_values(SPEC, {"train.gradient_clipping": "1", "offload.speculation": "off"})
-    probed, unprobed = (make_plan(spec, H200, probed=probed, workload=probe.workload).step for probed in (True, False))
+    probed, unprobed = (
+        make_plan(spec, H200, probed=probed, workload=probe.workload).step
+        for probed in (True, False)
+    )
     assert probed is not None
     assert unprobed is not None
     assert unprobed.exposed_optimizer_s > 0.3
@@ -184,7 +210,10 @@ def test_what_a_probe_found_of_the_gpus_work_corrects_every_mode_alike(mode: str
     """Otherwise the mode that was not probed would seem the faster one."""
     store(H200, probe=(probe := probe_of(3.8, 0.0)))
     spec = with_values(SPEC, {"offload.mode": mode})
-    probed, unprobed = (make_plan(spec, H200, probed=probed, workload=probe.workload).step for probed in (True, False))
+    probed, unprobed = (
+        make_plan(spec, H200, probed=probed, workload=probe.workload).step
+        for probed in (True, False)
+    )
     assert probed is not None
     assert unprobed is not None
     assert probed.forward_s == pytest.approx(3.8 * unprobed.forward_s)
@@ -195,16 +224,22 @@ def memory_of(plan: Plan, kind: TermKind) -> int:
     return sum(term.bytes for term in plan.breakdown if term.kind is kind)
 
 
-def test_memory_that_every_probed_mode_took_beyond_the_formulas_is_taken_by_the_others_too() -> None:
+def test_memory_that_every_probed_mode_took_beyond_the_formulas_is_taken_by_the_others_too() -> (
+    None
+):
     """Otherwise a mode that was not probed would seem to fit where the probed one just does."""
     gpu = with_values(SPEC, {"offload.mode": "gpu"})
     before = make_plan(gpu, H200, workload=probe_of(1.0, 0.0).workload)
     store(H200, probe=(probe := probe_of(1.0, 1.5)))
     assert make_plan(gpu, H200).gpu_reserved_bytes == before.gpu_reserved_bytes + 1_500_000_000
-    assert memory_of(make_plan(gpu, H200), TermKind.CUDA_CONTEXT) == memory_of(before, TermKind.CUDA_CONTEXT), "a mode's own"
+    assert memory_of(make_plan(gpu, H200), TermKind.CUDA_CONTEXT) == memory_of(
+        before, TermKind.CUDA_CONTEXT
+    ), "a mode's own"
     as_predicted = replace(probe.actual, gpu_reserved_bytes=probe.predicted.gpu_reserved_bytes)
     store(H200, probe=replace(probe, mode="zerooffload", actual=as_predicted))
-    assert make_plan(gpu, H200).gpu_reserved_bytes == before.gpu_reserved_bytes, "not every probed mode took it"
+    assert make_plan(gpu, H200).gpu_reserved_bytes == before.gpu_reserved_bytes, (
+        "not every probed mode took it"
+    )
 
 
 def test_less_memory_than_the_formulas_say_is_promised_to_no_other_mode() -> None:
@@ -216,7 +251,10 @@ def test_less_memory_than_the_formulas_say_is_promised_to_no_other_mode() -> Non
 
 def test_a_plan_says_what_was_corrected_from_a_probe_of_another_mode() -> None:
     store(H200, probe=probe_of(1.2, 1.5))
-    assert (source_of(make_plan(SPEC, H200)).probed, source_of(make_plan(SPEC, H200)).probed_modes) == (True, ("superoffload",))
+    assert (
+        source_of(make_plan(SPEC, H200)).probed,
+        source_of(make_plan(SPEC, H200)).probed_modes,
+    ) == (True, ("superoffload",))
     other = make_plan(with_values(SPEC, {"offload.mode": "gpu"}), H200)
     assert source_of(other).probed_modes == ("superoffload",)
     assert other.mode == "gpu"

@@ -27,14 +27,25 @@ def test_moments_and_second_states_take_what_the_format_takes() -> None:
     spec = spec_of("qwen3-4b-random", offload__mode="superoffload", offload__speculation="on")
     numel = profile_of(spec.model).layout(1, spec.offload).cpu_numel
     for states, moments in zip(FORMATS, (8, 4, 2 + 2 / 128), strict=True):
-        plan = make_plan(spec_of("qwen3-4b-random", offload__mode="superoffload", offload__speculation="on", offload__states=states), BIG)
+        plan = make_plan(
+            spec_of(
+                "qwen3-4b-random",
+                offload__mode="superoffload",
+                offload__speculation="on",
+                offload__states=states,
+            ),
+            BIG,
+        )
         found = {term.kind: term.bytes for term in plan.breakdown if term.location == "node"}
         assert found[TermKind.MOMENTS] == int(moments * numel)
         assert found[TermKind.SECOND_STATES] == pytest.approx((6 + moments) * numel, rel=1e-6)
 
 
 def test_without_offload_the_format_changes_nothing() -> None:
-    plans = [make_plan(spec_of("qwen3-4b-random", offload__mode="gpu", offload__states=states), BIG) for states in FORMATS]
+    plans = [
+        make_plan(spec_of("qwen3-4b-random", offload__mode="gpu", offload__states=states), BIG)
+        for states in FORMATS
+    ]
     assert plans[0].breakdown == plans[1].breakdown == plans[2].breakdown
 
 
@@ -48,9 +59,14 @@ def test_without_offload_the_format_changes_nothing() -> None:
         ("llama-3.3-70b", 4, QUAD, ("does not fit", "does not fit", "does not fit")),
     ],
 )
-def test_what_fits_on_grace_hopper_parts(model: str, gpus: int, machine: object, verdicts: tuple[str, ...]) -> None:
+def test_what_fits_on_grace_hopper_parts(
+    model: str, gpus: int, machine: object, verdicts: tuple[str, ...]
+) -> None:
     """The table in docs/offload.md."""
-    found = [recommend(spec_of(model, gpus=str(gpus), offload__states=states), machine, gpus) for states in FORMATS]  # type: ignore[arg-type]
+    found = [
+        recommend(spec_of(model, gpus=str(gpus), offload__states=states), machine, gpus)
+        for states in FORMATS
+    ]  # type: ignore[arg-type]
     assert tuple(plan.verdict for plan in found) == verdicts
 
 
@@ -67,14 +83,22 @@ def test_it_is_offered_beside_more_gpus_and_not_where_the_run_fits_or_could_not(
     plan = recommend(spec_of("qwen3-14b", gpus="1"), QUAD, 1)
     assert only(plan.remedies, CompactStatesFit).states == "int8-moments"
     assert only(plan.remedies, MoreGpusFit).gpus == 2
-    assert not facts_of(recommend(spec_of("llama-3.1-8b", gpus="1"), QUAD, 1).remedies, CompactStatesFit)
-    assert not facts_of(recommend(spec_of("llama-3.3-70b", gpus="4"), QUAD, 4).remedies, CompactStatesFit)
+    assert not facts_of(
+        recommend(spec_of("llama-3.1-8b", gpus="1"), QUAD, 1).remedies, CompactStatesFit
+    )
+    assert not facts_of(
+        recommend(spec_of("llama-3.3-70b", gpus="4"), QUAD, 4).remedies, CompactStatesFit
+    )
     theirs = spec_of("qwen3-14b", gpus="1", offload__mode="zerooffload")
     assert not facts_of(make_plan(theirs, QUAD).remedies, CompactStatesFit)
 
 
-@pytest.mark.parametrize(("model", "seconds"), [("phi-4", (4.69, 3.61)), ("qwen3-14b", (4.72, 3.63))])
-def test_they_are_offered_where_they_make_steps_faster_by_more_than_a_plan_is_off(model: str, seconds: tuple[float, float]) -> None:
+@pytest.mark.parametrize(
+    ("model", "seconds"), [("phi-4", (4.69, 3.61)), ("qwen3-14b", (4.72, 3.63))]
+)
+def test_they_are_offered_where_they_make_steps_faster_by_more_than_a_plan_is_off(
+    model: str, seconds: tuple[float, float]
+) -> None:
     """The seconds in docs/offload.md."""
     plan = recommend(spec_of(model, gpus="1"), SHORTER, 1)
     assert plan.spec.offload.states == "fp32"
@@ -91,7 +115,10 @@ def test_they_are_offered_where_they_make_steps_faster_by_more_than_a_plan_is_of
 
 def test_the_most_exact_of_formats_that_are_about_as_fast_is_offered() -> None:
     plan = recommend(spec_of("phi-4", gpus="1"), SHORTER, 1)
-    bf16, int8 = (make_plan(with_values(plan.spec, {"offload.states": states}), SHORTER).step_s or 0.0 for states in FORMATS[1:])
+    bf16, int8 = (
+        make_plan(with_values(plan.spec, {"offload.states": states}), SHORTER).step_s or 0.0
+        for states in FORMATS[1:]
+    )
     assert int8 < bf16 < (1 + ALIKE) * int8
     assert only(plan.warnings, FasterStates).states == "bf16-moments"
 
@@ -106,6 +133,8 @@ def test_the_most_exact_of_formats_that_are_about_as_fast_is_offered() -> None:
         ("seed-oss-36b", {}),  # does not fit as it is: see the remedies
     ],
 )
-def test_they_are_not_offered_for_speed_where_they_make_no_step_much_faster(model: str, changes: dict[str, str]) -> None:
+def test_they_are_not_offered_for_speed_where_they_make_no_step_much_faster(
+    model: str, changes: dict[str, str]
+) -> None:
     plan = recommend(spec_of(model, gpus="1", **changes), SHORT, 1)
     assert not facts_of(plan.warnings, FasterStates)

@@ -20,7 +20,11 @@ from tests.support.planning import BIG, QUAD, spec_of
 
 def planned(memory_gib: int, **changes: str) -> Plan:
     machine = x86("NVIDIA H200", gpu_count=1, cores=32, memory_mib=memory_gib * 1024)
-    settings = {"offload__mode": "superoffload", "offload__ratio": "0.9", "checkpoint__every_steps": "100"} | changes
+    settings = {
+        "offload__mode": "superoffload",
+        "offload__ratio": "0.9",
+        "checkpoint__every_steps": "100",
+    } | changes
     return make_plan(spec_of("llama-3.1-8b", gpus="1", **settings), machine)
 
 
@@ -49,7 +53,9 @@ def test_second_states_come_first_and_hold_copies_too() -> None:
     fact = behind(plan)
     assert fact is not None
     assert plan.fits
-    assert fact.share == 1.0  # of those on the GPU in copies of their own, of the others in second states
+    assert (
+        fact.share == 1.0
+    )  # of those on the GPU in copies of their own, of the others in second states
     assert 0 < fact.bytes < behind(planned(1024)).bytes  # type: ignore[union-attr]
 
 
@@ -61,34 +67,57 @@ def seconds_of_1000_steps(plan: Plan) -> float:
     step_s, write_s, saves = plan.step_s or 0.0, plan.disk_bytes / DISK_BYTES_PER_S, behind(plan)
     assert saves is not None
     early = next((fact for fact in plan.reasons if isinstance(fact, StepsEarly)), None)
-    held_back_s = (early.share * write_s * (1 - step_s / early.held_back_step_s)) if early and early.held_back_step_s else 0.0
+    held_back_s = (
+        (early.share * write_s * (1 - step_s / early.held_back_step_s))
+        if early and early.held_back_step_s
+        else 0.0
+    )
     return 1000 * step_s * (1 + ((1 - saves.share) * write_s + held_back_s) / 1800)
 
 
 @pytest.mark.parametrize(
     ("model", "gpus", "machine", "minutes"),
-    [("gpt-oss-20b", 1, BIG, (54, 77)), ("llama-3.1-8b", 1, QUAD, (32, 33)), ("phi-4", 1, BIG, (59, 75)), ("phi-4", 2, QUAD, (70, 70))],
+    [
+        ("gpt-oss-20b", 1, BIG, (54, 77)),
+        ("llama-3.1-8b", 1, QUAD, (32, 33)),
+        ("phi-4", 1, BIG, (59, 75)),
+        ("phi-4", 2, QUAD, (70, 70)),
+    ],
 )
-def test_memory_gains_more_as_second_states_than_as_copies(model: str, gpus: int, machine: Machine, minutes: tuple[int, int]) -> None:
+def test_memory_gains_more_as_second_states_than_as_copies(
+    model: str, gpus: int, machine: Machine, minutes: tuple[int, int]
+) -> None:
     """The minutes of 1000 steps in docs/checkpoints.md: as planned, and with copies first, which leaves these hosts no second states."""
-    spec = with_values(recommend(spec_of(model, gpus=str(gpus)), machine, gpus).spec, {"checkpoint.every_minutes": "30"})
+    spec = with_values(
+        recommend(spec_of(model, gpus=str(gpus)), machine, gpus).spec,
+        {"checkpoint.every_minutes": "30"},
+    )
     planned_s = seconds_of_1000_steps(make_plan(spec, machine))
-    copies_first_s = seconds_of_1000_steps(make_plan(with_values(spec, {"offload.speculation": "off"}), machine))
+    copies_first_s = seconds_of_1000_steps(
+        make_plan(with_values(spec, {"offload.speculation": "off"}), machine)
+    )
     assert (round(planned_s / 60), round(copies_first_s / 60)) == minutes
     assert planned_s < 1.01 * copies_first_s
 
 
 @pytest.mark.parametrize(
-    ("share", "copied_bytes", "shown"), [(0.0, 0, ()), (0.6, 3 << 30, ("60%", "40%", "3.0 GiB")), (1.0, 0, ("second",))]
+    ("share", "copied_bytes", "shown"),
+    [(0.0, 0, ()), (0.6, 3 << 30, ("60%", "40%", "3.0 GiB")), (1.0, 0, ("second",))],
 )
-def test_a_plan_says_how_much_is_copied_and_what_training_waits_for(share: float, copied_bytes: int, shown: tuple[str, ...]) -> None:
+def test_a_plan_says_how_much_is_copied_and_what_training_waits_for(
+    share: float, copied_bytes: int, shown: tuple[str, ...]
+) -> None:
     text = message(SavesBehind(share=share, bytes=copied_bytes))
     assert all(part in text for part in shown), text
     assert ("waits" in text) == (share < 1)
 
 
 def test_a_host_that_is_full_holds_fewer_and_one_without_room_none() -> None:
-    shares = [fact.share for gib in (150, 170, 200) if (fact := behind(planned(gib, train__gradient_clipping="0")))]
+    shares = [
+        fact.share
+        for gib in (150, 170, 200)
+        if (fact := behind(planned(gib, train__gradient_clipping="0")))
+    ]
     assert 0 <= shares[0] < shares[1] < shares[2] <= 1
     assert planned(170, train__gradient_clipping="0").verdict == "fits"
     given = planned(1024, checkpoint__copies_gib="10", train__gradient_clipping="0")
@@ -121,7 +150,9 @@ def test_runs_that_write_nothing_behind_their_training_get_none(change: dict[str
     assert term_bytes(plan) == plan.optional.copies_bytes == 0
 
 
-@pytest.mark.parametrize(("states", "each"), [("fp32", 0), ("bf16-moments", 8), ("int8-moments", 8)])
+@pytest.mark.parametrize(
+    ("states", "each"), [("fp32", 0), ("bf16-moments", 8), ("int8-moments", 8)]
+)
 def test_moments_that_are_decoded_for_the_disk_are_planned(states: str, each: int) -> None:
     plan = planned(1024, offload__states=states, offload__ratio="1")
     layout = profile_of(plan.spec.model).layout(1, plan.spec.offload)

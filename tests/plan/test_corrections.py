@@ -20,7 +20,12 @@ H200 = x86("NVIDIA H200")
 WORKLOAD = Workload()
 LONG = with_values(
     load_catalog().presets["qwen3-4b-random"].spec,
-    {"gpus": "1", "offload.mode": "superoffload", "offload.ratio": "0.9", "model.activation_checkpointing": "full"},
+    {
+        "gpus": "1",
+        "offload.mode": "superoffload",
+        "offload.ratio": "0.9",
+        "model.activation_checkpointing": "full",
+    },
 )
 """Its passes take longer than fetching all weights."""
 SHORT = with_values(LONG, {"data.sequence_length": "1024", "train.micro_batch": "1"})
@@ -48,7 +53,9 @@ def computing(spec: RunSpec) -> Passes:
     return fetching.computing
 
 
-def probe_of(spec: RunSpec, forward: float, backward: float, exposed: float = 1.0, more_gb: float = 0.0) -> Probe:
+def probe_of(
+    spec: RunSpec, forward: float, backward: float, exposed: float = 1.0, more_gb: float = 0.0
+) -> Probe:
     """Return a probe that took so many times what was predicted of its passes and its exposed optimizer."""
     fetches = spec.offload.parameters == "cpu"
     plan = make_plan(spec, H200, workload=WORKLOAD, probed=False)
@@ -91,7 +98,9 @@ def test_fetching_is_hidden_or_not_as_the_other_tests_take_it_to_be() -> None:
     assert step_of(on_host(SHORT)).backward_s == computing(on_host(SHORT)).backward_s
 
 
-def test_a_probe_that_hid_fetching_corrects_plans_that_do_not_fetch_by_the_lower_error_of_its_passes() -> None:
+def test_a_probe_that_hid_fetching_corrects_plans_that_do_not_fetch_by_the_lower_error_of_its_passes() -> (
+    None
+):
     """A pass takes as long as its computation at least: what it took more may have been a wait for weights."""
     store(H200, probe=(probe := probe_of(on_host(LONG), 1.3, 1.2, exposed=1.5)))
     for spec in (LONG, SHORT, with_values(LONG, {"offload.mode": "gpu"})):
@@ -101,18 +110,27 @@ def test_a_probe_that_hid_fetching_corrects_plans_that_do_not_fetch_by_the_lower
     found, predicted = step_of(on_host(LONG)), step_of(on_host(LONG), probed=False)
     assert found.forward_s == pytest.approx(1.3 * predicted.forward_s)
     assert found.backward_s == pytest.approx(1.2 * predicted.backward_s)
-    adam, predicted_adam = (step_of(LONG, probed=probed).exposed_optimizer_s for probed in (True, False))
-    assert adam == pytest.approx(predicted_adam + 0.5 * min(predicted_adam, probe.predicted.exposed_optimizer_s))
+    adam, predicted_adam = (
+        step_of(LONG, probed=probed).exposed_optimizer_s for probed in (True, False)
+    )
+    assert adam == pytest.approx(
+        predicted_adam + 0.5 * min(predicted_adam, probe.predicted.exposed_optimizer_s)
+    )
 
 
 def test_memory_of_a_probe_that_fetched_weights_says_nothing_of_a_gpu_that_has_them() -> None:
     store(H200, probe=probe_of(on_host(LONG), 1.0, 1.0, more_gb=2.0))
     for spec, more in ((LONG, 0), (on_host(LONG), 2_000_000_000)):
-        probed, unprobed = (make_plan(spec, H200, workload=WORKLOAD, probed=probed).gpu_reserved_bytes for probed in (True, False))
+        probed, unprobed = (
+            make_plan(spec, H200, workload=WORKLOAD, probed=probed).gpu_reserved_bytes
+            for probed in (True, False)
+        )
         assert probed == unprobed + more
 
 
-def test_a_probe_whose_forward_waited_for_weights_corrects_what_waits_and_its_backward_what_is_computed() -> None:
+def test_a_probe_whose_forward_waited_for_weights_corrects_what_waits_and_its_backward_what_is_computed() -> (
+    None
+):
     store(H200, probe=probe_of(on_host(SHORT), 4.0, 1.1))
     plain, without = step_of(LONG), step_of(LONG, probed=False)
     assert plain.forward_s == pytest.approx(1.1 * without.forward_s)
@@ -143,15 +161,23 @@ def test_where_both_passes_waited_for_weights_nothing_is_known_of_what_is_comput
     assert (found.forward_s, found.backward_s) == (predicted.forward_s, predicted.backward_s)
     source = source_of(make_plan(LONG, H200, workload=WORKLOAD))
     assert (source.probed, source.probed_passes) == (True, False), "of the optimizer only"
-    assert speed_source_text(source, "superoffload") != speed_source_text(replace(source, probed_passes=True), "superoffload")
-    other_mode = source_of(make_plan(with_values(LONG, {"offload.mode": "gpu"}), H200, workload=WORKLOAD))
+    assert speed_source_text(source, "superoffload") != speed_source_text(
+        replace(source, probed_passes=True), "superoffload"
+    )
+    other_mode = source_of(
+        make_plan(with_values(LONG, {"offload.mode": "gpu"}), H200, workload=WORKLOAD)
+    )
     assert not other_mode.probed
     found, predicted = step_of(on_host(SHORT)), step_of(on_host(SHORT), probed=False)
-    assert (found.forward_s, found.backward_s) == pytest.approx((1.4 * predicted.forward_s, 1.4 * predicted.backward_s))
+    assert (found.forward_s, found.backward_s) == pytest.approx(
+        (1.4 * predicted.forward_s, 1.4 * predicted.backward_s)
+    )
 
 
 @pytest.mark.parametrize("error", [0.2, 1.1, 3.0])
-def test_a_probe_whose_gpu_had_the_weights_corrects_what_is_computed_beside_fetching(error: float) -> None:
+def test_a_probe_whose_gpu_had_the_weights_corrects_what_is_computed_beside_fetching(
+    error: float,
+) -> None:
     """How long fetching takes is as predicted."""
     store(H200, probe=probe_of(LONG, error, error))
     for spec in (on_host(LONG), on_host(SHORT)):
@@ -166,14 +192,18 @@ def test_where_both_were_probed_each_plan_is_corrected_by_its_own_kind() -> None
     store(H200, probe=probe_of(LONG, 1.1, 1.1))
     store(H200, probe=probe_of(on_host(LONG), 1.5, 1.5))
     for spec, error in ((LONG, 1.1), (on_host(LONG), 1.5)):
-        assert step_of(spec).forward_s == pytest.approx(error * step_of(spec, probed=False).forward_s)
+        assert step_of(spec).forward_s == pytest.approx(
+            error * step_of(spec, probed=False).forward_s
+        )
 
 
 def test_a_probe_that_does_not_tell_fetching_apart_corrects_nothing() -> None:
     """Older ones do not."""
     store(H200, probe=replace(probe_of(on_host(LONG), 1.5, 1.5, more_gb=1.0), computing=None))
     for spec in (LONG, on_host(LONG)):
-        assert make_plan(spec, H200, workload=WORKLOAD) == make_plan(spec, H200, workload=WORKLOAD, probed=False)
+        assert make_plan(spec, H200, workload=WORKLOAD) == make_plan(
+            spec, H200, workload=WORKLOAD, probed=False
+        )
 
 
 def source_of(plan: Plan) -> SpeedSource:
@@ -181,11 +211,18 @@ def source_of(plan: Plan) -> SpeedSource:
     return plan.speed_source
 
 
-@pytest.mark.parametrize(("probed", "planned", "where"), [(on_host(LONG), LONG, "host"), (LONG, on_host(LONG), "gpu")])
-def test_a_plan_says_that_the_probe_kept_weights_elsewhere(probed: RunSpec, planned: RunSpec, where: str) -> None:
+@pytest.mark.parametrize(
+    ("probed", "planned", "where"), [(on_host(LONG), LONG, "host"), (LONG, on_host(LONG), "gpu")]
+)
+def test_a_plan_says_that_the_probe_kept_weights_elsewhere(
+    probed: RunSpec, planned: RunSpec, where: str
+) -> None:
     store(H200, probe=probe_of(probed, 1.2, 1.2))
     source = source_of(make_plan(planned, H200, workload=WORKLOAD))
     assert (source.probed, source.probed_weights) == (True, where)
     assert source_of(make_plan(probed, H200, workload=WORKLOAD)).probed_weights == ""
-    own, other = (speed_source_text(found, "superoffload") for found in (replace(source, probed_weights=""), source))
+    own, other = (
+        speed_source_text(found, "superoffload")
+        for found in (replace(source, probed_weights=""), source)
+    )
     assert own != other

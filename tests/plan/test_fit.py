@@ -24,7 +24,13 @@ from tests.support.machines import x86
 
 TRUTH = replace(
     constants(),
-    memory=replace(constants().memory, block_share=1.2, slack_share=0.05, cuda_context_bytes=900_000_000, cuda_process_bytes=2_500_000_000),
+    memory=replace(
+        constants().memory,
+        block_share=1.2,
+        slack_share=0.05,
+        cuda_context_bytes=900_000_000,
+        cuda_process_bytes=2_500_000_000,
+    ),
     step=replace(constants().step, matrix_efficiency=0.6, norm_s=0.1, zerooffload_step_bytes=130.0),
 )
 SETTINGS = (
@@ -42,14 +48,31 @@ CHECKED = json.loads(planner_fit.CHECKED.read_text())
 
 
 def case(changes: dict[str, str], made_by: Constants) -> planner_fit.Case:
-    spec = with_values(find_preset("qwen3-4b-random").spec, {"gpus": "1", "model.activation_checkpointing": "full"} | changes)
-    resources = resources_of(x86("NVIDIA H200", gpu_count=2, cores=32, memory_mib=512 * 1024), spec.gpus, 0.9)
+    spec = with_values(
+        find_preset("qwen3-4b-random").spec,
+        {"gpus": "1", "model.activation_checkpointing": "full"} | changes,
+    )
+    resources = resources_of(
+        x86("NVIDIA H200", gpu_count=2, cores=32, memory_mib=512 * 1024), spec.gpus, 0.9
+    )
     resources = dataclasses.replace(resources, speed=published_speed("NVIDIA H200"))
-    nothing = Figures(step_s=1, forward_s=1, backward_s=1, exposed_optimizer_s=1, gpu_reserved_bytes=1, gpu_device_bytes=1, host_bytes=1)
-    measured = Measured(figures=nothing, workload=Workload(attended_tokens=300, trained_share=0.5), steps=4)
+    nothing = Figures(
+        step_s=1,
+        forward_s=1,
+        backward_s=1,
+        exposed_optimizer_s=1,
+        gpu_reserved_bytes=1,
+        gpu_device_bytes=1,
+        host_bytes=1,
+    )
+    measured = Measured(
+        figures=nothing, workload=Workload(attended_tokens=300, trained_share=0.5), steps=4
+    )
     empty = planner_fit.Case(spec, resources, measured)
     with using(made_by):
-        return planner_fit.Case(spec, resources, replace(measured, figures=planner_fit.predicted(empty)))
+        return planner_fit.Case(
+            spec, resources, replace(measured, figures=planner_fit.predicted(empty))
+        )
 
 
 @pytest.mark.slow
@@ -71,7 +94,11 @@ def test_what_was_measured_is_met(row: dict[str, Any]) -> None:
     """On an H200, for the data that was trained on. Rows say what is known to be missed, so that it is noticed when it no longer is."""
     one = planner_fit.case_of(row)
     told, found = planner_fit.predicted(one), one.measured.figures
-    bounds = {"gpu_reserved_bytes": (0.98, 1.057), "gpu_device_bytes": (0.98, 1.055), "host_bytes": (0.96, 1.055)}
+    bounds = {
+        "gpu_reserved_bytes": (0.98, 1.057),
+        "gpu_device_bytes": (0.98, 1.055),
+        "host_bytes": (0.96, 1.055),
+    }
     bounds |= {"host_load_bytes": (0.98, 1.04), "step_s": (0.87, 1.13)}
     if one.spec.ranks > 1 and one.spec.offload.mode == "gpu":
         bounds["forward_s"] = (0.9, 1.1)
@@ -89,7 +116,11 @@ def test_the_driver_keeps_as_much_of_each_of_several_gpus() -> None:
     seen: dict[tuple[int, str], int] = {}
     for row in [*KEPT, *CHECKED]:
         case = planner_fit.case_of(row)
-        plan, figures, kind = planner_fit.predicted(case), case.measured.figures, (case.spec.ranks, case.spec.offload.mode)
+        plan, figures, kind = (
+            planner_fit.predicted(case),
+            case.measured.figures,
+            (case.spec.ranks, case.spec.offload.mode),
+        )
         outside = plan.gpu_device_bytes - plan.gpu_reserved_bytes
         told[kind] = told.get(kind, set()) | {outside}
         if figures.gpu_device_bytes:
@@ -97,7 +128,9 @@ def test_the_driver_keeps_as_much_of_each_of_several_gpus() -> None:
             assert 0.97 < outside / beside < 1.12, row["name"]
             seen[kind] = max(seen.get(kind, 0), beside)
     most = {kind: max(found) for kind, found in told.items() if len(found) == 1}
-    assert {kind: most[kind] for kind in seen} == {kind: pytest.approx(beside, rel=0.04) for kind, beside in seen.items()}
+    assert {kind: most[kind] for kind in seen} == {
+        kind: pytest.approx(beside, rel=0.04) for kind, beside in seen.items()
+    }
     assert most[2, "superoffload"] == most[4, "superoffload"] > most[2, "zerooffload"]
 
 
@@ -111,7 +144,11 @@ def test_a_check_holds_for_the_plans_of_today(row: dict[str, Any]) -> None:
     told, then = planner_fit.predicted(case), msgspec.convert(row["predicted"], Figures)
     otherwise = row.get("since_planned_otherwise", [])
     for name in Figures.__struct_fields__:
-        new, old, measured = getattr(told, name), getattr(then, name), getattr(case.measured.figures, name)
+        new, old, measured = (
+            getattr(told, name),
+            getattr(then, name),
+            getattr(case.measured.figures, name),
+        )
         if name in otherwise:
             assert new != pytest.approx(old), name
             assert abs(new - measured) < abs(old - measured), name
@@ -119,7 +156,9 @@ def test_a_check_holds_for_the_plans_of_today(row: dict[str, Any]) -> None:
         elif name in row.get("since_refitted", []):
             assert new == pytest.approx(old, rel=0.04 if name == "step_s" else 0.4), name
         elif name not in row.get("since_changed", []):
-            assert new == pytest.approx(old, rel=2e-3), name  # the order of sub-groups has changed since, and the rate of norms a little
+            assert new == pytest.approx(old, rel=2e-3), (
+                name
+            )  # the order of sub-groups has changed since, and the rate of norms a little
 
 
 @pytest.mark.parametrize("rows", [KEPT, CHECKED], ids=["what the constants rest on", "the check"])
@@ -131,9 +170,14 @@ def test_the_docs_show_what_was_measured(rows: list[dict[str, Any]]) -> None:
 
 def test_a_sweep_says_how_good_the_recommendation_is() -> None:
     """Three settings of 1.7 billion parameters, as if they were of one sweep: 34, 49 and 30 GB."""
-    small = [first_row("1.7b", mode) for mode in ("gpu, micro-batch 4", "superoffload 1.00", "zerooffload 0.50")]
+    small = [
+        first_row("1.7b", mode)
+        for mode in ("gpu, micro-batch 4", "superoffload 1.00", "zerooffload 0.50")
+    ]
     labels = ("recommended", "recommended with 40 GiB", "original")
-    rows = [row | {"set": "sweep", "label": label} for row, label in zip(small, labels, strict=True)]
+    rows = [
+        row | {"set": "sweep", "label": label} for row, label in zip(small, labels, strict=True)
+    ]
     text = planner_fit.sweep_table(rows)
     assert "x as fast as the original setting" in text
     # What is recommended for 40 GiB takes more than that here, so the best of the two others is what it is held against.
@@ -145,28 +189,46 @@ def test_a_sweep_says_how_good_the_recommendation_is() -> None:
 
 def test_a_sweep_compares_equal_work_by_its_median() -> None:
     """Three ratios with the same plan took 1, 2 and 4 times as long: each counts as 2."""
-    recommended, original = first_row("4b", "superoffload 0.90"), first_row("4b", "zerooffload 0.30")
+    recommended, original = (
+        first_row("4b", "superoffload 0.90"),
+        first_row("4b", "zerooffload 0.30"),
+    )
     rows = [original | {"set": "sweep", "label": "original"}]
     for times, ratio in ((1, 0.8), (4, 0.9), (2, 1.0)):
         figures = recommended["measured"]["figures"]
-        measured = recommended["measured"] | {"figures": figures | {"step_s": times * figures["step_s"]}}
+        measured = recommended["measured"] | {
+            "figures": figures | {"step_s": times * figures["step_s"]}
+        }
         label = "recommended" if times == 4 else ""
         setting = recommended["setting"] | {"ratio": ratio}
-        rows.append(recommended | {"set": "sweep", "label": label, "setting": setting, "measured": measured})
+        rows.append(
+            recommended | {"set": "sweep", "label": label, "setting": setting, "measured": measured}
+        )
     expected = tokens_per_s(recommended) / 2 / tokens_per_s(original)
-    assert planner_fit.sweep_table(rows).splitlines()[-1] == f"The recommendation is {expected:.2f} x as fast as the original setting."
+    assert (
+        planner_fit.sweep_table(rows).splitlines()[-1]
+        == f"The recommendation is {expected:.2f} x as fast as the original setting."
+    )
 
 
 def first_row(size: str, name: str) -> dict[str, Any]:
     """The first row of this size on one GPU whose setting begins so, of the check if it has one."""
     return next(
-        row for row in [*CHECKED, *KEPT] if (row["setting"]["size"], row["setting"]["gpus"]) == (size, 1) and row["name"].startswith(name)
+        row
+        for row in [*CHECKED, *KEPT]
+        if (row["setting"]["size"], row["setting"]["gpus"]) == (size, 1)
+        and row["name"].startswith(name)
     )
 
 
 def tokens_per_s(row: dict[str, Any]) -> float:
     found = row["measured"]
-    return float(row["setting"]["micro_batch"] * 4096 * found["workload"]["useful_share"] / found["figures"]["step_s"])
+    return float(
+        row["setting"]["micro_batch"]
+        * 4096
+        * found["workload"]["useful_share"]
+        / found["figures"]["step_s"]
+    )
 
 
 def test_the_constants_file_is_written_as_it_is_read() -> None:
@@ -183,7 +245,9 @@ def test_the_sets_are_disjoint_and_cover_what_they_must() -> None:
         assert {0.3, 1.0} <= {setting.ratio for setting in settings}
     assert {setting.gpus for setting in check} == {1, 2, 4}
     known = [row["setting"] for row in KEPT]
-    assert not [setting for setting in check if asdict(setting) in known], "a check of what the constants already rest on"
+    assert not [setting for setting in check if asdict(setting) in known], (
+        "a check of what the constants already rest on"
+    )
 
 
 @pytest.mark.parametrize("name", list(SETS))

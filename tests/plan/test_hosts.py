@@ -22,12 +22,17 @@ def with_network(gbit_per_s: float) -> Machine:
 
 
 def planned(machine: Machine, **changes: str) -> Plan:
-    return make_plan(spec_of("qwen3-14b", gpus="4", nodes="2", offload__mode="superoffload", **changes), machine)
+    return make_plan(
+        spec_of("qwen3-14b", gpus="4", nodes="2", offload__mode="superoffload", **changes), machine
+    )
 
 
 def test_llama_70b_fits_three_quad_nodes_and_not_one() -> None:
     machine = named_machine("gh200-quad-120")
-    verdicts = {nodes: recommend(replace(LLAMA_70B, nodes=nodes, gpus=4), machine).verdict for nodes in (1, 3, 4)}
+    verdicts = {
+        nodes: recommend(replace(LLAMA_70B, nodes=nodes, gpus=4), machine).verdict
+        for nodes in (1, 3, 4)
+    }
     assert verdicts == {1: "does not fit", 3: "fits", 4: "fits"}
 
 
@@ -61,7 +66,12 @@ def test_an_unknown_network_is_assumed_and_said_to_be() -> None:
     fact = only(planned(QUAD).reasons, AcrossHosts)
     assert (fact.network.gbit_per_s, fact.network.source) == (800, "")
     assert "assumed" in message(fact)
-    assert "NDR" in message(only(make_plan(spec_of("tiny", gpus="1", nodes="2"), named_machine("gh200-120")).reasons, AcrossHosts))
+    assert "NDR" in message(
+        only(
+            make_plan(spec_of("tiny", gpus="1", nodes="2"), named_machine("gh200-120")).reasons,
+            AcrossHosts,
+        )
+    )
 
 
 def test_one_host_has_no_network_in_its_plan() -> None:

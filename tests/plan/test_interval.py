@@ -20,7 +20,9 @@ def expected_s(interval_s: float, cost_s: float, failure_s: float) -> float:
     return failure_s * (math.exp((interval_s + cost_s) / failure_s) - 1) / interval_s
 
 
-@pytest.mark.parametrize(("cost_s", "failure_s"), [(1, DAY), (60, DAY), (600, DAY), (600, 100 * DAY), (3600, DAY)])
+@pytest.mark.parametrize(
+    ("cost_s", "failure_s"), [(1, DAY), (60, DAY), (600, DAY), (600, 100 * DAY), (3600, DAY)]
+)
 def test_no_other_interval_costs_noticeably_less(cost_s: float, failure_s: float) -> None:
     best = expected_s(best_interval_s(cost_s, failure_s), cost_s, failure_s)
     others = (expected_s(failure_s * 1.02**power, cost_s, failure_s) for power in range(-600, 100))
@@ -33,7 +35,12 @@ def test_a_checkpoint_that_costs_more_than_a_failure_is_saved_once_in_a_failure(
 
 def test_more_gpus_fail_more_often() -> None:
     one, eight = (
-        only(make_plan(spec_of("llama-3.1-8b", gpus="4", nodes=nodes, checkpoint__background="false"), QUAD).reasons, CheckpointInterval)
+        only(
+            make_plan(
+                spec_of("llama-3.1-8b", gpus="4", nodes=nodes, checkpoint__background="false"), QUAD
+            ).reasons,
+            CheckpointInterval,
+        )
         for nodes in ("2", "16")
     )
     assert (one.gpus, eight.gpus) == (8, 64)
@@ -42,9 +49,17 @@ def test_more_gpus_fail_more_often() -> None:
     assert eight.minutes < one.minutes
 
 
-def test_checkpoints_that_are_written_behind_training_hold_it_up_less_and_are_saved_more_often() -> None:
+def test_checkpoints_that_are_written_behind_training_hold_it_up_less_and_are_saved_more_often() -> (
+    None
+):
     behind, before = (
-        only(make_plan(spec_of("llama-3.1-8b", slurm__partition="gh", checkpoint__background=background), BIG).reasons, CheckpointInterval)
+        only(
+            make_plan(
+                spec_of("llama-3.1-8b", slurm__partition="gh", checkpoint__background=background),
+                BIG,
+            ).reasons,
+            CheckpointInterval,
+        )
         for background in ("true", "false")
     )
     assert behind.pause_s < 0.1 * before.pause_s
@@ -57,7 +72,11 @@ def test_the_settings_own_interval_is_compared() -> None:
         assert plan.step_s is not None
         return only(plan.reasons, CheckpointInterval)
 
-    none, minutes, steps = given(), given(checkpoint__every_minutes="30"), given(checkpoint__every_steps="100")
+    none, minutes, steps = (
+        given(),
+        given(checkpoint__every_minutes="30"),
+        given(checkpoint__every_steps="100"),
+    )
     assert none.given_minutes is None
     assert "checkpoint.every_minutes" in message(none)
     assert minutes.given_minutes == 30
@@ -67,4 +86,9 @@ def test_the_settings_own_interval_is_compared() -> None:
 
 def test_a_short_run_needs_no_advice() -> None:
     assert facts_of(make_plan(spec_of("tiny"), BIG).reasons, CheckpointInterval) == []
-    assert facts_of(make_plan(spec_of("tiny", slurm__partition="gh"), CPU_ONLY).reasons, CheckpointInterval) == []
+    assert (
+        facts_of(
+            make_plan(spec_of("tiny", slurm__partition="gh"), CPU_ONLY).reasons, CheckpointInterval
+        )
+        == []
+    )

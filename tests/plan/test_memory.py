@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from so_tui.model.activations import block_bytes, expert_peak_bytes, expert_stored_bytes, stored_bytes
+from so_tui.model.activations import (
+    block_bytes,
+    expert_peak_bytes,
+    expert_stored_bytes,
+    stored_bytes,
+)
 from so_tui.model.architecture import architecture
 from so_tui.model.layout import Parameter, StateLayout, layout_of
 from so_tui.model.profile import profile_of
@@ -48,7 +53,17 @@ def total(terms: tuple[MemoryTerm, ...], location: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "ratio", "sub_groups", "on_gpu", "host_gb", "shm_gb", "weights_gb", "gpu_states_gb"),
+    (
+        "name",
+        "ranks",
+        "ratio",
+        "sub_groups",
+        "on_gpu",
+        "host_gb",
+        "shm_gb",
+        "weights_gb",
+        "gpu_states_gb",
+    ),
     [
         ("llama-3.1-8b", 1, 0.8, 18, 3, 124, 53, 16.1, 22.4),
         ("qwen3-14b", 1, 0.9, 32, 3, 242, 105, 29.5, 26.9),
@@ -79,7 +94,11 @@ def test_states_under_deepspeed_are_what_its_own_partition_gives(
     assert 8 * layout.cpu_numel / 1e9 == pytest.approx(shm_gb, rel=0.01)
     assert layout.weights_bytes / 1e9 == pytest.approx(weights_gb, rel=0.01)
     assert 16 * layout.gpu_numel / 1e9 == pytest.approx(gpu_states_gb, rel=0.02)
-    exact = sum(term.bytes for term in terms_of(spec, ranks) if term.location == "node" and term.confidence == "exact")
+    exact = sum(
+        term.bytes
+        for term in terms_of(spec, ranks)
+        if term.location == "node" and term.confidence == "exact"
+    )
     assert exact == states
 
 
@@ -88,7 +107,10 @@ def test_our_engine_needs_fourteen_bytes_where_deepspeeds_needs_sixteen() -> Non
     theirs = spec_of("qwen3-14b", mode="superoffload", ratio=1.0, engine="deepspeed")
     parameters = state_layout(ours, 1).numel
     sizes = {term.kind: term.bytes for term in terms_of(ours, 1) if term.location == "node"}
-    assert sizes[TermKind.MASTER_WEIGHTS] + sizes[TermKind.MOMENTS] + sizes[TermKind.STAGING_BUFFER] == 14 * parameters
+    assert (
+        sizes[TermKind.MASTER_WEIGHTS] + sizes[TermKind.MOMENTS] + sizes[TermKind.STAGING_BUFFER]
+        == 14 * parameters
+    )
     assert total(terms_of(theirs, 1), "node") > total(terms_of(ours, 1), "node")
     assert total(terms_of(ours, 1), "shm") == 0
 
@@ -103,7 +125,12 @@ def test_the_gpu_mode_holds_sixteen_bytes_a_parameter_on_the_gpu() -> None:
 @pytest.mark.parametrize("engine", ["so-tui", "deepspeed"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_more_ratio_moves_bytes_from_the_gpu_to_the_host(engine: str, ranks: int) -> None:
-    plans = [terms_of(spec_of("qwen3-30b-a3b", mode="superoffload", engine=engine, ratio=step / 10), ranks) for step in range(1, 11)]
+    plans = [
+        terms_of(
+            spec_of("qwen3-30b-a3b", mode="superoffload", engine=engine, ratio=step / 10), ranks
+        )
+        for step in range(1, 11)
+    ]
     on_gpu = [total(terms, "gpu") for terms in plans]
     on_host = [total(terms, "node") for terms in plans]
     assert on_gpu == sorted(on_gpu, reverse=True)
@@ -115,7 +142,11 @@ def test_more_ratio_moves_bytes_from_the_gpu_to_the_host(engine: str, ranks: int
 def test_more_ranks_never_need_more_of_each(name: str) -> None:
     one, four = (state_layout(spec_of(name, mode="gpu"), ranks) for ranks in (1, 4))
     assert four.weights_bytes < one.weights_bytes
-    assert 0 <= 4 * four.numel - one.numel < 4 * sum(len(sub_group.names) for sub_group in one.sub_groups)
+    assert (
+        0
+        <= 4 * four.numel - one.numel
+        < 4 * sum(len(sub_group.names) for sub_group in one.sub_groups)
+    )
 
 
 def test_larger_batches_need_more_activations_and_the_same_states() -> None:
@@ -123,7 +154,11 @@ def test_larger_batches_need_more_activations_and_the_same_states() -> None:
     large = terms_of(with_values(spec_of("phi-4", mode="gpu"), {"train.micro_batch": "8"}), 1)
     assert total(large, "gpu") > total(small, "gpu")
     exact = [
-        [term.bytes for term in terms if term.kind in (TermKind.WEIGHTS, TermKind.MASTER_WEIGHTS, TermKind.MOMENTS)]
+        [
+            term.bytes
+            for term in terms
+            if term.kind in (TermKind.WEIGHTS, TermKind.MASTER_WEIGHTS, TermKind.MOMENTS)
+        ]
         for terms in (small, large)
     ]
     assert exact[0] == exact[1]
@@ -138,7 +173,9 @@ def test_keeping_activations_costs_more_than_recomputing_them() -> None:
 def test_without_a_gpu_everything_is_on_the_host() -> None:
     spec = spec_of("tiny", mode="superoffload")
     assert total(terms_of(spec, 2, has_gpu=False), "gpu") == 0
-    assert total(terms_of(spec, 2, has_gpu=False), "node") < total(terms_of(spec, 2), "node") + total(terms_of(spec, 2), "gpu")
+    assert total(terms_of(spec, 2, has_gpu=False), "node") < total(
+        terms_of(spec, 2), "node"
+    ) + total(terms_of(spec, 2), "gpu")
 
 
 def test_a_checkpoint_is_twelve_bytes_a_parameter_and_an_export_two() -> None:
@@ -147,7 +184,11 @@ def test_a_checkpoint_is_twelve_bytes_a_parameter_and_an_export_two() -> None:
     plan = make_plan(with_values(spec, once), superchips(4))
     assert (plan.disk_bytes, plan.disk_peak_bytes) == (12 * 14_768_307_200, 12 * 14_768_307_200)
     kept = make_plan(
-        with_values(spec, {"checkpoint.export": "true", "checkpoint.every_steps": "10", "checkpoint.keep": "2"}), superchips(4)
+        with_values(
+            spec,
+            {"checkpoint.export": "true", "checkpoint.every_steps": "10", "checkpoint.keep": "2"},
+        ),
+        superchips(4),
     )
     assert (kept.disk_bytes, kept.disk_peak_bytes) == (14 * 14_768_307_200, 3 * 14 * 14_768_307_200)
 
@@ -157,11 +198,18 @@ def test_a_checkpoint_is_twelve_bytes_a_parameter_and_an_export_two() -> None:
     [
         ({"checkpoint.at_end": "false"}, 0),
         ({"checkpoint.at_end": "false", "checkpoint.export": "true"}, 1),
-        ({"checkpoint.at_end": "false", "checkpoint.every_minutes": "5", "checkpoint.keep": "2"}, 3),
+        (
+            {"checkpoint.at_end": "false", "checkpoint.every_minutes": "5", "checkpoint.keep": "2"},
+            3,
+        ),
     ],
 )
-def test_whatever_makes_a_run_save_takes_disk_and_host_memory(changes: dict[str, str], copies: int) -> None:
-    plan = make_plan(with_values(spec_of("qwen3-14b", mode="superoffload", ratio=0.5), changes), superchips(4))
+def test_whatever_makes_a_run_save_takes_disk_and_host_memory(
+    changes: dict[str, str], copies: int
+) -> None:
+    plan = make_plan(
+        with_values(spec_of("qwen3-14b", mode="superoffload", ratio=0.5), changes), superchips(4)
+    )
     assert plan.disk_peak_bytes == copies * plan.disk_bytes
     assert any(term.kind is TermKind.SAVING for term in plan.breakdown) == bool(copies)
 
@@ -197,10 +245,17 @@ def test_the_norm_of_deepspeeds_cpu_optimizer_takes_room_for_a_chunk_in_double_p
 def test_newer_torch_rounds_no_pinned_memory() -> None:
     spec = with_values(PRESETS["qwen3-4b-random"].spec, MEASURED | {"offload.mode": "zerooffload"})
     host = x86("NVIDIA H200")
-    old, new = (make_plan(spec, replace(host, software=replace(host.software, torch=version))) for version in ("2.12.1", "2.13.0"))
+    old, new = (
+        make_plan(spec, replace(host, software=replace(host.software, torch=version)))
+        for version in ("2.12.1", "2.13.0")
+    )
     assert old.host_bytes_per_node[0] > new.host_bytes_per_node[0]
     layout = state_layout(new.spec, 1)
-    exact = sum(term.bytes for term in new.breakdown if term.location == "node" and term.confidence == "exact")
+    exact = sum(
+        term.bytes
+        for term in new.breakdown
+        if term.location == "node" and term.confidence == "exact"
+    )
     assert exact == 16 * layout.cpu_numel + 2 * layout.numel
 
 
@@ -228,7 +283,10 @@ def test_only_the_fullest_phase_counts() -> None:
 
 @pytest.mark.parametrize("name", list(PRESETS))
 def test_keeping_more_takes_more(name: str) -> None:
-    specs = [with_values(spec_of(name, mode="gpu"), {"model.activation_checkpointing": kept}) for kept in ("full", "selective", "none")]
+    specs = [
+        with_values(spec_of(name, mode="gpu"), {"model.activation_checkpointing": kept})
+        for kept in ("full", "selective", "none")
+    ]
     full, selective, none = (total(terms_of(spec, 1), "gpu") for spec in specs)
     assert full < selective < none
 
@@ -245,11 +303,21 @@ def test_the_rows_of_experts_are_counted_as_torch_holds_them(name: str, width: i
     """Per token, k experts of width f, hidden h: what torch's memory profiler found of transformers' grouped path, forward and backward,
     and of the trainer's forward."""
     shape = architecture(PRESETS[name].spec.model.config)
-    rows, f, router = shape.experts_per_token * shape.hidden, shape.active_intermediate, 8 * shape.experts
+    rows, f, router = (
+        shape.experts_per_token * shape.hidden,
+        shape.active_intermediate,
+        8 * shape.experts,
+    )
     assert expert_stored_bytes(shape, fused=False) == 4 * rows + width * f + router
-    assert expert_peak_bytes(shape, fused=False) == expert_stored_bytes(shape, fused=False) + 6 * rows
+    assert (
+        expert_peak_bytes(shape, fused=False) == expert_stored_bytes(shape, fused=False) + 6 * rows
+    )
     assert expert_stored_bytes(shape, fused=True) == 2 * rows + 6 * f + router
-    assert expert_stored_bytes(shape, fused=True) < expert_peak_bytes(shape, fused=True) < expert_peak_bytes(shape, fused=False)
+    assert (
+        expert_stored_bytes(shape, fused=True)
+        < expert_peak_bytes(shape, fused=True)
+        < expert_peak_bytes(shape, fused=False)
+    )
     # Backward of a layer holds what the layer keeps, and more.
     assert block_bytes(shape, fused=True) > stored_bytes(shape, "none", fused=True)
 
@@ -258,10 +326,15 @@ GRADIENTS = 1_000_000
 """Of a sub-group: 4 MB, which is no power of two."""
 
 
-def blocks_of(numels: list[int], on_gpu: int, partition: int, *, rounded: bool = True) -> GradientBlocks:
+def blocks_of(
+    numels: list[int], on_gpu: int, partition: int, *, rounded: bool = True
+) -> GradientBlocks:
     parameters = [Parameter(f"{index}", numel, True) for index, numel in enumerate(numels)]
     layout = layout_of(parameters, 1, GRADIENTS, 1.0, "so-tui")
-    groups = tuple(replace(group, device="gpu" if group.index < on_gpu else "cpu") for group in layout.sub_groups)
+    groups = tuple(
+        replace(group, device="gpu" if group.index < on_gpu else "cpu")
+        for group in layout.sub_groups
+    )
     return gradient_blocks(replace(layout, sub_groups=groups), partition, rounded)
 
 
@@ -271,19 +344,25 @@ def beside_mb(numels: list[int], on_gpu: int, partition: int, *, rounded: bool =
 
 def test_making_deepspeeds_gradients_takes_two_ordinary_buffers_or_their_partition_twice() -> None:
     """In MB: sub-groups of 4, in pinned blocks of 4.19."""
-    assert beside_mb([GRADIENTS], 0, 2_000_000, rounded=False) == pytest.approx(4 + 4 - 2)  # the partition is not there yet
+    assert beside_mb([GRADIENTS], 0, 2_000_000, rounded=False) == pytest.approx(
+        4 + 4 - 2
+    )  # the partition is not there yet
     assert beside_mb([GRADIENTS] * 9, 0, 18_000_000, rounded=False) == pytest.approx(18)
     assert beside_mb([GRADIENTS], 0, 2_000_000) == pytest.approx(4 + 4 - 2**21 / 1e6)
     # What goes on to the GPU leaves its block to the next of its size, the partition at last.
     assert beside_mb([GRADIENTS] * 2, 2, 4_000_000) == pytest.approx(4 + 4)
-    assert beside_mb([GRADIENTS, GRADIENTS, GRADIENTS // 4], 2, 4_000_000) == pytest.approx(4 + 4 - 2**20 / 1e6)
+    assert beside_mb([GRADIENTS, GRADIENTS, GRADIENTS // 4], 2, 4_000_000) == pytest.approx(
+        4 + 4 - 2**20 / 1e6
+    )
 
 
 def test_a_block_stays_pinned_where_no_other_of_its_size_follows() -> None:
     """Seen on an H200: 1.7 billion parameters, `zerooffload` 0.3, 2.15 GB more of the host while training than without that block."""
     assert blocks_of([GRADIENTS, GRADIENTS // 4], 1, 2_000_000).unused == 2**22
     assert blocks_of([GRADIENTS, GRADIENTS], 1, 2_000_000).unused == 0
-    assert blocks_of([GRADIENTS, GRADIENTS // 4], 1, 2_000_000, rounded=False).unused == 0, "not known of newer torch"
+    assert blocks_of([GRADIENTS, GRADIENTS // 4], 1, 2_000_000, rounded=False).unused == 0, (
+        "not known of newer torch"
+    )
 
 
 def test_every_rank_of_deepspeeds_engine_has_a_worker_with_a_context() -> None:
@@ -303,6 +382,11 @@ def test_weights_pass_through_the_host_only_where_the_states_do_not_hide_it() ->
 
 
 def test_terms_add_up_to_the_plan() -> None:
-    plan = make_plan(with_values(PRESETS["qwen3-14b"].spec, {"gpus": "2", "offload.ratio": "0.6"}), superchips(4))
+    plan = make_plan(
+        with_values(PRESETS["qwen3-14b"].spec, {"gpus": "2", "offload.ratio": "0.6"}), superchips(4)
+    )
     assert sum(term.bytes for term in plan.breakdown if term.location == "gpu") == plan.gpu_bytes
-    assert sum(term.bytes for term in plan.breakdown if term.location == "node" and term.rank is None) == plan.host_bytes_per_node[1]
+    assert (
+        sum(term.bytes for term in plan.breakdown if term.location == "node" and term.rank is None)
+        == plan.host_bytes_per_node[1]
+    )

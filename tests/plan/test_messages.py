@@ -39,12 +39,24 @@ SHORT = Shortage(pool="node", nodes=(0, 1), needs=200 * GIB, has=111 * GIB, fata
             "each GPU needs 90.0 GiB of 95.0 GiB: little is left for what is not predicted exactly",
         ),
         (
-            MemoryNeeded(gpu_bytes=10 * GIB, gpu_capacity_bytes=95 * GIB, hosts=(NodeNeed((0,), 20 * GIB, 111 * GIB),)),
+            MemoryNeeded(
+                gpu_bytes=10 * GIB,
+                gpu_capacity_bytes=95 * GIB,
+                hosts=(NodeNeed((0,), 20 * GIB, 111 * GIB),),
+            ),
             "needs 10.0 GiB of 95.0 GiB on each GPU; 20.0 GiB of 111 GiB on host node 0",
         ),
-        (TooFewGpus(machine="n1", asked=8, present=4), "gpus = 8: n1 has 4 GPUs. Ask for 4 or fewer"),
         (
-            FitsHere(changes=(Change("train.micro_batch", 4, 2), Change("train.gradient_accumulation", 1, 2))),
+            TooFewGpus(machine="n1", asked=8, present=4),
+            "gpus = 8: n1 has 4 GPUs. Ask for 4 or fewer",
+        ),
+        (
+            FitsHere(
+                changes=(
+                    Change("train.micro_batch", 4, 2),
+                    Change("train.gradient_accumulation", 1, 2),
+                )
+            ),
             "train.micro_batch = 2 with train.gradient_accumulation = 2 fits here",
         ),
         (
@@ -56,11 +68,15 @@ SHORT = Shortage(pool="node", nodes=(0, 1), needs=200 * GIB, has=111 * GIB, fata
             "auto is superoffload here: without offload each of host nodes 0, 1 needs 200 GiB, has 111 GiB",
         ),
         (
-            MicroBatchChosen(micro_batch=8, accumulation=2, given_micro_batch=4, given_slower=0.071),
+            MicroBatchChosen(
+                micro_batch=8, accumulation=2, given_micro_batch=4, given_slower=0.071
+            ),
             "micro-batch 8 with accumulation 2 keeps the tokens of a step; micro-batch 4 would be 7.1% slower",
         ),
         (
-            NextBest(mode="superoffload", ratio=0.35, micro_batch=4, policy="selective", slower=0.072),
+            NextBest(
+                mode="superoffload", ratio=0.35, micro_batch=4, policy="selective", slower=0.072
+            ),
             "next best: superoffload at ratio 0.35, micro-batch 4, activation checkpointing selective, 7.2% slower",
         ),
         (
@@ -82,16 +98,34 @@ SHORT = Shortage(pool="node", nodes=(0, 1), needs=200 * GIB, has=111 * GIB, fata
             "plans are off): offloads nothing, leaves 12.0 GiB less of each GPU",
         ),
         (
-            FasterRatio(ratio=0.9, step_s=3.62, smallest_ratio=0.7, smallest_step_s=3.66, alike=True, more_gpu_bytes=24 * GIB),
+            FasterRatio(
+                ratio=0.9,
+                step_s=3.62,
+                smallest_ratio=0.7,
+                smallest_step_s=3.66,
+                alike=True,
+                more_gpu_bytes=24 * GIB,
+            ),
             "ratio 0.90: about as fast as 0.70, which would fit too (3.62 s a step instead of 3.66 s), "
             "and leaves 24.0 GiB more of each GPU",
         ),
         (
-            FasterRatio(ratio=0.9, step_s=3.0, smallest_ratio=0.7, smallest_step_s=3.6, more_gpu_bytes=24 * GIB),
+            FasterRatio(
+                ratio=0.9,
+                step_s=3.0,
+                smallest_ratio=0.7,
+                smallest_step_s=3.6,
+                more_gpu_bytes=24 * GIB,
+            ),
             "ratio 0.90: 0.70 would fit too, but the GPU would step more itself; 3.00 s a step instead of 3.60 s",
         ),
         (
-            MemoryAdvice(pool="gpu", savings=(MemorySaving(changes=(Change("offload.ratio", 0.6, 0.8),), saves_bytes=3 * GIB),)),
+            MemoryAdvice(
+                pool="gpu",
+                savings=(
+                    MemorySaving(changes=(Change("offload.ratio", 0.6, 0.8),), saves_bytes=3 * GIB),
+                ),
+            ),
             "offload.ratio 0.6 -> 0.8 needs 3.0 GiB less on each GPU (predicted). `so-tui plan` shows the rest",
         ),
         (
@@ -131,7 +165,11 @@ def test_every_fact_has_a_code_of_its_own_and_words() -> None:
         "states": "bf16-moments",
     }
     for kind in kinds:
-        given = {field.name: values.get(field.name, 1) for field in msgspec.structs.fields(kind) if field.required}
+        given = {
+            field.name: values.get(field.name, 1)
+            for field in msgspec.structs.fields(kind)
+            if field.required
+        }
         if kind is TooFewGpus:
             given |= {"asked": 2, "present": 1}
         assert message(kind(**given)) or kind is Note, kind
@@ -160,7 +198,12 @@ def test_a_plan_that_was_saved_with_texts_is_read_and_shown() -> None:
     saved = Path(__file__).with_name("plan_of_an_older_version.json").read_bytes()
     plan = msgspec.json.decode(saved, type=Plan)
     assert (
-        plan.reason_texts == plan.reasons == ("needs 1.4 GiB of 22.6 GiB on host node 0", "auto is superoffload on a machine without GPUs")
+        plan.reason_texts
+        == plan.reasons
+        == (
+            "needs 1.4 GiB of 22.6 GiB on host node 0",
+            "auto is superoffload on a machine without GPUs",
+        )
     )
     assert "exchange with the GPU" in [term.name for term in plan.breakdown]
     assert {term.kind for term in plan.breakdown} == {TermKind.UNKNOWN}
@@ -173,8 +216,12 @@ def test_a_plan_that_was_saved_with_texts_is_read_and_shown() -> None:
 def test_facts_are_beside_their_texts_in_json() -> None:
     plan = recommend(spec_of("llama-3.3-70b"), QUAD, 4)
     tree = plan_tree(plan)
-    assert [fact["message"] for fact in tree["facts"] if fact["role"] != "warning"] == list(tree["reasons"])
-    assert [fact["message"] for fact in tree["facts"] if fact["role"] == "remedy"] == list(tree["remedies"])
+    assert [fact["message"] for fact in tree["facts"] if fact["role"] != "warning"] == list(
+        tree["reasons"]
+    )
+    assert [fact["message"] for fact in tree["facts"] if fact["role"] == "remedy"] == list(
+        tree["remedies"]
+    )
     first = tree["facts"][0]
     assert (first["code"], first["pool"], first["fatal"]) == ("shortage", "node", True)
     assert tree["shortage"]["place"] == "host node 0"

@@ -25,12 +25,21 @@ from tests.support.sysroots import QUAD_MI300A, build_sysroot
 
 APUS = named_machine("mi300a-4")
 APART = named_machine("gh200-quad-120")
-PLAIN = {"gpus": "1", "model__activation_checkpointing": "full", "train__gradient_clipping": "0", "checkpoint__background": "false"}
+PLAIN = {
+    "gpus": "1",
+    "model__activation_checkpointing": "full",
+    "train__gradient_clipping": "0",
+    "checkpoint__background": "false",
+}
 """One GPU, and nothing that takes whatever memory is left."""
 
 
 def state_bytes(plan: Plan) -> dict[str, int]:
-    return {term.kind.name: term.bytes for term in plan.breakdown if term.kind.name in ("WEIGHTS", "MASTER_WEIGHTS", "MOMENTS")}
+    return {
+        term.kind.name: term.bytes
+        for term in plan.breakdown
+        if term.kind.name in ("WEIGHTS", "MASTER_WEIGHTS", "MOMENTS")
+    }
 
 
 @pytest.mark.parametrize("mode", ["gpu", "superoffload"])
@@ -62,21 +71,35 @@ def test_what_needs_both_sides_of_a_memory_does_not_fit() -> None:
 def test_offloading_frees_nothing() -> None:
     spec = spec_of("qwen3-4b-random", **PLAIN)
     target = target_of(spec, APUS)
-    on_gpu, offloaded = assess(in_mode(spec, "gpu"), target), assess(in_mode(spec, "superoffload", 1.0), target)
+    on_gpu, offloaded = (
+        assess(in_mode(spec, "gpu"), target),
+        assess(in_mode(spec, "superoffload", 1.0), target),
+    )
     assert offloaded.demand.node_bytes[0] == pytest.approx(on_gpu.demand.node_bytes[0], rel=0.1)
     plan = make_plan(spec_of("qwen3-4b-random", gpus="1", offload__mode="auto"), APUS)
     only(plan.reasons, OneMemory)
-    assert (plan.mode, only(plan.reasons, AutoMode).why) == ("gpu", "fits-on-gpu")  # offloading would gain little without it
+    assert (plan.mode, only(plan.reasons, AutoMode).why) == (
+        "gpu",
+        "fits-on-gpu",
+    )  # offloading would gain little without it
 
 
 def test_a_copy_costs_what_the_memory_costs() -> None:
     speed = target_of(spec_of("tiny", gpus="1"), APUS).resources.speed
     assert speed is not None
-    assert speed.d2h_bytes_per_s == speed.h2d_bytes_per_s == speed.hbm_bytes_per_s / 2  # it reads and writes the same memory
+    assert (
+        speed.d2h_bytes_per_s == speed.h2d_bytes_per_s == speed.hbm_bytes_per_s / 2
+    )  # it reads and writes the same memory
 
 
 def test_compact_states_help_where_states_are_all_that_is_large() -> None:
-    spec = spec_of("llama-3.1-8b", gpus="1", offload__states="int8-moments", offload__mode="superoffload", offload__ratio="1.0")
+    spec = spec_of(
+        "llama-3.1-8b",
+        gpus="1",
+        offload__states="int8-moments",
+        offload__mode="superoffload",
+        offload__ratio="1.0",
+    )
     assert make_plan(spec, APUS).fits
 
 
@@ -86,7 +109,9 @@ def test_plans_say_that_nothing_was_run() -> None:
     assert plan.never_run
     assert not make_plan(spec_of("tiny", gpus="1"), APART).never_run
     assert not facts_of(plan.warnings, DeepSpeedNvidiaOnly)
-    theirs = make_plan(spec_of("tiny", gpus="1", offload__engine="deepspeed", offload__mode="superoffload"), APUS)
+    theirs = make_plan(
+        spec_of("tiny", gpus="1", offload__engine="deepspeed", offload__mode="superoffload"), APUS
+    )
     only(theirs.warnings, DeepSpeedNvidiaOnly)
 
 
@@ -97,7 +122,9 @@ def test_other_gpus_of_amd_are_refused() -> None:
     only(plan.reasons, AmdGpu)
 
 
-def test_from_the_system_files_to_the_binding_by_commands_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_the_system_files_to_the_binding_by_commands_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     root = build_sysroot(QUAD_MI300A.listing(), tmp_path / "root")
     assert main(["inspect", "--sysroot", str(root), "--json"]) == 0
     file = tmp_path / "machine.json"
@@ -108,9 +135,10 @@ def test_from_the_system_files_to_the_binding_by_commands_alone(tmp_path: Path, 
         (plan,) = json.loads(capsys.readouterr().out)["plans"]
         assert (plan["fits"], plan["one_memory"], plan["mode"]) == (True, True, "gpu")
         assert "never-run" in [fact["code"] for fact in plan["facts"]]
-        assert [(rank["gpu"], rank["numa_node"], rank["memory_policy"]["nodes"]) for rank in plan["binding"]] == [
-            (index, index, [index]) for index in range(4)
-        ]
+        assert [
+            (rank["gpu"], rank["numa_node"], rank["memory_policy"]["nodes"])
+            for rank in plan["binding"]
+        ] == [(index, index, [index]) for index in range(4)]
     assert main(["plan", "qwen3-14b", "--gpus", "4", "--machine", "mi300a-4"]) == 0
     assert "planned, never run" in capsys.readouterr().out
     assert main(["plan", "--machine", "mi300a-4"]) == 0

@@ -23,14 +23,26 @@ def figures() -> dict[str, Compared]:
 
 
 def planned(**changes: str) -> Plan:
-    base = {"gpus": "1", "offload.mode": "superoffload", "offload.ratio": "0.8", "model.activation_checkpointing": "full"}
+    base = {
+        "gpus": "1",
+        "offload.mode": "superoffload",
+        "offload.ratio": "0.8",
+        "model.activation_checkpointing": "full",
+    }
     base |= {"offload.sub_group_size": "400000000", "train.gradient_clipping": "0"}
-    return make_plan(with_values(LLAMA, base | {key.replace("__", "."): value for key, value in changes.items()}), GH200)
+    return make_plan(
+        with_values(
+            LLAMA, base | {key.replace("__", "."): value for key, value in changes.items()}
+        ),
+        GH200,
+    )
 
 
 def test_keys_are_unique_and_reasons_name_what_can_be_computed() -> None:
     assert len({figure.key for figure in published()}) == len(published())
-    named = {name for figure in published() for _, name, _, _ in Formatter().parse(figure.reason) if name}
+    named = {
+        name for figure in published() for _, name, _, _ in Formatter().parse(figure.reason) if name
+    }
     assert named <= _EVIDENCE.keys()
     assert _EVIDENCE.keys() <= named
 
@@ -41,21 +53,35 @@ def test_every_notable_difference_has_its_reason(figures: dict[str, Compared]) -
             assert one.reason, one.published.key
 
 
-def test_deepspeeds_superoffload_is_faster_than_zerooffload_on_a_superchip_unless_it_clips() -> None:
+def test_deepspeeds_superoffload_is_faster_than_zerooffload_on_a_superchip_unless_it_clips() -> (
+    None
+):
     """It was planned at 208 TFLOPS, below ZeRO-Offload's 219: copies over PCIe had been counted as traffic of the host's memory."""
-    superoffload, clipped = planned(offload__engine="deepspeed"), planned(offload__engine="deepspeed", train__gradient_clipping="1")
+    superoffload, clipped = (
+        planned(offload__engine="deepspeed"),
+        planned(offload__engine="deepspeed", train__gradient_clipping="1"),
+    )
     zerooffload = planned(offload__mode="zerooffload")
-    tflops = [example_tflops(plan) or 0.0 for plan in (clipped, zerooffload, superoffload, planned())]
+    tflops = [
+        example_tflops(plan) or 0.0 for plan in (clipped, zerooffload, superoffload, planned())
+    ]
     assert tflops == sorted(tflops)
     assert tflops[2] / tflops[1] > 1.1
 
 
-def test_what_the_first_version_left_out_explains_the_published_speeds(figures: dict[str, Compared]) -> None:
-    evidence = {key: _EVIDENCE[name](figures[key].published) for key, name in (("speedup-examples", "early_speedup"),)}
+def test_what_the_first_version_left_out_explains_the_published_speeds(
+    figures: dict[str, Compared],
+) -> None:
+    evidence = {
+        key: _EVIDENCE[name](figures[key].published)
+        for key, name in (("speedup-examples", "early_speedup"),)
+    }
     assert evidence["speedup-examples"] == pytest.approx(1.5, rel=NOTABLE)
 
 
-def test_the_largest_model_of_the_paper_is_the_largest_that_is_planned(figures: dict[str, Compared]) -> None:
+def test_the_largest_model_of_the_paper_is_the_largest_that_is_planned(
+    figures: dict[str, Compared],
+) -> None:
     difference = figures["largest-superoffload"].difference
     assert difference is not None
     assert abs(difference) < NOTABLE

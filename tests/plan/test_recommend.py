@@ -38,7 +38,9 @@ from so_tui.spec import with_values
 from tests.support.machines import x86
 from tests.support.planning import BIG, CATALOG, QUAD, facts_of, only, spec_of
 
-FOUR_H100 = x86("NVIDIA H100 80GB HBM3", gpu_mib=81_559, memory_mib=512 * 1024, gpu_count=4, cores=112)
+FOUR_H100 = x86(
+    "NVIDIA H100 80GB HBM3", gpu_mib=81_559, memory_mib=512 * 1024, gpu_count=4, cores=112
+)
 
 
 def source_of(plan: Plan) -> SpeedSource:
@@ -55,12 +57,19 @@ def test_the_recommended_ratio_is_the_smallest_that_keeps_the_margin() -> None:
     assert faster.step_s < faster.smallest_step_s
     stays = {"offload.parameters": "none", "model.activation_offload": "off"}
     smallest, less = (
-        make_plan(with_values(plan.spec, {"offload.ratio": f"{ratio:.2f}", "offload.speculation": "auto"} | stays), BIG)
+        make_plan(
+            with_values(
+                plan.spec, {"offload.ratio": f"{ratio:.2f}", "offload.speculation": "auto"} | stays
+            ),
+            BIG,
+        )
         for ratio in (faster.smallest_ratio, faster.smallest_ratio - 0.05)
     )
     assert smallest.verdict == "fits"
     assert less.verdict != "fits"
-    held_back = recommend(spec_of("qwen3-14b", offload__speculation="off", model__activation_offload="off"), BIG, 1)
+    held_back = recommend(
+        spec_of("qwen3-14b", offload__speculation="off", model__activation_offload="off"), BIG, 1
+    )
     assert only(held_back.reasons, SmallestRatio).ratio == held_back.ratio == faster.smallest_ratio
     given = make_plan(spec_of("qwen3-14b", gpus="1", offload__mode="superoffload"), BIG)
     assert (plan.step_s or 0) <= (given.step_s or 0)
@@ -68,14 +77,29 @@ def test_the_recommended_ratio_is_the_smallest_that_keeps_the_margin() -> None:
 
 def steps_by_ratio(plan: Plan, machine: Machine) -> dict[float, float]:
     """Return the steps of a plan's settings at all ratios at which they fit."""
-    changes = {"offload.speculation": "auto", "offload.speculation_gib": "0", "offload.parameters": "none"}
-    found = ((ratio, make_plan(with_values(plan.spec, changes | {"offload.ratio": f"{ratio:.2f}"}), machine)) for ratio in RATIOS)
-    return {ratio: other.step_s for ratio, other in found if other.verdict == "fits" and other.step_s is not None}
+    changes = {
+        "offload.speculation": "auto",
+        "offload.speculation_gib": "0",
+        "offload.parameters": "none",
+    }
+    found = (
+        (
+            ratio,
+            make_plan(with_values(plan.spec, changes | {"offload.ratio": f"{ratio:.2f}"}), machine),
+        )
+        for ratio in RATIOS
+    )
+    return {
+        ratio: other.step_s
+        for ratio, other in found
+        if other.verdict == "fits" and other.step_s is not None
+    }
 
 
 @pytest.mark.parametrize("measured", [False, True])
 @pytest.mark.parametrize(
-    ("preset", "machine", "micro_batch"), [("qwen3-14b", "h200-8", "2"), ("phi-4", "gh200-480", "4"), ("llama-3.1-8b", "h200-8", "8")]
+    ("preset", "machine", "micro_batch"),
+    [("qwen3-14b", "h200-8", "2"), ("phi-4", "gh200-480", "4"), ("llama-3.1-8b", "h200-8", "8")],
 )
 def test_the_recommended_ratio_is_the_fastest_and_leaves_adam_some_time_where_its_rate_is_another_hosts(
     preset: str, machine: str, micro_batch: str, measured: bool, monkeypatch: pytest.MonkeyPatch
@@ -107,11 +131,24 @@ def test_a_batch_too_large_is_cut_without_changing_the_tokens_of_a_step() -> Non
 
 def test_a_recommendation_explains_each_choice_and_prices_the_next_best() -> None:
     plan = recommend(spec_of("llama-3.1-8b", train__micro_batch="8"), QUAD, 4)
-    expected = [MemoryNeeded, FasterRatio, CheckpointingChosen, MicroBatchChosen, AdamCoresChosen, NextBest, StepsEarly]
+    expected = [
+        MemoryNeeded,
+        FasterRatio,
+        CheckpointingChosen,
+        MicroBatchChosen,
+        AdamCoresChosen,
+        NextBest,
+        StepsEarly,
+    ]
     assert [type(reason) for reason in plan.reasons] == expected
     assert only(plan.reasons, FasterRatio).ratio == plan.ratio
     assert only(plan.reasons, NextBest).slower > 0
-    published = {"gpus": "4", "model__activation_checkpointing": "full", "offload__mode": "superoffload", "train__micro_batch": "8"}
+    published = {
+        "gpus": "4",
+        "model__activation_checkpointing": "full",
+        "offload__mode": "superoffload",
+        "train__micro_batch": "8",
+    }
     given = make_plan(spec_of("llama-3.1-8b", **published), QUAD)
     assert plan.tokens_per_step == given.tokens_per_step
     assert plan.spec.data.sequence_length == given.spec.data.sequence_length
@@ -120,25 +157,40 @@ def test_a_recommendation_explains_each_choice_and_prices_the_next_best() -> Non
 
 @pytest.mark.parametrize("name", list(CATALOG.presets))
 @pytest.mark.parametrize(
-    "machine", [QUAD, BIG, x86("NVIDIA H200"), x86("NVIDIA H100 80GB HBM3", gpu_mib=81_559)], ids=["quad", "big", "h200", "h100"]
+    "machine",
+    [QUAD, BIG, x86("NVIDIA H200"), x86("NVIDIA H100 80GB HBM3", gpu_mib=81_559)],
+    ids=["quad", "big", "h200", "h100"],
 )
 def test_nothing_is_recommended_that_the_margin_cannot_hold(name: str, machine: Machine) -> None:
     plan = recommend(CATALOG.presets[name].spec, machine, 1)
     if plan.recommended:
         assert plan.gpu_bytes <= 0.92 * (plan.gpu_capacity_bytes or 0)
-        assert all(needs <= 0.94 * plan.host_capacity_bytes_per_node[node] for node, needs in plan.host_bytes_per_node.items())
+        assert all(
+            needs <= 0.94 * plan.host_capacity_bytes_per_node[node]
+            for node, needs in plan.host_bytes_per_node.items()
+        )
         as_run = make_plan(plan.spec, machine)
-        assert (as_run.verdict, as_run.gpu_bytes, as_run.step_s) == ("fits", plan.gpu_bytes, plan.step_s)
+        assert (as_run.verdict, as_run.gpu_bytes, as_run.step_s) == (
+            "fits",
+            plan.gpu_bytes,
+            plan.step_s,
+        )
 
 
 @pytest.mark.parametrize("name", list(CATALOG.presets))
 @pytest.mark.parametrize("gpus", [1, 2, 4])
 def test_what_is_recommended_is_as_fast_as_the_preset_as_published(name: str, gpus: int) -> None:
-    published = {"offload__mode": "superoffload", "model__activation_checkpointing": "full", "gpus": str(gpus)}
+    published = {
+        "offload__mode": "superoffload",
+        "model__activation_checkpointing": "full",
+        "gpus": str(gpus),
+    }
     given, best = make_plan(spec_of(name, **published), QUAD), recommend(spec_of(name), QUAD, gpus)
     if given.fits:
         assert best.fits
-        assert not clearly_faster(given.useful_tokens_per_s_total or 0, best.useful_tokens_per_s_total or 0)
+        assert not clearly_faster(
+            given.useful_tokens_per_s_total or 0, best.useful_tokens_per_s_total or 0
+        )
 
 
 def test_the_command_of_a_recommendation_runs_just_that() -> None:
@@ -148,12 +200,21 @@ def test_the_command_of_a_recommendation_runs_just_that() -> None:
     assert words[:5] == ["so-tui", "run", "phi-4", "--gpus", "4"]
     changes = dict(word.split("=") for word in words if "=" in word)
     as_run = make_plan(with_values(replace(given, gpus=4), changes), QUAD)
-    assert (as_run.gpu_bytes, as_run.step_s, as_run.tokens_per_step) == (plan.gpu_bytes, plan.step_s, plan.tokens_per_step)
-    assert plans_json([plan])["plans"][0]["settings"]["train.micro_batch"] == plan.spec.train.micro_batch
+    assert (as_run.gpu_bytes, as_run.step_s, as_run.tokens_per_step) == (
+        plan.gpu_bytes,
+        plan.step_s,
+        plan.tokens_per_step,
+    )
+    assert (
+        plans_json([plan])["plans"][0]["settings"]["train.micro_batch"]
+        == plan.spec.train.micro_batch
+    )
 
 
 @pytest.mark.parametrize(("gpus", "words"), [((2, 3), "2,3"), ((2,), "2,"), (2, "2")])
-def test_the_command_names_the_gpus_that_were_planned_for(gpus: int | tuple[int, ...], words: str) -> None:
+def test_the_command_names_the_gpus_that_were_planned_for(
+    gpus: int | tuple[int, ...], words: str
+) -> None:
     """Other people may train on those that a mere count would take."""
     given = spec_of("llama-3.1-8b")
     plan = recommend(replace(given, gpus=gpus), QUAD)
@@ -168,18 +229,35 @@ def test_a_target_of_tokens_decides_the_accumulation_of_the_command_too() -> Non
 
 
 def test_a_target_of_tokens_a_step_reaches_memory_time_and_the_reasons() -> None:
-    aimed = make_plan(spec_of("qwen3-4b-random", gpus="1", train__tokens_per_step="100000"), x86("NVIDIA H200"))
-    given = make_plan(
-        spec_of("qwen3-4b-random", gpus="1", train__gradient_accumulation=str(aimed.spec.gradient_accumulation_steps)), x86("NVIDIA H200")
+    aimed = make_plan(
+        spec_of("qwen3-4b-random", gpus="1", train__tokens_per_step="100000"), x86("NVIDIA H200")
     )
-    assert (aimed.gpu_bytes, aimed.step_s, aimed.tokens_per_step) == (given.gpu_bytes, given.step_s, given.tokens_per_step)
+    given = make_plan(
+        spec_of(
+            "qwen3-4b-random",
+            gpus="1",
+            train__gradient_accumulation=str(aimed.spec.gradient_accumulation_steps),
+        ),
+        x86("NVIDIA H200"),
+    )
+    assert (aimed.gpu_bytes, aimed.step_s, aimed.tokens_per_step) == (
+        given.gpu_bytes,
+        given.step_s,
+        given.tokens_per_step,
+    )
     reached = only(aimed.reasons, TokensReached)
     assert (reached.target, reached.tokens, reached.accumulation) == (
         100_000,
         aimed.tokens_per_step,
         aimed.spec.gradient_accumulation_steps,
     )
-    halved = recommend(spec_of("qwen3-4b-random", gpus="1", train__tokens_per_step="131072", train__micro_batch="64"), BIG, 1)
+    halved = recommend(
+        spec_of(
+            "qwen3-4b-random", gpus="1", train__tokens_per_step="131072", train__micro_batch="64"
+        ),
+        BIG,
+        1,
+    )
     assert halved.spec.train.micro_batch < 64
     assert halved.tokens_per_step == 131_072
 
@@ -189,7 +267,9 @@ def test_waiting_for_the_optimizer_is_priced_in_tokens_of_a_step() -> None:
     waiting = recommend(spec_of("gpt-oss-20b", **held_back), BIG, 1)
     priced = only(waiting.warnings, LargerSteps)
     assert priced.key == "train.gradient_accumulation"
-    larger = recommend(spec_of("gpt-oss-20b", train__gradient_accumulation=str(priced.value), **held_back), BIG, 1)
+    larger = recommend(
+        spec_of("gpt-oss-20b", train__gradient_accumulation=str(priced.value), **held_back), BIG, 1
+    )
     assert larger.tokens_per_step == priced.tokens
     faster = (larger.useful_tokens_per_s_total or 0) / (waiting.useful_tokens_per_s_total or 1)
     assert priced.faster == pytest.approx(faster, rel=0.05)
@@ -199,7 +279,9 @@ def test_waiting_for_the_optimizer_is_priced_in_tokens_of_a_step() -> None:
 
 @pytest.mark.parametrize("name", list(CATALOG.presets))
 @pytest.mark.parametrize("machine", [QUAD, FOUR_H100], ids=["quad", "h100"])
-def test_what_is_recommended_is_about_as_fast_as_the_fastest_and_simpler_where_it_is_not_that(name: str, machine: Machine) -> None:
+def test_what_is_recommended_is_about_as_fast_as_the_fastest_and_simpler_where_it_is_not_that(
+    name: str, machine: Machine
+) -> None:
     for gpus in (1, 4):
         spec = replace(CATALOG.presets[name].spec, gpus=gpus)
         chosen, tried = best_settings(spec, target_of(spec, machine))
@@ -211,7 +293,12 @@ def test_what_is_recommended_is_about_as_fast_as_the_fastest_and_simpler_where_i
         if rate(fastest) > rate(chosen):
             kept = spec.train.micro_batch
             mine, theirs = (
-                (found.spec.offload.mode != "gpu", found.spec.train.micro_batch != kept, not found.roomy) for found in (chosen, fastest)
+                (
+                    found.spec.offload.mode != "gpu",
+                    found.spec.train.micro_batch != kept,
+                    not found.roomy,
+                )
+                for found in (chosen, fastest)
             )
             assert mine < theirs
 
@@ -248,7 +335,9 @@ def test_of_numbers_of_gpus_that_train_about_as_much_on_each_the_smallest_is_mar
 
 
 def test_a_recommendation_without_an_alternative_says_so() -> None:
-    plan = recommend(spec_of("tiny", train__micro_batch="1", model__activation_checkpointing="full"), QUAD, 1)
+    plan = recommend(
+        spec_of("tiny", train__micro_batch="1", model__activation_checkpointing="full"), QUAD, 1
+    )
     assert plan.recommended
     assert only(plan.reasons, NoNextBest).fits
 
@@ -257,7 +346,12 @@ def test_gradients_that_sum_up_on_the_host_keep_no_larger_micro_batch_from_being
     """Summing takes 4 B a parameter there: one micro-batch fits where two of half the size do not."""
     roomy = recommend(spec_of("qwen3-30b-a3b", train__micro_batch="4"), BIG, 1)
     assert roomy.recommended
-    cut = make_plan(spec_of("qwen3-30b-a3b", gpus="1", train__micro_batch="1", train__gradient_accumulation="4"), BIG)
+    cut = make_plan(
+        spec_of(
+            "qwen3-30b-a3b", gpus="1", train__micro_batch="1", train__gradient_accumulation="4"
+        ),
+        BIG,
+    )
     assert not cut.fits
     again = recommend(cut.spec, BIG, 1)
     assert again.recommended
@@ -266,7 +360,10 @@ def test_gradients_that_sum_up_on_the_host_keep_no_larger_micro_batch_from_being
 
 
 def test_where_nothing_is_offloaded_nothing_is_said_of_offloading() -> None:
-    plan = make_plan(spec_of("tiny", gpus="1", offload__mode="superoffload", offload__ratio="0"), x86("NVIDIA H200"))
+    plan = make_plan(
+        spec_of("tiny", gpus="1", offload__mode="superoffload", offload__ratio="0"),
+        x86("NVIDIA H200"),
+    )
     assert not facts_of(plan.warnings, PcieOffload)
     given = spec_of("tiny", gpus="1")
     target = target_of(given, x86("NVIDIA H200"))
@@ -276,8 +373,16 @@ def test_where_nothing_is_offloaded_nothing_is_said_of_offloading() -> None:
 
 
 def test_what_is_tight_says_how_many_gpus_keep_the_margin() -> None:
-    narrow = replace(QUAD, numa_nodes=tuple(replace(node, memory_total_bytes=118 * 2**30) for node in QUAD.numa_nodes))
-    tight = [plan for name in CATALOG.presets for count in (1, 2) if (plan := recommend(spec_of(name), narrow, count)).verdict == "tight"]
+    narrow = replace(
+        QUAD,
+        numa_nodes=tuple(replace(node, memory_total_bytes=118 * 2**30) for node in QUAD.numa_nodes),
+    )
+    tight = [
+        plan
+        for name in CATALOG.presets
+        for count in (1, 2)
+        if (plan := recommend(spec_of(name), narrow, count)).verdict == "tight"
+    ]
     assert tight
     for plan in tight:
         gpus = only(plan.warnings, MoreGpusKeepMargin).gpus
@@ -294,7 +399,9 @@ def test_what_was_seen_of_the_data_is_what_a_plan_reckons_with() -> None:
     spec = spec_of("qwen3-14b", gpus="4")
     whole = make_plan(spec, QUAD)
     assert source_of(whole).workload is None
-    remember(spec, Seen(fingerprint="a", workload=Workload(attended_tokens=200.0, trained_share=0.5)))
+    remember(
+        spec, Seen(fingerprint="a", workload=Workload(attended_tokens=200.0, trained_share=0.5))
+    )
     packed = make_plan(spec, QUAD)
     assert source_of(packed).workload == Workload(attended_tokens=200.0, trained_share=0.5)
     assert (packed.step_s or 0) < 0.97 * (whole.step_s or 0)

@@ -22,24 +22,49 @@ LONG = 1_048_576
 
 
 def long_spec(tokens: int, gpus: int = 2, **changes: str) -> RunSpec:
-    one = {"gpus": str(gpus), "train__micro_batch": "1", "train__gradient_accumulation": "1", "data__sequence_length": str(tokens)}
-    return spec_of("qwen3-4b-random", **one | {"offload__mode": "superoffload", "model__activation_checkpointing": "full"} | changes)
+    one = {
+        "gpus": str(gpus),
+        "train__micro_batch": "1",
+        "train__gradient_accumulation": "1",
+        "data__sequence_length": str(tokens),
+    }
+    return spec_of(
+        "qwen3-4b-random",
+        **one
+        | {"offload__mode": "superoffload", "model__activation_checkpointing": "full"}
+        | changes,
+    )
 
 
 def test_activations_of_a_rank_are_those_of_its_part() -> None:
-    shared, whole = (long_spec(tokens, train__sequence_parallel=ranks) for tokens, ranks in ((65_536, "2"), (32_768, "1")))
+    shared, whole = (
+        long_spec(tokens, train__sequence_parallel=ranks)
+        for tokens, ranks in ((65_536, "2"), (32_768, "1"))
+    )
     found, expected = (
-        {term.kind: term.bytes for term in all_terms(assess(spec, target_of(spec, H200S)).placement) if term.location == "gpu"}
+        {
+            term.kind: term.bytes
+            for term in all_terms(assess(spec, target_of(spec, H200S)).placement)
+            if term.location == "gpu"
+        }
         for spec in (shared, whole)
     )
     assert found.pop(TermKind.SEQUENCE_EXCHANGE) > 0
-    for kind in (TermKind.LAYER_INPUTS, TermKind.BLOCK_WORKING_SET, TermKind.LOSS, TermKind.HIDDEN_STATES, TermKind.STATES_ON_GPU):
+    for kind in (
+        TermKind.LAYER_INPUTS,
+        TermKind.BLOCK_WORKING_SET,
+        TermKind.LOSS,
+        TermKind.HIDDEN_STATES,
+        TermKind.STATES_ON_GPU,
+    ):
         assert found[kind] == expected[kind]
     assert found[TermKind.NCCL_BUFFERS] == 2 * expected[TermKind.NCCL_BUFFERS]
 
 
 def test_a_step_trains_half_the_sequences_and_waits_for_the_exchange() -> None:
-    shared, whole = (make_plan(long_spec(65_536, train__sequence_parallel=ranks), H200S) for ranks in ("2", "1"))
+    shared, whole = (
+        make_plan(long_spec(65_536, train__sequence_parallel=ranks), H200S) for ranks in ("2", "1")
+    )
     assert 2 * shared.tokens_per_step == whole.tokens_per_step
     assert shared.step is not None
     assert whole.step is not None
@@ -47,7 +72,9 @@ def test_a_step_trains_half_the_sequences_and_waits_for_the_exchange() -> None:
 
 
 def test_key_heads_are_sent_to_every_rank_where_there_are_fewer() -> None:
-    shape = target_of(long_spec(65_536), H200S).profile.architecture  # 32 heads and 8 key heads of 128
+    shape = target_of(
+        long_spec(65_536), H200S
+    ).profile.architecture  # 32 heads and 8 key heads of 128
     assert exchanged_bytes(shape, 4) == 4 * (4096 + 1024) * 3 / 4
     assert exchanged_bytes(shape, 16) == 4 * (4096 + 2048) * 15 / 16
 
@@ -69,15 +96,28 @@ def test_sharing_is_a_remedy_with_the_tokens_of_a_step_unchanged() -> None:
 
 
 def test_only_ranks_that_divide_the_heads_are_tried() -> None:
-    assert [spec.train.sequence_parallel for spec in more_sharing(long_spec(LONG, gpus=12))] == [2, 4]
-    assert [spec.train.sequence_parallel for spec in more_sharing(spec_of("phi-4", gpus="8"))] == [2]  # 40 heads, 10 key heads
+    assert [spec.train.sequence_parallel for spec in more_sharing(long_spec(LONG, gpus=12))] == [
+        2,
+        4,
+    ]
+    assert [spec.train.sequence_parallel for spec in more_sharing(spec_of("phi-4", gpus="8"))] == [
+        2
+    ]  # 40 heads, 10 key heads
 
 
 @pytest.mark.parametrize(
-    ("name", "changes"), [("phi-4", {"train__sequence_parallel": "4"}), ("qwen3-4b-random", {"model__attention": "sdpa"})]
+    ("name", "changes"),
+    [
+        ("phi-4", {"train__sequence_parallel": "4"}),
+        ("qwen3-4b-random", {"model__attention": "sdpa"}),
+    ],
 )
-def test_heads_and_backends_that_cannot_share_are_refused(name: str, changes: dict[str, str]) -> None:
-    plan = make_plan(spec_of(name, **{"gpus": "4", "train__sequence_parallel": "2"} | changes), H200S)
+def test_heads_and_backends_that_cannot_share_are_refused(
+    name: str, changes: dict[str, str]
+) -> None:
+    plan = make_plan(
+        spec_of(name, **{"gpus": "4", "train__sequence_parallel": "2"} | changes), H200S
+    )
     assert not plan.possible
     assert only(plan.reasons, SequencesNotShareable).ranks in (2, 4)
 
@@ -95,12 +135,21 @@ def test_layers_that_would_see_only_a_part_are_refused_and_never_tried(kind: str
 
 
 def test_the_length_that_a_spec_leaves_out_counts_too() -> None:
-    tree = {"name": "x", "gpus": 3, "model": {"id": "x/y"}, "data": {"source": "x/z"}, "train": {"steps": 1, "sequence_parallel": 3}}
+    tree = {
+        "name": "x",
+        "gpus": 3,
+        "model": {"id": "x/y"},
+        "data": {"source": "x/z"},
+        "train": {"steps": 1, "sequence_parallel": 3},
+    }
     assert [problem.code for problem in problems_in(tree)] == ["sequence-parallel-length"]
 
 
 def test_without_a_gpu_nothing_can_share() -> None:
-    assert facts_of(make_plan(spec_of("tiny", gpus="2", train__sequence_parallel="2"), CPU_ONLY).reasons, SequencesNotShareable)
+    assert facts_of(
+        make_plan(spec_of("tiny", gpus="2", train__sequence_parallel="2"), CPU_ONLY).reasons,
+        SequencesNotShareable,
+    )
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,12 @@ MACHINE = x86("NVIDIA H200", gpu_count=1, cores=32, memory_mib=512 * 1024)
 
 @cache
 def planned(**changes: str) -> Plan:
-    return make_plan(spec_of("llama-3.1-8b", gpus="1", offload__mode="superoffload", offload__ratio="0.9", **changes), MACHINE)
+    return make_plan(
+        spec_of(
+            "llama-3.1-8b", gpus="1", offload__mode="superoffload", offload__ratio="0.9", **changes
+        ),
+        MACHINE,
+    )
 
 
 def early(plan: Plan) -> StepsEarly:
@@ -30,7 +35,10 @@ def early(plan: Plan) -> StepsEarly:
 @pytest.mark.parametrize("accumulation", ["1", "4", "16"])
 @pytest.mark.parametrize("fraction", ["0.1", "0.3", "0.9"])
 def test_auto_is_never_slower_than_waiting_for_the_norm(fraction: str, accumulation: str) -> None:
-    changes = {"offload__cpu_adam_cores_fraction": fraction, "train__gradient_accumulation": accumulation}
+    changes = {
+        "offload__cpu_adam_cores_fraction": fraction,
+        "train__gradient_accumulation": accumulation,
+    }
     steps = [planned(offload__speculation=value, **changes).step for value in ("auto", "off", "on")]
     auto, off, on = (step.total_s if step else 0.0 for step in steps)
     assert auto <= min(off, on)
@@ -50,15 +58,28 @@ def test_second_states_that_gain_nothing_are_not_made() -> None:
 
 def test_where_adam_takes_longer_than_backward_fewer_second_states_are_faster() -> None:
     """What backward cannot hide is stepped in place, at a higher rate."""
-    short = {"data__sequence_length": "1024", "train__micro_batch": "1", "offload__cpu_adam_cores_fraction": "0.5"}
+    short = {
+        "data__sequence_length": "1024",
+        "train__micro_batch": "1",
+        "offload__cpu_adam_cores_fraction": "0.5",
+    }
     auto, everything = planned(**short), planned(offload__speculation="on", **short)
     assert auto.step_s is not None
     assert everything.step_s is not None
     assert auto.step_s < 0.98 * everything.step_s
     assert 0.1 < early(auto).share < 0.8
-    again = early(planned(offload__speculation="on", offload__speculation_gib=str(auto.optional.second_states_bytes / 2**30), **short))
+    again = early(
+        planned(
+            offload__speculation="on",
+            offload__speculation_gib=str(auto.optional.second_states_bytes / 2**30),
+            **short,
+        )
+    )
     assert again.share == early(auto).share
 
 
 def test_a_budget_below_one_sub_group_is_told_from_a_full_host() -> None:
-    assert early(planned(offload__speculation="on", offload__speculation_gib="0.0001")).why_none == "budget"
+    assert (
+        early(planned(offload__speculation="on", offload__speculation_gib="0.0001")).why_none
+        == "budget"
+    )

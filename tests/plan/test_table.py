@@ -11,7 +11,15 @@ from so_tui import units
 from so_tui.cli import main
 from so_tui.machine.described import named_machine
 from so_tui.machine.types import Machine
-from so_tui.plan import best_number_of_gpus, make_plan, plan_table, plans_json, rank_counts, recommend, unplannable
+from so_tui.plan import (
+    best_number_of_gpus,
+    make_plan,
+    plan_table,
+    plans_json,
+    rank_counts,
+    recommend,
+    unplannable,
+)
 from so_tui.plan.constants import SpeedSource
 from so_tui.plan.render import cell, render_plan, render_table
 from so_tui.plan.speed_text import rates_text, workload_text
@@ -22,8 +30,12 @@ from tests.support.planning import BIG, CATALOG, CPU_ONLY, QUAD, shown, spec_of
 
 def test_a_model_of_which_too_little_is_known_leaves_the_others_in_the_table() -> None:
     tiny = CATALOG.presets["tiny"]
-    config = {key: value for key, value in tiny.spec.model.config.items() if key != "num_attention_heads"}
-    unknown = replace(tiny, spec=replace(tiny.spec, name="unknown", model=replace(tiny.spec.model, config=config)))
+    config = {
+        key: value for key, value in tiny.spec.model.config.items() if key != "num_attention_heads"
+    }
+    unknown = replace(
+        tiny, spec=replace(tiny.spec, name="unknown", model=replace(tiny.spec.model, config=config))
+    )
     assert [row.preset for row in plan_table([unknown, tiny], QUAD)] == ["tiny"]
     assert "num_attention_heads" in unplannable(unknown.spec)
     assert not unplannable(tiny.spec)
@@ -31,7 +43,10 @@ def test_a_model_of_which_too_little_is_known_leaves_the_others_in_the_table() -
 
 def test_a_cell_tells_what_is_short_most() -> None:
     """Within a memory limit nothing of a GPU's or a node's is short."""
-    limited = replace(x86("NVIDIA H200", gpu_count=4, cores=64, memory_mib=512 * 1024), memory_limit_bytes=150 * 2**30)
+    limited = replace(
+        x86("NVIDIA H200", gpu_count=4, cores=64, memory_mib=512 * 1024),
+        memory_limit_bytes=150 * 2**30,
+    )
     plan = recommend(spec_of("gpt-oss-20b"), limited, 1)
     assert plan.shortage is not None
     assert plan.shortage.pool == "limit"
@@ -78,7 +93,9 @@ def test_a_checkpoint_has_one_size_in_commands_and_on_the_screen_and_memory_the_
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr("so_tui.units._memory_units", units._memory_units)  # restored after the test
+    monkeypatch.setattr(
+        "so_tui.units._memory_units", units._memory_units
+    )  # restored after the test
     plan = ["plan", "qwen3-14b", "--machine", "gh200-480", "--as-given"]
     main(plan)
     binary = capsys.readouterr().out
@@ -86,7 +103,11 @@ def test_a_checkpoint_has_one_size_in_commands_and_on_the_screen_and_memory_the_
     assert units.disk_size(whole.disk_bytes) in binary
     assert "GiB" in binary
     assert main(["settings", "screen.units=decimal"]) == 0
-    for command in (plan, ["plan", "--machine", "gh200-480"], ["inspect", "--machine", "gh200-480"]):
+    for command in (
+        plan,
+        ["plan", "--machine", "gh200-480"],
+        ["inspect", "--machine", "gh200-480"],
+    ):
         capsys.readouterr()
         main(command)
         assert "GiB" not in capsys.readouterr().out, command
@@ -95,7 +116,13 @@ def test_a_checkpoint_has_one_size_in_commands_and_on_the_screen_and_memory_the_
 def test_the_json_is_the_contracts() -> None:
     (row,) = plans_json([recommend(spec_of("qwen3-14b"), QUAD, 4)])["plans"]
     contract = "preset gpus mode ratio fits verdict recommended reasons warnings gpu_bytes host_bytes_per_node shm_bytes disk_bytes"
-    assert {*contract.split(), "breakdown", "step_s", "useful_tokens_per_s_total", "binding"} <= row.keys()
+    assert {
+        *contract.split(),
+        "breakdown",
+        "step_s",
+        "useful_tokens_per_s_total",
+        "binding",
+    } <= row.keys()
     assert "spec" not in row
     assert row["binding"][1]["numa_node"] == 1
     assert set(row["host_bytes_per_node"]) == {"0", "1", "2", "3"}
@@ -134,13 +161,17 @@ def test_the_table_names_a_source_of_rates_once_and_what_data_differs() -> None:
     source = one.cells[1].speed_source
     assert isinstance(source, SpeedSource)
     seen, corrected = replace(source, workload=data), replace(source, probed=True)
-    differing = replace(one, cells={count: replace(plan, speed_source=seen) for count, plan in one.cells.items()})
+    differing = replace(
+        one, cells={count: replace(plan, speed_source=seen) for count, plan in one.cells.items()}
+    )
     cells = {count: replace(plan, speed_source=corrected) for count, plan in rows[1].cells.items()}
     probed = replace(rows[1], cells=cells | {1: rows[1].cells[1]})
     text = " ".join(shown(render_table([differing, probed, rows[2]], QUAD), 120).split())
     assert text.count("speeds are predictions") == text.count(rates_text(source)) == 1
     usual = workload_text(None)
-    assert f"{usual}; tiny {workload_text(data)}; corrected by a probe here: {rows[1].preset}" in text
+    assert (
+        f"{usual}; tiny {workload_text(data)}; corrected by a probe here: {rows[1].preset}" in text
+    )
 
 
 def test_planning_is_quick_enough_to_follow_typing() -> None:
@@ -172,13 +203,22 @@ def seconds_of_plain_python() -> float:
 def seconds_of_table_and_plan(attempt: int) -> tuple[float, float]:
     """Of presets that no other attempt has planned before."""
     fresh = [
-        replace(preset, spec=replace(preset.spec, offload=replace(preset.spec.offload, sub_group_size=400_000_001 + attempt)))
+        replace(
+            preset,
+            spec=replace(
+                preset.spec,
+                offload=replace(preset.spec.offload, sub_group_size=400_000_001 + attempt),
+            ),
+        )
         for preset in CATALOG.presets.values()
     ]
     begin = time.process_time()
     plan_table(fresh, QUAD)
     table_s = time.process_time() - begin
-    specs = [replace(preset.spec, train=replace(preset.spec.train, micro_batch=2), gpus=4) for preset in fresh]
+    specs = [
+        replace(preset.spec, train=replace(preset.spec.train, micro_batch=2), gpus=4)
+        for preset in fresh
+    ]
     begin = time.process_time()
     for spec in specs:
         make_plan(spec, QUAD)

@@ -24,7 +24,12 @@ HIDDEN, FEED_FORWARD = 2560, 9728
 
 
 def long_spec(tokens: int, preset: str = "qwen3-4b-random", **changes: str) -> RunSpec:
-    one = {"gpus": "1", "train__micro_batch": "1", "train__gradient_accumulation": "1", "data__sequence_length": str(tokens)}
+    one = {
+        "gpus": "1",
+        "train__micro_batch": "1",
+        "train__gradient_accumulation": "1",
+        "data__sequence_length": str(tokens),
+    }
     return spec_of(preset, **one | changes)
 
 
@@ -35,20 +40,28 @@ def block_bytes(tokens: int, tiled: str, **changes: str) -> int:
 
 
 @pytest.mark.parametrize("policy", ["full", "attention"])
-def test_a_block_grows_with_the_tile_and_not_with_the_sequence_in_its_feed_forward(policy: str) -> None:
+def test_a_block_grows_with_the_tile_and_not_with_the_sequence_in_its_feed_forward(
+    policy: str,
+) -> None:
     given = {"model__activation_checkpointing": policy}
     assert block_bytes(LONG, "on", **given) < 0.65 * block_bytes(LONG, "off", **given)
     once, twice = (block_bytes(tokens, "on", **given) for tokens in (LONG, 2 * LONG))
     assert once < twice < 2 * once
-    assert block_bytes(MLP_TILE_TOKENS, "on", **given) == block_bytes(MLP_TILE_TOKENS, "off", **given)
+    assert block_bytes(MLP_TILE_TOKENS, "on", **given) == block_bytes(
+        MLP_TILE_TOKENS, "off", **given
+    )
 
 
 @pytest.mark.parametrize("policy", ["full", "attention"])
-def test_norms_of_several_kernels_cost_no_more_than_fused_ones_outside_their_tile(policy: str) -> None:
+def test_norms_of_several_kernels_cost_no_more_than_fused_ones_outside_their_tile(
+    policy: str,
+) -> None:
     """A tile of them holds less than one of the feed-forward block, which takes 12 f instead of 10 f bytes a token."""
     given = {"model__activation_checkpointing": policy}
     whole, tiled = (
-        block_bytes(LONG, value, model__kernels="plain", **given) - block_bytes(LONG, value, **given) for value in ("off", "on")
+        block_bytes(LONG, value, model__kernels="plain", **given)
+        - block_bytes(LONG, value, **given)
+        for value in ("off", "on")
     )
     assert whole > LONG * 14 * HIDDEN
     assert tiled == MLP_TILE_TOKENS * 2 * FEED_FORWARD
@@ -65,7 +78,10 @@ def test_norms_of_several_kernels_are_computed_again_in_backward() -> None:
     given = {"offload__mode": "superoffload", "model__activation_checkpointing": "full"}
     added = []
     for changes in ({}, {"model__kernels": "plain"}):
-        tiled, whole = (make_plan(long_spec(LONG, model__tiled_mlp=value, **given, **changes), H200).step for value in ("on", "off"))
+        tiled, whole = (
+            make_plan(long_spec(LONG, model__tiled_mlp=value, **given, **changes), H200).step
+            for value in ("on", "off")
+        )
         assert tiled is not None
         assert whole is not None
         added.append(tiled.backward_s - whole.backward_s)
@@ -74,7 +90,10 @@ def test_norms_of_several_kernels_are_computed_again_in_backward() -> None:
 
 def test_tiles_cost_a_product_in_backward() -> None:
     given = {"offload__mode": "superoffload", "model__activation_checkpointing": "full"}
-    tiled, whole = (make_plan(long_spec(LONG, model__tiled_mlp=value, **given), H200).step for value in ("on", "off"))
+    tiled, whole = (
+        make_plan(long_spec(LONG, model__tiled_mlp=value, **given), H200).step
+        for value in ("on", "off")
+    )
     assert tiled is not None
     assert whole is not None
     assert tiled.forward_s == whole.forward_s
@@ -83,7 +102,9 @@ def test_tiles_cost_a_product_in_backward() -> None:
 
 def test_they_cost_all_three_products_where_a_norm_follows_the_block() -> None:
     given = long_spec(LONG, offload__mode="superoffload", model__activation_checkpointing="full")
-    renamed = msgspec.json.encode(given.model.parameters).replace(b"post_attention_layernorm", b"post_feedforward_layernorm")
+    renamed = msgspec.json.encode(given.model.parameters).replace(
+        b"post_attention_layernorm", b"post_feedforward_layernorm"
+    )
     followed = msgspec.json.decode(renamed, type=tuple[ParameterBlock, ...])
     added = []
     for blocks in (given.model.parameters, followed):
@@ -102,7 +123,9 @@ def test_they_are_proposed_where_only_they_make_a_length_fit() -> None:
     long = recommend(long_spec(524_288), H200)
     assert (long.verdict, only(long.reasons, MlpTiled).tile_tokens) == ("fits", MLP_TILE_TOKENS)
     assert facts_of(long.reasons, InputsOnHost)
-    alone = recommend(long_spec(524_288, model__activation_offload="off", model__tiled_mlp="off"), H200)
+    alone = recommend(
+        long_spec(524_288, model__activation_offload="off", model__tiled_mlp="off"), H200
+    )
     assert alone.verdict == "does not fit"
     short = recommend(long_spec(16_384), H200)
     assert (short.verdict, short.spec.model.tiled_mlp) == ("fits", "auto")
@@ -112,7 +135,9 @@ def test_they_are_proposed_where_only_they_make_a_length_fit() -> None:
     ("preset", "changes"),
     [("qwen3-30b-a3b", {}), ("qwen3-4b-random", {"model__activation_checkpointing": "selective"})],
 )
-def test_without_a_dense_block_that_is_recomputed_there_is_nothing_to_cut(preset: str, changes: dict[str, str]) -> None:
+def test_without_a_dense_block_that_is_recomputed_there_is_nothing_to_cut(
+    preset: str, changes: dict[str, str]
+) -> None:
     with pytest.raises(InputError) as caught:
         long_spec(LONG, preset, model__tiled_mlp="on", **changes)
     assert [problem.code for problem in caught.value.problems] == ["nothing-to-tile"]

@@ -9,10 +9,22 @@ from so_tui.machine.types import Machine
 from so_tui.plan import make_plan, plan_table, recommend
 from so_tui.plan.facts import Fact
 from so_tui.plan.facts.blockers import AmdGpu, EngineNeedsGpu, ModeNeedsGpu, NoSuchGpu, TooFewGpus
-from so_tui.plan.facts.cautions import BeyondPositions, ClippingWaits, FasterOffload, GpuMemoryUnknown, PackingOff
+from so_tui.plan.facts.cautions import (
+    BeyondPositions,
+    ClippingWaits,
+    FasterOffload,
+    GpuMemoryUnknown,
+    PackingOff,
+)
 from so_tui.plan.facts.choices import AllOnGpu, AutoMode
 from so_tui.plan.facts.memory import Shortage
-from so_tui.plan.facts.remedies import Change, FitsHere, LargerHostFits, MoreGpusFit, MoreMachinesFit
+from so_tui.plan.facts.remedies import (
+    Change,
+    FitsHere,
+    LargerHostFits,
+    MoreGpusFit,
+    MoreMachinesFit,
+)
 from so_tui.plan.resources import Supply
 from so_tui.plan.verdict import Demand, judge
 from so_tui.plan.workload import Workload
@@ -34,10 +46,17 @@ def test_llama_70b_does_not_fit_a_quad_node_with_small_parts_and_the_plan_says_w
 
 
 @pytest.mark.parametrize(
-    ("key", "largest"), [("train__tokens_per_step", 10**12), ("offload__speculation_gib", 10**6), ("checkpoint__copies_gib", 10**6)]
+    ("key", "largest"),
+    [
+        ("train__tokens_per_step", 10**12),
+        ("offload__speculation_gib", 10**6),
+        ("checkpoint__copies_gib", 10**6),
+    ],
 )
 def test_sizes_have_bounds_within_which_a_plan_counts(key: str, largest: int) -> None:
-    plan = make_plan(spec_of("llama-3.1-8b", gpus="4", offload__mode="superoffload", **{key: str(largest)}), QUAD)
+    plan = make_plan(
+        spec_of("llama-3.1-8b", gpus="4", offload__mode="superoffload", **{key: str(largest)}), QUAD
+    )
     assert plan.fits
     assert plan.model_tflops_per_gpu
     with pytest.raises(InputError) as caught:
@@ -49,7 +68,10 @@ def test_several_nodes_share_a_model() -> None:
     spec = spec_of("llama-3.3-70b", nodes="2", gpus="4")
     plan, alone = make_plan(spec, QUAD), make_plan(replace(spec, nodes=1), QUAD)
     assert (spec.ranks, plan.gpus, len(plan.binding)) == (8, 8, 4)
-    assert plan.tokens_per_step == spec.gradient_accumulation_steps * spec.train.micro_batch * spec.data.sequence_length * 8
+    assert (
+        plan.tokens_per_step
+        == spec.gradient_accumulation_steps * spec.train.micro_batch * spec.data.sequence_length * 8
+    )
     assert plan.fits
     assert not alone.fits
     assert plan.gpu_bytes < alone.gpu_bytes
@@ -89,12 +111,21 @@ def test_auto_keeps_the_ratio_it_was_given_where_it_offloads() -> None:
 def test_deepspeeds_engine_without_a_gpu_is_its_zero_offload(mode: str) -> None:
     spec = spec_of("tiny", offload__mode=mode, offload__engine="deepspeed")
     for plan in (make_plan(spec, CPU_ONLY), recommend(spec, CPU_ONLY)):
-        assert (plan.fits, plan.mode, plan.spec.offload.mode) == (True, "zerooffload", "zerooffload")
+        assert (plan.fits, plan.mode, plan.spec.offload.mode) == (
+            True,
+            "zerooffload",
+            "zerooffload",
+        )
 
 
 def test_tiny_fits_without_a_gpu() -> None:
     plan = make_plan(spec_of("tiny"), CPU_ONLY)
-    assert (plan.fits, plan.mode, plan.gpu_bytes, plan.gpu_capacity_bytes) == (True, "superoffload", 0, None)
+    assert (plan.fits, plan.mode, plan.gpu_bytes, plan.gpu_capacity_bytes) == (
+        True,
+        "superoffload",
+        0,
+        None,
+    )
     assert [rank.gpu for rank in plan.binding] == [None, None]
     assert set(plan.host_bytes_per_node) == {0}
 
@@ -105,13 +136,24 @@ def test_tiny_fits_without_a_gpu() -> None:
         ({"gpus": "2"}, BIG, TooFewGpus(machine=BIG.label, asked=2, present=1)),
         ({"gpus": "[3]"}, BIG, NoSuchGpu(machine=BIG.label, asked=(3,), missing=3, present=(0,))),
         ({"gpus": "1", "offload.mode": "gpu"}, CPU_ONLY, ModeNeedsGpu(machine=CPU_ONLY.label)),
-        ({"gpus": "1", "offload.mode": "superoffload", "offload.engine": "deepspeed"}, CPU_ONLY, EngineNeedsGpu()),
+        (
+            {"gpus": "1", "offload.mode": "superoffload", "offload.engine": "deepspeed"},
+            CPU_ONLY,
+            EngineNeedsGpu(),
+        ),
         ({"gpus": "1"}, x86("AMD Instinct MI300A"), AmdGpu(gpu=0, name="AMD Instinct MI300A")),
     ],
 )
-def test_a_plan_that_cannot_run_here_has_the_blocker(changes: dict[str, str], machine: Machine, blocker: Fact) -> None:
+def test_a_plan_that_cannot_run_here_has_the_blocker(
+    changes: dict[str, str], machine: Machine, blocker: Fact
+) -> None:
     plan = make_plan(with_values(CATALOG.presets["tiny"].spec, changes), machine)
-    assert (plan.fits, plan.possible, plan.verdict, plan.step_s) == (False, False, "does not fit", None)
+    assert (plan.fits, plan.possible, plan.verdict, plan.step_s) == (
+        False,
+        False,
+        "does not fit",
+        None,
+    )
     assert plan.reasons[0] == blocker
 
 
@@ -120,41 +162,66 @@ def test_more_gpus_than_there_are_is_a_recommendation_that_says_so() -> None:
         plan = recommend(spec_of(name), QUAD, 8)
         assert (plan.possible, plan.recommended, plan.step_s) == (False, False, None)
         assert plan.reasons[0] == TooFewGpus(machine=QUAD.label, asked=8, present=4)
-    assert not any(cell.fits for row in plan_table(list(CATALOG.presets.values()), QUAD, (5, 8)) for cell in row.cells.values())
+    assert not any(
+        cell.fits
+        for row in plan_table(list(CATALOG.presets.values()), QUAD, (5, 8))
+        for cell in row.cells.values()
+    )
 
 
 def test_a_model_without_a_table_is_an_input_error() -> None:
     bare = replace(spec_of("tiny"), model=replace(spec_of("tiny").model, parameters=()))
     with pytest.raises(InputError) as caught:
         make_plan(bare, QUAD)
-    assert [(problem.code, problem.field) for problem in caught.value.problems] == [("missing-parameter-table", "model.parameters")]
+    assert [(problem.code, problem.field) for problem in caught.value.problems] == [
+        ("missing-parameter-table", "model.parameters")
+    ]
 
 
 def test_deepspeeds_engine_is_warned_about_when_it_clips() -> None:
-    warned = make_plan(spec_of("qwen3-14b", gpus="1", offload__mode="superoffload", offload__engine="deepspeed"), BIG)
+    warned = make_plan(
+        spec_of("qwen3-14b", gpus="1", offload__mode="superoffload", offload__engine="deepspeed"),
+        BIG,
+    )
     assert (only(warned.warnings, ClippingWaits).seconds or 0) > 0
     own = make_plan(spec_of("qwen3-14b", gpus="1", offload__mode="superoffload"), BIG)
     assert not facts_of(own.warnings, ClippingWaits)
 
 
 def test_sequences_too_long_for_the_gpu_can_be_shortened() -> None:
-    plan = recommend(spec_of("llama-3.1-8b", data__sequence_length="1048576", train__micro_batch="1"), BIG, 1)
+    plan = recommend(
+        spec_of("llama-3.1-8b", data__sequence_length="1048576", train__micro_batch="1"), BIG, 1
+    )
     assert not plan.fits
     (change,) = only(plan.remedies, FitsHere).changes
     assert change.key == "data.sequence_length"
     length = change.after
-    assert recommend(spec_of("llama-3.1-8b", data__sequence_length=str(length), train__micro_batch="1"), BIG, 1).fits
+    assert recommend(
+        spec_of("llama-3.1-8b", data__sequence_length=str(length), train__micro_batch="1"), BIG, 1
+    ).fits
 
 
 def test_recomputing_is_chosen_and_can_be_a_remedy() -> None:
-    roomy = make_plan(spec_of("qwen3-4b-random", gpus="1", offload__mode="superoffload"), x86("NVIDIA H200"))
+    roomy = make_plan(
+        spec_of("qwen3-4b-random", gpus="1", offload__mode="superoffload"), x86("NVIDIA H200")
+    )
     assert roomy.spec.model.activation_checkpointing == "none"
-    narrow = make_plan(spec_of("qwen3-4b-random", gpus="1", offload__mode="superoffload"), x86("NVIDIA H100 80GB HBM3", gpu_mib=81_559))
+    narrow = make_plan(
+        spec_of("qwen3-4b-random", gpus="1", offload__mode="superoffload"),
+        x86("NVIDIA H100 80GB HBM3", gpu_mib=81_559),
+    )
     assert narrow.spec.model.activation_checkpointing == "selective"
-    given = spec_of("qwen3-4b-random", gpus="1", offload__mode="superoffload", model__activation_checkpointing="none")
+    given = spec_of(
+        "qwen3-4b-random",
+        gpus="1",
+        offload__mode="superoffload",
+        model__activation_checkpointing="none",
+    )
     refused = make_plan(given, x86("NVIDIA H100 80GB HBM3", gpu_mib=40_000))
     assert not refused.fits
-    assert only(refused.remedies, FitsHere).changes == (Change("model.activation_checkpointing", "none", "full"),)
+    assert only(refused.remedies, FitsHere).changes == (
+        Change("model.activation_checkpointing", "none", "full"),
+    )
 
 
 def test_all_gpus_of_a_machine_are_a_remedy_whatever_their_number() -> None:
@@ -165,7 +232,10 @@ def test_all_gpus_of_a_machine_are_a_remedy_whatever_their_number() -> None:
 
 
 def test_a_needless_ratio_is_priced() -> None:
-    plan = make_plan(spec_of("qwen3-4b-random", gpus="1", offload__mode="superoffload", offload__ratio="1.0"), x86("NVIDIA H200"))
+    plan = make_plan(
+        spec_of("qwen3-4b-random", gpus="1", offload__mode="superoffload", offload__ratio="1.0"),
+        x86("NVIDIA H200"),
+    )
     faster = only(plan.warnings, FasterOffload)
     assert faster.step_s < faster.given_step_s == plan.step_s
 
@@ -194,17 +264,26 @@ def test_memory_of_nodes_that_a_cpuset_leaves_out_does_not_count() -> None:
 
 def test_a_rank_takes_memory_from_the_nearest_node_that_it_may_use() -> None:
     distances = ((10, 40, 20, 40), (40, 10, 40, 20), (20, 40, 10, 40), (40, 20, 40, 10))
-    nodes = tuple(replace(node, distances=row) for node, row in zip(QUAD.cpu_nodes, distances, strict=True))
+    nodes = tuple(
+        replace(node, distances=row) for node, row in zip(QUAD.cpu_nodes, distances, strict=True)
+    )
     job = replace(QUAD, numa_nodes=nodes, allowed_memory_nodes=(0, 1))
     plan = make_plan(spec_of("llama-3.1-8b", gpus="4", offload__mode="superoffload"), job)
     assert set(plan.host_bytes_per_node) == {0, 1}
     once = sum(term.bytes for term in plan.breakdown if term.location == "node" and term.rank == 0)
-    assert plan.host_bytes_per_node[0] - plan.host_bytes_per_node[1] == once, "ranks 0 and 2, ranks 1 and 3"
+    assert plan.host_bytes_per_node[0] - plan.host_bytes_per_node[1] == once, (
+        "ranks 0 and 2, ranks 1 and 3"
+    )
 
 
 def test_ranks_that_share_a_node_add_up_there() -> None:
-    two = make_plan(spec_of("qwen3-4b-random", gpus="2", offload__mode="superoffload"), x86("NVIDIA H200", gpu_count=2))
-    node_terms = sum(term.bytes for term in two.breakdown if term.location == "node" and term.rank is None)
+    two = make_plan(
+        spec_of("qwen3-4b-random", gpus="2", offload__mode="superoffload"),
+        x86("NVIDIA H200", gpu_count=2),
+    )
+    node_terms = sum(
+        term.bytes for term in two.breakdown if term.location == "node" and term.rank is None
+    )
     once = sum(term.bytes for term in two.breakdown if term.location == "node" and term.rank == 0)
     assert two.host_bytes_per_node == {0: 2 * node_terms + once}
 
@@ -212,10 +291,23 @@ def test_ranks_that_share_a_node_add_up_there() -> None:
 def test_nodes_with_the_same_figures_share_a_shortage() -> None:
     """Rank 0's node also holds what starts the run, a few hundred MB, and no two nodes have the same memory to the byte."""
     gib = 2**30
-    demand = Demand(gpu_bytes=0, node_bytes={0: 200 * gib + gib // 3} | dict.fromkeys((1, 2, 3), 200 * gib), shm_bytes=0)
-    supply = Supply(gpu_bytes=None, node_bytes={node: 111 * gib + node for node in range(4)}, shm_bytes=None, limit_bytes=None)
+    demand = Demand(
+        gpu_bytes=0,
+        node_bytes={0: 200 * gib + gib // 3} | dict.fromkeys((1, 2, 3), 200 * gib),
+        shm_bytes=0,
+    )
+    supply = Supply(
+        gpu_bytes=None,
+        node_bytes={node: 111 * gib + node for node in range(4)},
+        shm_bytes=None,
+        limit_bytes=None,
+    )
     (shortage,) = judge(demand, supply)[1]
-    assert (shortage.pool, shortage.nodes, shortage.needs) == ("node", (0, 1, 2, 3), 200 * gib + gib // 3)
+    assert (shortage.pool, shortage.nodes, shortage.needs) == (
+        "node",
+        (0, 1, 2, 3),
+        200 * gib + gib // 3,
+    )
 
 
 def test_what_would_hold_a_model_comes_with_the_least_painful_first() -> None:
@@ -228,18 +320,34 @@ def test_nothing_is_recommended_for_gpus_of_unknown_memory() -> None:
     unknown = replace(BIG, gpus=(replace(BIG.gpus[0], memory_total_bytes=None),))
     for name in ("tiny", "qwen3-14b"):
         plan = recommend(spec_of(name), unknown, 1)
-        assert (plan.verdict, plan.recommended, plan.mode, plan.ratio) == ("tight", False, "superoffload", 1.0)
+        assert (plan.verdict, plan.recommended, plan.mode, plan.ratio) == (
+            "tight",
+            False,
+            "superoffload",
+            1.0,
+        )
         assert facts_of(plan.warnings, GpuMemoryUnknown)
         assert not facts_of(plan.reasons, AllOnGpu)
-        assert only(make_plan(spec_of(name, gpus="1"), unknown).reasons, AutoMode).why == "gpu-memory-unknown"
-    assert not any(plan.recommended for row in plan_table(list(CATALOG.presets.values()), unknown) for plan in row.cells.values())
+        assert (
+            only(make_plan(spec_of(name, gpus="1"), unknown).reasons, AutoMode).why
+            == "gpu-memory-unknown"
+        )
+    assert not any(
+        plan.recommended
+        for row in plan_table(list(CATALOG.presets.values()), unknown)
+        for plan in row.cells.values()
+    )
 
 
 def test_what_padding_costs_is_said_with_the_reason_for_it() -> None:
     spec = with_values(spec_of("qwen3-14b"), {"data.packing": "false"})
-    assert not facts_of(make_plan(spec, BIG).warnings, PackingOff), "with boundaries padding is not computed"
+    assert not facts_of(make_plan(spec, BIG).warnings, PackingOff), (
+        "with boundaries padding is not computed"
+    )
     masked = with_values(spec, {"model.attention": "sdpa"})
-    assert only(make_plan(masked, BIG).warnings, PackingOff) == PackingOff(padding_share=None, mixing=())
+    assert only(make_plan(masked, BIG).warnings, PackingOff) == PackingOff(
+        padding_share=None, mixing=()
+    )
     chunked = spec.model.config | {"layer_types": ["chunked_attention", "full_attention"] * 20}
     spec = replace(spec, model=replace(spec.model, config=chunked))
     found = only(make_plan(spec, BIG, workload=Workload(useful_share=0.25)).warnings, PackingOff)
@@ -247,7 +355,11 @@ def test_what_padding_costs_is_said_with_the_reason_for_it() -> None:
 
 
 @pytest.mark.parametrize(("length", "warned"), [(40_960, False), (65_536, True)])
-def test_sequences_beyond_the_positions_of_the_model_are_pointed_out(length: int, warned: bool) -> None:
-    spec = with_values(spec_of("qwen3-14b"), {"data.sequence_length": str(length), "train.micro_batch": "1"})
+def test_sequences_beyond_the_positions_of_the_model_are_pointed_out(
+    length: int, warned: bool
+) -> None:
+    spec = with_values(
+        spec_of("qwen3-14b"), {"data.sequence_length": str(length), "train.micro_batch": "1"}
+    )
     found = facts_of(make_plan(spec, BIG).warnings, BeyondPositions)
     assert found == ([BeyondPositions(sequence_length=65_536, positions=40_960)] if warned else [])

@@ -27,7 +27,12 @@ SHORT = 4096
 
 
 def run(preset: str = "qwen3-4b-random", **changes: str) -> RunSpec:
-    one = {"gpus": "1", "train__micro_batch": "1", "train__gradient_accumulation": "1", "data__sequence_length": str(SHORT)}
+    one = {
+        "gpus": "1",
+        "train__micro_batch": "1",
+        "train__gradient_accumulation": "1",
+        "data__sequence_length": str(SHORT),
+    }
     return spec_of(preset, **one | changes)
 
 
@@ -46,27 +51,38 @@ def sizes(found: Assessment, kind: TermKind) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize("ratio", ["1", "0.6"])
 def test_weights_leave_the_gpu_for_the_host_with_their_states(ratio: str) -> None:
-    before, after = (assessed(offload__ratio=ratio, offload__parameters=where, offload__speculation="off") for where in ("none", "cpu"))
+    before, after = (
+        assessed(offload__ratio=ratio, offload__parameters=where, offload__speculation="off")
+        for where in ("none", "cpu")
+    )
     layout, layer = after.layout, after.target.profile.largest_layer
     assert sizes(before, TermKind.WEIGHTS) == [("gpu", 2 * layout.numel)]
     assert not sizes(before, TermKind.HOST_WEIGHTS)
     assert not sizes(before, TermKind.FETCHED_WEIGHTS)
     assert sizes(after, TermKind.HOST_WEIGHTS) == [("node", 2 * layout.cpu_numel)]
-    assert sizes(after, TermKind.WEIGHTS) == ([("gpu", 2 * layout.gpu_numel)] if layout.gpu_numel else [])
+    assert sizes(after, TermKind.WEIGHTS) == (
+        [("gpu", 2 * layout.gpu_numel)] if layout.gpu_numel else []
+    )
     ((place, fetched),) = sizes(after, TermKind.FETCHED_WEIGHTS)
     held = run_ahead_parameters(layer, 1) + live_parameters(layer, 1) + layout.largest_parameter
     assert place == "gpu"
     assert fetched == pytest.approx(1.2 * 2 * held)
-    assert 2 * layout.cpu_numel - 1.1 * fetched < before.demand.gpu_bytes - after.demand.gpu_bytes < 2 * layout.cpu_numel
+    assert (
+        2 * layout.cpu_numel - 1.1 * fetched
+        < before.demand.gpu_bytes - after.demand.gpu_bytes
+        < 2 * layout.cpu_numel
+    )
     assert after.demand.node_bytes[0] - before.demand.node_bytes[0] == 2 * layout.cpu_numel
 
 
 def test_a_second_set_of_states_needs_no_second_buffer_for_weights() -> None:
     before, after = (
-        assessed(offload__parameters=where, offload__speculation="on", train__gradient_clipping="1") for where in ("none", "cpu")
+        assessed(offload__parameters=where, offload__speculation="on", train__gradient_clipping="1")
+        for where in ("none", "cpu")
     )
     ((_, with_buffer),), ((_, without),) = (
-        [(term.location, term.bytes) for term in found.terms if term.kind is TermKind.SECOND_STATES] for found in (before, after)
+        [(term.location, term.bytes) for term in found.terms if term.kind is TermKind.SECOND_STATES]
+        for found in (before, after)
     )
     assert (with_buffer, without) == (14 * before.layout.cpu_numel, 12 * after.layout.cpu_numel)
 
@@ -87,20 +103,35 @@ def test_each_of_several_ranks_fetches_its_shards() -> None:
     assert fetched == pytest.approx(1.2 * 2 * share, rel=1e-6)
 
 
-def test_copies_are_hidden_where_the_bus_is_fast_and_make_a_pass_as_long_as_they_take_where_it_is_not() -> None:
-    settings = {"offload__mode": "superoffload", "offload__ratio": "1", "offload__parameters": "cpu", "offload__speculation": "off"}
+def test_copies_are_hidden_where_the_bus_is_fast_and_make_a_pass_as_long_as_they_take_where_it_is_not() -> (
+    None
+):
+    settings = {
+        "offload__mode": "superoffload",
+        "offload__ratio": "1",
+        "offload__parameters": "cpu",
+        "offload__speculation": "off",
+    }
     spec = run(data__sequence_length="16384", **settings)
     fast = target(spec)
     speed = fast.resources.speed
     assert speed is not None
-    slow_target = dataclasses.replace(fast, resources=dataclasses.replace(fast.resources, speed=replace(speed, h2d_bytes_per_s=2e9)))
+    slow_target = dataclasses.replace(
+        fast,
+        resources=dataclasses.replace(fast.resources, speed=replace(speed, h2d_bytes_per_s=2e9)),
+    )
     resting = assess(replace(spec, offload=replace(spec.offload, parameters="none")), fast)
     quick, slow = assess(spec, fast), assess(spec, slow_target)
     assert resting.step is not None
     assert quick.step is not None
     assert slow.step is not None
-    assert (quick.step.forward_s, quick.step.backward_s) == (resting.step.forward_s, resting.step.backward_s)
-    assert quick.step.exposed_optimizer_s <= resting.step.exposed_optimizer_s  # new weights stay where they are
+    assert (quick.step.forward_s, quick.step.backward_s) == (
+        resting.step.forward_s,
+        resting.step.backward_s,
+    )
+    assert (
+        quick.step.exposed_optimizer_s <= resting.step.exposed_optimizer_s
+    )  # new weights stay where they are
     copied_s = 2 * slow.layout.numel / 2e9
     assert slow.step.backward_s == pytest.approx(copied_s)
     assert copied_s < slow.step.forward_s < 1.1 * copied_s
@@ -109,13 +140,19 @@ def test_copies_are_hidden_where_the_bus_is_fast_and_make_a_pass_as_long_as_they
 
 
 def test_they_are_proposed_where_only_they_make_a_model_fit() -> None:
-    for plan in (recommend(run("qwen3-14b"), A100), make_plan(run("qwen3-14b", offload__ratio="1"), A100)):
+    for plan in (
+        recommend(run("qwen3-14b"), A100),
+        make_plan(run("qwen3-14b", offload__ratio="1"), A100),
+    ):
         assert (plan.fits, plan.mode, plan.spec.offload.parameters) == (True, "superoffload", "cpu")
         fact = only(plan.reasons, WeightsOnHost)
         assert fact.bytes == pytest.approx(2 * 14.77e9, rel=0.06)
         assert fact.fetched_s is not None
         again = make_plan(plan.spec, A100)
-        assert (again.gpu_bytes, again.host_bytes_per_node) == (plan.gpu_bytes, plan.host_bytes_per_node)
+        assert (again.gpu_bytes, again.host_bytes_per_node) == (
+            plan.gpu_bytes,
+            plan.host_bytes_per_node,
+        )
         assert settings_of(plan.spec)["offload.parameters"] == "cpu"
     for plan in (recommend(run(), A100), make_plan(run(), A100)):
         assert (plan.verdict, plan.spec.offload.parameters) == ("fits", "auto")
@@ -136,34 +173,65 @@ def test_auto_mode_with_them_offloads() -> None:
 
 def test_a_run_out_of_gpu_memory_is_told_of_them_and_one_that_offloads_nothing_is_not() -> None:
     for mode, proposed in (("superoffload", True), ("gpu", False)):
-        found = memory_advice(run(offload__mode=mode, offload__ratio="1", model__activation_offload="off", model__tiled_mlp="off"), "gpu")
+        found = memory_advice(
+            run(
+                offload__mode=mode,
+                offload__ratio="1",
+                model__activation_offload="off",
+                model__tiled_mlp="off",
+            ),
+            "gpu",
+        )
         assert isinstance(found, MemoryAdvice)
-        assert ("offload.parameters" in {change.key for saving in found.savings for change in saving.changes}) == proposed
+        assert (
+            "offload.parameters"
+            in {change.key for saving in found.savings for change in saving.changes}
+        ) == proposed
 
 
 @pytest.mark.parametrize("gpus", ["1", "2"])
 def test_deepspeed_is_told_where_they_are_and_how_many_to_fetch_ahead(gpus: str) -> None:
     machine = x86("NVIDIA H200", gpu_count=2)
-    plan = make_plan(run(gpus=gpus, offload__mode="superoffload", offload__parameters="cpu"), machine)
+    plan = make_plan(
+        run(gpus=gpus, offload__mode="superoffload", offload__parameters="cpu"), machine
+    )
     layer = target(plan.spec).profile.largest_layer
-    assert published_config(plan)["zero_optimization"]["offload_param"] == {"device": "cpu", "pin_memory": True}
+    assert published_config(plan)["zero_optimization"]["offload_param"] == {
+        "device": "cpu",
+        "pin_memory": True,
+    }
     config = ds_config(plan)
     zero = config["zero_optimization"]
     assert zero["offload_param"] == {"device": "cpu", "pin_memory": False}
-    assert "zero_optimization.offload_param.pin_memory" in {override.key for override in overrides(config)}
+    assert "zero_optimization.offload_param.pin_memory" in {
+        override.key for override in overrides(config)
+    }
     assert zero["stage3_prefetch_bucket_size"] == layer
     assert zero["stage3_max_live_parameters"] == live_parameters(layer, int(gpus))
     assert 2 * layer < zero["stage3_max_reuse_distance"] < 1e9
-    resting = ds_config(make_plan(run(gpus=gpus, offload__mode="superoffload"), machine))["zero_optimization"]
+    resting = ds_config(make_plan(run(gpus=gpus, offload__mode="superoffload"), machine))[
+        "zero_optimization"
+    ]
     assert not {"offload_param", "stage3_max_reuse_distance"} & resting.keys()
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"offload__mode": "gpu"}, {"offload__engine": "deepspeed"}, {"offload__engine": "deepspeed", "offload__mode": "superoffload"}],
+    [
+        {"offload__mode": "gpu"},
+        {"offload__engine": "deepspeed"},
+        {"offload__engine": "deepspeed", "offload__mode": "superoffload"},
+    ],
 )
 def test_optimizers_that_keep_weights_on_the_gpu_refuse(changes: dict[str, str]) -> None:
     with pytest.raises(InputError) as caught:
         run(offload__parameters="cpu", **changes)
-    assert [(problem.code, problem.field) for problem in caught.value.problems] == [("parameter-offload", "offload.parameters")]
-    assert run(offload__parameters="cpu", offload__engine="deepspeed", offload__mode="zerooffload").offload.parameters == "cpu"
+    assert [(problem.code, problem.field) for problem in caught.value.problems] == [
+        ("parameter-offload", "offload.parameters")
+    ]
+    assert (
+        run(
+            offload__parameters="cpu", offload__engine="deepspeed", offload__mode="zerooffload"
+        ).offload.parameters
+        == "cpu"
+    )

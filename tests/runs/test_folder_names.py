@@ -39,7 +39,9 @@ def add(folder: Path, name: str) -> None:
     os.utime(folder, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-def test_a_folder_that_does_not_change_is_not_listed_again(tmp_path: Path, listings: list[Path]) -> None:
+def test_a_folder_that_does_not_change_is_not_listed_again(
+    tmp_path: Path, listings: list[Path]
+) -> None:
     (tmp_path / "b").touch()
     (tmp_path / "a").touch()
     clock = Clock()
@@ -47,7 +49,9 @@ def test_a_folder_that_does_not_change_is_not_listed_again(tmp_path: Path, listi
     first = names.poll()
     assert first == ("a", "b")
     clock.now += 4
-    listed_until_now = len(listings) + 1  # once more, as it might have changed again in the same second
+    listed_until_now = (
+        len(listings) + 1
+    )  # once more, as it might have changed again in the same second
     assert names.poll() is first
     for _ in range(4):
         clock.now += 1

@@ -71,7 +71,9 @@ def _read_all(run: RunDirectory) -> RunReader:
 
 
 @pytest.mark.parametrize("make", [make_pipe, link_device, make_sparse])
-def test_a_hostile_segment_or_index_does_not_hold_up_a_reader(make: Callable[[Path], None], run: RunDirectory, step: Step) -> None:
+def test_a_hostile_segment_or_index_does_not_hold_up_a_reader(
+    make: Callable[[Path], None], run: RunDirectory, step: Step
+) -> None:
     first = _segment(run, step)
     index_path(first).unlink()
     make(index_path(first))
@@ -86,15 +88,27 @@ def test_a_hostile_segment_or_index_does_not_hold_up_a_reader(make: Callable[[Pa
     reader.poll()
     assert reader.latest is not None
     assert reader.latest.step == 200
-    assert concluded(run, RunState(name=run.name, state="training", attempt=1)).code is OutcomeCode.UNOBSERVED
+    assert (
+        concluded(run, RunState(name=run.name, state="training", attempt=1)).code
+        is OutcomeCode.UNOBSERVED
+    )
     assert time.monotonic() - begun < LIMIT_S
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("rows", 10**9), ("rows", -1), ("columns", ["first"]), ("segment_bytes", -1), ("segment_bytes", 2**40), ("events", "x")],
+    [
+        ("rows", 10**9),
+        ("rows", -1),
+        ("columns", ["first"]),
+        ("segment_bytes", -1),
+        ("segment_bytes", 2**40),
+        ("events", "x"),
+    ],
 )
-def test_an_index_that_lies_is_not_used(key: str, value: object, run: RunDirectory, step: Step) -> None:
+def test_an_index_that_lies_is_not_used(
+    key: str, value: object, run: RunDirectory, step: Step
+) -> None:
     first = _segment(run, step)
     header, _, columns = index_path(first).read_bytes().partition(b"\n")
     changed = {**msgspec.json.decode(header), key: value}
@@ -114,9 +128,23 @@ def test_columns_of_an_index_that_are_damaged_are_not_used(run: RunDirectory, st
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), -1.0, 1e308, 2.0**60])
 @pytest.mark.parametrize(
-    "column", [None, "first", "records", "offset", "loss.finite", "loss.sum", "loss.min", "loss.ema90", "time.last", "time.min"]
+    "column",
+    [
+        None,
+        "first",
+        "records",
+        "offset",
+        "loss.finite",
+        "loss.sum",
+        "loss.min",
+        "loss.ema90",
+        "time.last",
+        "time.min",
+    ],
 )
-def test_an_index_with_any_numbers_does_no_harm(column: str | None, value: float, run: RunDirectory, step: Step) -> None:
+def test_an_index_with_any_numbers_does_no_harm(
+    column: str | None, value: float, run: RunDirectory, step: Step
+) -> None:
     """Its checksum is right: an owner may write what they like about their own run."""
     first = _segment(run, step)
     header, _, content = index_path(first).read_bytes().partition(b"\n")
@@ -149,8 +177,12 @@ def test_a_hostile_state_or_request_is_the_usual_error(content: bytes, run: RunD
     assert control.details(run, "stop") is None
 
 
-@pytest.mark.parametrize("change", [{"started": 1e300}, {"ended": -1.0}, {"step": -5}, {"total_steps": 2**63}])
-def test_a_state_with_an_impossible_number_is_the_usual_error(change: dict[str, object], run: RunDirectory) -> None:
+@pytest.mark.parametrize(
+    "change", [{"started": 1e300}, {"ended": -1.0}, {"step": -5}, {"total_steps": 2**63}]
+)
+def test_a_state_with_an_impossible_number_is_the_usual_error(
+    change: dict[str, object], run: RunDirectory
+) -> None:
     state = msgspec.json.decode(run.state_path.read_bytes())
     run.state_path.write_bytes(msgspec.json.encode({**state, **change}))
     with pytest.raises(InputError):
@@ -158,7 +190,9 @@ def test_a_state_with_an_impossible_number_is_the_usual_error(change: dict[str, 
 
 
 @pytest.mark.parametrize("make", [make_pipe, link_device, make_sparse])
-def test_a_state_that_is_no_small_regular_file_is_the_usual_error(make: Callable[[Path], None], run: RunDirectory) -> None:
+def test_a_state_that_is_no_small_regular_file_is_the_usual_error(
+    make: Callable[[Path], None], run: RunDirectory
+) -> None:
     run.state_path.unlink(missing_ok=True)
     make(run.state_path)
     with pytest.raises(InputError):

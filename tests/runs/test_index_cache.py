@@ -32,7 +32,9 @@ def made(run: RunDirectory, step: Step) -> RunDirectory:
     for number in range(1, STEPS + 1):
         writer.append(step(number, loss=float(number)))
         if number == 20:
-            writer.append(CheckpointRecord(attempt=1, time=1e9, step=20, path="/c", bytes=1, seconds=1.0))
+            writer.append(
+                CheckpointRecord(attempt=1, time=1e9, step=20, path="/c", bytes=1, seconds=1.0)
+            )
     return run
 
 
@@ -49,7 +51,8 @@ def is_complete(reader: MetricsReader) -> bool:
     return (
         reader.unread_share == 0
         and [record.step for record in reader.steps(0, STEPS)] == list(range(1, STEPS + 1))
-        and (sum(blocks["records"]), sum(blocks["loss.finite"]), sum(blocks["loss.sum"])) == (STEPS, STEPS, whole)
+        and (sum(blocks["records"]), sum(blocks["loss.finite"]), sum(blocks["loss.sum"]))
+        == (STEPS, STEPS, whole)
         and [saved.step for saved in reader.checkpoints] == [20]
     )
 
@@ -67,15 +70,21 @@ def flip(path: Path) -> None:
 def older(path: Path) -> None:
     """Make an index of the first version, as far as a reader looks."""
     header, _, columns = path.read_bytes().partition(b"\n")
-    path.write_bytes(msgspec.json.encode(msgspec.json.decode(header) | {"v": VERSION - 1}) + b"\n" + columns)
+    path.write_bytes(
+        msgspec.json.encode(msgspec.json.decode(header) | {"v": VERSION - 1}) + b"\n" + columns
+    )
 
 
 def of_another_segment(path: Path) -> None:
     path.write_bytes(index_path(path.with_name("000002.jsonl")).read_bytes())
 
 
-@pytest.mark.parametrize("harm", [Path.unlink, flip, older, of_another_segment, lambda path: path.write_bytes(b"")])
-def test_a_segment_without_a_usable_index_is_indexed_in_the_users_cache(made: RunDirectory, harm: Callable[[Path], object]) -> None:
+@pytest.mark.parametrize(
+    "harm", [Path.unlink, flip, older, of_another_segment, lambda path: path.write_bytes(b"")]
+)
+def test_a_segment_without_a_usable_index_is_indexed_in_the_users_cache(
+    made: RunDirectory, harm: Callable[[Path], object]
+) -> None:
     first = segments(made.metrics_dir)[1]
     harm(index_path(first))
     before = state_of(made.metrics_dir)
@@ -91,7 +100,9 @@ def test_a_segment_without_a_usable_index_is_indexed_in_the_users_cache(made: Ru
     assert is_complete(again)
 
 
-def test_what_is_still_to_be_read_is_known_and_the_newest_steps_come_first(made: RunDirectory) -> None:
+def test_what_is_still_to_be_read_is_known_and_the_newest_steps_come_first(
+    made: RunDirectory,
+) -> None:
     for path in segments(made.metrics_dir).values():
         index_path(path).unlink(missing_ok=True)
     reader = MetricsReader(made)
@@ -101,13 +112,17 @@ def test_what_is_still_to_be_read_is_known_and_the_newest_steps_come_first(made:
         assert reader.latest is not None
         assert reader.latest.step == STEPS
         blocks = reader.blocks(["loss"])
-        assert sum(blocks["records"]) == STEPS + 1 - blocks["first"][0], "no hole between what is known"
+        assert sum(blocks["records"]) == STEPS + 1 - blocks["first"][0], (
+            "no hole between what is known"
+        )
     assert shares == sorted(shares, reverse=True)
     assert 0.5 < shares[0] < 1
     assert is_complete(reader)
 
 
-def test_taking_indexes_is_bounded_and_the_newest_steps_do_not_wait_for_it(made: RunDirectory) -> None:
+def test_taking_indexes_is_bounded_and_the_newest_steps_do_not_wait_for_it(
+    made: RunDirectory,
+) -> None:
     reader = MetricsReader(made)
     assert reader.poll(limit_records=10_000, limit_s=0.0).more
     assert reader.latest is not None
@@ -140,7 +155,9 @@ def test_a_segment_that_changed_has_no_kept_index(made: RunDirectory, step: Step
 
 
 @pytest.mark.parametrize("taken", ["file", "link", "others"])
-def test_without_a_folder_of_ones_own_indexes_stay_in_memory(made: RunDirectory, tmp_path: Path, taken: str) -> None:
+def test_without_a_folder_of_ones_own_indexes_stay_in_memory(
+    made: RunDirectory, tmp_path: Path, taken: str
+) -> None:
     index_path(segments(made.metrics_dir)[1]).unlink()
     folder, elsewhere = tmp_path / "cache", tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -156,7 +173,9 @@ def test_without_a_folder_of_ones_own_indexes_stay_in_memory(made: RunDirectory,
     assert taken != "others" or not list(folder.iterdir())
 
 
-def test_the_cache_is_bounded_and_keeps_what_was_used_last(made: RunDirectory, tmp_path: Path) -> None:
+def test_the_cache_is_bounded_and_keeps_what_was_used_last(
+    made: RunDirectory, tmp_path: Path
+) -> None:
     paths = list(segments(made.metrics_dir).values())
     for path in paths:
         index_path(path).unlink(missing_ok=True)
@@ -205,7 +224,9 @@ def test_a_reader_never_deletes_what_it_kept_itself(made: RunDirectory, tmp_path
     assert len(kept) == 1, "the others are in memory"
 
 
-def test_what_readers_hold_in_memory_is_bounded(made: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_readers_hold_in_memory_is_bounded(
+    made: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for path in segments(made.metrics_dir).values():
         index_path(path).unlink(missing_ok=True)
     monkeypatch.setattr(index_cache, "MEMORY_BYTES", 0)
@@ -225,10 +246,14 @@ def test_room_is_made_beside_a_folder_that_is_no_entry(made: RunDirectory, tmp_p
     (folder / "other.index").write_bytes(b"x" * limit_bytes)
     opened(made, IndexCache(folder, limit_bytes))
     first = segments(made.metrics_dir)[1]
-    assert sorted(path.name for path in folder.iterdir()) == sorted(["subfolder", f"{fingerprint(first)}.index"])
+    assert sorted(path.name for path in folder.iterdir()) == sorted(
+        ["subfolder", f"{fingerprint(first)}.index"]
+    )
 
 
-def test_a_kept_index_is_used_only_from_a_folder_that_others_cannot_write(made: RunDirectory) -> None:
+def test_a_kept_index_is_used_only_from_a_folder_that_others_cannot_write(
+    made: RunDirectory,
+) -> None:
     first, kept = kept_index(made)
     assert IndexCache().load(first) is not None
     kept.parent.chmod(0o777)
@@ -264,6 +289,10 @@ def test_an_index_with_more_blocks_than_its_segment_has_room_for_is_refused() ->
         "events": [],
         "step_is_newer": False,
     }
-    assert SegmentIndex.in_memory(msgspec.json.encode(header) + b"\n" + columns).segment_bytes == 1000
+    assert (
+        SegmentIndex.in_memory(msgspec.json.encode(header) + b"\n" + columns).segment_bytes == 1000
+    )
     with pytest.raises(msgspec.DecodeError, match="more blocks"):
-        SegmentIndex.in_memory(msgspec.json.encode(header | {"segment_bytes": 100}) + b"\n" + columns)
+        SegmentIndex.in_memory(
+            msgspec.json.encode(header | {"segment_bytes": 100}) + b"\n" + columns
+        )

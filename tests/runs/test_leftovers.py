@@ -29,20 +29,38 @@ def ended() -> Process:
     return found
 
 
-def test_what_an_ended_process_left_is_removed_and_nothing_else(tmp_path: Path, ended: Process) -> None:
-    theirs = [tmp_path / name for name in (f"torch_{ended.pid}_123_0", f"so_tui_{ended.pid}_states")]
-    others = [tmp_path / name for name in (f"torch_{ended.pid}1_1_0", "torch_1_1_0", "psm_abc", f"sem.{ended.pid}_1")]
+def test_what_an_ended_process_left_is_removed_and_nothing_else(
+    tmp_path: Path, ended: Process
+) -> None:
+    theirs = [
+        tmp_path / name for name in (f"torch_{ended.pid}_123_0", f"so_tui_{ended.pid}_states")
+    ]
+    others = [
+        tmp_path / name
+        for name in (f"torch_{ended.pid}1_1_0", "torch_1_1_0", "psm_abc", f"sem.{ended.pid}_1")
+    ]
     for path in (*theirs, *others):
         path.touch()
     assert set(remove_leftovers([ended], tmp_path)) == set(theirs)
     assert sorted(tmp_path.iterdir()) == sorted(others)
 
 
-def test_deleting_a_run_that_nobody_supervised_at_its_end_removes_what_it_left(run: RunDirectory, ended: Process) -> None:
+def test_deleting_a_run_that_nobody_supervised_at_its_end_removes_what_it_left(
+    run: RunDirectory, ended: Process
+) -> None:
     left = SHARED_MEMORY / f"torch_{ended.pid}_1_0"
     left.touch()
     try:
-        write_state(run, RunState(name=run.name, state="training", attempt=1, host=socket.gethostname(), processes=(ended,)))
+        write_state(
+            run,
+            RunState(
+                name=run.name,
+                state="training",
+                attempt=1,
+                host=socket.gethostname(),
+                processes=(ended,),
+            ),
+        )
         delete_run(run)
         assert not left.exists()
     finally:
@@ -74,7 +92,9 @@ def test_what_a_living_process_uses_stays(tmp_path: Path, ended: Process, how: s
     assert leftovers([ended], tmp_path) == (path,)
 
 
-def test_an_open_file_elsewhere_with_the_same_inode_is_another_file(tmp_path: Path, ended: Process) -> None:
+def test_an_open_file_elsewhere_with_the_same_inode_is_another_file(
+    tmp_path: Path, ended: Process
+) -> None:
     """Two new file systems number their first files alike. (Mounts need a name space of one's own, which not every container allows.)"""
     script = f"""
 import os, subprocess
@@ -91,9 +111,13 @@ other = (folder / "elsewhere" / "other").open("w")
 assert os.fstat(other.fileno()).st_ino == left.stat().st_ino
 assert leftovers([Process(pid={ended.pid}, start_time={ended.start_time})], folder / "shared") == (left,)
 """
-    if subprocess.run(["unshare", "--map-root-user", "--mount", "true"], check=False, capture_output=True).returncode:
+    if subprocess.run(
+        ["unshare", "--map-root-user", "--mount", "true"], check=False, capture_output=True
+    ).returncode:
         pytest.skip("this container allows no name spaces")
-    subprocess.run(["unshare", "--map-root-user", "--mount", sys.executable, "-c", script], check=True)
+    subprocess.run(
+        ["unshare", "--map-root-user", "--mount", sys.executable, "-c", script], check=True
+    )
 
 
 def test_links_pipes_folders_and_other_users_files_stay(tmp_path: Path, ended: Process) -> None:

@@ -74,12 +74,22 @@ def test_a_new_run_is_created_and_holds_its_spec(spec: RunSpec) -> None:
     assert read_spec(run) == spec
     state = read_state(run)
     assert (state.state, state.name) == ("created", run.name)
-    assert sorted(path.name for path in run.path.iterdir()) == ["attempts", "control", "metrics", "run.json", "spec.json", "state.json"]
+    assert sorted(path.name for path in run.path.iterdir()) == [
+        "attempts",
+        "control",
+        "metrics",
+        "run.json",
+        "spec.json",
+        "state.json",
+    ]
 
 
 def test_creators_at_the_same_time_get_runs_of_their_own(spec: RunSpec) -> None:
     made: list[RunDirectory] = []
-    threads = [threading.Thread(target=lambda: made.extend(create_run(spec) for _ in range(25))) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: made.extend(create_run(spec) for _ in range(25)))
+        for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -101,7 +111,21 @@ def test_what_the_user_calls_a_run_begins_its_name(spec: RunSpec, tmp_path: Path
         assert re.fullmatch(rf"{re.escape(called)}-\d{{4}}-[0-9a-f]{{6}}", run.name)
         assert read_spec(run) == spec
     before = sorted(tmp_path.rglob("*"))
-    hostile = ("..", "../up", "/tmp/x", "a/b", "-x", ".hidden", "a b", "a\n", "\x1b[2J", "$(id)", "ü", "a\0", "x" * (LONGEST_NAME + 1))
+    hostile = (
+        "..",
+        "../up",
+        "/tmp/x",
+        "a/b",
+        "-x",
+        ".hidden",
+        "a b",
+        "a\n",
+        "\x1b[2J",
+        "$(id)",
+        "ü",
+        "a\0",
+        "x" * (LONGEST_NAME + 1),
+    )
     for text in hostile:
         with pytest.raises(InputError) as caught:
             create_run(spec, tmp_path / "runs", called=text)
@@ -118,8 +142,13 @@ def test_attempts_are_numbered(run: RunDirectory) -> None:
     assert run.logs(2) == {"node-1.site": run.attempt_dir(2) / "output.node-1.site.log"}
 
 
-def test_runs_are_listed_newest_first_wherever_they_were_made(spec: RunSpec, tmp_path: Path) -> None:
-    runs = [create_run(spec, folder) for folder in (None, tmp_path / "scratch", None, tmp_path / "scratch", tmp_path / "project")]
+def test_runs_are_listed_newest_first_wherever_they_were_made(
+    spec: RunSpec, tmp_path: Path
+) -> None:
+    runs = [
+        create_run(spec, folder)
+        for folder in (None, tmp_path / "scratch", None, tmp_path / "scratch", tmp_path / "project")
+    ]
     for age, run in enumerate(reversed(runs)):
         os.utime(run.spec_path, (1e9 - age, 1e9 - age))
     assert list(list_runs()) == runs[::-1]
@@ -145,16 +174,24 @@ def test_missing_folders_are_skipped(spec: RunSpec, tmp_path: Path) -> None:
     assert list_runs() == (run,)
 
 
-def test_the_environment_may_name_the_folder(spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_may_name_the_folder(
+    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SO_TUI_RUNS_DIR", str(tmp_path / "elsewhere"))
     assert create_run(spec).path.parent == tmp_path / "elsewhere"
 
 
 @pytest.mark.parametrize(
     ("asked", "code", "remedy"),
-    [("tny-one", "unknown-run", "Did you mean tiny-one"), ("/nowhere/at/all", "not-a-run", "spec.json"), ("/\0", "invalid-path", "name")],
+    [
+        ("tny-one", "unknown-run", "Did you mean tiny-one"),
+        ("/nowhere/at/all", "not-a-run", "spec.json"),
+        ("/\0", "invalid-path", "name"),
+    ],
 )
-def test_an_unknown_run_is_reported_with_the_nearest(spec: RunSpec, asked: str, code: str, remedy: str) -> None:
+def test_an_unknown_run_is_reported_with_the_nearest(
+    spec: RunSpec, asked: str, code: str, remedy: str
+) -> None:
     create_run(spec, name="tiny-one")
     with pytest.raises(InputError) as caught:
         find_run(asked)
@@ -192,7 +229,9 @@ def test_the_same_name_in_two_folders_asks_for_the_path(spec: RunSpec, tmp_path:
     assert all(str(run.path) in str(caught.value) for run in twins)
 
 
-def test_a_folder_that_cannot_hold_runs_is_reported_and_unchanged(spec: RunSpec, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_hold_runs_is_reported_and_unchanged(
+    spec: RunSpec, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(InputError) as caught:
         create_run(spec, tmp_path / "file" / "runs")
@@ -202,7 +241,9 @@ def test_a_folder_that_cannot_hold_runs_is_reported_and_unchanged(spec: RunSpec,
 
 
 def test_a_folder_without_write_permission_is_reported(spec: RunSpec) -> None:
-    with pytest.raises(InputError, match=r"Permission denied|Operation not permitted|Read-only") as caught:
+    with pytest.raises(
+        InputError, match=r"Permission denied|Operation not permitted|Read-only"
+    ) as caught:
         create_run(spec, Path("/sys/kernel/so-tui-runs"))  # not even root may create folders there
     assert codes(caught) == ["runs-dir-not-writable"]
 
@@ -211,7 +252,12 @@ def test_an_ended_run_can_be_deleted_and_a_live_one_cannot(spec: RunSpec) -> Non
     other, ended, living = (create_run(spec, name=name) for name in ("other", "ended", "living"))
     write_state(ended, msgspec.structs.replace(read_state(ended), state="finished"))
     mine = identify(os.getpid(), "supervisor")
-    write_state(living, msgspec.structs.replace(read_state(living), state="training", host=socket.gethostname(), supervisor=mine))
+    write_state(
+        living,
+        msgspec.structs.replace(
+            read_state(living), state="training", host=socket.gethostname(), supervisor=mine
+        ),
+    )
     delete_run(ended)
     with pytest.raises(InputError) as caught:
         delete_run(living)
@@ -264,7 +310,12 @@ except InputError as error:
 
 
 def test_a_disk_that_takes_no_more_leaves_nothing_half_written(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", FULL_DISK, tmp_path / "runs"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, tmp_path / "runs"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout.split() == ["runs-dir-not-writable"]
     assert list((tmp_path / "runs").iterdir()) == []
 
@@ -280,7 +331,9 @@ def test_state_is_replaced_as_a_whole_while_others_read(run: RunDirectory) -> No
     reader = threading.Thread(target=read)
     reader.start()
     for beat in range(100):
-        write_state(run, msgspec.structs.replace(read_state(run), heartbeat=beat, detail="x" * 5000))
+        write_state(
+            run, msgspec.structs.replace(read_state(run), heartbeat=beat, detail="x" * 5000)
+        )
     done.set()
     reader.join()
     assert seen == sorted(seen)

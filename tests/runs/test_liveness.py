@@ -11,7 +11,15 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 
-from so_tui.runs import HeartbeatWatch, MetricsWriter, RunDirectory, alive, control, state_with_truth, write_state
+from so_tui.runs import (
+    HeartbeatWatch,
+    MetricsWriter,
+    RunDirectory,
+    alive,
+    control,
+    state_with_truth,
+    write_state,
+)
 from so_tui.runs.liveness import STALE_S, identify, living, supervised
 from so_tui.runs.outcome import OutcomeCode
 from so_tui.runs.process_stat import parse_stat
@@ -36,7 +44,12 @@ def known(pid: int) -> Process:
 
 
 def recorded(run: RunDirectory, **others: object) -> RunState:
-    values: dict[str, object] = {"state": "training", "attempt": 1, "host": socket.gethostname(), "step": 7}
+    values: dict[str, object] = {
+        "state": "training",
+        "attempt": 1,
+        "host": socket.gethostname(),
+        "step": 7,
+    }
     state = RunState(name=run.name, **(values | others))  # type: ignore[arg-type]
     write_state(run, state)
     return state
@@ -55,7 +68,9 @@ def test_a_process_is_known_by_its_start_time(sleeper: Sleeper) -> None:
 
 
 def test_a_name_with_brackets_does_not_confuse(sleeper: Sleeper) -> None:
-    named = subprocess.Popen(["/bin/sh", "-c", "printf ') R (' > /proc/self/comm; read x"], stdin=subprocess.PIPE)
+    named = subprocess.Popen(
+        ["/bin/sh", "-c", "printf ') R (' > /proc/self/comm; read x"], stdin=subprocess.PIPE
+    )
     try:
         assert alive(known(named.pid))
     finally:
@@ -98,7 +113,13 @@ def test_the_trainers_end_record_counts_if_the_supervisor_could_not_write_the_st
     writer.append(EndRecord(attempt=1, time=5.0, state=ended, step=8, reason="because"))  # type: ignore[arg-type]
     writer.close()
     truth = state_with_truth(run)
-    assert (truth.state, truth.exit_code, truth.step, truth.reason, truth.ended) == (ended, code, 8, "because", 5.0)
+    assert (truth.state, truth.exit_code, truth.step, truth.reason, truth.ended) == (
+        ended,
+        code,
+        8,
+        "because",
+        5.0,
+    )
     assert concluded(run, recorded(run, attempt=2)).code is OutcomeCode.UNOBSERVED
 
 

@@ -84,7 +84,9 @@ def test_the_tail_starts_at_a_line_and_goes_on(tmp_path: Path) -> None:
     assert reader.poll() == ("new",)
 
 
-def test_a_poll_that_comes_too_late_reads_something_and_says_that_there_is_more(tmp_path: Path) -> None:
+def test_a_poll_that_comes_too_late_reads_something_and_says_that_there_is_more(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "log"
     add(path, b"line\n" * 100_000)
     reader = LogReader(path)
@@ -138,12 +140,18 @@ for i in range(int(sys.argv[2])):
 """It waits for its reader from time to time, which a busy machine may hold up for longer than a trimmed log lasts."""
 
 
-def test_trimming_under_a_writer_keeps_head_and_tail_and_readers_find_their_place(tmp_path: Path) -> None:
+def test_trimming_under_a_writer_keeps_head_and_tail_and_readers_find_their_place(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "log"
     head, tail = 10_000, 50_000
     count = 30_000
     path.touch()
-    writer = subprocess.Popen([sys.executable, "-c", WRITE_LOG, path, str(count)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITE_LOG, path, str(count)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     assert writer.stdin is not None
     assert writer.stdout is not None
     reader = LogReader(path, head_bytes=head)
@@ -197,7 +205,10 @@ def test_the_log_of_the_newest_attempt_is_followed(run: RunDirectory) -> None:
     assert log_readers(run) == ()
     new_attempt(run)
     add(run.log_path(1, "node1"), b"a\nb\n")
-    assert [(line.attempt, line.host, line.text) for line in reader.poll().log_lines] == [(1, "node1", "a"), (1, "node1", "b")]
+    assert [(line.attempt, line.host, line.text) for line in reader.poll().log_lines] == [
+        (1, "node1", "a"),
+        (1, "node1", "b"),
+    ]
     new_attempt(run)
     add(run.log_path(1, "node1"), b"late\n 5%")
     add(run.log_path(2, "node1"), b"c\n")

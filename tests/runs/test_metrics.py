@@ -52,7 +52,12 @@ while True:
 
 
 def write(
-    run: RunDirectory, attempt: int, records: list[MetricRecord], *, close: bool = True, segment_bytes: int = 1 << 22
+    run: RunDirectory,
+    attempt: int,
+    records: list[MetricRecord],
+    *,
+    close: bool = True,
+    segment_bytes: int = 1 << 22,
 ) -> MetricsWriter:
     writer = MetricsWriter(run, attempt, segment_bytes=segment_bytes)
     for record in records:
@@ -72,7 +77,9 @@ def read_all(reader: RunReader) -> list[MetricRecord]:
 
 
 def start(attempt: int) -> StartRecord:
-    return StartRecord(attempt=attempt, time=1e9, model="m", mode="gpu", ranks=1, total_steps=1000, parameters=7)
+    return StartRecord(
+        attempt=attempt, time=1e9, model="m", mode="gpu", ranks=1, total_steps=1000, parameters=7
+    )
 
 
 def losses(reader: RunReader, first: float = 0, last: float = math.inf) -> list[float]:
@@ -94,12 +101,18 @@ def test_records_come_back_as_they_were_written(run: RunDirectory, step: Step) -
     assert reader.latest == records[50]
     assert reader.start == records[0]
     assert reader.end == records[-1]
-    assert (reader.evaluations[0].loss, reader.checkpoints[0].path, reader.warnings[0].message) == (2.5, "/c", "slow")
+    assert (reader.evaluations[0].loss, reader.checkpoints[0].path, reader.warnings[0].message) == (
+        2.5,
+        "/c",
+        "slow",
+    )
     assert reader.poll().records == ()
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-def test_a_diverged_loss_is_recorded_and_is_a_gap_in_the_chart(run: RunDirectory, step: Step, loss: float) -> None:
+def test_a_diverged_loss_is_recorded_and_is_a_gap_in_the_chart(
+    run: RunDirectory, step: Step, loss: float
+) -> None:
     write(run, 1, [step(0, loss=2.0), step(1, loss=loss, gradient_norm=None), step(2, loss=1.0)])
     reader = RunReader(run)
     records = read_all(reader)
@@ -109,11 +122,17 @@ def test_a_diverged_loss_is_recorded_and_is_a_gap_in_the_chart(run: RunDirectory
     blocks = reader.metrics.blocks(["loss", "gradient_norm"])
     rows = {name: column.tolist() for name, column in blocks.items()}
     assert (rows["records"], rows["loss.finite"]) == ([1, 2], [1, 1])
-    assert (rows["loss.min"], rows["loss.max"], rows["loss.sum"]) == ([2.0, 1.0], [2.0, 1.0], [2.0, 1.0])
+    assert (rows["loss.min"], rows["loss.max"], rows["loss.sum"]) == (
+        [2.0, 1.0],
+        [2.0, 1.0],
+        [2.0, 1.0],
+    )
     assert rows["gradient_norm.finite"] == [1, 1]
 
 
-def test_unknown_kinds_and_fields_and_broken_lines_are_skipped(run: RunDirectory, step: Step) -> None:
+def test_unknown_kinds_and_fields_and_broken_lines_are_skipped(
+    run: RunDirectory, step: Step
+) -> None:
     write(run, 1, [step(0), step(1)])
     path = segments(run.metrics_dir)[1]
     newer = msgspec.json.decode(msgspec.json.encode(step(2)))
@@ -122,7 +141,9 @@ def test_unknown_kinds_and_fields_and_broken_lines_are_skipped(run: RunDirectory
         file.write(b'{"kind":"dream","attempt":1,"time":1.0,"about":"sheep"}\n')
         file.write(b'{"kind":"step","att\n\n\x00\xff garbage\n')
         file.write(msgspec.json.encode(newer) + b"\n")
-    assert [record.step for record in read_all(RunReader(run)) if isinstance(record, StepRecord)] == [0, 1, 2]
+    assert [
+        record.step for record in read_all(RunReader(run)) if isinstance(record, StepRecord)
+    ] == [0, 1, 2]
 
 
 def test_an_incomplete_line_waits_for_its_rest(run: RunDirectory, step: Step) -> None:
@@ -175,7 +196,10 @@ def test_gaps_stay_gaps(run: RunDirectory, step: Step) -> None:
     reader = RunReader(run)
     read_all(reader)
     blocks = reader.metrics.blocks(["gpu_memory_peak_bytes"])
-    assert [*zip(blocks["first"], blocks["last"], blocks["records"], strict=True)] == [(1, 10, 10), (901, 910, 10)]
+    assert [*zip(blocks["first"], blocks["last"], blocks["records"], strict=True)] == [
+        (1, 10, 10),
+        (901, 910, 10),
+    ]
     assert blocks["gpu_memory_peak_bytes.finite"].tolist() == [0, 0]
 
 
@@ -189,9 +213,14 @@ def test_an_empty_run_has_no_blocks(run: RunDirectory) -> None:
 
 @pytest.mark.parametrize("resumed", [BLOCK_STEPS * 3, BLOCK_STEPS * 3 + 17, 0])
 @pytest.mark.parametrize("late", [False, True], ids=["live", "late"])
-def test_a_resume_supersedes_later_steps(run: RunDirectory, step: Step, resumed: int, late: bool) -> None:
+def test_a_resume_supersedes_later_steps(
+    run: RunDirectory, step: Step, resumed: int, late: bool
+) -> None:
     reader = RunReader(run)
-    saved = [CheckpointRecord(attempt=1, time=1.0, step=s, path=str(s), bytes=1, seconds=1.0) for s in (0, resumed, resumed + 100)]
+    saved = [
+        CheckpointRecord(attempt=1, time=1.0, step=s, path=str(s), bytes=1, seconds=1.0)
+        for s in (0, resumed, resumed + 100)
+    ]
     first: list[MetricRecord] = [*(step(i, loss=1.0) for i in range(resumed + 200)), *saved]
     write(run, 1, first, segment_bytes=50_000)
     if not late:
@@ -199,13 +228,20 @@ def test_a_resume_supersedes_later_steps(run: RunDirectory, step: Step, resumed:
         assert reader.latest is not None
         assert reader.latest.step == resumed + 199
         assert reader.metrics.blocks([])["last"][-1] == resumed + 199
-    write(run, 2, [start(2), ResumedRecord(attempt=2, time=2e9, step=resumed)], segment_bytes=50_000)
+    write(
+        run, 2, [start(2), ResumedRecord(attempt=2, time=2e9, step=resumed)], segment_bytes=50_000
+    )
     update = reader.poll(limit_s=10)
     assert update.redraw
     assert reader.latest is not None
     assert reader.latest.step == resumed
     assert reader.metrics.blocks([])["last"][-1] == resumed
-    write(run, 2, [step(i, attempt=2, loss=5.0) for i in range(resumed + 1, resumed + 151)], segment_bytes=50_000)
+    write(
+        run,
+        2,
+        [step(i, attempt=2, loss=5.0) for i in range(resumed + 1, resumed + 151)],
+        segment_bytes=50_000,
+    )
     read_all(reader)
     everything = resumed + 151
     assert losses(reader) == [1.0] * (resumed + 1) + [5.0] * 150
@@ -221,22 +257,33 @@ def test_a_resume_supersedes_later_steps(run: RunDirectory, step: Step, resumed:
     assert fresh.metrics.blocks(["loss"]) == blocks
 
 
-def test_a_killed_writer_leaves_whole_records_and_the_next_attempt_goes_on(run: RunDirectory, step: Step) -> None:
+def test_a_killed_writer_leaves_whole_records_and_the_next_attempt_goes_on(
+    run: RunDirectory, step: Step
+) -> None:
     reader = RunReader(run)
     steps: list[int] = []
     for attempt in range(1, 6):
         begin = reader.latest.step + 1 if reader.latest else 0
-        writer = subprocess.Popen([sys.executable, "-c", WRITE_FOREVER, str(run.path), str(attempt), str(begin)], cwd=Path.cwd())
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITE_FOREVER, str(run.path), str(attempt), str(begin)],
+            cwd=Path.cwd(),
+        )
         deadline = time.monotonic() + LIMIT_S
         while len(steps) < 300 * attempt and time.monotonic() < deadline:
-            steps += [record.step for record in reader.poll().records if isinstance(record, StepRecord)]
+            steps += [
+                record.step for record in reader.poll().records if isinstance(record, StepRecord)
+            ]
         os.kill(writer.pid, signal.SIGKILL)
         assert writer.wait() == -signal.SIGKILL
         steps += [record.step for record in read_all(reader) if isinstance(record, StepRecord)]
-        with list(segments(run.metrics_dir).values())[-1].open("ab") as torn:  # as if it had died in the middle of its write
+        with list(segments(run.metrics_dir).values())[-1].open(
+            "ab"
+        ) as torn:  # as if it had died in the middle of its write
             torn.write(b'{"kind":"step","attempt":1,"ti')
     assert len(steps) >= 1500
-    assert steps == sorted(set(steps))  # each once, in order; what the reader was too slow for it has taken over by index
+    assert steps == sorted(
+        set(steps)
+    )  # each once, in order; what the reader was too slow for it has taken over by index
     MetricsWriter(run, 6).close()
     assert all(index_path(path).exists() for path in segments(run.metrics_dir).values())
     fresh = RunReader(run)
@@ -256,7 +303,9 @@ def test_a_missing_index_is_written_later(run: RunDirectory, step: Step) -> None
     assert first.exists()
 
 
-def test_a_full_disk_is_reported_and_does_not_damage_the_next_record(run: RunDirectory, step: Step) -> None:
+def test_a_full_disk_is_reported_and_does_not_damage_the_next_record(
+    run: RunDirectory, step: Step
+) -> None:
     writer = write(run, 1, [step(0)], close=False)
     size = segments(run.metrics_dir)[1].stat().st_size
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -295,14 +344,18 @@ def test_writing_does_not_bring_a_deleted_run_back(run: RunDirectory) -> None:
     assert not run.path.exists()
 
 
-def test_half_a_record_at_the_end_of_an_attempt_is_cut_off_by_the_next(run: RunDirectory, step: Callable[..., StepRecord]) -> None:
+def test_half_a_record_at_the_end_of_an_attempt_is_cut_off_by_the_next(
+    run: RunDirectory, step: Callable[..., StepRecord]
+) -> None:
     first = MetricsWriter(run, 1)
     for number in range(1, 200):
         first.append(step(number))
     segment = next(iter(segments(run.metrics_dir).values()))
     whole = segment.read_bytes()
     with segment.open("ab") as file:
-        file.write(whole[: len(whole) // 2][-100_000:].replace(b"\n", b" "))  # as a full disk leaves it, longer than a block
+        file.write(
+            whole[: len(whole) // 2][-100_000:].replace(b"\n", b" ")
+        )  # as a full disk leaves it, longer than a block
     second = MetricsWriter(run, 2)
     assert segment.read_bytes() == whole
     second.append(step(200, attempt=2))
@@ -313,7 +366,9 @@ def test_half_a_record_at_the_end_of_an_attempt_is_cut_off_by_the_next(run: RunD
     assert [record.step for record in reader.recent(300)] == list(range(1, 201))
 
 
-def test_the_index_of_a_lost_segment_does_not_pass_for_that_of_a_new_one(run: RunDirectory, step: Callable[..., StepRecord]) -> None:
+def test_the_index_of_a_lost_segment_does_not_pass_for_that_of_a_new_one(
+    run: RunDirectory, step: Callable[..., StepRecord]
+) -> None:
     first = MetricsWriter(run, 1)
     first.append(step(1))
     first.close()
@@ -345,9 +400,15 @@ def too_large(path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [loop, too_large])
-def test_an_earlier_segment_that_cannot_be_read_is_left_out(run: RunDirectory, step: Step, harm: Callable[[Path], None]) -> None:
+def test_an_earlier_segment_that_cannot_be_read_is_left_out(
+    run: RunDirectory, step: Step, harm: Callable[[Path], None]
+) -> None:
     for attempt in (1, 2, 3):
-        write(run, attempt, [step(number, attempt=attempt) for number in range(100 * attempt, 100 * attempt + 100)])
+        write(
+            run,
+            attempt,
+            [step(number, attempt=attempt) for number in range(100 * attempt, 100 * attempt + 100)],
+        )
     harm(segments(run.metrics_dir)[2])
     reader = read_completely(run)
     assert [record.step for record in reader.steps(0, 1000)] == [*range(100, 200), *range(300, 400)]
@@ -355,9 +416,15 @@ def test_an_earlier_segment_that_cannot_be_read_is_left_out(run: RunDirectory, s
     assert reader.unread_share == 0
 
 
-def test_a_segment_that_appears_late_is_read_and_the_newest_is_still_followed(run: RunDirectory, step: Step) -> None:
+def test_a_segment_that_appears_late_is_read_and_the_newest_is_still_followed(
+    run: RunDirectory, step: Step
+) -> None:
     for attempt in (1, 2):
-        write(run, attempt, [step(number, attempt=attempt) for number in range(100 * attempt, 100 * attempt + 100)])
+        write(
+            run,
+            attempt,
+            [step(number, attempt=attempt) for number in range(100 * attempt, 100 * attempt + 100)],
+        )
     first, newest = segments(run.metrics_dir).values()
     late = first.rename(first.with_name("not-copied-yet"))
     reader = read_completely(run)
@@ -370,9 +437,15 @@ def test_a_segment_that_appears_late_is_read_and_the_newest_is_still_followed(ru
     assert [record.step for record in reader.steps(0, 1000)] == [*range(100, 301)]
 
 
-def test_a_poll_says_whether_the_newest_records_or_only_earlier_ones_are_still_to_be_read(run: RunDirectory, step: Step) -> None:
+def test_a_poll_says_whether_the_newest_records_or_only_earlier_ones_are_still_to_be_read(
+    run: RunDirectory, step: Step
+) -> None:
     for attempt in (1, 2):
-        write(run, attempt, [step(number, attempt=attempt) for number in range(100 * attempt, 100 * attempt + 100)])
+        write(
+            run,
+            attempt,
+            [step(number, attempt=attempt) for number in range(100 * attempt, 100 * attempt + 100)],
+        )
     index_path(segments(run.metrics_dir)[1]).unlink()
     reader = MetricsReader(run)
     progress = reader.poll(limit_records=50, limit_s=10.0)
@@ -402,7 +475,10 @@ def test_the_work_for_a_record_does_not_grow_with_the_number_of_events(
     assert len(summary.events) == count
     records: list[MetricRecord] = []
     for number in range(100):
-        records += [step(number), EvaluationRecord(attempt=1, time=1e9, step=number, loss=1.0, tokens=1)]
+        records += [
+            step(number),
+            EvaluationRecord(attempt=1, time=1e9, step=number, loss=1.0, tokens=1),
+        ]
     write(run, 1, records)
     reader = MetricsReader(run)
     reader.poll(limit_records=1000, limit_s=10.0)
@@ -410,7 +486,9 @@ def test_the_work_for_a_record_does_not_grow_with_the_number_of_events(
     assert len(passes) < 10
 
 
-def test_a_segment_that_fails_to_close_costs_no_later_record(run: RunDirectory, step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_segment_that_fails_to_close_costs_no_later_record(
+    run: RunDirectory, step: Step, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A network file system may say only then that a quota is used up; the descriptor is free all the same, and another file may get it."""
     writer = write(run, 1, [step(1)], close=False, segment_bytes=1000)
     close, closed = os.close, []

@@ -51,7 +51,13 @@ class Taker:
 
     def __init__(self, run: RunDirectory, environment: dict[str, str]) -> None:
         argv = [sys.executable, "-c", TAKE, str(run.path)]
-        self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment})
+        self.process = subprocess.Popen(
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **environment},
+        )
         assert self._line() == "ready"
 
     def tell(self) -> None:
@@ -78,7 +84,9 @@ def owned(run: RunDirectory, host: HostIdentity, process: Process, age_s: float 
     return path
 
 
-def test_of_several_that_race_one_gets_the_lock_and_its_death_frees_it(run: RunDirectory, locks: dict[str, str]) -> None:
+def test_of_several_that_race_one_gets_the_lock_and_its_death_frees_it(
+    run: RunDirectory, locks: dict[str, str]
+) -> None:
     takers = [Taker(run, locks) for _ in range(3)]
     try:
         for taker in takers:
@@ -96,7 +104,9 @@ def test_of_several_that_race_one_gets_the_lock_and_its_death_frees_it(run: RunD
 
 
 @pytest.mark.parametrize("rounds", [5])
-def test_of_several_that_race_for_a_dead_owners_place_one_wins(run: RunDirectory, tmp_path: Path, rounds: int) -> None:
+def test_of_several_that_race_for_a_dead_owners_place_one_wins(
+    run: RunDirectory, tmp_path: Path, rounds: int
+) -> None:
     library = shim.build(tmp_path)
     if library is None:
         pytest.skip("there is no C compiler")
@@ -133,7 +143,9 @@ def test_the_file_of_an_owner_that_is_gone_is_taken_over(
     assert path.exists()
 
 
-def test_a_living_owner_keeps_the_lock_however_old_its_file_is(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_living_owner_keeps_the_lock_however_old_its_file_is(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     me = identify(os.getpid())
     assert me is not None
     path = owned(run, this_host(), me, 10 * OLD_S)
@@ -143,7 +155,9 @@ def test_a_living_owner_keeps_the_lock_however_old_its_file_is(run: RunDirectory
     assert path.exists()
 
 
-def test_half_an_owner_file_is_taken_over_only_when_it_is_old(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_an_owner_file_is_taken_over_only_when_it_is_old(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("so_tui.runs.run_lock._excludes_others", lambda _: False)
     path = run.path / "supervisor.owner"
     path.write_bytes(b'{"host":')
@@ -154,7 +168,9 @@ def test_half_an_owner_file_is_taken_over_only_when_it_is_old(run: RunDirectory,
         assert lock is not None
 
 
-def test_a_holder_that_was_replaced_notices_and_leaves_the_new_one_alone(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_holder_that_was_replaced_notices_and_leaves_the_new_one_alone(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("so_tui.runs.run_lock._excludes_others", lambda _: False)
     me = identify(os.getpid())
     assert me is not None
@@ -170,7 +186,9 @@ def test_a_holder_that_was_replaced_notices_and_leaves_the_new_one_alone(run: Ru
     assert not msgspec.json.decode(replacement.read_bytes(), type=Owner).released
 
 
-def test_a_lock_is_free_again_after_each_of_many_holders(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_is_free_again_after_each_of_many_holders(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("so_tui.runs.run_lock._excludes_others", lambda _: False)
     for _ in range(4):
         with run_lock(run) as lock:
@@ -178,7 +196,9 @@ def test_a_lock_is_free_again_after_each_of_many_holders(run: RunDirectory, monk
             lock.refresh()
 
 
-def test_a_holder_lets_go_on_a_full_disk(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_holder_lets_go_on_a_full_disk(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Most runs whose disk is full end for that reason."""
     monkeypatch.setattr("so_tui.runs.run_lock._excludes_others", lambda _: False)
 
@@ -197,8 +217,14 @@ def test_a_holder_lets_go_on_a_full_disk(run: RunDirectory, monkeypatch: pytest.
     assert not list(run.path.glob(".supervisor.owner.*"))
 
 
-@pytest.mark.parametrize(("age_s", "taken"), [(STALE_S - 10, False), (STALE_S + 10, True)], ids=["a moment ago", "a minute ago"])
-def test_the_users_word_frees_the_file_of_an_owner_elsewhere_after_a_minute(age_s: float, taken: bool, run: RunDirectory) -> None:
+@pytest.mark.parametrize(
+    ("age_s", "taken"),
+    [(STALE_S - 10, False), (STALE_S + 10, True)],
+    ids=["a moment ago", "a minute ago"],
+)
+def test_the_users_word_frees_the_file_of_an_owner_elsewhere_after_a_minute(
+    age_s: float, taken: bool, run: RunDirectory
+) -> None:
     owned(run, ELSEWHERE, DEAD, age_s)
     with run_lock(run) as lock:
         assert lock is None
@@ -206,7 +232,9 @@ def test_the_users_word_frees_the_file_of_an_owner_elsewhere_after_a_minute(age_
         assert (lock is not None) == taken
 
 
-def test_who_has_taken_a_lock_over_keeps_it_when_the_other_holder_lets_go(run: RunDirectory) -> None:
+def test_who_has_taken_a_lock_over_keeps_it_when_the_other_holder_lets_go(
+    run: RunDirectory,
+) -> None:
     """A file server may give up the lock of a host that is gone while another one supervises the run."""
     os.utime(run.state_path, (1.0, 1.0))
     with run_lock(run) as gone:
@@ -219,7 +247,9 @@ def test_who_has_taken_a_lock_over_keeps_it_when_the_other_holder_lets_go(run: R
         assert again is not None
 
 
-def test_the_lock_is_held_after_the_server_gave_up_the_one_of_a_host_that_is_gone(run: RunDirectory) -> None:
+def test_the_lock_is_held_after_the_server_gave_up_the_one_of_a_host_that_is_gone(
+    run: RunDirectory,
+) -> None:
     os.utime(run.state_path, (1.0, 1.0))
     ghost = os.open(run.supervisor_lock_path, os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(ghost, fcntl.LOCK_EX)

@@ -23,11 +23,30 @@ SMALL = (
 )
 
 
-def sample(second: float, *, busy: int = 50, cores: int = 2, attempt: int = 1, power_w: float | None = 300.0) -> Sample:
-    node = NodeSample(id=0, cores=(busy,) * cores, memory_used_bytes=busy * 1000, memory_total_bytes=1 << 30, file_cache_bytes=5)
+def sample(
+    second: float,
+    *,
+    busy: int = 50,
+    cores: int = 2,
+    attempt: int = 1,
+    power_w: float | None = 300.0,
+) -> Sample:
+    node = NodeSample(
+        id=0,
+        cores=(busy,) * cores,
+        memory_used_bytes=busy * 1000,
+        memory_total_bytes=1 << 30,
+        file_cache_bytes=5,
+    )
     gpu = GpuSample(index=0, busy_percent=busy, power_w=power_w)
     return Sample(
-        attempt=attempt, time=BEGIN + second, interval_s=1.0, nodes=(node,), gpus=(gpu,), run_cpu_s=busy / 100, run_memory_bytes=busy
+        attempt=attempt,
+        time=BEGIN + second,
+        interval_s=1.0,
+        nodes=(node,),
+        gpus=(gpu,),
+        run_cpu_s=busy / 100,
+        run_memory_bytes=busy,
     )
 
 
@@ -50,7 +69,12 @@ def test_samples_come_back_host_by_host(run: RunDirectory) -> None:
 
 
 def test_mean_and_peak_of_a_roll_up() -> None:
-    whole = roll_up([single(sample(i, busy=busy, power_w=power)) for i, (busy, power) in enumerate([(10, None), (20, 100.0), (90, 200.0)])])
+    whole = roll_up(
+        [
+            single(sample(i, busy=busy, power_w=power))
+            for i, (busy, power) in enumerate([(10, None), (20, 100.0), (90, 200.0)])
+        ]
+    )
     assert whole.samples == 3
     assert (whole.mean.time, whole.mean.interval_s) == (BEGIN + 2, 3.0)
     assert whole.mean.nodes[0].cores == (40, 40)
@@ -85,12 +109,20 @@ def test_a_long_run_stays_bounded_and_its_past_visible(run: RunDirectory) -> Non
         assert history[-1].peak.nodes[0].cores == (50, 50)
         assert times[-1] == BEGIN + hours * 3600 - 1
     recent = reader.history(BEGIN + hours * 3600 - 60, BEGIN + hours * 3600, 60)
-    assert [row.mean for row in recent] == [sample(second, busy=50) for second in range(hours * 3600 - 60, hours * 3600)]
+    assert [row.mean for row in recent] == [
+        sample(second, busy=50) for second in range(hours * 3600 - 60, hours * 3600)
+    ]
 
 
 def test_the_size_limits_cover_hours_and_weeks_of_a_big_machine(run: RunDirectory) -> None:
     nodes = tuple(
-        NodeSample(id=i, cores=(100,) * 72, memory_used_bytes=123456789012, memory_total_bytes=123456789012, file_cache_bytes=12345678901)
+        NodeSample(
+            id=i,
+            cores=(100,) * 72,
+            memory_used_bytes=123456789012,
+            memory_total_bytes=123456789012,
+            file_cache_bytes=12345678901,
+        )
         for i in range(4)
     )
     gpu = GpuSample(
@@ -112,17 +144,29 @@ def test_the_size_limits_cover_hours_and_weeks_of_a_big_machine(run: RunDirector
         throttling=("power",),
     )
     place = RankPlacement(
-        rank=0, cpus=tuple(range(209, 216)), adam_cpus=tuple(range(216, 288)), node_bytes={1: 123456789012, 2: 123456789012}
+        rank=0,
+        cpus=tuple(range(209, 216)),
+        adam_cpus=tuple(range(216, 288)),
+        node_bytes={1: 123456789012, 2: 123456789012},
     )
     foreign = ForeignProcess(pid=1234567, name="x" * 15, cores=123.45, cpu=287)
     writer = SampleWriter(run, "node1")
-    big = Sample(attempt=1, time=BEGIN, interval_s=1.0, nodes=nodes, gpus=(gpu,) * 4, foreign=(foreign,) * 3)
+    big = Sample(
+        attempt=1, time=BEGIN, interval_s=1.0, nodes=nodes, gpus=(gpu,) * 4, foreign=(foreign,) * 3
+    )
     placed = msgspec.structs.replace(big, placement=(place,) * 4)
     writer.append(big)
     writer.close()
-    sizes = {resolution.stem: (run.samples_dir("node1") / f"{resolution.stem}000001.jsonl").stat().st_size for resolution in RESOLUTIONS}
+    sizes = {
+        resolution.stem: (run.samples_dir("node1") / f"{resolution.stem}000001.jsonl")
+        .stat()
+        .st_size
+        for resolution in RESOLUTIONS
+    }
     assert sum(resolution.cap_bytes for resolution in RESOLUTIONS) < 100_000_000
-    raw_bytes = 0.9 * sizes["raw-"] + 0.1 * len(encode_line(placed))  # placement is in one sample of ten
+    raw_bytes = 0.9 * sizes["raw-"] + 0.1 * len(
+        encode_line(placed)
+    )  # placement is in one sample of ten
     assert RESOLUTIONS[0].cap_bytes / raw_bytes > 2 * 3600
     assert RESOLUTIONS[-1].cap_bytes / sizes["600s-"] * 600 > 3 * 7 * 86400
 
@@ -130,19 +174,33 @@ def test_the_size_limits_cover_hours_and_weeks_of_a_big_machine(run: RunDirector
 def test_a_rollup_names_every_reason_for_throttling_and_the_busiest_foreign_processes() -> None:
     def at(second: int, reasons: tuple[str, ...], **cores: float) -> Rollup:
         gpu = GpuSample(index=0, clock_mhz=1000 + second, throttling=reasons)
-        foreign = tuple(ForeignProcess(pid=len(name), name=name, cores=load) for name, load in cores.items())
+        foreign = tuple(
+            ForeignProcess(pid=len(name), name=name, cores=load) for name, load in cores.items()
+        )
         return single(msgspec.structs.replace(sample(second), gpus=(gpu,), foreign=foreign))
 
-    whole = roll_up([at(0, ("heat",), a=1.0, bb=2.0), at(1, (), a=3.0, ccc=0.5, dddd=0.2), at(2, ("heat", "power"))])
+    whole = roll_up(
+        [
+            at(0, ("heat",), a=1.0, bb=2.0),
+            at(1, (), a=3.0, ccc=0.5, dddd=0.2),
+            at(2, ("heat", "power")),
+        ]
+    )
     for part in (whole.mean, whole.peak):
         assert part.gpus[0].throttling == ("heat", "power")
-        assert [(process.name, process.cores) for process in part.foreign] == [("a", 3.0), ("bb", 2.0), ("ccc", 0.5)]
+        assert [(process.name, process.cores) for process in part.foreign] == [
+            ("a", 3.0),
+            ("bb", 2.0),
+            ("ccc", 0.5),
+        ]
     assert (whole.mean.gpus[0].clock_mhz, whole.peak.gpus[0].clock_mhz) == (1001, 1002)
 
 
 def test_what_a_gpu_does_not_report_is_not_written() -> None:
     gpu = GpuSample(index=0, busy_percent=0)
-    line = encode_line(msgspec.structs.replace(sample(0), gpus=(gpu,), run_memory_bytes=1, run_memory_peak_bytes=1))
+    line = encode_line(
+        msgspec.structs.replace(sample(0), gpus=(gpu,), run_memory_bytes=1, run_memory_peak_bytes=1)
+    )
     assert b"null" not in line
     assert b"power" not in line
     found = decode_sample(line)
@@ -180,7 +238,9 @@ def test_no_samples_is_no_history(run: RunDirectory) -> None:
     assert not list(RunReader(run).sample_history("nowhere", BEGIN, BEGIN + 10, 10))
 
 
-def test_a_moment_is_read_again_without_decoding_all_of_its_segment(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_moment_is_read_again_without_decoding_all_of_its_segment(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     writer = SampleWriter(run, "node1")
     # A clock that is set back: lines are in the order of writing.
     times = [*range(100), *range(50, 150)]
@@ -196,7 +256,9 @@ def test_a_moment_is_read_again_without_decoding_all_of_its_segment(run: RunDire
     monkeypatch.setattr("so_tui.runs.samples.decode_sample", counted)
 
     def at(first: float, last: float) -> list[float]:
-        return [row.mean.time - BEGIN for row in reader.history(BEGIN + first, BEGIN + last, 1_000_000)]
+        return [
+            row.mean.time - BEGIN for row in reader.history(BEGIN + first, BEGIN + last, 1_000_000)
+        ]
 
     expected = {(30, 33): [30, 31, 32, 33], (60, 61): [60, 61, 60, 61], (148, 160): [148, 149]}
     for _ in range(2):

@@ -25,7 +25,9 @@ def json_of(user: User, *argv: str, **changes: str) -> tuple[object, str]:
     return json.loads(done.stdout), done.stderr
 
 
-def test_presets_of_ones_own_that_cannot_be_read_do_not_hide_the_others(machine: SharedMachine, closed: Path) -> None:
+def test_presets_of_ones_own_that_cannot_be_read_do_not_hide_the_others(
+    machine: SharedMachine, closed: Path
+) -> None:
     found, _ = json_of(machine.owner, "presets", XDG_CONFIG_HOME=str(closed))
     assert isinstance(found, dict)
     assert "tiny" in [preset["name"] for preset in found["presets"]]
@@ -34,7 +36,10 @@ def test_presets_of_ones_own_that_cannot_be_read_do_not_hide_the_others(machine:
 
 
 def test_doctor_checks_what_it_can(machine: SharedMachine, closed: Path) -> None:
-    for argv in (("doctor", "--runs-dir", str(closed / "runs")), ("doctor", "tiny", "--set", f"checkpoint.folder={closed}/runs")):
+    for argv in (
+        ("doctor", "--runs-dir", str(closed / "runs")),
+        ("doctor", "tiny", "--set", f"checkpoint.folder={closed}/runs"),
+    ):
         found, _ = json_of(machine.owner, *argv)
         assert isinstance(found, dict)
         assert found["findings"]
@@ -44,7 +49,9 @@ def test_doctor_checks_what_it_can(machine: SharedMachine, closed: Path) -> None
 
 
 def test_a_plan_needs_no_model_folder(machine: SharedMachine, closed: Path) -> None:
-    found, _ = json_of(machine.owner, "plan", "tiny", "--machine", "gh200-480", "--set", f"model.id={closed}/model")
+    found, _ = json_of(
+        machine.owner, "plan", "tiny", "--machine", "gh200-480", "--set", f"model.id={closed}/model"
+    )
     assert isinstance(found, dict)
     assert found["plans"]
 
@@ -63,6 +70,17 @@ def test_what_a_command_cannot_do_without_is_named(machine: SharedMachine, close
 
 
 @pytest.mark.slow
-def test_a_run_and_a_report_name_the_folder_that_they_cannot_write(machine: SharedMachine, closed: Path) -> None:
+def test_a_run_and_a_report_name_the_folder_that_they_cannot_write(
+    machine: SharedMachine, closed: Path
+) -> None:
     is_refused(machine.owner, closed, "validate", "--out", str(closed / "report"), "--minutes", "1")
-    is_refused(machine.owner, closed, "run", "tiny", "--plain", "--force", "--runs-dir", str(closed / "runs"))
+    is_refused(
+        machine.owner,
+        closed,
+        "run",
+        "tiny",
+        "--plain",
+        "--force",
+        "--runs-dir",
+        str(closed / "runs"),
+    )

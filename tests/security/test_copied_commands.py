@@ -40,7 +40,9 @@ def offered(text: str) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_names_of_shared_memory_that_doctor_says_to_remove_are_quoted(name: str, tmp_path: Path) -> None:
+def test_the_names_of_shared_memory_that_doctor_says_to_remove_are_quoted(
+    name: str, tmp_path: Path
+) -> None:
     left = f"/dev/shm/torch_4711_99_{name.replace('/', '|')}"
     (tmp_path / "t/dev/shm").mkdir(parents=True)
     with (tmp_path / "t" / left[1:]).open("wb") as file:
@@ -64,7 +66,9 @@ def test_another_users_link_in_shared_memory_is_not_reported_as_ones_own(tmp_pat
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_name_of_a_failed_run_is_quoted_in_what_to_do_next(name: str, tmp_path: Path) -> None:
-    text = outcome_text(Outcome(state="failed", code=OutcomeCode.UNEXPECTED, exit_code=1), RunFacts(name=name))
+    text = outcome_text(
+        Outcome(state="failed", code=OutcomeCode.UNEXPECTED, exit_code=1), RunFacts(name=name)
+    )
     assert text.suggestion.isprintable()
     for verb in ("logs", "resume"):
         command = so_tui_command(verb, name)

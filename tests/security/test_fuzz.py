@@ -46,7 +46,9 @@ few = settings(
     phases=(Phase.generate,),
     suppress_health_check=list(HealthCheck),
 )
-many = settings(few, max_examples=500, derandomize=False, phases=(Phase.generate, Phase.shrink), print_blob=True)
+many = settings(
+    few, max_examples=500, derandomize=False, phases=(Phase.generate, Phase.shrink), print_blob=True
+)
 tried = settings(many if LONG_S else few)
 
 
@@ -54,7 +56,11 @@ tried = settings(many if LONG_S else few)
 def bounded() -> Iterator[None]:
     """Fail if the block takes too long; let it fail if it takes too much memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    used = next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
+    used = next(
+        int(line.split()[1])
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmData")
+    )
     resource.setrlimit(resource.RLIMIT_DATA, (used * 1024 + LIMIT_BYTES, hard))
     begun = time.process_time()
     try:
@@ -97,7 +103,15 @@ def valid_run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     folder = tmp_path_factory.mktemp("fuzz")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(folder / "state"))
-        run = write_run(folder / "runs", gpus=4, steps=100, total=100, state="failed", seconds_of_samples=60, name="fuzzed")
+        run = write_run(
+            folder / "runs",
+            gpus=4,
+            steps=100,
+            total=100,
+            state="failed",
+            seconds_of_samples=60,
+            name="fuzzed",
+        )
     for action in control.ACTIONS:
         control.request(run, action, reason="x")
     return run
@@ -120,13 +134,22 @@ def test_any_file_of_a_run(valid_run: RunDirectory, tmp_path: Path) -> None:
     copy = RunDirectory(shutil.copytree(valid_run.path, tmp_path / "runs" / "fuzzed"))
 
     @settings(tried, max_examples=12)
-    @given(st.sampled_from(names).flatmap(lambda name: st.tuples(st.just(name), harmed(valid_run.path / name))))
+    @given(
+        st.sampled_from(names).flatmap(
+            lambda name: st.tuples(st.just(name), harmed(valid_run.path / name))
+        )
+    )
     def try_one(change: tuple[Path, bytes]) -> None:
         name, content = change
         (copy.path / name).write_bytes(content)
         try:
             read_all(copy)
-            for arguments in (("runs",), ("runs", "--json"), ("watch", "fuzzed", "--plain"), ("logs", "fuzzed")):
+            for arguments in (
+                ("runs",),
+                ("runs", "--json"),
+                ("watch", "fuzzed", "--plain"),
+                ("logs", "fuzzed"),
+            ):
                 printed(*arguments, "--runs-dir", str(tmp_path / "runs"))
         finally:
             shutil.copyfile(valid_run.path / name, copy.path / name)
@@ -166,7 +189,11 @@ def test_presets_as_trees(tmp_path: Path) -> None:
     def try_one(tree: dict[str, object]) -> None:
         try:
             path.write_text(tomli_w.dumps(tree), encoding="utf-8")
-        except (TypeError, ValueError, AttributeError):  # TOML has no null, and text no lone surrogates
+        except (
+            TypeError,
+            ValueError,
+            AttributeError,
+        ):  # TOML has no null, and text no lone surrogates
             return
         printed("plan", str(path), "--as-given", "--machine", str(machine_file(tmp_path)))
 
@@ -223,7 +250,11 @@ def test_checkpoints(tmp_path: Path) -> None:
     assert len(names) == 2
 
     @tried
-    @given(st.sampled_from(names).flatmap(lambda name: st.tuples(st.just(name), harmed_json((good / name).read_bytes()))))
+    @given(
+        st.sampled_from(names).flatmap(
+            lambda name: st.tuples(st.just(name), harmed_json((good / name).read_bytes()))
+        )
+    )
     def try_one(change: tuple[Path, bytes]) -> None:
         name, content = change
         before = (good / name).read_bytes()
@@ -238,10 +269,21 @@ def test_checkpoints(tmp_path: Path) -> None:
 
 
 def test_set_values() -> None:
-    keys = ["train.steps", "data.sequence_length", "offload.ratio", "train.micro_batch", "gpus", "name", "checkpoint.folder", "model.id"]
+    keys = [
+        "train.steps",
+        "data.sequence_length",
+        "offload.ratio",
+        "train.micro_batch",
+        "gpus",
+        "name",
+        "checkpoint.folder",
+        "model.id",
+    ]
 
     @tried
-    @given(st.sampled_from(keys), st.text(max_size=40) | st.integers().map(str) | st.floats().map(str))
+    @given(
+        st.sampled_from(keys), st.text(max_size=40) | st.integers().map(str) | st.floats().map(str)
+    )
     def try_one(key: str, value: str) -> None:
         printed("plan", "tiny", "--as-given", "--set", f"{key}={value}")
 

@@ -16,21 +16,28 @@ def folders(user: User) -> set[Path]:
     found = set()
     shells: tuple[dict[str, str], ...] = ({}, {"XDG_RUNTIME_DIR": str(user.home)})
     for changes in shells:
-        done = user.run(user.interpreter, "-P", "-c", FOLDER, timeout_s=60.0, umask=0o022, **changes)
+        done = user.run(
+            user.interpreter, "-P", "-c", FOLDER, timeout_s=60.0, umask=0o022, **changes
+        )
         assert done.returncode == 0, done.stderr
         found.add(Path(done.stdout.strip()))
     return found
 
 
 @pytest.mark.parametrize("squatted", [False, True])
-def test_locks_of_gpus_are_the_same_in_all_shells_also_if_another_user_took_the_name(squatted: bool, machine: SharedMachine) -> None:
+def test_locks_of_gpus_are_the_same_in_all_shells_also_if_another_user_took_the_name(
+    squatted: bool, machine: SharedMachine
+) -> None:
     usual = Path(f"/tmp/so-tui-{machine.owner.uid}")
     try:
         if squatted:
             assert machine.other.run("mkdir", "-m", "777", str(usual)).returncode == 0
         (folder,) = folders(machine.owner)
         assert (folder != usual) == squatted
-        assert (folder.stat().st_uid, oct(folder.stat().st_mode & 0o777)) == (machine.owner.uid, "0o700")
+        assert (folder.stat().st_uid, oct(folder.stat().st_mode & 0o777)) == (
+            machine.owner.uid,
+            "0o700",
+        )
         assert not squatted or list(usual.iterdir()) == []
     finally:
         usual.rmdir()

@@ -36,8 +36,26 @@ sys.stdin.read()
 
 def hidden(user: User, *argv: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
     """Run a command as a user in a mount namespace whose /proc hides processes of others."""
-    command = ["unshare", "--mount", "--propagation", "private", "bash", "-c", HIDING, str(user.uid), *argv]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=user.environment(), cwd="/", check=False)
+    command = [
+        "unshare",
+        "--mount",
+        "--propagation",
+        "private",
+        "bash",
+        "-c",
+        HIDING,
+        str(user.uid),
+        *argv,
+    ]
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env=user.environment(),
+        cwd="/",
+        check=False,
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +67,9 @@ def hiding(machine: SharedMachine) -> None:
 
 
 def listed(user: User, folder: Path) -> dict[str, object]:
-    done = hidden(user, user.interpreter, "-P", "-m", "so_tui", "runs", "--json", "--runs-dir", str(folder))
+    done = hidden(
+        user, user.interpreter, "-P", "-m", "so_tui", "runs", "--json", "--runs-dir", str(folder)
+    )
     assert done.returncode == 0, done.stderr
     (run,) = json.loads(done.stdout)["runs"]
     assert isinstance(run, dict)

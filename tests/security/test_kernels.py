@@ -53,7 +53,15 @@ def fast_compiler(machine: SharedMachine) -> str:
 
 def load(machine: SharedMachine, cache: Path, umask: int = 0o022) -> str:
     user = machine.owner
-    done = user.run(user.interpreter, "-P", "-c", LOAD, umask=umask, XDG_CACHE_HOME=str(cache), CXX=fast_compiler(machine))
+    done = user.run(
+        user.interpreter,
+        "-P",
+        "-c",
+        LOAD,
+        umask=umask,
+        XDG_CACHE_HOME=str(cache),
+        CXX=fast_compiler(machine),
+    )
     assert done.returncode == 0, done.stderr
     assert "planted" not in done.stdout
     return done.stdout + done.stderr
@@ -66,7 +74,9 @@ def shared_cache(machine: SharedMachine) -> Path:
     return cache
 
 
-def test_a_kernel_in_a_folder_that_others_can_write_is_compiled_in_another_folder(machine: SharedMachine) -> None:
+def test_a_kernel_in_a_folder_that_others_can_write_is_compiled_in_another_folder(
+    machine: SharedMachine,
+) -> None:
     cache = shared_cache(machine)
     load(machine, cache)
     folder = cache / "so-tui" / "kernels"
@@ -106,11 +116,16 @@ def test_a_folder_that_another_user_made_first_is_not_used(machine: SharedMachin
     assert list(folder.iterdir()) == []
 
 
-def test_a_kernel_that_the_group_can_write_is_replaced_and_a_lax_umask_makes_none(machine: SharedMachine) -> None:
+def test_a_kernel_that_the_group_can_write_is_replaced_and_a_lax_umask_makes_none(
+    machine: SharedMachine,
+) -> None:
     cache = shared_cache(machine)
     load(machine, cache, umask=0o002)
     (path,) = (cache / "so-tui" / "kernels").glob("adam-*.so")
-    assert (stat.S_IMODE(path.parent.stat().st_mode), stat.S_IMODE(path.stat().st_mode)) == (0o700, 0o700)
+    assert (stat.S_IMODE(path.parent.stat().st_mode), stat.S_IMODE(path.stat().st_mode)) == (
+        0o700,
+        0o700,
+    )
     path.chmod(0o720)
     assert "compiled anew" in load(machine, cache)
 
@@ -134,7 +149,9 @@ with kernel.opened(path) as descriptor:
 print("loaded", flush=True)
 """
     user, folder = machine.owner, cache / "so-tui" / "kernels"
-    with user.start(user.interpreter, "-P", "-c", race, XDG_CACHE_HOME=str(cache), CXX=fast_compiler(machine)) as process:
+    with user.start(
+        user.interpreter, "-P", "-c", race, XDG_CACHE_HOME=str(cache), CXX=fast_compiler(machine)
+    ) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
         assert line == "checked\n", process.communicate()[1]

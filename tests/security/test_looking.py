@@ -65,7 +65,11 @@ class Scene:
         """Return a run of the other user, which the viewer may even write to."""
         folder = self.machine.scratch / "runs"
         run = write_hostile_run(
-            folder, self.proof, state=state, processes=(self.known,), supervisor=self.known if supervised else gone() if state else None
+            folder,
+            self.proof,
+            state=state,
+            processes=(self.known,),
+            supervisor=self.known if supervised else gone() if state else None,
         )
         open_to_all(run)
         self.machine.owner.give(folder)
@@ -96,7 +100,9 @@ def supervisors_of(user: User) -> list[int]:
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if folder.stat().st_uid == user.uid and b"supervise" in (folder / "cmdline").read_bytes().split(b"\0"):
+            if folder.stat().st_uid == user.uid and b"supervise" in (
+                folder / "cmdline"
+            ).read_bytes().split(b"\0"):
                 found.append(int(folder.name))
         except OSError:
             continue
@@ -128,15 +134,21 @@ def look_in_every_way(user: User, run: RunDirectory) -> dict[str, subprocess.Com
             "screen": user.python(LOOK_ON_THE_SCREEN, folder, path),
         }
         try:
-            watching.wait(timeout=max(0.1, began + 7 - time.monotonic()))  # it looks after the supervisor every 5 s
+            watching.wait(
+                timeout=max(0.1, began + 7 - time.monotonic())
+            )  # it looks after the supervisor every 5 s
         except subprocess.TimeoutExpired:
             watching.send_signal(signal.SIGINT)
             watching.wait(timeout=LIMIT_S)
     return done
 
 
-@pytest.mark.parametrize(("state", "supervised"), [("starting", False), ("training", False), ("training", True)])
-def test_looking_at_another_users_run_starts_and_signals_nothing(scene: Scene, state: State, supervised: bool) -> None:
+@pytest.mark.parametrize(
+    ("state", "supervised"), [("starting", False), ("training", False), ("training", True)]
+)
+def test_looking_at_another_users_run_starts_and_signals_nothing(
+    scene: Scene, state: State, supervised: bool
+) -> None:
     run = scene.hostile(state, supervised=supervised)
     done = look_in_every_way(scene.viewer, run)
     scene.nothing_happened()
@@ -162,11 +174,16 @@ def test_a_request_that_cannot_be_written_is_an_error_and_no_traceback(scene: Sc
 def test_a_copied_run_is_data(scene: Scene) -> None:
     run = scene.hostile("starting")
     copy = copied(run, scene.viewer)
-    for command in (("runs", "--runs-dir", str(copy.path.parent)), ("stop", str(copy.path), "--grace", "0")):
+    for command in (
+        ("runs", "--runs-dir", str(copy.path.parent)),
+        ("stop", str(copy.path), "--grace", "0"),
+    ):
         with scene.viewer.start(scene.viewer.interpreter, "-P", "-m", "so_tui", *command) as asked:
             try:
                 asked.wait(timeout=4)
-            except subprocess.TimeoutExpired:  # it believes in the living process, and waits for its end
+            except (
+                subprocess.TimeoutExpired
+            ):  # it believes in the living process, and waits for its end
                 asked.kill()
     supervise = scene.viewer.so_tui("supervise", str(copy.path), "--attempt", "1")
     assert supervise.returncode == 2
@@ -177,16 +194,26 @@ def test_a_copied_run_whose_processes_are_gone_is_lost_and_starts_nothing(scene:
     run = scene.hostile("training")
     copy = copied(run, scene.viewer)
     state = read_state(copy)
-    write_state(copy, type(state)(name=state.name, state="training", attempt=1, host=state.host, processes=(gone(),)))
+    write_state(
+        copy,
+        type(state)(
+            name=state.name, state="training", attempt=1, host=state.host, processes=(gone(),)
+        ),
+    )
     scene.viewer.give(copy.path.parent)
     shown = scene.viewer.so_tui("runs", "--json", "--runs-dir", str(copy.path.parent))
     assert '"state": "lost"' in shown.stdout
     scene.nothing_happened()
 
 
-@pytest.mark.parametrize("part", ["", "state.json", "attempts", "attempts/001", "attempts/001/plan.json", "control", "metrics"])
+@pytest.mark.parametrize(
+    "part",
+    ["", "state.json", "attempts", "attempts/001", "attempts/001/plan.json", "control", "metrics"],
+)
 @pytest.mark.parametrize("trick", ["another-users", "link", "writable"])
-def test_a_run_with_a_part_that_others_control_is_not_acted_upon(scene: Scene, part: str, trick: str) -> None:
+def test_a_run_with_a_part_that_others_control_is_not_acted_upon(
+    scene: Scene, part: str, trick: str
+) -> None:
     """The folder is the viewer's own, with a process that carries its marker, so that only this part stands in the way."""
     folder = scene.viewer.home / "runs"
     run = write_hostile_run(folder, scene.proof, state="training", supervisor=gone())
@@ -202,7 +229,14 @@ def test_a_run_with_a_part_that_others_control_is_not_acted_upon(scene: Scene, p
         case _:
             target.chmod(target.stat().st_mode | 0o020)
     viewer = scene.viewer
-    with viewer.start(viewer.interpreter, "-c", SLEEPER, SO_TUI_RUN=str(run.path), SO_TUI_RUN_ID=known, SO_TUI_ATTEMPT="1") as member:
+    with viewer.start(
+        viewer.interpreter,
+        "-c",
+        SLEEPER,
+        SO_TUI_RUN=str(run.path),
+        SO_TUI_RUN_ID=known,
+        SO_TUI_ATTEMPT="1",
+    ) as member:
         try:
             listed = viewer.so_tui("runs", "--runs-dir", str(folder))
             assert (listed.returncode, listed.stderr) == (0, "")
@@ -216,14 +250,25 @@ def test_a_run_with_a_part_that_others_control_is_not_acted_upon(scene: Scene, p
     assert not scene.proof.exists()
 
 
-def test_a_run_of_ones_own_is_attached_to_and_what_merely_claims_to_be_its_process_is_left_alone(scene: Scene) -> None:
+def test_a_run_of_ones_own_is_attached_to_and_what_merely_claims_to_be_its_process_is_left_alone(
+    scene: Scene,
+) -> None:
     """The opposite of the tests above: the marker, and not the state file, decides which processes are stopped."""
     viewer = scene.viewer
     folder = viewer.home / "runs"
-    run = write_hostile_run(folder, scene.proof, state="training", processes=(scene.known,), supervisor=gone())
+    run = write_hostile_run(
+        folder, scene.proof, state="training", processes=(scene.known,), supervisor=gone()
+    )
     viewer.give(folder)
     known = run_id(run)
-    with viewer.start(viewer.interpreter, "-c", SLEEPER, SO_TUI_RUN=str(run.path), SO_TUI_RUN_ID=known, SO_TUI_ATTEMPT="1") as member:
+    with viewer.start(
+        viewer.interpreter,
+        "-c",
+        SLEEPER,
+        SO_TUI_RUN=str(run.path),
+        SO_TUI_RUN_ID=known,
+        SO_TUI_ATTEMPT="1",
+    ) as member:
         try:
             assert viewer.so_tui("runs", "--runs-dir", str(folder)).returncode == 0
             assert member.wait(timeout=LIMIT_S) == -signal.SIGTERM, "the request to stop is overdue"

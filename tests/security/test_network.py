@@ -121,16 +121,26 @@ def _watch(run: RunDirectory) -> Watched:
 @pytest.mark.slow
 def test_no_process_of_a_run_listens_on_a_network(watched: Watched) -> None:
     assert watched.last.state == "finished", watched.log[-3000:]
-    for part in ("supervise", "deepspeed.launcher.runner", "deepspeed.launcher.launch", "so_tui_trainer", "superoffload/worker.py"):
+    for part in (
+        "supervise",
+        "deepspeed.launcher.runner",
+        "deepspeed.launcher.launch",
+        "so_tui_trainer",
+        "superoffload/worker.py",
+    ):
         assert part in watched.commands
     assert watched.sockets["training"], "gloo listens on the loopback interface"
-    assert {entry for found in watched.sockets.values() for entry in found if entry.reachable} == set()
+    assert {
+        entry for found in watched.sockets.values() for entry in found if entry.reachable
+    } == set()
 
 
 @pytest.mark.slow
 def test_ranks_exchange_no_pickles(watched: Watched) -> None:
     assert "pickled objects are refused here" in watched.log, "the functions were replaced"
-    assert (watched.last.state, watched.last.step, watched.last.saved_step) == ("finished", 6, 6), watched.log[-3000:]
+    assert (watched.last.state, watched.last.step, watched.last.saved_step) == ("finished", 6, 6), (
+        watched.log[-3000:]
+    )
 
 
 @pytest.mark.slow
@@ -161,7 +171,9 @@ def test_a_rendezvous_that_another_user_prepared_is_refused(tmp_path: Path) -> N
 
 def _command(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        return (
+            Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        )
     except OSError:
         return ""
 

@@ -24,13 +24,27 @@ def run(tmp_path: Path) -> RunDirectory:
     made.log_path(attempt, "here").write_text("a line\n")
     (made.metrics_dir / "000001.jsonl").touch()
     gone = Process(pid=os.getpid(), start_time=1)
-    write_state(made, RunState(name=made.name, state="training", attempt=attempt, host=socket.gethostname(), processes=(gone,)))
+    write_state(
+        made,
+        RunState(
+            name=made.name,
+            state="training",
+            attempt=attempt,
+            host=socket.gethostname(),
+            processes=(gone,),
+        ),
+    )
     return made
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "huge"])
-@pytest.mark.parametrize("name", ["state.json", "metrics/000001.jsonl", "metrics/000001.index", "attempts/001/output.here.log"])
-def test_no_file_of_a_run_makes_commands_hang_or_fill_the_memory(run: RunDirectory, name: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    ["state.json", "metrics/000001.jsonl", "metrics/000001.index", "attempts/001/output.here.log"],
+)
+def test_no_file_of_a_run_makes_commands_hang_or_fill_the_memory(
+    run: RunDirectory, name: str, kind: str
+) -> None:
     path = run.path / name
     path.unlink(missing_ok=True)
     match kind:
@@ -42,17 +56,31 @@ def test_no_file_of_a_run_makes_commands_hang_or_fill_the_memory(run: RunDirecto
             with path.open("wb") as file:
                 file.truncate(8 << 30)
     for command in (("runs", "--runs-dir", str(run.path.parent)), ("logs", str(run.path))):
-        limited = ["/bin/sh", "-c", 'ulimit -v 2000000; exec "$@"', "sh", sys.executable, "-m", "so_tui", *command]
+        limited = [
+            "/bin/sh",
+            "-c",
+            'ulimit -v 2000000; exec "$@"',
+            "sh",
+            sys.executable,
+            "-m",
+            "so_tui",
+            *command,
+        ]
         done = subprocess.run(limited, capture_output=True, text=True, timeout=LIMIT_S, check=False)
         assert "Traceback" not in done.stderr
         assert done.returncode in (0, 2)
 
 
 @pytest.mark.parametrize("name", ["²", "٣", "-1", "1" * 200])
-def test_no_name_of_a_file_is_an_attempt_or_segment_that_it_is_not(run: RunDirectory, name: str) -> None:
+def test_no_name_of_a_file_is_an_attempt_or_segment_that_it_is_not(
+    run: RunDirectory, name: str
+) -> None:
     (run.attempts_dir / name).mkdir()
     (run.metrics_dir / f"{name}.jsonl").touch()
     done = subprocess.run(
-        [sys.executable, "-m", "so_tui", "runs", "--runs-dir", str(run.path.parent)], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "so_tui", "runs", "--runs-dir", str(run.path.parent)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")

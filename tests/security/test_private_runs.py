@@ -37,7 +37,9 @@ print(run.path)
 
 def made(owner: User, folder: Path, share: str = "") -> Path:
     """Return a run that a user with an open umask has made."""
-    done = owner.run(owner.interpreter, "-P", "-c", MAKE_A_RUN, str(folder), umask=0o002, SO_TUI_SHARE=share)
+    done = owner.run(
+        owner.interpreter, "-P", "-c", MAKE_A_RUN, str(folder), umask=0o002, SO_TUI_SHARE=share
+    )
     assert done.returncode == 0, done.stderr
     return Path(done.stdout.strip())
 
@@ -47,7 +49,10 @@ def in_group_of(other: User, owner: User) -> User:
 
 
 def modes(run: Path) -> set[tuple[str, str]]:
-    return {("folder" if path.is_dir() else "file", oct(path.stat().st_mode & 0o777)) for path in (run, *run.rglob("*"))}
+    return {
+        ("folder" if path.is_dir() else "file", oct(path.stat().st_mode & 0o777))
+        for path in (run, *run.rglob("*"))
+    }
 
 
 @pytest.mark.slow
@@ -59,7 +64,11 @@ def test_another_user_reads_nothing_of_a_run_by_default(machine: SharedMachine) 
     for other in (machine.other, in_group_of(machine.other, machine.owner)):
         assert other.run("ls", str(run)).returncode != 0
         listed = other.so_tui("runs", "--runs-dir", str(run.parent))
-        assert (listed.returncode, run.name in listed.stdout, "Traceback" in listed.stderr) == (0, False, False)
+        assert (listed.returncode, run.name in listed.stdout, "Traceback" in listed.stderr) == (
+            0,
+            False,
+            False,
+        )
         refused = other.so_tui("logs", str(run))
         assert refused.returncode == InputError.exit_code, refused.stderr
 

@@ -12,20 +12,35 @@ from collections.abc import Iterator
 import pytest
 
 from so_tui.launch import prometheus
-from so_tui.launch.prometheus import CONTENT_TYPE, PORTS, Endpoint, Figures, exposition, open_endpoint
+from so_tui.launch.prometheus import (
+    CONTENT_TYPE,
+    PORTS,
+    Endpoint,
+    Figures,
+    exposition,
+    open_endpoint,
+)
 from so_tui.runs.records import RunState
 from so_tui.runs.sample import GpuSample, NodeSample, Sample
 from so_tui.settings.types import PrometheusSettings, Settings
 from tests.support.records import step_record
 
 TOKEN = "0123456789abcdef-secret"
-NODE = NodeSample(id=0, cores=(50, 100), memory_used_bytes=7, memory_total_bytes=9, file_cache_bytes=0)
+NODE = NodeSample(
+    id=0, cores=(50, 100), memory_used_bytes=7, memory_total_bytes=9, file_cache_bytes=0
+)
 FIGURES = Figures(
     run='a"\\\n\x1b{}',
     host="h",
     state=RunState(name="r", state="training", step=3, total_steps=9),
     step=step_record(3, loss=float("nan")),
-    sample=Sample(attempt=1, time=1.0, interval_s=1.0, nodes=(NODE,), gpus=(GpuSample(index=0, busy_percent=40, clock_mhz=1980),)),
+    sample=Sample(
+        attempt=1,
+        time=1.0,
+        interval_s=1.0,
+        nodes=(NODE,),
+        gpus=(GpuSample(index=0, busy_percent=40, clock_mhz=1980),),
+    ),
 )
 LINE = re.compile(r'[a-z_]+\{([a-z_]+="(\\["\\]|[^"\\\n])*",?)+\} (-?[0-9.e+-]+|NaN|[+-]Inf)')
 
@@ -39,7 +54,9 @@ def endpoint() -> Iterator[Endpoint]:
     opened.close()
 
 
-def asked(endpoint: Endpoint, path: str = "/metrics", method: str = "GET", **headers: str) -> tuple[int, str, str]:
+def asked(
+    endpoint: Endpoint, path: str = "/metrics", method: str = "GET", **headers: str
+) -> tuple[int, str, str]:
     connection = http.client.HTTPConnection("127.0.0.1", endpoint.port, timeout=10)
     connection.request(method, path, headers=headers)
     answer = connection.getresponse()
@@ -56,7 +73,16 @@ def test_it_is_off_by_default_and_needs_a_token(capsys: pytest.CaptureFixture[st
 
 def test_only_the_token_is_answered(endpoint: Endpoint) -> None:
     assert asked(endpoint)[0] == 401
-    for wrong in ("", "Bearer", "Bearer ", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", f"Basic {TOKEN}", TOKEN, "Bearer \xff\xfe"):
+    for wrong in (
+        "",
+        "Bearer",
+        "Bearer ",
+        f"Bearer {TOKEN}x",
+        f"Bearer {TOKEN[:-1]}",
+        f"Basic {TOKEN}",
+        TOKEN,
+        "Bearer \xff\xfe",
+    ):
         code, body, _ = asked(endpoint, Authorization=wrong)
         assert (code, "so_tui" in body) == (401, False), wrong
     code, body, kind = asked(endpoint, Authorization=f"Bearer {TOKEN}")
@@ -66,7 +92,9 @@ def test_only_the_token_is_answered(endpoint: Endpoint) -> None:
     assert asked(endpoint, method="POST", Authorization=f"Bearer {TOKEN}")[0] == 501
 
 
-def test_the_token_is_compared_in_constant_time(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_token_is_compared_in_constant_time(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compared = []
     real = hmac.compare_digest
 
@@ -88,7 +116,9 @@ def test_it_listens_on_loopback_alone_and_takes_the_next_port(endpoint: Endpoint
     other.close()
 
 
-def test_those_who_hold_connections_are_cut_off(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_those_who_hold_connections_are_cut_off(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """More of them than are answered at a time, one byte after the other."""
     monkeypatch.setattr(prometheus, "_LONGEST_REQUEST_S", 0.3)
     held = [socket.create_connection(("127.0.0.1", endpoint.port), timeout=5) for _ in range(20)]

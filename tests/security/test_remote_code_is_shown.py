@@ -15,7 +15,9 @@ from so_tui.spec import find_preset, with_values
 from tests.support.make_run import quad_machine
 from tests.support.screen import opened
 
-NAMED = "model.trust_remote_code is on: Python code of org/model, revision v1, runs with your rights"
+NAMED = (
+    "model.trust_remote_code is on: Python code of org/model, revision v1, runs with your rights"
+)
 
 
 @pytest.fixture
@@ -29,7 +31,11 @@ def preset() -> str:
 
 @pytest.mark.parametrize("argv", [["plan", "theirs"], ["run", "theirs", "--dry-run"]])
 def test_commands_name_the_model_whose_code_runs(
-    argv: list[str], preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    argv: list[str],
+    preset: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("COLUMNS", "400")
     (tmp_path / "machine.json").write_bytes(machine_json(quad_machine()))
@@ -37,7 +43,9 @@ def test_commands_name_the_model_whose_code_runs(
     assert NAMED in capsys.readouterr().out
 
 
-async def test_configure_and_the_question_before_a_launch_name_the_model_whose_code_runs(preset: str, tmp_path: Path) -> None:
+async def test_configure_and_the_question_before_a_launch_name_the_model_whose_code_runs(
+    preset: str, tmp_path: Path
+) -> None:
     async with opened(tmp_path / "runs", (160, 45)) as ui:
         await ui.press("1", "slash", *"theirs", "enter", "enter")
         await ui.until(lambda: "trust_remote_code is on" in ui.text())
@@ -50,12 +58,19 @@ async def test_configure_and_the_question_before_a_launch_name_the_model_whose_c
 @pytest.mark.parametrize(
     ("values", "fact"),
     [
-        ({"model.id": "org/model", "model.revision": "v1"}, RemoteCode(model="org/model", revision="v1")),
+        (
+            {"model.id": "org/model", "model.revision": "v1"},
+            RemoteCode(model="org/model", revision="v1"),
+        ),
         ({"model.id": "/models/one"}, RemoteCode(model="/models/one", revision="")),
     ],
 )
-def test_a_plan_has_the_origin_of_the_code_as_a_fact(values: dict[str, str], fact: RemoteCode) -> None:
+def test_a_plan_has_the_origin_of_the_code_as_a_fact(
+    values: dict[str, str], fact: RemoteCode
+) -> None:
     spec = with_values(find_preset("tiny").spec, values)
-    assert not any(isinstance(warning, RemoteCode) for warning in make_plan(spec, quad_machine()).warnings)
+    assert not any(
+        isinstance(warning, RemoteCode) for warning in make_plan(spec, quad_machine()).warnings
+    )
     trusting = with_values(spec, {"model.trust_remote_code": "true"})
     assert fact in make_plan(trusting, quad_machine()).warnings

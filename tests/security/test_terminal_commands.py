@@ -32,9 +32,18 @@ COMMANDS: dict[str, list[list[str]]] = {
         ["doctor", "--runs-dir", HOSTILE],
         ["doctor", "hostile", "--mpam"],
     ],
-    "machines": [["machines"], ["machines", "--json"], ["machines", HOSTILE], ["machines", HOSTILE, "--json"]],
+    "machines": [
+        ["machines"],
+        ["machines", "--json"],
+        ["machines", HOSTILE],
+        ["machines", HOSTILE, "--json"],
+    ],
     "calibrate": [["calibrate", HOSTILE]],
-    "validate": [["validate", HOSTILE], ["validate", "--minutes", HOSTILE], ["validate", "--out", "REPORT"]],
+    "validate": [
+        ["validate", HOSTILE],
+        ["validate", "--minutes", HOSTILE],
+        ["validate", "--out", "REPORT"],
+    ],
     "published": [["published"], ["published", "--json"], ["published", HOSTILE]],
     "plan": [
         ["plan", "--machine", "MACHINE"],
@@ -53,7 +62,11 @@ COMMANDS: dict[str, list[list[str]]] = {
         ["presets", "hostile", "--set", HOSTILE],
         ["presets", "add", HOSTILE],
     ],
-    "data": [["data", "hostile"], ["data", "hostile", "--json"], ["data", "hostile", "--set", f"data.columns.text={HOSTILE}"]],
+    "data": [
+        ["data", "hostile"],
+        ["data", "hostile", "--json"],
+        ["data", "hostile", "--set", f"data.columns.text={HOSTILE}"],
+    ],
     "fetch": [["fetch", HOSTILE]],
     "prepare": [["prepare", HOSTILE]],
     "run": [
@@ -67,11 +80,22 @@ COMMANDS: dict[str, list[list[str]]] = {
     "resume": [["resume", HOSTILE], ["resume", "RUN", "--set", f"train.steps={HOSTILE}"]],
     "logs": [["logs", "RUN"], ["logs", HOSTILE]],
     "export": [["export", HOSTILE]],
-    "convert": [["convert", HOSTILE, "--to", HOSTILE], ["convert", HOSTILE, "--as", "tiny"], ["convert", HOSTILE, "--as", HOSTILE]],
-    "generate": [["generate", HOSTILE, "--prompt", "a"], ["generate", "RUN", "--prompt", "a", "--base", "\0" + HOSTILE]],
+    "convert": [
+        ["convert", HOSTILE, "--to", HOSTILE],
+        ["convert", HOSTILE, "--as", "tiny"],
+        ["convert", HOSTILE, "--as", HOSTILE],
+    ],
+    "generate": [
+        ["generate", HOSTILE, "--prompt", "a"],
+        ["generate", "RUN", "--prompt", "a", "--base", "\0" + HOSTILE],
+    ],
     "chat": [["chat", HOSTILE], ["chat", "RUN"]],
     "export-metrics": [["export-metrics", HOSTILE], ["export-metrics", "RUN", "--to", HOSTILE]],
-    "compare": [["compare", "RUN", "RUN"], ["compare", "RUN", "RUN", "--json"], ["compare", "RUN", HOSTILE]],
+    "compare": [
+        ["compare", "RUN", "RUN"],
+        ["compare", "RUN", "RUN", "--json"],
+        ["compare", "RUN", HOSTILE],
+    ],
     "note": [
         ["note", "RUN", "--json"],
         ["note", HOSTILE],
@@ -79,11 +103,31 @@ COMMANDS: dict[str, list[list[str]]] = {
         ["note", "RUN"],
         ["note", "RUN", "--tag", HOSTILE],
     ],
-    "settings": [["settings", HOSTILE], ["settings", f"{HOSTILE}={HOSTILE}"], ["settings", f"theme={HOSTILE}"]],
+    "settings": [
+        ["settings", HOSTILE],
+        ["settings", f"{HOSTILE}={HOSTILE}"],
+        ["settings", f"theme={HOSTILE}"],
+    ],
     "completion": [["completion", "zsh"], ["completion", HOSTILE]],
-    "supervise": [["supervise", HOSTILE, "--attempt", "1"], ["supervise", "RUN", "--attempt", HOSTILE]],
+    "supervise": [
+        ["supervise", HOSTILE, "--attempt", "1"],
+        ["supervise", "RUN", "--attempt", HOSTILE],
+    ],
 }
-WITH_RUNS = ("runs", "watch", "stop", "resume", "logs", "export", "generate", "chat", "export-metrics", "compare", "note", "supervise")
+WITH_RUNS = (
+    "runs",
+    "watch",
+    "stop",
+    "resume",
+    "logs",
+    "export",
+    "generate",
+    "chat",
+    "export-metrics",
+    "compare",
+    "note",
+    "supervise",
+)
 OWN_STYLING = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -108,7 +152,9 @@ def looked_at() -> dict[bytes, list[Progress | DataPreview]]:
 
 
 @pytest.fixture(autouse=True)
-def _the_same_data_is_looked_at_once(looked_at: dict[bytes, list[Progress | DataPreview]], monkeypatch: pytest.MonkeyPatch) -> None:
+def _the_same_data_is_looked_at_once(
+    looked_at: dict[bytes, list[Progress | DataPreview]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Let the helper process, which takes seconds, answer the first of three commands that ask for the same."""
     preview_data = data_preview.preview_data
 
@@ -121,10 +167,18 @@ def _the_same_data_is_looked_at_once(looked_at: dict[bytes, list[Progress | Data
     monkeypatch.setattr(data_preview, "preview_data", remembered)
 
 
-def called(argv: list[str], world: HostileWorld, capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
-    names = {"MACHINE": str(world.machine_file), "RUN": str(world.run.path), "REPORT": str(world.runs_dir.parent / "report")}
+def called(
+    argv: list[str], world: HostileWorld, capsys: pytest.CaptureFixture[str]
+) -> tuple[str, str]:
+    names = {
+        "MACHINE": str(world.machine_file),
+        "RUN": str(world.run.path),
+        "REPORT": str(world.runs_dir.parent / "report"),
+    }
     if "REPORT" in argv:
-        other = Report(so_tui=HOSTILE, begun=HOSTILE, host=HOSTILE, gpus=1, shape=HOSTILE, outcomes=())
+        other = Report(
+            so_tui=HOSTILE, begun=HOSTILE, host=HOSTILE, gpus=1, shape=HOSTILE, outcomes=()
+        )
         reports.write(Path(names["REPORT"]), other)
     where = ["--runs-dir", str(world.runs_dir)] if argv[0] in WITH_RUNS else []
     with suppress(SystemExit):  # argparse ends so
@@ -136,26 +190,53 @@ def called(argv: list[str], world: HostileWorld, capsys: pytest.CaptureFixture[s
 def test_every_command_is_tried() -> None:
     actions = build_parser()._subparsers
     assert actions is not None
-    known = {name for action in actions._group_actions if isinstance(action.choices, dict) for name in action.choices}
+    known = {
+        name
+        for action in actions._group_actions
+        if isinstance(action.choices, dict)
+        for name in action.choices
+    }
     assert known == set(COMMANDS)
 
 
-@pytest.mark.parametrize("argv", [pytest.param(argv, id=f"{argv[0]}-{i}") for argvs in COMMANDS.values() for i, argv in enumerate(argvs)])
-def test_commands_print_only_printable_characters(argv: list[str], world: HostileWorld, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "argv",
+    [
+        pytest.param(argv, id=f"{argv[0]}-{i}")
+        for argvs in COMMANDS.values()
+        for i, argv in enumerate(argvs)
+    ],
+)
+def test_commands_print_only_printable_characters(
+    argv: list[str], world: HostileWorld, capsys: pytest.CaptureFixture[str]
+) -> None:
     out, err = called(argv, world, capsys)
     assert out or err
     assert unsafe(out) == set()
     assert unsafe(err) == set()
-    assert not any(line.startswith("forged line") for line in out.splitlines()) or argv[0] in ("data", "logs")
+    assert not any(line.startswith("forged line") for line in out.splitlines()) or argv[0] in (
+        "data",
+        "logs",
+    )
     if "--json" in argv and out:
         json.loads(out)
 
 
 @pytest.mark.parametrize(
-    "argv", [COMMANDS["presets"][0], COMMANDS["plan"][1], COMMANDS["run"][0], COMMANDS["runs"][0], COMMANDS["data"][0]]
+    "argv",
+    [
+        COMMANDS["presets"][0],
+        COMMANDS["plan"][1],
+        COMMANDS["run"][0],
+        COMMANDS["runs"][0],
+        COMMANDS["data"][0],
+    ],
 )
 def test_of_control_sequences_only_so_tuis_own_colours_reach_a_terminal(
-    argv: list[str], world: HostileWorld, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    argv: list[str],
+    world: HostileWorld,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     out, _ = called(argv, world, capsys)
@@ -164,7 +245,9 @@ def test_of_control_sequences_only_so_tuis_own_colours_reach_a_terminal(
     assert unsafe(OWN_STYLING.sub("", out)) == set()
 
 
-def test_json_and_toml_still_say_what_was_written(world: HostileWorld, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_and_toml_still_say_what_was_written(
+    world: HostileWorld, capsys: pytest.CaptureFixture[str]
+) -> None:
     title = find_preset("hostile").spec.title
     assert tomllib.loads(called(["presets", "hostile"], world, capsys)[0])["title"] == title
     assert json.loads(called(["presets", "hostile", "--json"], world, capsys)[0])["title"] == title
@@ -175,7 +258,13 @@ def test_json_and_toml_still_say_what_was_written(world: HostileWorld, capsys: p
 def test_a_traceback_and_bytes_that_are_no_text_are_printed_safely(tmp_path: Path) -> None:
     code = "import sys; from so_tui.trust.streams import guard_output; guard_output(); print(sys.argv[1]); raise OSError(sys.argv[1])"
     argv = [sys.executable, "-c", code, HOSTILE + SURROGATE]
-    done = subprocess.run(argv, capture_output=True, env={**os.environ, "PYTHONUTF8": "1"}, cwd=Path(__file__).parents[2], check=False)
+    done = subprocess.run(
+        argv,
+        capture_output=True,
+        env={**os.environ, "PYTHONUTF8": "1"},
+        cwd=Path(__file__).parents[2],
+        check=False,
+    )
     assert done.returncode == 1
     assert b"\\udc9b" in done.stdout
     assert b"OSError" in done.stderr

@@ -62,7 +62,11 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HostileWorld:
 
 def segments(driver: Driver) -> list[Segment]:
     """Return every segment of the screen as it goes to the terminal."""
-    return [segment for strip in driver.screen._compositor.render_strips(driver.app.size) for segment in strip]
+    return [
+        segment
+        for strip in driver.screen._compositor.render_strips(driver.app.size)
+        for segment in strip
+    ]
 
 
 def assert_only_text(driver: Driver) -> None:
@@ -80,24 +84,35 @@ def test_every_screen_is_tried() -> None:
 
 
 @pytest.mark.parametrize("size", [(80, 24), pytest.param((160, 50), marks=pytest.mark.slow)])
-async def test_screens_show_only_printable_characters(size: tuple[int, int], world: HostileWorld) -> None:
+async def test_screens_show_only_printable_characters(
+    size: tuple[int, int], world: HostileWorld
+) -> None:
     async with opened(world.runs_dir, size, machine=world.machine) as driver:
         await driver.until(lambda: driver.app.runs and driver.app.findings is not None)
         for name, keys in WAYS.items():
             for key in keys:
                 await driver.press(key)
                 await driver.pilot.pause(0.1)
-            await driver.until(lambda name=name: len(driver.app.screen_stack) == 2 if name in DIALOGS else "x1b" in driver.text())  # type: ignore[misc]
+            await driver.until(
+                lambda name=name: (
+                    len(driver.app.screen_stack) == 2 if name in DIALOGS else "x1b" in driver.text()
+                )
+            )  # type: ignore[misc]
             assert_only_text(driver)
             if name in DIALOGS:
                 await driver.press("escape")
                 await driver.until(lambda: len(driver.app.screen_stack) == 1)
 
 
-async def test_notifications_questions_and_notices_show_only_printable_characters(world: HostileWorld) -> None:
+async def test_notifications_questions_and_notices_show_only_printable_characters(
+    world: HostileWorld,
+) -> None:
     async with opened(world.runs_dir, machine=world.machine) as driver:
         driver.app.notify(HOSTILE + SURROGATE, title=HOSTILE, markup=False, timeout=60)
-        driver.app.call_later(driver.app.push_screen, Notice(HOSTILE, (HOSTILE + SURROGATE, lambda width: HOSTILE), offer=HOSTILE))
+        driver.app.call_later(
+            driver.app.push_screen,
+            Notice(HOSTILE, (HOSTILE + SURROGATE, lambda width: HOSTILE), offer=HOSTILE),
+        )
         await driver.until(lambda: "forged line" in driver.text())
         assert_only_text(driver)
         driver.app.call_later(driver.app.push_screen, Question(HOSTILE, (HOSTILE,), yes=HOSTILE))
@@ -130,10 +145,14 @@ async def test_what_is_copied_is_text(world: HostileWorld, monkeypatch: pytest.M
         driver.app.copy_to_clipboard(HOSTILE + SURROGATE)
         (copied,) = [text for text in written if text.startswith("\x1b]52")]
         text = base64.b64decode(re.fullmatch("\x1b]52;c;([A-Za-z0-9+/=]*)\x07", copied)[1]).decode()  # type: ignore[index]
-        assert printable_line(text.replace("\n", "").replace("\t", "")) == text.replace("\n", "").replace("\t", "")
+        assert printable_line(text.replace("\n", "").replace("\t", "")) == text.replace(
+            "\n", ""
+        ).replace("\t", "")
 
 
-def test_a_copied_path_of_a_run_is_quoted(world: HostileWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copied_path_of_a_run_is_quoted(
+    world: HostileWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from so_tui.ui.screens.run_actions import copy_path
 
     copied: list[str] = []
@@ -151,7 +170,9 @@ def test_the_last_words_of_the_screen_are_printable(capfd: pytest.CaptureFixture
     app._print_error_renderables()
     printed = capfd.readouterr().err
     assert "owned" in printed
-    assert printable_line(printed.replace("\n", "").replace("\t", "")) == printed.replace("\n", "").replace("\t", "")
+    assert printable_line(printed.replace("\n", "").replace("\t", "")) == printed.replace(
+        "\n", ""
+    ).replace("\t", "")
 
 
 def test_content_spells_out_what_is_not_text() -> None:
@@ -166,15 +187,27 @@ def test_content_spells_out_what_is_not_text() -> None:
 
 def test_texts_of_any_length_and_width_are_shortened_to_their_cells() -> None:
     began = time.process_time()
-    for text in ("漢字" * 500_000, "e\u0301" * 500_000, "\u0301" * 1_000_000, HOSTILE * 5_000, "\u200b" * 1_000_000):
+    for text in (
+        "漢字" * 500_000,
+        "e\u0301" * 500_000,
+        "\u0301" * 1_000_000,
+        HOSTILE * 5_000,
+        "\u200b" * 1_000_000,
+    ):
         for width in (1, 5, 16, 80):
             assert Strip([Segment(shorten(text, width))]).cell_length <= width
             assert Strip([Segment(shorten_path(text, width))]).cell_length <= width
     assert time.process_time() - began < 2
-    assert (shorten("abcdef", 6), shorten("abcdef", 4), shorten_path("/abcdef", 5)) == ("abcdef", "abc…", "…cdef")
+    assert (shorten("abcdef", 6), shorten("abcdef", 4), shorten_path("/abcdef", 5)) == (
+        "abcdef",
+        "abc…",
+        "…cdef",
+    )
 
 
-@pytest.mark.parametrize("text", ["x" * 1_000_000, "word\n" * 200_000, "\u200b" * 1_000_000, "\u0301" * 1_000_000])
+@pytest.mark.parametrize(
+    "text", ["x" * 1_000_000, "word\n" * 200_000, "\u200b" * 1_000_000, "\u0301" * 1_000_000]
+)
 def test_messages_of_any_length_take_no_more_than_some_lines(text: str) -> None:
     began = time.process_time()
     message = brief_message(text)
@@ -186,7 +219,10 @@ def test_messages_of_any_length_take_no_more_than_some_lines(text: str) -> None:
 async def test_a_run_with_a_megabyte_of_reason_opens_at_once(tmp_path: Path) -> None:
     run = write_run(tmp_path / "runs", steps=3, seconds_of_samples=3, state="failed")
     reason = "why\n\u202e" * 200_000
-    write_state(run, msgspec.structs.replace(read_state(run), reason=reason, suggestion=reason, detail=reason))
+    write_state(
+        run,
+        msgspec.structs.replace(read_state(run), reason=reason, suggestion=reason, detail=reason),
+    )
     began = time.process_time()
     async with opened(tmp_path / "runs", open_run=run) as driver:
         await driver.until(lambda: "why \\u202ewhy" in driver.text())
@@ -216,7 +252,9 @@ class FrequentlyDrawn(PrintableApp[None]):
 
 
 async def test_widgets_that_draw_every_second_are_checked_too() -> None:
-    assert all(issubclass(kind, DrawsPrintable) for kind in (Chart, NumaNodes, StyledLines, LogView))
+    assert all(
+        issubclass(kind, DrawsPrintable) for kind in (Chart, NumaNodes, StyledLines, LogView)
+    )
     app = FrequentlyDrawn()
     async with app.run_test(size=(100, 10)) as pilot:
         await pilot.pause()

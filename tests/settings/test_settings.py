@@ -56,7 +56,11 @@ def test_without_a_file_the_defaults_hold() -> None:
     ],
 )
 def test_a_wrong_key_is_named_and_spoils_no_other(text: str, code: str, field: str) -> None:
-    written(f"[keys]\nstyle = 'vim'\n{text}\n" if text.startswith("[") else f"{text}\n[keys]\nstyle = 'vim'\n")
+    written(
+        f"[keys]\nstyle = 'vim'\n{text}\n"
+        if text.startswith("[")
+        else f"{text}\n[keys]\nstyle = 'vim'\n"
+    )
     found = load_settings()
     assert codes() == [(code, field)]
     assert found.settings.keys.style == "vim"
@@ -66,7 +70,14 @@ def test_a_wrong_key_is_named_and_spoils_no_other(text: str, code: str, field: s
 
 @pytest.mark.parametrize(
     "text",
-    [b"[screen", b"\xff\xfe", b"a = 1\na = 2", b"a = " + b"[" * 2000, b"a." * 200 + b"b = 1", b"x" * (LARGEST_BYTES + 1)],
+    [
+        b"[screen",
+        b"\xff\xfe",
+        b"a = 1\na = 2",
+        b"a = " + b"[" * 2000,
+        b"a." * 200 + b"b = 1",
+        b"x" * (LARGEST_BYTES + 1),
+    ],
     ids=["torn", "no text", "twice", "deep", "long key", "large"],
 )
 def test_a_broken_file_is_one_message_and_is_never_overwritten(text: bytes) -> None:
@@ -103,7 +114,10 @@ def test_another_users_file_is_not_used(tmp_path: Path) -> None:
 
 
 def test_a_command_and_a_token_that_others_can_read_are_not_used() -> None:
-    written("[keys]\nstyle = 'vim'\n[alerts]\ncommand = ['x']\n[prometheus]\ntoken = '0123456789abcdef'\n", mode=0o644)
+    written(
+        "[keys]\nstyle = 'vim'\n[alerts]\ncommand = ['x']\n[prometheus]\ntoken = '0123456789abcdef'\n",
+        mode=0o644,
+    )
     found = load_settings()
     assert found.settings.keys.style == "vim"
     assert found.settings.alerts.command == ()
@@ -130,7 +144,9 @@ def test_changes_keep_comments_and_the_rest_and_close_the_file_to_others(tmp_pat
     assert load_settings().settings.runs.sort == "loss"
 
 
-def test_the_command_shows_and_changes_settings_and_never_the_token(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_shows_and_changes_settings_and_never_the_token(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["settings", "prometheus.token=new"]) == 0
     assert main(["settings", "alerts.stall_s=120"]) == 0
     token = load_settings().settings.prometheus.token
@@ -141,7 +157,9 @@ def test_the_command_shows_and_changes_settings_and_never_the_token(capsys: pyte
     assert token not in out
     assert "120.0" in out
     assert valid("settings", out[out.index("{\n") :])["settings"]["alerts"]["stall_s"] == 120
-    assert main(["settings", "prometheus.token=chosen-in-a-shell-1234"]) == 2  # every user sees the arguments of commands
+    assert (
+        main(["settings", "prometheus.token=chosen-in-a-shell-1234"]) == 2
+    )  # every user sees the arguments of commands
     assert main(["settings", "screen.glyph"]) == 2
     assert "screen.glyphs" in capsys.readouterr().err
     written("[screen]\nglyphs = 7\n")

@@ -47,24 +47,55 @@ AccountingStorageEnforce=associations,limits
 
 def missing() -> tuple[str, ...]:
     """Return the programs that are missing."""
-    return tuple(tool for tool in TOOLS if shutil.which(tool, path=f"{os.environ.get('PATH', '')}:/usr/sbin") is None)
+    return tuple(
+        tool
+        for tool in TOOLS
+        if shutil.which(tool, path=f"{os.environ.get('PATH', '')}:/usr/sbin") is None
+    )
 
 
 def start_accounting(cluster: Cluster, port: int, database_port: int) -> None:
     """Start the database and slurmdbd, before slurmctld, and let root charge one account."""
     folder, data = cluster.folder, cluster.folder / "database"
-    made = ["mariadb-install-db", "--no-defaults", f"--datadir={data}", "--user=root", "--skip-test-db"]
-    subprocess.run([*made, "--auth-root-authentication-method=normal"], env=cluster.environ, capture_output=True, check=True)
-    (folder / "database.sql").write_text("".join(f"{line}\n" for line in _DATABASE.strip().splitlines()))
-    options = {"datadir": data, "socket": folder / "database.socket", "pid-file": folder / "database.pid", "port": database_port}
+    made = [
+        "mariadb-install-db",
+        "--no-defaults",
+        f"--datadir={data}",
+        "--user=root",
+        "--skip-test-db",
+    ]
+    subprocess.run(
+        [*made, "--auth-root-authentication-method=normal"],
+        env=cluster.environ,
+        capture_output=True,
+        check=True,
+    )
+    (folder / "database.sql").write_text(
+        "".join(f"{line}\n" for line in _DATABASE.strip().splitlines())
+    )
+    options = {
+        "datadir": data,
+        "socket": folder / "database.socket",
+        "pid-file": folder / "database.pid",
+        "port": database_port,
+    }
     options |= {"init-file": folder / "database.sql", "bind-address": "127.0.0.1", "user": "root"}
-    cluster.start("mariadbd", ["mariadbd", "--no-defaults", *(f"--{name}={value}" for name, value in options.items())])
+    cluster.start(
+        "mariadbd",
+        ["mariadbd", "--no-defaults", *(f"--{name}={value}" for name, value in options.items())],
+    )
     _wait(cluster, lambda: (folder / "database.socket").exists())
     conf = folder / "slurmdbd.conf"
     conf.write_text(_CONF.format(folder=folder, port=port, database_port=database_port))
     conf.chmod(0o600)
     cluster.start("slurmdbd", ["slurmdbd", "-D"])
-    _wait(cluster, lambda: "simulated" in cluster.run("sacctmgr", "-i", "add", "cluster", "simulated", check=False).lower())
+    _wait(
+        cluster,
+        lambda: (
+            "simulated"
+            in cluster.run("sacctmgr", "-i", "add", "cluster", "simulated", check=False).lower()
+        ),
+    )
     cluster.run("sacctmgr", "-i", "add", "account", ACCOUNT, "cluster=simulated")
     cluster.run("sacctmgr", "-i", "add", "user", "root", f"account={ACCOUNT}", check=False)
 
@@ -72,6 +103,9 @@ def start_accounting(cluster: Cluster, port: int, database_port: int) -> None:
 def _wait(cluster: Cluster, ready: Callable[[], bool]) -> None:
     deadline = time.monotonic() + _READY_S
     while not ready():
-        logs = "\n".join(f"{log.name}: {log.read_text(errors='replace')[-2000:]}" for log in cluster.folder.glob("*.out"))
+        logs = "\n".join(
+            f"{log.name}: {log.read_text(errors='replace')[-2000:]}"
+            for log in cluster.folder.glob("*.out")
+        )
         assert time.monotonic() < deadline, logs
         time.sleep(0.2)

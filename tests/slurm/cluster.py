@@ -18,7 +18,18 @@ from pathlib import Path
 
 from tests.slurm import accounting
 
-TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "scancel", "sinfo", "srun", "unshare")
+TOOLS = (
+    "munged",
+    "slurmctld",
+    "slurmd",
+    "sbatch",
+    "squeue",
+    "scontrol",
+    "scancel",
+    "sinfo",
+    "srun",
+    "unshare",
+)
 NODES = ("n1", "n2")
 _SYSTEM_PATH = "/usr/sbin:/sbin"
 _READY_S = 120.0
@@ -96,7 +107,9 @@ class Cluster:
 
     def run(self, *argv: str, check: bool = True, timeout_s: float = 60) -> str:
         """Run a command of Slurm and return what it printed."""
-        done = subprocess.run(argv, env=self.environ, capture_output=True, text=True, check=False, timeout=timeout_s)
+        done = subprocess.run(
+            argv, env=self.environ, capture_output=True, text=True, check=False, timeout=timeout_s
+        )
         assert not check or done.returncode == 0, f"{argv}: {done.stdout}{done.stderr}"
         return done.stdout
 
@@ -104,14 +117,22 @@ class Cluster:
         """Start a daemon in the foreground, in a session of its own."""
         with (self.folder / f"{name}.out").open("ab") as output:
             self._daemons[name] = subprocess.Popen(
-                argv, env=self.environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=self.folder, start_new_session=True
+                argv,
+                env=self.environ,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd=self.folder,
+                start_new_session=True,
             )
 
     def start_node(self, node: str) -> None:
         """Start a node's slurmd, unless it runs."""
         if node in self._daemons:
             return
-        self.start(node, ["unshare", "--uts", "sh", "-c", f"hostname {node} && exec slurmd -D -N {node}"])
+        self.start(
+            node, ["unshare", "--uts", "sh", "-c", f"hostname {node} && exec slurmd -D -N {node}"]
+        )
 
     def stop_node(self, node: str) -> None:
         """Kill a node as when its power fails: its slurmd, every step before it can report, and the processes of its jobs."""
@@ -127,12 +148,16 @@ class Cluster:
 
     def processes(self, node: str | None = None) -> tuple[int, ...]:
         """Return the processes that jobs of this cluster started (on one node): their environment names the cluster's configuration."""
-        wanted = {f"SLURM_CONF={self.environ['SLURM_CONF']}".encode()} | ({f"SLURMD_NODENAME={node}".encode()} if node else set())
+        wanted = {f"SLURM_CONF={self.environ['SLURM_CONF']}".encode()} | (
+            {f"SLURMD_NODENAME={node}".encode()} if node else set()
+        )
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 variables = set((folder / "environ").read_bytes().split(b"\0"))
-                if wanted <= variables and any(variable.startswith(b"SLURM_JOB_ID=") for variable in variables):
+                if wanted <= variables and any(
+                    variable.startswith(b"SLURM_JOB_ID=") for variable in variables
+                ):
                     found.append(int(folder.name))
         return tuple(found)
 
@@ -141,23 +166,38 @@ class Cluster:
         host, found = (Path("/proc") / str(self._daemons[node].pid) / "ns/uts").readlink(), []
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                if (folder / "comm").read_text() == "slurmstepd\n" and (folder / "ns/uts").readlink() == host:
+                if (folder / "comm").read_text() == "slurmstepd\n" and (
+                    folder / "ns/uts"
+                ).readlink() == host:
                     found.append(int(folder.name))
         return tuple(found)
 
     def has_steps(self) -> bool:
         """Return whether anything of a job is left on the nodes that run, Slurm's own processes included."""
-        return bool(self.processes()) or any(self._steps(node) for node in NODES if node in self._daemons)
+        return bool(self.processes()) or any(
+            self._steps(node) for node in NODES if node in self._daemons
+        )
 
     def jobs(self) -> str:
-        return self.run("squeue", "--noheader", "--states=PENDING,RUNNING,COMPLETING,SUSPENDED", "--format=%i %T")
+        return self.run(
+            "squeue",
+            "--noheader",
+            "--states=PENDING,RUNNING,COMPLETING,SUSPENDED",
+            "--format=%i %T",
+        )
 
     def wait_ready(self) -> None:
         """Wait until both nodes take jobs."""
         deadline = time.monotonic() + _READY_S
-        while self.run("sinfo", "--noheader", "--format=%T %D", "--partition=main", check=False).split() != ["idle", str(len(NODES))]:
-            logs = "\n".join(f"{log.name}: {log.read_text()[-2000:]}" for log in self.folder.glob("*.log"))
-            assert time.monotonic() < deadline, f"no two idle nodes: {self.run('sinfo', check=False)}\n{logs}"
+        while self.run(
+            "sinfo", "--noheader", "--format=%T %D", "--partition=main", check=False
+        ).split() != ["idle", str(len(NODES))]:
+            logs = "\n".join(
+                f"{log.name}: {log.read_text()[-2000:]}" for log in self.folder.glob("*.log")
+            )
+            assert time.monotonic() < deadline, (
+                f"no two idle nodes: {self.run('sinfo', check=False)}\n{logs}"
+            )
             time.sleep(0.2)
         if self._a_node_failed:
             # Slurm 22.05 may count the devices of a job whose node failed as in use for good; it counts anew then.
@@ -196,7 +236,9 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def running_cluster(folder: Path, *, min_job_age_s: int = 300, accounted: bool = False) -> Iterator[Cluster]:
+def running_cluster(
+    folder: Path, *, min_job_age_s: int = 300, accounted: bool = False
+) -> Iterator[Cluster]:
     """Start Slurm in a folder whose path is short enough for a socket, and stop it.
 
     Args:
@@ -205,27 +247,50 @@ def running_cluster(folder: Path, *, min_job_age_s: int = 300, accounted: bool =
         accounted: Record jobs in a database, and charge accounts.
     """
     *ports, accounting_port, database_port = _free_ports(3 + len(NODES))
-    nodes = [f"NodeName={node} NodeHostname={node} {_NODE} Port={port}" for node, port in zip(NODES, ports[1:], strict=True)]
+    nodes = [
+        f"NodeName={node} NodeHostname={node} {_NODE} Port={port}"
+        for node, port in zip(NODES, ports[1:], strict=True)
+    ]
     conf = folder / "slurm.conf"
-    values = {"host": socket.gethostname(), "port": ports[0], "folder": folder, "nodes": "\n".join(nodes), "min_job_age_s": min_job_age_s}
+    values = {
+        "host": socket.gethostname(),
+        "port": ports[0],
+        "folder": folder,
+        "nodes": "\n".join(nodes),
+        "min_job_age_s": min_job_age_s,
+    }
     storage = (
         accounting.SLURM_CONF.format(folder=folder, port=accounting_port)
         if accounted
         else "AccountingStorageType=accounting_storage/none\n"
     )
     conf.write_text(_CONF.format(**values) + storage)
-    (folder / "gres.conf").write_text("AutoDetect=off\nName=gpu File=/dev/null\nName=gpu File=/dev/zero\n")
+    (folder / "gres.conf").write_text(
+        "AutoDetect=off\nName=gpu File=/dev/null\nName=gpu File=/dev/zero\n"
+    )
     (folder / "job_submit.lua").write_text(_RULES)
     (folder / "state").mkdir()
     key = folder / "munge.key"
     key.write_bytes(os.urandom(128))
     key.chmod(0o400)
     folder.chmod(0o755)
-    environ = {**os.environ, "SLURM_CONF": str(conf), "PATH": f"{os.environ.get('PATH', '')}:{_SYSTEM_PATH}"}
+    environ = {
+        **os.environ,
+        "SLURM_CONF": str(conf),
+        "PATH": f"{os.environ.get('PATH', '')}:{_SYSTEM_PATH}",
+    }
     cluster = Cluster(folder, environ)
     try:
-        files = {"key-file": key, "socket": folder / "munge.socket", "pid-file": folder / "munged.pid", "log-file": folder / "munged.log"}
-        options = [f"--{name}={path}" for name, path in {**files, "seed-file": folder / "munged.seed"}.items()]
+        files = {
+            "key-file": key,
+            "socket": folder / "munge.socket",
+            "pid-file": folder / "munged.pid",
+            "log-file": folder / "munged.log",
+        }
+        options = [
+            f"--{name}={path}"
+            for name, path in {**files, "seed-file": folder / "munged.seed"}.items()
+        ]
         cluster.start("munged", ["munged", "--foreground", "--force", *options])
         deadline = time.monotonic() + _READY_S
         while not (folder / "munge.socket").exists():

@@ -21,7 +21,10 @@ def _slurm() -> Iterator[Cluster]:
     """Start Slurm once; skip where it cannot run."""
     if absent := missing():
         pytest.skip(f"Slurm cannot be run here without {', '.join(absent)}")
-    with tempfile.TemporaryDirectory(prefix="slurm.", dir="/tmp") as folder, running_cluster(Path(folder)) as cluster:
+    with (
+        tempfile.TemporaryDirectory(prefix="slurm.", dir="/tmp") as folder,
+        running_cluster(Path(folder)) as cluster,
+    ):
         yield cluster
 
 
@@ -46,13 +49,17 @@ def _polled_quickly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     sites = Path(os.environ["XDG_CONFIG_HOME"]) / "so-tui" / "sites"
     sites.mkdir(parents=True)
     (sites / "generic.toml").write_text(QUICKLY.read_text())
-    monkeypatch.setattr("so_tui.launch.executors.slurm.queue.cache_home", lambda: tmp_path / "cache")
+    monkeypatch.setattr(
+        "so_tui.launch.executors.slurm.queue.cache_home", lambda: tmp_path / "cache"
+    )
 
 
 @pytest.fixture
 def busy(cluster: Cluster) -> Iterator[Cluster]:
     """Fill both nodes with another job."""
-    job = cluster.run("sbatch", "--parsable", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 300").strip()
+    job = cluster.run(
+        "sbatch", "--parsable", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 300"
+    ).strip()
     wait_until(lambda: "RUNNING" in cluster.jobs())
     yield cluster
     cluster.run("scancel", job)

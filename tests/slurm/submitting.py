@@ -17,7 +17,9 @@ def submit(folder: Path, **changes: str) -> RunDirectory:
     return start(prepare(spec, machine_of(spec)), runs_dir=folder)
 
 
-def wait_for(run: RunDirectory, ready: Callable[[RunState], bool], timeout_s: float = 400) -> RunState:
+def wait_for(
+    run: RunDirectory, ready: Callable[[RunState], bool], timeout_s: float = 400
+) -> RunState:
     deadline = time.monotonic() + timeout_s
     while not ready(state := current_state(run)):
         assert time.monotonic() < deadline, state

@@ -35,7 +35,9 @@ def accounted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
         yield cluster
 
 
-def test_a_wrong_account_is_refused_and_the_database_knows_how_a_job_ended(accounted: Cluster, tmp_path: Path) -> None:
+def test_a_wrong_account_is_refused_and_the_database_knows_how_a_job_ended(
+    accounted: Cluster, tmp_path: Path
+) -> None:
     with pytest.raises(InputError) as caught:
         submit(tmp_path / "refused", slurm__account="other")
     assert [(problem.code, problem.field, problem.value) for problem in caught.value.problems] == [

@@ -44,7 +44,9 @@ def node_state(run: RunDirectory) -> NodeState:
     return read_json(run.node_path(1, 1), NodeState)
 
 
-def test_two_nodes_train_as_two_ranks_of_one_do_and_a_second_job_continues(cluster: Cluster, tmp_path: Path) -> None:
+def test_two_nodes_train_as_two_ranks_of_one_do_and_a_second_job_continues(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     run = two_nodes(tmp_path / "nodes", train__steps=str(STEPS))
     wait_for(run, trains)
     submission = read_submission(run, 1)
@@ -76,7 +78,9 @@ def test_a_stop_ends_both_nodes_with_a_checkpoint(cluster: Cluster, tmp_path: Pa
     assert node_state(run).ended
 
 
-def test_a_node_that_fails_is_reported_and_the_run_resumes(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_node_that_fails_is_reported_and_the_run_resumes(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     run = two_nodes(tmp_path, train__steps="5000", checkpoint__every_steps="2")
     wait_for(run, lambda state: (state.saved_step or 0) >= 2)
     cluster.stop_node("n2")
@@ -91,7 +95,9 @@ def test_a_node_that_fails_is_reported_and_the_run_resumes(cluster: Cluster, tmp
     assert (again.state, again.step) == ("finished", steps)
 
 
-def test_a_supervisor_that_is_killed_on_another_node_ends_the_run(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_supervisor_that_is_killed_on_another_node_ends_the_run(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     run = two_nodes(tmp_path, train__steps="50000")
     wait_for(run, trains)
     supervisor = node_state(run).supervisor

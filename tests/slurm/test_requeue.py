@@ -49,14 +49,19 @@ def do_not_wait(cluster: Cluster, job: str) -> None:
     Slurm gives it a start time two minutes later. Within the second in which the job ended, nodes refuse its credential.
     """
     deadline = time.monotonic() + 60
-    while cluster.run("squeue", "--noheader", f"--jobs={job}", "--format=%T").strip() != "PENDING" or cluster.has_steps():
+    while (
+        cluster.run("squeue", "--noheader", f"--jobs={job}", "--format=%T").strip() != "PENDING"
+        or cluster.has_steps()
+    ):
         assert time.monotonic() < deadline, cluster.run("squeue")
         time.sleep(0.2)
     cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now+3seconds")
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_a_job_that_is_warned_continues_as_if_nothing_had_happened(nodes: int, cluster: Cluster, tmp_path: Path) -> None:
+def test_a_job_that_is_warned_continues_as_if_nothing_had_happened(
+    nodes: int, cluster: Cluster, tmp_path: Path
+) -> None:
     run = submit(tmp_path / "again", train__steps=str(STEPS), nodes=str(nodes), gpus="1")
     wait_for(run, trains)
     cluster.run("scancel", "--signal=USR1", job_of(run, 1))
@@ -82,7 +87,9 @@ def test_a_run_whose_node_fails_continues_on_another(cluster: Cluster, tmp_path:
     assert stop(run).state == "stopped"
 
 
-def test_a_run_on_two_nodes_waits_for_one_that_failed_and_continues(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_run_on_two_nodes_waits_for_one_that_failed_and_continues(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     run = submit(tmp_path, train__steps="50000", checkpoint__every_steps="2", nodes="2", gpus="1")
     saved = wait_for(run, lambda state: (state.saved_step or 0) >= 2)
     cluster.stop_node("n2")
@@ -90,7 +97,11 @@ def test_a_run_on_two_nodes_waits_for_one_that_failed_and_continues(cluster: Clu
     assert wait_for(run, lambda state: state.state == "queued").attempt == 1
     cluster.start_node("n2")
     wait_for(run, lambda state: state.attempt == 2 and trains(state))
-    assert (job_of(run, 2), run.attempts(), run.node_path(2, 1).exists()) == (job_of(run, 1), (1, 2), True)
+    assert (job_of(run, 2), run.attempts(), run.node_path(2, 1).exists()) == (
+        job_of(run, 1),
+        (1, 2),
+        True,
+    )
     resumed = next(record.step for record in records(run) if isinstance(record, ResumedRecord))
     assert resumed >= (saved.saved_step or 0)
     assert stop(run).state == "stopped"

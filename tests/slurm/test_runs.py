@@ -33,7 +33,9 @@ from tests.support.waiting import LIMIT_S
 pytestmark = pytest.mark.system
 
 
-def test_a_run_trains_on_another_host_and_is_planned_for_it(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_run_trains_on_another_host_and_is_planned_for_it(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     run = submit(tmp_path, train__steps="4")
     assert current_state(run).state == "queued"
     state = wait_for(run, ended)
@@ -47,13 +49,20 @@ def test_a_run_trains_on_another_host_and_is_planned_for_it(cluster: Cluster, tm
 
 def test_inspect_in_an_allocation_records_its_node(cluster: Cluster) -> None:
     inspect = [sys.executable, "-P", "-m", "so_tui", "inspect"]
-    subprocess.run(["srun", "--partition=strict", "--exclusive", *inspect], capture_output=True, check=True, timeout=120)
+    subprocess.run(
+        ["srun", "--partition=strict", "--exclusive", *inspect],
+        capture_output=True,
+        check=True,
+        timeout=120,
+    )
     seen = seen_machine("simulated", "strict")
     assert seen is not None
     assert seen.machine.hostname in NODES
 
 
-def test_a_queued_run_says_why_it_waits_and_leaves_the_queue_when_it_is_stopped(busy: Cluster, tmp_path: Path) -> None:
+def test_a_queued_run_says_why_it_waits_and_leaves_the_queue_when_it_is_stopped(
+    busy: Cluster, tmp_path: Path
+) -> None:
     run = submit(tmp_path)
     state = wait_for(run, lambda state: "waits" in state.detail)
     assert state.state == "queued"
@@ -71,7 +80,9 @@ def test_somebody_else_cancels_a_queued_job(busy: Cluster, tmp_path: Path) -> No
     assert submission is not None
     elsewhere = msgspec.structs.replace(submission, cluster="another")
     write_submission(run, 1, elsewhere)
-    assert current_state(run).state == "queued"  # another cluster's Slurm does not know the job, which means nothing
+    assert (
+        current_state(run).state == "queued"
+    )  # another cluster's Slurm does not know the job, which means nothing
     with pytest.raises(InputError):
         stop(run)
     write_submission(run, 1, submission)
@@ -80,7 +91,9 @@ def test_somebody_else_cancels_a_queued_job(busy: Cluster, tmp_path: Path) -> No
     assert (state.state, state.code) == ("stopped", OutcomeCode.JOB_CANCELLED)
 
 
-def test_a_running_job_that_somebody_cancels_is_said_to_be_cancelled(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_running_job_that_somebody_cancels_is_said_to_be_cancelled(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     run = submit(tmp_path, train__steps="5000")
     wait_for(run, lambda state: state.state == "training")
     submission = read_submission(run, 1)
@@ -108,16 +121,25 @@ def test_an_interpreter_that_the_node_lacks_is_named(cluster: Cluster, tmp_path:
     assert "/no/such/python" in state.reason
 
 
-def test_an_interpreter_of_another_architecture_is_refused_before_its_job_waits(cluster: Cluster, tmp_path: Path) -> None:
+def test_an_interpreter_of_another_architecture_is_refused_before_its_job_waits(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     machine = msgspec.structs.replace(quad_machine(), architecture="riscv64")
     with pytest.raises(InputError) as caught:
-        start(prepare(tiny(slurm__partition="main", slurm__site="generic"), machine, force=True), runs_dir=tmp_path)
+        start(
+            prepare(tiny(slurm__partition="main", slurm__site="generic"), machine, force=True),
+            runs_dir=tmp_path,
+        )
     assert [problem.code for problem in caught.value.problems] == ["foreign-interpreter"]
     assert cluster.jobs() == ""
 
 
-@pytest.mark.parametrize("name", ['it\'s a "b" $(id); #', "a|b", "\N{LATIN SMALL LETTER U WITH DIAERESIS}"])
-def test_the_folder_of_the_runs_may_have_any_name(name: str, cluster: Cluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ['it\'s a "b" $(id); #', "a|b", "\N{LATIN SMALL LETTER U WITH DIAERESIS}"]
+)
+def test_the_folder_of_the_runs_may_have_any_name(
+    name: str, cluster: Cluster, tmp_path: Path
+) -> None:
     site = Path(os.environ["XDG_CONFIG_HOME"]) / "so-tui" / "sites" / "generic.toml"
     site.write_text('title = "x"\npython = "/no/such/python"\npoll_s = 1\n')
     state = wait_for(submit(tmp_path / name), ended)
@@ -125,20 +147,31 @@ def test_the_folder_of_the_runs_may_have_any_name(name: str, cluster: Cluster, t
     assert "/no/such/python" in state.reason  # what the job wrote was found
 
 
-def test_an_interpreter_that_cannot_use_the_gpus_of_the_plan_ends_the_job_at_once(cluster: Cluster, tmp_path: Path) -> None:
+def test_an_interpreter_that_cannot_use_the_gpus_of_the_plan_ends_the_job_at_once(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     state = wait_for(planned_for_gpus(tmp_path), ended)
     assert (state.state, state.code) == ("lost", OutcomeCode.JOB_FAILED)
     assert "site profile" in state.reason
 
 
-def test_a_node_without_the_gpus_of_the_plan_is_refused_in_the_job(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_node_without_the_gpus_of_the_plan_is_refused_in_the_job(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     python = tmp_path / "python"  # says that torch can use GPUs, though that of these tests cannot
-    python.write_text(f'#!/bin/sh\ncase "$*" in *so_tui.machine.interpreter*) exit 0;; esac\nexec {sys.executable} "$@"\n')
+    python.write_text(
+        f'#!/bin/sh\ncase "$*" in *so_tui.machine.interpreter*) exit 0;; esac\nexec {sys.executable} "$@"\n'
+    )
     python.chmod(0o755)
     site = Path(os.environ["XDG_CONFIG_HOME"]) / "so-tui" / "sites" / "generic.toml"
     site.write_text(site.read_text() + f'python = "{python}"\n')
     state = wait_for(planned_for_gpus(tmp_path / "runs"), ended)
-    assert (state.state, state.code, state.attempt, state.host) == ("failed", OutcomeCode.NOT_STARTED, 1, "n1")
+    assert (state.state, state.code, state.attempt, state.host) == (
+        "failed",
+        OutcomeCode.NOT_STARTED,
+        1,
+        "n1",
+    )
 
 
 def planned_for_gpus(folder: Path) -> RunDirectory:
@@ -171,7 +204,9 @@ def test_what_slurm_refuses_leaves_nothing_behind(cluster: Cluster, tmp_path: Pa
     assert list(tmp_path.glob("*/spec.json")) == []
 
 
-def test_many_screens_ask_slurm_once_in_an_interval(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_screens_ask_slurm_once_in_an_interval(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[tuple[Job, ...]] = []
     own_jobs = commands.own_jobs
 
@@ -180,13 +215,17 @@ def test_many_screens_ask_slurm_once_in_an_interval(cluster: Cluster, tmp_path: 
         return asked[-1]
 
     monkeypatch.setattr(commands, "own_jobs", counted)
-    monkeypatch.setattr("so_tui.launch.executors.slurm.queue._WAIT_S", LIMIT_S)  # however long squeue takes
+    monkeypatch.setattr(
+        "so_tui.launch.executors.slurm.queue._WAIT_S", LIMIT_S
+    )  # however long squeue takes
     answers = [queue("simulated", 30) for _ in range(20)]
     assert len(asked) == 1
     assert len({msgspec.json.encode(answer) for answer in answers}) == 1
 
 
-def test_a_job_is_warned_and_another_one_continues_as_if_nothing_had_happened(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_job_is_warned_and_another_one_continues_as_if_nothing_had_happened(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     """Slurm's warning is sent by hand: its own may come a minute early, and time limits are whole minutes."""
     run = submit(tmp_path / "two", train__steps="16")
     wait_for(run, lambda state: state.state == "training" and state.step >= 2)
@@ -208,7 +247,19 @@ def losses(run: RunDirectory) -> list[float]:
 
 
 def test_the_command_follows_a_job_to_its_end(cluster: Cluster, tmp_path: Path) -> None:
-    argv = [sys.executable, "-P", "-m", "so_tui", "run", "tiny", "--partition", "main", "--set", "train.steps=2", "--plain"]
+    argv = [
+        sys.executable,
+        "-P",
+        "-m",
+        "so_tui",
+        "run",
+        "tiny",
+        "--partition",
+        "main",
+        "--set",
+        "train.steps=2",
+        "--plain",
+    ]
     argv += ["--runs-dir", str(tmp_path)]
     done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=400)
     assert done.returncode == 0, done.stderr

@@ -19,12 +19,24 @@ SITES = sorted(path.stem for path in builtin_sites().glob("*.toml"))
 
 @pytest.mark.parametrize("nodes", ["1", "2"])
 @pytest.mark.parametrize("name", SITES)
-def test_slurm_accepts_the_script_of_a_profile(name: str, nodes: str, cluster: Cluster, tmp_path: Path) -> None:
+def test_slurm_accepts_the_script_of_a_profile(
+    name: str, nodes: str, cluster: Cluster, tmp_path: Path
+) -> None:
     partition = "strict" if load_site(name).refused_options else "main"
     spec = tiny(slurm__partition=partition, slurm__account="project", nodes=nodes)
     script = tmp_path / "job.sh"
-    script.write_text(batch_script(spec, load_site(name), gpus=1, run=tmp_path, attempt=1, python="/usr/bin/python3"))
+    script.write_text(
+        batch_script(
+            spec, load_site(name), gpus=1, run=tmp_path, attempt=1, python="/usr/bin/python3"
+        )
+    )
     # A core for a core: the simulated nodes have two.
     script.write_text(script.read_text().replace("--cpus-per-task=72", "--cpus-per-task=2"))
-    tested = subprocess.run(["sbatch", "--test-only", str(script)], env=cluster.environ, capture_output=True, text=True, check=False)
+    tested = subprocess.run(
+        ["sbatch", "--test-only", str(script)],
+        env=cluster.environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert tested.returncode == 0, tested.stderr

@@ -27,7 +27,10 @@ def test_the_fastest_that_is_installed_and_runs_on_the_gpu_is_taken() -> None:
     assert choose_backend(PLAIN, Present(generation=8, packages=ALL)).backend == "flash-attn-2"
     found = choose_backend(PLAIN, Present(generation=9, packages=frozenset({"flash-attn"})))
     assert found.backend == "flash-attn-2"
-    assert found.passed_over == (PassedOver("flash-attn-4", "not-installed"), PassedOver("flash-attn-3", "not-installed"))
+    assert found.passed_over == (
+        PassedOver("flash-attn-4", "not-installed"),
+        PassedOver("flash-attn-3", "not-installed"),
+    )
     assert choose_backend(PLAIN, Present(generation=9)).backend == "torch-flash"
     assert choose_backend(PLAIN, Present(generation=0, packages=ALL)).backend == "torch-flash"
 
@@ -58,13 +61,25 @@ def test_without_a_gpu_attention_takes_a_mask() -> None:
         (PLAIN, None, "torch-flash", "no-gpu"),
     ],
 )
-def test_what_a_backend_lacks(needs: Needs, generation: int | None, backend: AttentionBackend, obstacle: str | None) -> None:
+def test_what_a_backend_lacks(
+    needs: Needs, generation: int | None, backend: AttentionBackend, obstacle: str | None
+) -> None:
     assert obstacle_to(backend, needs, Present(generation=generation, packages=ALL)) == obstacle
 
 
 def test_models_that_compute_something_else_use_their_own_code() -> None:
-    assert choose_backend(Needs(head_size=128, plain=False), Present(generation=9, packages=ALL)).backend == "eager"
-    assert choose_backend(Needs(head_size=64, sinks=True, plain=False), Present(generation=9, packages=ALL)).backend == "flash-attn-4"
+    assert (
+        choose_backend(
+            Needs(head_size=128, plain=False), Present(generation=9, packages=ALL)
+        ).backend
+        == "eager"
+    )
+    assert (
+        choose_backend(
+            Needs(head_size=64, sinks=True, plain=False), Present(generation=9, packages=ALL)
+        ).backend
+        == "flash-attn-4"
+    )
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,14 @@ import msgspec
 import pytest
 
 from so_tui.folders import user_folder
-from so_tui.spec import InputError, find_preset, load_catalog, resolve_source, save_preset, with_values
+from so_tui.spec import (
+    InputError,
+    find_preset,
+    load_catalog,
+    resolve_source,
+    save_preset,
+    with_values,
+)
 from so_tui.spec.as_published import as_published
 from tests.support.problems import codes
 
@@ -19,8 +26,19 @@ def test_built_in_presets_load_without_problems_tiny_last(tmp_path: Path) -> Non
     catalog = load_catalog(tmp_path)
     assert catalog.problems == ()
     assert list(catalog.presets)[-1] == "tiny"
-    assert {"gpt-oss-20b", "qwen3-14b", "phi-4", "llama-3.1-8b", "seed-oss-36b", "qwen3-30b-a3b", "llama-3.3-70b"} <= set(catalog.presets)
-    assert all(preset.origin == "built-in" and Path(preset.path).is_file() for preset in catalog.presets.values())
+    assert {
+        "gpt-oss-20b",
+        "qwen3-14b",
+        "phi-4",
+        "llama-3.1-8b",
+        "seed-oss-36b",
+        "qwen3-30b-a3b",
+        "llama-3.3-70b",
+    } <= set(catalog.presets)
+    assert all(
+        preset.origin == "built-in" and Path(preset.path).is_file()
+        for preset in catalog.presets.values()
+    )
 
 
 def test_a_bad_user_preset_never_stops_the_others(tmp_path: Path) -> None:
@@ -59,7 +77,9 @@ def test_circular_bases_are_a_problem(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text('extends = "b"\n')
     (tmp_path / "b.toml").write_text('extends = "a"\n')
     problems = load_catalog(tmp_path).problems
-    assert {(problem.code, problem.field) for problem in problems} == {("circular-extends", "extends")}
+    assert {(problem.code, problem.field) for problem in problems} == {
+        ("circular-extends", "extends")
+    }
     assert {"a -> b -> a" in problem.message for problem in problems} == {True, False}
 
 
@@ -83,7 +103,9 @@ def test_a_name_is_taken_once(tmp_path: Path) -> None:
     (tmp_path / "tiny.toml").write_text('extends = "phi-4"\n')
     catalog = load_catalog(tmp_path)
     assert catalog.presets["tiny"].origin == "built-in"
-    assert [(problem.code, problem.value) for problem in catalog.problems] == [("name-taken", '"tiny"')]
+    assert [(problem.code, problem.value) for problem in catalog.problems] == [
+        ("name-taken", '"tiny"')
+    ]
 
 
 def test_an_unknown_preset_names_the_nearest(tmp_path: Path) -> None:
@@ -104,9 +126,16 @@ def test_a_path_is_a_preset(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [(None, {"file-not-found"}), ("a = \n", {"invalid-toml"}), ("x = 1\nx = 2\n", {"invalid-toml"}), ("", {"missing", "no-length"})],
+    [
+        (None, {"file-not-found"}),
+        ("a = \n", {"invalid-toml"}),
+        ("x = 1\nx = 2\n", {"invalid-toml"}),
+        ("", {"missing", "no-length"}),
+    ],
 )
-def test_a_missing_or_malformed_file_is_a_problem(tmp_path: Path, text: str | None, expected: set[str]) -> None:
+def test_a_missing_or_malformed_file_is_a_problem(
+    tmp_path: Path, text: str | None, expected: set[str]
+) -> None:
     path = tmp_path / "trial.toml"
     if text is not None:
         path.write_text(text)
@@ -128,7 +157,12 @@ def test_a_data_file_in_place_of_a_preset(name: str) -> None:
 @pytest.mark.parametrize("before", ["", "./"])
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("README.md", "so-tui: read me\n"), ("Makefile", "all:\n"), ("models", None), ("pyproject.toml", "[build-system]\n[project]\n")],
+    [
+        ("README.md", "so-tui: read me\n"),
+        ("Makefile", "all:\n"),
+        ("models", None),
+        ("pyproject.toml", "[build-system]\n[project]\n"),
+    ],
 )
 def test_a_file_or_folder_that_is_not_a_preset(
     name: str, text: str | None, before: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -151,7 +185,9 @@ def test_a_file_or_folder_that_is_not_a_preset(
         ('["a", [4], true, "linear", "b"]', "table-unknown-tie", "a"),
     ],
 )
-def test_an_impossible_table_is_a_problem_of_its_preset(tmp_path: Path, tensors: str, code: str, tensor: str) -> None:
+def test_an_impossible_table_is_a_problem_of_its_preset(
+    tmp_path: Path, tensors: str, code: str, tensor: str
+) -> None:
     (tmp_path / "trial.toml").write_text(f"{GOOD}\n[[model.parameters]]\ntensors = [{tensors}]\n")
     catalog = load_catalog(tmp_path)
     (problem,) = catalog.problems
@@ -163,7 +199,8 @@ def test_an_impossible_table_is_a_problem_of_its_preset(tmp_path: Path, tensors:
 
 def test_saved_presets_come_back_the_same(tmp_path: Path) -> None:
     spec = with_values(
-        find_preset("qwen3-14b").spec, {"offload.ratio": "0.35", "train.steps": "100", "gpus": "0,1", "model.attention": "sdpa"}
+        find_preset("qwen3-14b").spec,
+        {"offload.ratio": "0.35", "train.steps": "100", "gpus": "0,1", "model.attention": "sdpa"},
     )
     path = save_preset(spec, "mine", base="qwen3-14b", user_dir=tmp_path)
     text = path.read_text()
@@ -176,9 +213,16 @@ def test_saved_presets_come_back_the_same(tmp_path: Path) -> None:
 
 
 def test_a_preset_saved_over_itself_keeps_its_base(tmp_path: Path) -> None:
-    save_preset(with_values(find_preset("tiny").spec, {"offload.ratio": "0.5"}), "mine", base="tiny", user_dir=tmp_path)
+    save_preset(
+        with_values(find_preset("tiny").spec, {"offload.ratio": "0.5"}),
+        "mine",
+        base="tiny",
+        user_dir=tmp_path,
+    )
     mine = load_catalog(tmp_path).presets["mine"].spec
-    path = save_preset(with_values(mine, {"train.seed": "7"}), "mine", base="mine", user_dir=tmp_path)
+    path = save_preset(
+        with_values(mine, {"train.seed": "7"}), "mine", base="mine", user_dir=tmp_path
+    )
     assert 'extends = "tiny"' in path.read_text()
     again = load_catalog(tmp_path).presets["mine"].spec
     assert (again.offload.ratio, again.train.seed) == (0.5, 7)
@@ -187,10 +231,22 @@ def test_a_preset_saved_over_itself_keeps_its_base(tmp_path: Path) -> None:
 def test_a_preset_has_another_label_than_its_base(tmp_path: Path) -> None:
     (tmp_path / "older.toml").write_text(GOOD)
     (tmp_path / "titled.toml").write_text('title = "Mine"\n' + GOOD)
-    path = save_preset(with_values(find_preset("tiny").spec, {"train.seed": "7"}), "saved", base="tiny", user_dir=tmp_path)
-    save_preset(load_catalog(tmp_path).presets["saved"].spec, "saved", base="saved", user_dir=tmp_path)
+    path = save_preset(
+        with_values(find_preset("tiny").spec, {"train.seed": "7"}),
+        "saved",
+        base="tiny",
+        user_dir=tmp_path,
+    )
+    save_preset(
+        load_catalog(tmp_path).presets["saved"].spec, "saved", base="saved", user_dir=tmp_path
+    )
     presets = load_catalog(tmp_path).presets
-    assert [presets[name].spec.label for name in ("older", "titled", "saved", "tiny")] == ["older", "Mine", "saved", "tiny (embedded)"]
+    assert [presets[name].spec.label for name in ("older", "titled", "saved", "tiny")] == [
+        "older",
+        "Mine",
+        "saved",
+        "tiny (embedded)",
+    ]
     assert "title" not in path.read_text()
 
 
@@ -218,7 +274,11 @@ def test_a_preset_without_base_is_complete(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "base", "code"),
-    [("Bad Name", "tiny", "invalid-name"), ("tiny", "tiny", "builtin-name"), ("mine", "tinny", "unknown-preset")],
+    [
+        ("Bad Name", "tiny", "invalid-name"),
+        ("tiny", "tiny", "builtin-name"),
+        ("mine", "tinny", "unknown-preset"),
+    ],
 )
 def test_saving_refuses_bad_names(tmp_path: Path, name: str, base: str, code: str) -> None:
     with pytest.raises(InputError) as caught:
@@ -230,7 +290,9 @@ def test_saving_refuses_bad_names(tmp_path: Path, name: str, base: str, code: st
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError) as caught:
-        save_preset(find_preset("tiny").spec, "mine", base="tiny", user_dir=tmp_path / "file" / "presets")
+        save_preset(
+            find_preset("tiny").spec, "mine", base="tiny", user_dir=tmp_path / "file" / "presets"
+        )
     assert codes(caught) == ["not-writable"]
 
 
@@ -247,7 +309,9 @@ def test_built_in_sources_resolve_to_files() -> None:
     assert resolve_source("tatsu-lab/alpaca") == "tatsu-lab/alpaca"
 
 
-@pytest.mark.parametrize("name", ["builtin:tinny", "builtin:../pyproject.toml", "builtin:/etc/passwd"])
+@pytest.mark.parametrize(
+    "name", ["builtin:tinny", "builtin:../pyproject.toml", "builtin:/etc/passwd"]
+)
 def test_an_unknown_built_in_source_is_a_problem(name: str) -> None:
     with pytest.raises(InputError, match="builtin:tiny") as caught:
         resolve_source(name)
@@ -255,13 +319,22 @@ def test_an_unknown_built_in_source_is_a_problem(name: str) -> None:
 
 
 def test_own_rows_of_any_layout_go_with_every_preset(tmp_path: Path) -> None:
-    specs = [with_values(preset.spec, {"data.source": "rows.jsonl"}) for preset in load_catalog(tmp_path).presets.values()]
+    specs = [
+        with_values(preset.spec, {"data.source": "rows.jsonl"})
+        for preset in load_catalog(tmp_path).presets.values()
+    ]
     assert {spec.data.format for spec in specs} == {"auto"}
 
 
 def test_a_preset_has_a_variant_as_published() -> None:
-    plain, variant = (find_preset(name).spec for name in ("gpt-oss-20b", "gpt-oss-20b:as-published"))
-    assert (variant.offload.engine, variant.offload.config, variant.offload.sub_group_size) == ("deepspeed", "published", 800_000_000)
+    plain, variant = (
+        find_preset(name).spec for name in ("gpt-oss-20b", "gpt-oss-20b:as-published")
+    )
+    assert (variant.offload.engine, variant.offload.config, variant.offload.sub_group_size) == (
+        "deepspeed",
+        "published",
+        800_000_000,
+    )
     assert (variant.data.sequence_length, variant.train.micro_batch) == (8192, 4)
     assert variant.name == "gpt-oss-20b-as-published"
     assert variant.model.parameters == plain.model.parameters
@@ -279,13 +352,17 @@ def test_the_published_config_is_one_of_deepspeeds_engine() -> None:
     assert error.value.problems[0].code == "published-config"
 
 
-def test_a_saved_preset_finds_its_data_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_saved_preset_finds_its_data_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     work, elsewhere = tmp_path / "work", tmp_path / "elsewhere"
     for folder in (work, elsewhere):
         folder.mkdir()
     (work / "rows.json").write_text("[]")
     monkeypatch.chdir(work)
-    changed = with_values(find_preset("tiny").spec, {"data.source": "rows.json", "data.evaluation": "owner/name"})
+    changed = with_values(
+        find_preset("tiny").spec, {"data.source": "rows.json", "data.evaluation": "owner/name"}
+    )
     save_preset(changed, "mine", base="tiny", user_dir=tmp_path)
     monkeypatch.chdir(elsewhere)
     data = load_catalog(tmp_path).presets["mine"].spec.data

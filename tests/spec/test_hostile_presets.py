@@ -23,26 +23,40 @@ TEXTS: dict[str, tuple[str, str]] = {
     "nested tables": ("model = " + "{a=" * 5000, "too-deep"),
     "a dotted key": ("model." + ".".join("a" * 20_000) + " = 1", "too-deep"),
     "a dotted key of quoted names": ("model." + ".".join(['"a"'] * 20_000) + " = 1", "too-deep"),
-    "lists just deep enough": ('extends = "tiny"\n[model.config]\na = ' + "[" * 40 + "]" * 40, "too-deep"),
+    "lists just deep enough": (
+        'extends = "tiny"\n[model.config]\na = ' + "[" * 40 + "]" * 40,
+        "too-deep",
+    ),
     "a decimal integer": ("gpus = " + "9" * 5000, "invalid-toml"),
     "a hexadecimal integer": ('extends = "tiny"\n[train]\nsteps = 0x' + "f" * 3000, "invalid-toml"),
     "a date that does not exist": ("gpus = 2026-02-31", "invalid-toml"),
-    "a model type that is a list": ('extends = "tiny"\n[model.config]\nmodel_type = []\nvocab_size = 7', ""),
+    "a model type that is a list": (
+        'extends = "tiny"\n[model.config]\nmodel_type = []\nvocab_size = 7',
+        "",
+    ),
     "a huge repeat": (TABLE.format(repeat=200_000_000, size=2), "invalid-content"),
     "a huge tensor": (TABLE.format(repeat=2, size=2**62), "table-too-large"),
     "many keys": ("\n".join(f"a{number}=1" for number in range(100_000)), "not-a-preset"),
-    "many unknown keys": ('extends = "tiny"\n' + "\n".join(f"tra{number}=1" for number in range(80_000)), "unknown-key"),
+    "many unknown keys": (
+        'extends = "tiny"\n' + "\n".join(f"tra{number}=1" for number in range(80_000)),
+        "unknown-key",
+    ),
     "a name of another type": ('extends = "tiny"\nname = [1]', "wrong-type"),
     "a name with a newline": ('extends = "tiny"\nname = "x\\n"', "invalid-name"),
     "a base of another type": ('extends = {a = ["x"]}', "unknown-preset"),
-    "sections that are lists": ('extends = "tiny"\nmodel = []\ntrain = [[]]\ndata = 7', "not-a-section"),
+    "sections that are lists": (
+        'extends = "tiny"\nmodel = []\ntrain = [[]]\ndata = 7',
+        "not-a-section",
+    ),
     "10 MB": ("#" * 10_000_000, "too-large"),
     "NUL": ("name = '\0'", "invalid-toml"),
 }
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_a_hostile_text_is_one_message_and_the_other_presets_work(name: str, tmp_path: Path) -> None:
+def test_a_hostile_text_is_one_message_and_the_other_presets_work(
+    name: str, tmp_path: Path
+) -> None:
     text, code = TEXTS[name]
     (tmp_path / "hostile.toml").write_text(text)
     (tmp_path / "good.toml").write_text('extends = "tiny"\n')
@@ -72,7 +86,9 @@ def _loop(path: Path) -> None:
         (_loop, "unreadable"),
     ],
 )
-def test_only_regular_files_of_bounded_size_are_read(make: Callable[[Path], None], code: str, tmp_path: Path) -> None:
+def test_only_regular_files_of_bounded_size_are_read(
+    make: Callable[[Path], None], code: str, tmp_path: Path
+) -> None:
     make(tmp_path / "hostile.toml")
     (tmp_path / "good.toml").write_text('extends = "tiny"\n')
     catalog = load_catalog(tmp_path)
@@ -84,7 +100,9 @@ def test_only_regular_files_of_bounded_size_are_read(make: Callable[[Path], None
 
 def test_a_long_chain_of_bases_is_refused_and_a_short_one_is_not(tmp_path: Path) -> None:
     for number in range(1200):
-        (tmp_path / f"p{number}.toml").write_text(f'extends = "{f"p{number - 1}" if number else "tiny"}"\n')
+        (tmp_path / f"p{number}.toml").write_text(
+            f'extends = "{f"p{number - 1}" if number else "tiny"}"\n'
+        )
     catalog = load_catalog(tmp_path)
     assert "p10" in catalog.presets
     assert {problem.code for problem in catalog.problems} == {"long-extends"}
@@ -95,8 +113,21 @@ def test_a_folder_of_presets_that_is_a_file_holds_none(tmp_path: Path) -> None:
     assert "tiny" in load_catalog(tmp_path / "presets").presets
 
 
-@pytest.mark.parametrize("value", ["[" * 5000, "9" * 5000, "0x" + "f" * 5000, ".".join("a" * 5000), "\udcff", "nan", "{a=" * 3000])
-@pytest.mark.parametrize("key", ["gpus", "train.steps", "offload.ratio", "model.leaf_modules", "data.source", "name"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        "[" * 5000,
+        "9" * 5000,
+        "0x" + "f" * 5000,
+        ".".join("a" * 5000),
+        "\udcff",
+        "nan",
+        "{a=" * 3000,
+    ],
+)
+@pytest.mark.parametrize(
+    "key", ["gpus", "train.steps", "offload.ratio", "model.leaf_modules", "data.source", "name"]
+)
 def test_a_hostile_value_of_set_is_a_problem_of_its_key(key: str, value: str) -> None:
     found: set[str] = set()
     try:

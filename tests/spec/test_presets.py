@@ -9,7 +9,11 @@ import pytest
 
 from so_tui.spec import RunSpec, find_preset, load_catalog, resolve_source
 
-PRESETS = {name: preset for name, preset in load_catalog(Path("/nowhere")).presets.items() if preset.origin == "built-in"}
+PRESETS = {
+    name: preset
+    for name, preset in load_catalog(Path("/nowhere")).presets.items()
+    if preset.origin == "built-in"
+}
 
 # name -> (published parameters in billions, GPUs, sequence length, ratio, sub-group size in millions)
 PUBLISHED = {
@@ -34,9 +38,20 @@ def test_sizes_and_settings_are_those_published(name: str) -> None:
     assert round(spec.model.parameter_count / 1e9, 2) == billions
     assert spec.gpus == gpus
     assert spec.data.sequence_length == length
-    assert (spec.offload.ratio, spec.offload.cpu_adam_cores_fraction, spec.offload.mode) == (ratio, 0.9, "auto")
-    assert spec.train.micro_batch * gpus * spec.train.gradient_accumulation == 4, "the scripts' batch is 4 sequences over all GPUs"
-    assert (spec.train.learning_rate, spec.train.warmup_ratio, spec.train.weight_decay, spec.train.seed) == (1e-5, 0.05, 0.01, 42)
+    assert (spec.offload.ratio, spec.offload.cpu_adam_cores_fraction, spec.offload.mode) == (
+        ratio,
+        0.9,
+        "auto",
+    )
+    assert spec.train.micro_batch * gpus * spec.train.gradient_accumulation == 4, (
+        "the scripts' batch is 4 sequences over all GPUs"
+    )
+    assert (
+        spec.train.learning_rate,
+        spec.train.warmup_ratio,
+        spec.train.weight_decay,
+        spec.train.seed,
+    ) == (1e-5, 0.05, 0.01, 42)
     assert (spec.data.source, spec.data.split) == ("tatsu-lab/alpaca", "train[:10%]")
     assert not spec.model.trust_remote_code
 
@@ -51,7 +66,9 @@ def test_the_table_is_that_of_the_model(name: str) -> None:
     assert parameter_table(model) == model.parameters
     config = model_config(model)
     assert config.to_dict()["model_type"] == model.config["model_type"]
-    assert model.parameter_count == sum(parameter.numel() for parameter in meta_model(config).parameters())
+    assert model.parameter_count == sum(
+        parameter.numel() for parameter in meta_model(config).parameters()
+    )
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -65,9 +82,10 @@ def test_every_key_of_the_shape_is_one_the_model_knows(name: str) -> None:
     assert {key: getattr(config, key) for key in shape if key not in moved} == {
         key: value for key, value in shape.items() if key not in moved
     }
-    assert config.rope_parameters == {"rope_type": "default", **_partial(config.rope_parameters)} | shape.get("rope_scaling", {}) | {
-        "rope_theta": shape["rope_theta"]
-    }
+    assert config.rope_parameters == {
+        "rope_type": "default",
+        **_partial(config.rope_parameters),
+    } | shape.get("rope_scaling", {}) | {"rope_theta": shape["rope_theta"]}
 
 
 def _partial(rope: dict[str, object]) -> dict[str, object]:
@@ -88,12 +106,18 @@ def test_leaf_modules_exist_in_the_models() -> None:
 def test_tied_tensors_are_named_and_counted_once() -> None:
     model = spec_of("qwen3-4b-random").model
     tied = [tensor for block in model.parameters for tensor in block.tensors if tensor.tied]
-    assert [(tensor.name, tensor.tied) for tensor in tied] == [("lm_head.weight", "model.embed_tokens.weight")]
+    assert [(tensor.name, tensor.tied) for tensor in tied] == [
+        ("lm_head.weight", "model.embed_tokens.weight")
+    ]
     assert model.parameter_count == 4_022_468_096
 
 
 def test_experts_and_what_never_decays_are_told_apart() -> None:
-    tensors = {tensor.name: tensor for block in spec_of("gpt-oss-20b").model.parameters for tensor in block.tensors}
+    tensors = {
+        tensor.name: tensor
+        for block in spec_of("gpt-oss-20b").model.parameters
+        for tensor in block.tensors
+    }
     assert tensors["model.layers.{i}.mlp.experts.gate_up_proj"].kind == "expert"
     assert not tensors["model.layers.{i}.mlp.experts.gate_up_proj_bias"].decay
     assert not tensors["model.layers.{i}.self_attn.sinks"].decay
@@ -106,7 +130,12 @@ def test_the_generator_rewrites_a_stale_table(tmp_path: Path) -> None:
     from so_tui.spec.table import MARKER
     from so_tui_trainer.tools.presets import rewritten
 
-    own = Path(PRESETS["tiny"].path).read_text().partition(MARKER)[0].replace("num_hidden_layers = 6", "num_hidden_layers = 2")
+    own = (
+        Path(PRESETS["tiny"].path)
+        .read_text()
+        .partition(MARKER)[0]
+        .replace("num_hidden_layers = 6", "num_hidden_layers = 2")
+    )
     path = tmp_path / "smaller.toml"
     path.write_text(own.replace('name = "tiny"', 'name = "smaller"'))
     text, parameters = rewritten(path)
@@ -135,17 +164,29 @@ def test_the_generator_writes_out_what_the_planner_reads(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("section", ["", "[model.config]\n"])
-def test_the_generator_writes_the_whole_shape_where_there_is_none(tmp_path: Path, section: str) -> None:
+def test_the_generator_writes_the_whole_shape_where_there_is_none(
+    tmp_path: Path, section: str
+) -> None:
     pytest.importorskip("transformers")
     from so_tui_trainer.tools.presets import rewritten
 
-    shape = {"model_type": "llama", "hidden_size": 64, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    shape = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    }
     (tmp_path / "config.json").write_text(json.dumps(shape))
     path = tmp_path / "own.toml"
-    path.write_text(f'[model]\nid = "{tmp_path}"\n{section}[data]\nsource = "x"\n[train]\nsteps = 1\n')
+    path.write_text(
+        f'[model]\nid = "{tmp_path}"\n{section}[data]\nsource = "x"\n[train]\nsteps = 1\n'
+    )
     path.write_text(rewritten(path)[0])
     config = find_preset(str(path)).spec.model.config
-    assert (config["model_type"], config["hidden_size"], config["rope_parameters"]["factor"]) == ("llama", 64, 2.0)
+    assert (config["model_type"], config["hidden_size"], config["rope_parameters"]["factor"]) == (
+        "llama",
+        64,
+        2.0,
+    )
     assert rewritten(path)[0] == path.read_text()
 
 
@@ -159,12 +200,19 @@ def test_the_generator_writes_the_whole_shape_where_there_is_none(tmp_path: Path
         ("num_key_value_heads = 2", "num_key_value_heads = 3"),
     ],
 )
-def test_a_shape_that_was_changed_below_its_table_is_told_and_mended_by_the_generator(tmp_path: Path, old: str, new: str) -> None:
+def test_a_shape_that_was_changed_below_its_table_is_told_and_mended_by_the_generator(
+    tmp_path: Path, old: str, new: str
+) -> None:
     pytest.importorskip("transformers")
     from so_tui_trainer.tools.presets import rewritten
 
     path = tmp_path / "mine.toml"
-    path.write_text(Path(PRESETS["tiny"].path).read_text().replace('name = "tiny"', 'name = "mine"').replace(old, new))
+    path.write_text(
+        Path(PRESETS["tiny"].path)
+        .read_text()
+        .replace('name = "tiny"', 'name = "mine"')
+        .replace(old, new)
+    )
     (problem,) = load_catalog(tmp_path).problems
     assert problem.field == f"model.config.{old.partition(' ')[0]}"
     assert "so_tui_trainer.tools.presets FILE" in problem.remedy
@@ -183,10 +231,22 @@ def test_the_built_in_files_are_as_the_generator_writes_them(name: str) -> None:
 
 def test_tiny_needs_no_network_and_has_varied_rows() -> None:
     spec = spec_of("tiny")
-    assert (spec.model.weights, spec.model.id, spec.data.source) == ("random", "builtin:tiny", "builtin:tiny/rows.jsonl")
-    rows = [json.loads(line) for line in Path(resolve_source("builtin:tiny/rows.jsonl")).read_text(encoding="utf-8").splitlines()]
+    assert (spec.model.weights, spec.model.id, spec.data.source) == (
+        "random",
+        "builtin:tiny",
+        "builtin:tiny/rows.jsonl",
+    )
+    rows = [
+        json.loads(line)
+        for line in Path(resolve_source("builtin:tiny/rows.jsonl"))
+        .read_text(encoding="utf-8")
+        .splitlines()
+    ]
     assert len(rows) >= 300
-    assert all(set(row) == {"instruction", "input", "output"} and row["instruction"] and row["output"] for row in rows)
+    assert all(
+        set(row) == {"instruction", "input", "output"} and row["instruction"] and row["output"]
+        for row in rows
+    )
     assert len({(row["instruction"], row["input"]) for row in rows}) == len(rows)
     assert len({row["instruction"] for row in rows}) > 150
 

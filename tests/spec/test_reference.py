@@ -17,7 +17,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "presets.md"
 
 
 def test_the_page_is_current() -> None:
-    assert PAGE.read_text(encoding="utf-8") == reference(), "run: python -m so_tui.spec.reference > docs/presets.md"
+    assert PAGE.read_text(encoding="utf-8") == reference(), (
+        "run: python -m so_tui.spec.reference > docs/presets.md"
+    )
 
 
 def test_every_key_of_the_types_is_described() -> None:
@@ -59,4 +61,9 @@ def test_bounds_units_and_defaults_come_from_the_types() -> None:
 def test_the_spec_loads_nothing_heavy() -> None:
     heavy = ("textual", "rich", "torch", "transformers", "psutil", "tomli_w", "difflib")
     code = f"import sys, so_tui.spec; print(sorted(set({heavy}) & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
+    )

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from so_tui.spec import InputError, RunSpec, check_tree, field_index, find_preset, parse_value, spec_tree, with_values
+from so_tui.spec import (
+    InputError,
+    RunSpec,
+    check_tree,
+    field_index,
+    find_preset,
+    parse_value,
+    spec_tree,
+    with_values,
+)
 from so_tui.spec.tree import merged
 from tests.support.problems import codes
 from tests.support.trees import smallest
@@ -31,9 +40,17 @@ def test_values_are_toml_and_bare_words_are_text(spec: RunSpec) -> None:
             "model.leaf_modules": "A,B",
         },
     )
-    assert (changed.offload.ratio, changed.offload.mode, changed.train.learning_rate) == (0.5, "gpu", 2e-5)
+    assert (changed.offload.ratio, changed.offload.mode, changed.train.learning_rate) == (
+        0.5,
+        "gpu",
+        2e-5,
+    )
     assert changed.train.deterministic is True
-    assert (changed.data.source, changed.model.revision, changed.title) == ("my/rows.jsonl", "2024", "A title, with a comma")
+    assert (changed.data.source, changed.model.revision, changed.title) == (
+        "my/rows.jsonl",
+        "2024",
+        "A title, with a comma",
+    )
     assert changed.model.tokenizer == ""
     assert changed.gpus == (0, 2)
     assert changed.model.leaf_modules == ("A", "B")
@@ -51,19 +68,29 @@ def test_a_mixture_can_be_given_as_toml(spec: RunSpec) -> None:
 
 
 def test_large_whole_numbers_may_be_written_as_powers(spec: RunSpec) -> None:
-    assert with_values(spec, {"offload.sub_group_size": "4e8"}).offload.sub_group_size == 400_000_000
+    assert (
+        with_values(spec, {"offload.sub_group_size": "4e8"}).offload.sub_group_size == 400_000_000
+    )
 
 
-@pytest.mark.parametrize(("key", "value"), [("steps", "7"), ("epochs", "0.5"), ("tokens", "1_000_000")])
+@pytest.mark.parametrize(
+    ("key", "value"), [("steps", "7"), ("epochs", "0.5"), ("tokens", "1_000_000")]
+)
 def test_setting_one_length_clears_the_others(spec: RunSpec, key: str, value: str) -> None:
     train = with_values(with_values(spec, {"train.epochs": "3"}), {f"train.{key}": value}).train
-    assert [bool(train.steps), bool(train.epochs), bool(train.tokens)] == [key == "steps", key == "epochs", key == "tokens"]
+    assert [bool(train.steps), bool(train.epochs), bool(train.tokens)] == [
+        key == "steps",
+        key == "epochs",
+        key == "tokens",
+    ]
 
 
 def test_two_lengths_at_once_are_an_error(spec: RunSpec) -> None:
     with pytest.raises(InputError) as caught:
         with_values(spec, {"train.steps": "5", "train.tokens": "100"})
-    assert [(problem.code, problem.field) for problem in caught.value.problems] == [("several-lengths", "train.tokens")]
+    assert [(problem.code, problem.field) for problem in caught.value.problems] == [
+        ("several-lengths", "train.tokens")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +112,9 @@ def test_an_unknown_key_names_the_nearest(spec: RunSpec, key: str, remedy: str) 
 
 
 def test_a_problem_shows_the_value_as_typed(spec: RunSpec) -> None:
-    with pytest.raises(InputError, match=r"offload\.ratio = 1\.4: is out of range\. Give a number from 0 to 1"):
+    with pytest.raises(
+        InputError, match=r"offload\.ratio = 1\.4: is out of range\. Give a number from 0 to 1"
+    ):
         with_values(spec, {"offload.ratio": "1.4"})
 
 
@@ -94,7 +123,15 @@ def test_a_problem_shows_the_value_as_typed(spec: RunSpec) -> None:
     [
         *(
             ("data.sequence_length", text, 16_384)
-            for text in ("16384", "16,384", "16_384", "16 384", "16\u202f384", "16\u00a0384", "16\u2009384")
+            for text in (
+                "16384",
+                "16,384",
+                "16_384",
+                "16 384",
+                "16\u202f384",
+                "16\u00a0384",
+                "16\u2009384",
+            )
         ),
         ("train.tokens", "5,000,000", 5_000_000),
         ("train.tokens", " 1,234,567 ", 1_234_567),
@@ -106,7 +143,9 @@ def test_numbers_may_be_grouped_as_they_are_shown(path: str, text: str, value: f
     assert parse_value(text, field_index()[path]) == value
 
 
-@pytest.mark.parametrize("text", ["1,5", "16,38", "16,3844", ",384", "16,384_000", "1,,000", "4 4", "16,384,"])
+@pytest.mark.parametrize(
+    "text", ["1,5", "16,38", "16,3844", ",384", "16,384_000", "1,,000", "4 4", "16,384,"]
+)
 def test_what_is_no_grouped_number_stays_an_error(spec: RunSpec, text: str) -> None:
     with pytest.raises(InputError) as caught:
         with_values(spec, {"data.sequence_length": text})
@@ -128,7 +167,10 @@ def test_a_new_architecture_drops_the_table_of_the_old_one() -> None:
     assert changed.model.config["num_hidden_layers"] == 2
     assert changed.model.config["hidden_size"] == spec.model.config["hidden_size"]
     assert changed.model.parameters == ()
-    assert with_values(spec, {"model.config.num_hidden_layers": "6"}).model.parameters == spec.model.parameters
+    assert (
+        with_values(spec, {"model.config.num_hidden_layers": "6"}).model.parameters
+        == spec.model.parameters
+    )
 
 
 def test_another_source_clears_what_described_the_one_before() -> None:
@@ -136,7 +178,9 @@ def test_another_source_clears_what_described_the_one_before() -> None:
     preset = find_preset("qwen3-14b").spec
     assert preset.data.split == "train[:10%]"
     assert with_values(preset, {"data.source": "rows.jsonl"}).data.split == "train"
-    described = with_values(preset, {"data.source": "rows.jsonl", "data.split": "train[:5%]", "data.format": "text"})
+    described = with_values(
+        preset, {"data.source": "rows.jsonl", "data.split": "train[:5%]", "data.format": "text"}
+    )
     assert (described.data.split, described.data.format) == ("train[:5%]", "text")
     assert with_values(preset, {"data.source": str(preset.data.source)}).data.split == "train[:10%]"
     assert with_values(preset, {"data.packing": "false"}).data.split == "train[:10%]"
@@ -169,11 +213,23 @@ def test_merging_changes_neither_tree() -> None:
 def test_tokens_per_step_choose_the_nearest_accumulation(
     spec: RunSpec, micro_batch: int, ranks: int, target: int, gradient_accumulation_steps: int
 ) -> None:
-    changes = {"data.sequence_length": "4096", "gpus": ranks, "train.micro_batch": micro_batch, "train.tokens_per_step": target}
-    assert with_values(spec, {key: str(value) for key, value in changes.items()}).gradient_accumulation_steps == gradient_accumulation_steps
+    changes = {
+        "data.sequence_length": "4096",
+        "gpus": ranks,
+        "train.micro_batch": micro_batch,
+        "train.tokens_per_step": target,
+    }
+    assert (
+        with_values(
+            spec, {key: str(value) for key, value in changes.items()}
+        ).gradient_accumulation_steps
+        == gradient_accumulation_steps
+    )
 
 
-def test_a_target_of_tokens_and_an_accumulation_replace_each_other_and_are_refused_together(spec: RunSpec) -> None:
+def test_a_target_of_tokens_and_an_accumulation_replace_each_other_and_are_refused_together(
+    spec: RunSpec,
+) -> None:
     accumulating = with_values(spec, {"train.gradient_accumulation": "4"})
     aimed = with_values(accumulating, {"train.tokens_per_step": "131072"})
     assert (aimed.train.gradient_accumulation, aimed.train.tokens_per_step) == (1, 131_072)

@@ -30,7 +30,9 @@ def arrivals() -> Arrivals:
     return Arrivals([group("a", "b"), group("c")], accumulation_steps=2)
 
 
-def test_a_sub_group_is_complete_with_its_last_gradient_of_a_micro_batch(arrivals: Arrivals) -> None:
+def test_a_sub_group_is_complete_with_its_last_gradient_of_a_micro_batch(
+    arrivals: Arrivals,
+) -> None:
     assert not arrivals.has_begun
     arrivals.add(gradient(0, 1))
     assert arrivals.has_begun
@@ -46,7 +48,9 @@ def test_a_sub_group_is_complete_with_its_last_gradient_of_a_micro_batch(arrival
 
 def test_missing_gradients_are_named(arrivals: Arrivals) -> None:
     arrivals.add(gradient(0, 0))
-    with pytest.raises(superoffload.OffloadError, match=r"2 trainable parameters .* step 7, micro-batch 1: b, c\.") as caught:
+    with pytest.raises(
+        superoffload.OffloadError, match=r"2 trainable parameters .* step 7, micro-batch 1: b, c\."
+    ) as caught:
         arrivals.end_micro_batch(7)
     assert caught.value.code == "missing-gradient"
 

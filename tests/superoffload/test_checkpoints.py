@@ -39,7 +39,9 @@ def one_rank() -> Ranks:
 
 
 def spec(keep: int = 2) -> RunSpec:
-    return msgspec.structs.replace(support.spec("superoffload", 0.5), checkpoint=CheckpointSpec(keep=keep))
+    return msgspec.structs.replace(
+        support.spec("superoffload", 0.5), checkpoint=CheckpointSpec(keep=keep)
+    )
 
 
 def save(made: Any, folder: Path, step: int, ranks: Ranks, run: RunSpec) -> Path:
@@ -62,7 +64,9 @@ def cut_short(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
 
 
-def test_the_newest_that_can_be_read_is_taken_and_the_damaged_ones_are_named(tmp_path: Path, one_rank: Ranks) -> None:
+def test_the_newest_that_can_be_read_is_taken_and_the_damaged_ones_are_named(
+    tmp_path: Path, one_rank: Ranks
+) -> None:
     run = spec(keep=5)
     with support.engine(run) as made:
         paths = [save(made, tmp_path, step, one_rank, run) for step in (5, 10, 15, 20, 25)]
@@ -76,9 +80,16 @@ def test_the_newest_that_can_be_read_is_taken_and_the_damaged_ones_are_named(tmp
         assert found is not None
         assert (found.path, found.manifest.step) == (paths[0], 5)
         assert [damage.path for damage in found.damaged] == paths[:0:-1]
-        assert [damage.code for damage in found.damaged] == ["torn", "unreadable", "unreadable", "checksum"]
+        assert [damage.code for damage in found.damaged] == [
+            "torn",
+            "unreadable",
+            "unreadable",
+            "checksum",
+        ]
         for damage, file in zip(
-            found.damaged, ("rank_00000.states", "checkpoint.json", "random.rank0.msgpack", "rank_00000.states"), strict=True
+            found.damaged,
+            ("rank_00000.states", "checkpoint.json", "random.rank0.msgpack", "rank_00000.states"),
+            strict=True,
         ):
             assert file in damage.reason
         set_aside = checkpoint.set_aside(found.damaged[0].path)
@@ -93,25 +104,36 @@ def test_the_newest_that_can_be_read_is_taken_and_the_damaged_ones_are_named(tmp
     assert checkpoint.newest(tmp_path / "nowhere") is None
 
 
-def test_a_checkpoint_that_is_written_while_training_goes_on_is_that_of_its_step(tmp_path: Path, one_rank: Ranks) -> None:
+def test_a_checkpoint_that_is_written_while_training_goes_on_is_that_of_its_step(
+    tmp_path: Path, one_rank: Ranks
+) -> None:
     run = spec(keep=1)
     with support.engine(run, copies_bytes=1 << 30) as made:
         support.train(made, support.batches(2))
         first = save(made, tmp_path, 1, one_rank, run)
         expected = (first / "optimizer" / "rank_00000.states").read_bytes()
         drawn = (first / "random.rank0.msgpack").read_bytes()
-        saving = checkpoint.Saving(made, support.manifest(2, run), tmp_path, one_rank, 1, background=True, due_step=1)
+        saving = checkpoint.Saving(
+            made, support.manifest(2, run), tmp_path, one_rank, 1, background=True, due_step=1
+        )
         assert saving.step == 2
         assert first.name in names(tmp_path)
         torch.rand(3)
         record = train_until_saved(made, saving)
         assert names(tmp_path) == ["step-000002"]
-        assert (record.step, record.path, record.due_step, record.bytes) == (2, str(tmp_path / "step-000002"), 1, len(expected))
+        assert (record.step, record.path, record.due_step, record.bytes) == (
+            2,
+            str(tmp_path / "step-000002"),
+            1,
+            len(expected),
+        )
         assert record.paused_s is not None
         assert record.paused_s < record.seconds
         second = checkpoint_folder.verify(tmp_path / "step-000002")
         assert second.step == 2
-        assert (tmp_path / "step-000002" / "optimizer" / "rank_00000.states").read_bytes() == expected
+        assert (
+            tmp_path / "step-000002" / "optimizer" / "rank_00000.states"
+        ).read_bytes() == expected
         assert (tmp_path / "step-000002" / "random.rank0.msgpack").read_bytes() == drawn
 
 
@@ -124,19 +146,27 @@ def test_a_checkpoint_that_cannot_be_written_meanwhile_is_reported_and_the_one_b
         support.train(made, support.batches(1))
         first = save(made, tmp_path, 1, one_rank, run)
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))  # the random state fits, the states do not
+        resource.setrlimit(
+            resource.RLIMIT_FSIZE, (50_000, limits[1])
+        )  # the random state fits, the states do not
         try:
-            saving = checkpoint.Saving(made, support.manifest(2, run), tmp_path, one_rank, 1, background=True)
+            saving = checkpoint.Saving(
+                made, support.manifest(2, run), tmp_path, one_rank, 1, background=True
+            )
             with pytest.raises(TrainingError) as caught:
                 train_until_saved(made, saving) if trains else saving.wait()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert caught.value.code == "checkpoint-failed"
         assert names(tmp_path) == [first.name]
-        assert save(made, tmp_path, 3, one_rank, run).name == "step-000003"  # the copies were given back
+        assert (
+            save(made, tmp_path, 3, one_rank, run).name == "step-000003"
+        )  # the copies were given back
 
 
-def test_older_checkpoints_stay_until_the_new_one_is_verified(tmp_path: Path, one_rank: Ranks) -> None:
+def test_older_checkpoints_stay_until_the_new_one_is_verified(
+    tmp_path: Path, one_rank: Ranks
+) -> None:
     run = spec(keep=1)
     with support.engine(run) as made:
         first = save(made, tmp_path, 1, one_rank, run)
@@ -156,7 +186,9 @@ def test_older_checkpoints_stay_until_the_new_one_is_verified(tmp_path: Path, on
         assert names(tmp_path) == ["step-000002.damaged", third.name]
 
 
-def test_leftovers_of_a_killed_save_are_removed_and_a_checkpoint_restores_everything(tmp_path: Path, one_rank: Ranks) -> None:
+def test_leftovers_of_a_killed_save_are_removed_and_a_checkpoint_restores_everything(
+    tmp_path: Path, one_rank: Ranks
+) -> None:
     run = spec()
     data = support.batches(4)
     with support.engine(run) as made:
@@ -164,7 +196,9 @@ def test_leftovers_of_a_killed_save_are_removed_and_a_checkpoint_restores_everyt
         path = save(made, tmp_path, 2, one_rank, run)
         drawn = torch.rand(3)
         losses = support.train(made, data[2:])
-        checkpoint.optimizer_folder(checkpoint_folder.begin(tmp_path, 3)).joinpath("rank_00000.states").write_bytes(b"half")
+        checkpoint.optimizer_folder(checkpoint_folder.begin(tmp_path, 3)).joinpath(
+            "rank_00000.states"
+        ).write_bytes(b"half")
         checkpoint.load(made, path, checkpoint.read_manifest(path), one_rank)
         assert torch.equal(torch.rand(3), drawn)
         assert support.train(made, data[2:]) == losses
@@ -172,7 +206,9 @@ def test_leftovers_of_a_killed_save_are_removed_and_a_checkpoint_restores_everyt
         assert names(tmp_path) == ["step-000002", "step-000004"]
 
 
-def test_a_checkpoint_without_enough_disk_space_is_refused_with_field_value_and_remedy(tmp_path: Path) -> None:
+def test_a_checkpoint_without_enough_disk_space_is_refused_with_field_value_and_remedy(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(TrainingError) as caught:
         disk_room.make_room(tmp_path / "new", 10**18, "checkpoint.folder")
     assert caught.value.code == "disk-full"
@@ -186,7 +222,9 @@ def test_one_flipped_bit_in_a_small_file_is_found(tmp_path: Path, one_rank: Rank
     with support.engine(run) as made:
         paths = [save(made, tmp_path, step, one_rank, run) for step in (1, 2, 3)]
     files = (paths[2] / "random.rank0.msgpack", paths[1] / "optimizer" / "rank_00000.json")
-    for file, position in zip(files, (2000, files[1].read_bytes().index(b'"numel": ') + 9), strict=True):
+    for file, position in zip(
+        files, (2000, files[1].read_bytes().index(b'"numel": ') + 9), strict=True
+    ):
         data = bytearray(file.read_bytes())
         data[position] ^= 1
         file.write_bytes(data)
@@ -198,7 +236,9 @@ def test_one_flipped_bit_in_a_small_file_is_found(tmp_path: Path, one_rank: Rank
         assert str(file) in damage.reason
 
 
-def test_a_checkpoint_that_is_replaced_while_it_is_read_is_not_damaged(tmp_path: Path, one_rank: Ranks) -> None:
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_not_damaged(
+    tmp_path: Path, one_rank: Ranks
+) -> None:
     run = spec(keep=1)
     with support.engine(run) as made:
         model = save(made, tmp_path / "model", 1, one_rank, run)
@@ -226,7 +266,9 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_not_damaged(tmp_path:
     other.join()
 
 
-def test_the_clock_requests_a_checkpoint_of_the_next_step(tmp_path: Path, one_rank: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock_requests_a_checkpoint_of_the_next_step(
+    tmp_path: Path, one_rank: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = [1000.0]
     monkeypatch.setattr("so_tui_trainer.control.time", SimpleNamespace(monotonic=lambda: now[0]))
     run = RunDirectory(tmp_path)
@@ -262,7 +304,9 @@ def test_a_file_system_that_is_away_costs_no_training(
     watched.close()
 
 
-def test_an_attempt_ends_once_a_newer_one_has_been_started(tmp_path: Path, one_rank: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attempt_ends_once_a_newer_one_has_been_started(
+    tmp_path: Path, one_rank: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = RunDirectory(tmp_path)
     run.control_dir.mkdir()
     monkeypatch.setattr("so_tui_trainer.control._NEWER_CHECK_S", 0.0)
@@ -277,7 +321,9 @@ def test_an_attempt_ends_once_a_newer_one_has_been_started(tmp_path: Path, one_r
     watched.close()
 
 
-def test_an_attempt_that_counts_as_lost_makes_no_checkpoint_valid(tmp_path: Path, one_rank: Ranks) -> None:
+def test_an_attempt_that_counts_as_lost_makes_no_checkpoint_valid(
+    tmp_path: Path, one_rank: Ranks
+) -> None:
     """The newer one may be writing the same step: its files stay."""
     directory, run = RunDirectory(tmp_path / "run"), spec()
     directory.path.mkdir()
@@ -288,7 +334,9 @@ def test_an_attempt_that_counts_as_lost_makes_no_checkpoint_valid(tmp_path: Path
 
         def saving() -> checkpoint.Saving:
             check = partial(refuse_if_superseded, directory, 1)
-            return checkpoint.Saving(made, support.manifest(1, run), folder, one_rank, 1, background=True, check=check)
+            return checkpoint.Saving(
+                made, support.manifest(1, run), folder, one_rank, 1, background=True, check=check
+            )
 
         assert saving().wait().step == 1
         shutil.rmtree(folder)

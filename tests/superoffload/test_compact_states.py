@@ -43,18 +43,32 @@ PRECISION = {Moments.BF16: 2**-7, Moments.INT8: 2**-3}
 class States:
     """One sub-group of bf16 weights in memory of its own, and the kernel that steps it."""
 
-    def __init__(self, moments: Moments, segments: Sequence[Segment] = (Segment(NUMEL, 0, 5),), *, speculating: bool = False) -> None:
+    def __init__(
+        self,
+        moments: Moments,
+        segments: Sequence[Segment] = (Segment(NUMEL, 0, 5),),
+        *,
+        speculating: bool = False,
+    ) -> None:
         size = MemorySize((tuple(segments),), 2, False, (0,) if speculating else (), moments)
         (self.numel,) = size.numels
         memory = mmap.mmap(-1, layout(size).bytes)
         with kernel.opened(kernel.library()) as descriptor:
             self.kernel = Kernel(kernel.loadable(descriptor), memory, size)
         own, (blocks,) = layout(size).states[0], size.blocks
-        self.codes = [np.frombuffer(memory, np.uint8, self.numel, start[0]) for start in (own.first_moment, own.second_moment)]
-        self.exponents = [np.frombuffer(memory, np.uint8, blocks, start[0]) for start in (own.first_exponents, own.second_exponents)]
+        self.codes = [
+            np.frombuffer(memory, np.uint8, self.numel, start[0])
+            for start in (own.first_moment, own.second_moment)
+        ]
+        self.exponents = [
+            np.frombuffer(memory, np.uint8, blocks, start[0])
+            for start in (own.first_exponents, own.second_exponents)
+        ]
         self._staging = np.frombuffer(memory, np.uint16, self.numel, layout(size).staging[0])
         self._weights = [
-            np.frombuffer(memory, np.float32, self.numel, states.master_weights[0]) if not which or speculating else np.empty(0)
+            np.frombuffer(memory, np.float32, self.numel, states.master_weights[0])
+            if not which or speculating
+            else np.empty(0)
             for which, states in enumerate(layout(size).states[:2])
         ]
         self._staging[:] = 0x3F80  # 1.0
@@ -62,7 +76,13 @@ class States:
 
     def run(self, number: int, gradient: Floats, operation: Operation = Operation.STEP) -> None:
         self._staging[:] = (gradient.view(np.uint32) >> 16).astype(np.uint16)
-        settings: dict[str, float] = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "weight_decay": 0.01}
+        settings: dict[str, float] = {
+            "learning_rate": 1e-3,
+            "beta1": 0.9,
+            "beta2": 0.999,
+            "epsilon": 1e-8,
+            "weight_decay": 0.01,
+        }
         self.kernel.run(Command(operation, 0, number, **cast(Any, settings)))
 
     def found(self, which: int = 0) -> tuple[Floats, Floats, Floats]:
@@ -78,7 +98,9 @@ class States:
 def gradients(numel: int = NUMEL, seed: int = 0) -> Floats:
     """Return gradients that bf16 holds exactly, over many orders of magnitude."""
     generator = np.random.default_rng(seed)
-    values = generator.standard_normal(numel, dtype=np.float32) * np.exp2(generator.integers(-9, 1, numel)).astype(np.float32)
+    values = generator.standard_normal(numel, dtype=np.float32) * np.exp2(
+        generator.integers(-9, 1, numel)
+    ).astype(np.float32)
     return cast(Floats, (values.view(np.uint32) & 0xFFFF0000).view(np.float32))
 
 
@@ -88,7 +110,10 @@ def same(found: tuple[Floats, ...], expected: tuple[Floats, ...]) -> bool:
 
 def test_worker_and_planner_count_the_same_blocks() -> None:
     assert BLOCK == MOMENT_BLOCK
-    segments = [Segment(numel, place) for numel, place in ((0, 5), (1, 127), (2, 127), (128, 0), (129, 0), (256, 64))]
+    segments = [
+        Segment(numel, place)
+        for numel, place in ((0, 5), (1, 127), (2, 127), (128, 0), (129, 0), (256, 64))
+    ]
     assert [segment.blocks for segment in segments] == [0, 1, 2, 1, 2, 3]
 
 
@@ -99,7 +124,9 @@ def test_a_step_rounds_each_moment_to_a_neighbour_and_is_right_on_average(moment
     for each in (states, exact):
         each.run(1, gradient)
     for found, expected in zip(states.found()[1:], exact.found()[1:], strict=True):
-        sizeable = np.abs(gradient) > 2**-10  # what is smaller than the codes reach is not tested here
+        sizeable = (
+            np.abs(gradient) > 2**-10
+        )  # what is smaller than the codes reach is not tested here
         error = (found - expected)[sizeable] / expected[sizeable]
         assert np.abs(error).max() < PRECISION[moments]
         assert abs(error.mean()) < 6 * error.std() / len(error) ** 0.5
@@ -110,7 +137,11 @@ def test_a_step_rounds_each_moment_to_a_neighbour_and_is_right_on_average(moment
 @pytest.mark.parametrize("moments", PRECISION)
 def test_small_changes_of_a_second_moment_are_not_lost(moments: Moments) -> None:
     """After the gradient has become smaller, it decays by a thousandth a step: far less than the distance of two codes."""
-    states, large, small = States(moments), np.full(NUMEL, 1.0, np.float32), np.full(NUMEL, 2.0**-9, np.float32)
+    states, large, small = (
+        States(moments),
+        np.full(NUMEL, 1.0, np.float32),
+        np.full(NUMEL, 2.0**-9, np.float32),
+    )
     states.run(1, large)
     for number in range(2, 302):
         states.run(number, small)
@@ -134,7 +165,9 @@ def test_a_second_moment_is_never_rounded_to_zero_and_zero_stays_zero() -> None:
 @pytest.mark.parametrize("moments", PRECISION)
 @pytest.mark.parametrize("place", [0, 77])
 def test_what_was_decoded_is_encoded_without_rounding(moments: Moments, place: int) -> None:
-    states = States(moments, (Segment(1000, place, 1), Segment(333, 0, 2), Segment(NUMEL, place, 3)))
+    states = States(
+        moments, (Segment(1000, place, 1), Segment(333, 0, 2), Segment(NUMEL, place, 3))
+    )
     for number in range(1, 4):
         states.run(number, gradients(states.numel, number))
     before = states.found()
@@ -162,7 +195,11 @@ def test_every_code_with_every_exponent_is_decoded_and_encoded_without_rounding(
 
 @pytest.mark.parametrize("moments", PRECISION)
 def test_extreme_moments_keep_what_they_are_and_change_no_other(moments: Moments) -> None:
-    states, least, tiny = States(moments, (Segment(BLOCK),)), np.float32(2.0**-126), np.float32(1e-40)
+    states, least, tiny = (
+        States(moments, (Segment(BLOCK),)),
+        np.float32(2.0**-126),
+        np.float32(1e-40),
+    )
     for extreme in (0.0, -0.0, tiny, -tiny, least, -least):
         first = np.full(BLOCK, 0.5, np.float32)
         first[7] = extreme
@@ -196,7 +233,9 @@ def test_a_speculative_step_has_the_bits_of_a_step_in_place(moments: Moments) ->
 
 @pytest.mark.parametrize("moments", PRECISION)
 @pytest.mark.parametrize("cut", [BLOCK * 100, (1 << 16) + 5 * BLOCK])
-def test_shards_that_end_with_a_block_have_the_bits_of_the_whole(moments: Moments, cut: int) -> None:
+def test_shards_that_end_with_a_block_have_the_bits_of_the_whole(
+    moments: Moments, cut: int
+) -> None:
     whole = States(moments)
     parts = States(moments, (Segment(cut, 0, 5),)), States(moments, (Segment(NUMEL - cut, cut, 5),))
     for number in range(1, 4):
@@ -204,7 +243,9 @@ def test_shards_that_end_with_a_block_have_the_bits_of_the_whole(moments: Moment
         whole.run(number, gradient)
         for part, values in zip(parts, (gradient[:cut], gradient[cut:]), strict=True):
             part.run(number, values)
-    joined = tuple(np.concatenate(arrays) for arrays in zip(*(part.found() for part in parts), strict=True))
+    joined = tuple(
+        np.concatenate(arrays) for arrays in zip(*(part.found() for part in parts), strict=True)
+    )
     assert same(joined, whole.found())
 
 
@@ -232,7 +273,11 @@ def test_the_number_of_threads_changes_nothing() -> None:
     )
     found = [
         subprocess.run(
-            [sys.executable, "-c", script], env=os.environ | {"OMP_NUM_THREADS": threads}, capture_output=True, text=True, check=True
+            [sys.executable, "-c", script],
+            env=os.environ | {"OMP_NUM_THREADS": threads},
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout.splitlines()[-2:]
         for threads in ("1", "3")
     ]
@@ -245,14 +290,25 @@ def test_the_number_of_threads_changes_nothing() -> None:
 def test_the_memory_is_as_large_as_the_plan_says(states: StatesFormat, accumulation: int) -> None:
     """Of a sub-group as large as they are in practice."""
     numel = 100_000_000
-    moments = {"fp32": Moments.FP32, "bf16-moments": Moments.BF16, "int8-moments": Moments.INT8}[states]
+    moments = {"fp32": Moments.FP32, "bf16-moments": Moments.BF16, "int8-moments": Moments.INT8}[
+        states
+    ]
     size = MemorySize(((Segment(numel),),), 2, accumulation > 1, (), moments)
-    assert layout(size).bytes == pytest.approx(state_bytes(2, states, accumulates=accumulation > 1) * numel, rel=0.005)
+    assert layout(size).bytes == pytest.approx(
+        state_bytes(2, states, accumulates=accumulation > 1) * numel, rel=0.005
+    )
 
 
-def trained(states: StatesFormat, data: list[torch.Tensor], folder: Path, poisoned: int = 0, **settings: Any) -> tuple[Any, ...]:
+def trained(
+    states: StatesFormat, data: list[torch.Tensor], folder: Path, poisoned: int = 0, **settings: Any
+) -> tuple[Any, ...]:
     """Train and return losses, states and stats. After ``poisoned`` steps comes one whose gradient is not finite."""
-    with support.engine(support.spec("superoffload", 0.8, clipping=10.7), states=states, max_skipped_steps=1, **settings) as made:
+    with support.engine(
+        support.spec("superoffload", 0.8, clipping=10.7),
+        states=states,
+        max_skipped_steps=1,
+        **settings,
+    ) as made:
         losses = support.train(made, data[:poisoned])
         if poisoned:
             hook = support.poison(made)
@@ -264,7 +320,9 @@ def trained(states: StatesFormat, data: list[torch.Tensor], folder: Path, poison
 
 
 @pytest.mark.parametrize("states", EACH_FORMAT)
-def test_a_run_is_close_to_one_with_fp32_moments_and_the_same_with_speculation(states: StatesFormat, tmp_path: Path) -> None:
+def test_a_run_is_close_to_one_with_fp32_moments_and_the_same_with_speculation(
+    states: StatesFormat, tmp_path: Path
+) -> None:
     """Steps are kept, redone, and in the middle skipped. The bits are those of steps that are held back."""
     data = support.batches(2) * 10
     exact = trained("fp32", data, tmp_path / "fp32")
@@ -300,26 +358,39 @@ def test_a_state_of_one_format_continues_in_another(tmp_path: Path) -> None:
         for states, precision in zip(FORMATS, (2**-8, 2**-4), strict=True):
             with support.engine(run, states=states) as other:
                 superoffload.load_state(other, tmp_path / "fp32")
-                for state, moments, expected in zip(sub_group_states(other), exact, weights, strict=True):
+                for state, moments, expected in zip(
+                    sub_group_states(other), exact, weights, strict=True
+                ):
                     assert state.moments is not None
                     assert torch.equal(state.master_weights, expected)
                     for found, wanted in zip(state.moments(), moments, strict=True):
                         sizeable = wanted.abs() > wanted.abs().max() * 2**-12
-                        assert torch.allclose(found[sizeable], wanted[sizeable], rtol=precision * 1.01, atol=0)
+                        assert torch.allclose(
+                            found[sizeable], wanted[sizeable], rtol=precision * 1.01, atol=0
+                        )
                 superoffload.save_state(other, tmp_path / states)
                 rounded = [state.moments() for state in sub_group_states(other) if state.moments]
             superoffload.load_state(made, tmp_path / states)
             for state, kept in zip(sub_group_states(made), rounded, strict=True):
                 assert state.moments is not None
-                assert all(torch.equal(found, wanted) for found, wanted in zip(state.moments(), kept, strict=True))
+                assert all(
+                    torch.equal(found, wanted)
+                    for found, wanted in zip(state.moments(), kept, strict=True)
+                )
 
 
 @pytest.mark.parametrize("states", EACH_FORMAT)
-def test_moments_that_leave_the_gpu_are_rounded_and_counted(states: StatesFormat, tmp_path: Path) -> None:
+def test_moments_that_leave_the_gpu_are_rounded_and_counted(
+    states: StatesFormat, tmp_path: Path
+) -> None:
     with support.engine(support.spec("superoffload", 0.5), states=states) as made:
         support.train(made, support.batches(1))
         superoffload.save_state(made, tmp_path)
-        on_gpu = [state.master_weights.numel() for state in sub_group_states(made) if state.device == "gpu"]
+        on_gpu = [
+            state.master_weights.numel()
+            for state in sub_group_states(made)
+            if state.device == "gpu"
+        ]
         assert on_gpu
         assert superoffload.load_state(made, tmp_path) == Rounded(blocks=0, numel=0)
     with support.engine(support.spec("superoffload", 1.0), states=states) as made:
@@ -330,8 +401,19 @@ def test_moments_that_leave_the_gpu_are_rounded_and_counted(states: StatesFormat
 
 def test_blocks_are_counted_where_both_runs_have_them_on_the_host(tmp_path: Path) -> None:
     def manifest(rank: int, ranks: int, *devices: str) -> Manifest:
-        groups = [SubGroupRecord(1200 // ranks, device, 1, True, (name,), (1200,)) for name, device in zip("ab", devices, strict=True)]
-        return Manifest(deepspeed="", mode="", engine="", ratio=1.0, rank=rank, ranks=ranks, sub_groups=tuple(groups))
+        groups = [
+            SubGroupRecord(1200 // ranks, device, 1, True, (name,), (1200,))
+            for name, device in zip("ab", devices, strict=True)
+        ]
+        return Manifest(
+            deepspeed="",
+            mode="",
+            engine="",
+            ratio=1.0,
+            rank=rank,
+            ranks=ranks,
+            sub_groups=tuple(groups),
+        )
 
     for before, now, expected in (
         (("cpu", "cpu"), ("cpu", "cpu"), Rounded(blocks=2, numel=0)),
@@ -339,7 +421,10 @@ def test_blocks_are_counted_where_both_runs_have_them_on_the_host(tmp_path: Path
         (("gpu", "cpu"), ("cpu", "cpu"), Rounded(blocks=1, numel=1200)),
         (("gpu", "cpu"), ("gpu", "gpu"), Rounded(blocks=0, numel=0)),
     ):
-        assert rounded([manifest(rank, 2, *before) for rank in range(2)], manifest(0, 1, *now)) == expected
+        assert (
+            rounded([manifest(rank, 2, *before) for rank in range(2)], manifest(0, 1, *now))
+            == expected
+        )
 
 
 @pytest.mark.parametrize("states", EACH_FORMAT)
@@ -362,7 +447,10 @@ def test_moments_that_no_run_can_have_are_refused(states: StatesFormat, tmp_path
 
 
 def test_the_seed_selects_the_random_bits(tmp_path: Path) -> None:
-    one, other = (trained("int8-moments", support.batches(1), tmp_path / str(seed), seed=seed) for seed in (1, 2))
+    one, other = (
+        trained("int8-moments", support.batches(1), tmp_path / str(seed), seed=seed)
+        for seed in (1, 2)
+    )
     assert one[0] == other[0]
     assert one[1] != other[1]
 

@@ -35,7 +35,9 @@ def ours(universal: Path) -> list[float]:
     """Return the losses of our engine in a script of one's own, from a universal checkpoint on."""
     run, begun = support.spec("superoffload", 0.7), model(1)
     settings = engine_settings(run, support.binding())
-    made, *_ = superoffload.initialize(begun, support.parameter_groups(begun), settings, support.ds_config(run) | LOADS_UNIVERSAL)
+    made, *_ = superoffload.initialize(
+        begun, support.parameter_groups(begun), settings, support.ds_config(run) | LOADS_UNIVERSAL
+    )
     try:
         made.load_checkpoint(str(universal))
         assert made.global_steps == 3
@@ -51,7 +53,9 @@ def deepspeeds_own(universal: Path) -> list[float]:
 
     begun = model(1)
     config = support.ds_config(support.spec("zerooffload")) | LOADS_UNIVERSAL
-    optimizer = DeepSpeedCPUAdam(support.parameter_groups(begun), lr=1e-2, betas=(0.9, 0.95), adamw_mode=True)
+    optimizer = DeepSpeedCPUAdam(
+        support.parameter_groups(begun), lr=1e-2, betas=(0.9, 0.95), adamw_mode=True
+    )
     made, *_ = deepspeed.initialize(model=begun, optimizer=optimizer, config=config)
     try:
         made.load_checkpoint(str(universal))
@@ -61,8 +65,12 @@ def deepspeeds_own(universal: Path) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "ratio"), [("superoffload", 0.5), ("zerooffload", 1.0), ("gpu", 1.0)])
-def test_training_goes_on_alike_on_either_side(mode: support.Mode, ratio: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("mode", "ratio"), [("superoffload", 0.5), ("zerooffload", 1.0), ("gpu", 1.0)]
+)
+def test_training_goes_on_alike_on_either_side(
+    mode: support.Mode, ratio: float, tmp_path: Path
+) -> None:
     with support.engine(support.spec(mode, ratio), model=model(0)) as made:
         support.train(made, BEFORE)
         superoffload.save_state(made, tmp_path / "ours")
@@ -85,7 +93,12 @@ def test_training_goes_on_alike_on_either_side(mode: support.Mode, ratio: float,
 
 def rank_file(folder: Path, rank: int, flat: torch.Tensor, **state: Any) -> None:
     """One rank's optimizer states of one sub-group, as ZeRO-3 saves them."""
-    content = {"optimizer_state_dict": {"fp32_flat_groups": [flat], "optimizer_state_dict": {"state": {0: state}, "param_groups": []}}}
+    content = {
+        "optimizer_state_dict": {
+            "fp32_flat_groups": [flat],
+            "optimizer_state_dict": {"state": {0: state}, "param_groups": []},
+        }
+    }
     torch.save(content, folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
 
 
@@ -95,7 +108,9 @@ def two_ranks(tmp_path: Path) -> Path:
     folder = tmp_path / "saved" / "global_step7"
     folder.mkdir(parents=True)
     shapes = [{"a": torch.Size([5]), "b": torch.Size([1, 2])}]
-    torch.save({"param_shapes": shapes, "global_steps": 7, "global_samples": 56}, folder / MODEL_FILE)
+    torch.save(
+        {"param_shapes": shapes, "global_steps": 7, "global_samples": 56}, folder / MODEL_FILE
+    )
     for rank, shard in enumerate(([0.0, 1.0, 2.0, 5.0], [3.0, 4.0, -9.0, 6.0])):  # -9 is padding
         flat = torch.tensor(shard)
         rank_file(folder, rank, flat, step=7, exp_avg=flat + 10, exp_avg_sq=flat + 20)
@@ -105,7 +120,12 @@ def two_ranks(tmp_path: Path) -> Path:
 
 def test_shards_of_several_ranks_are_joined_without_their_padding(two_ranks: Path) -> None:
     found = superoffload.deepspeed_states(two_ranks)
-    assert (found.progress.step, found.progress.samples, found.adam_step, found.numels) == (7, 56, 7, {"a": 5, "b": 2})
+    assert (found.progress.step, found.progress.samples, found.adam_step, found.numels) == (
+        7,
+        56,
+        7,
+        {"a": 5, "b": 2},
+    )
     a, b = found.read()
     assert a.master_weights.tolist() == [0, 1, 2, 3, 4]
     assert b.master_weights.tolist() == [5, 6]
@@ -120,9 +140,17 @@ def test_states_without_moments_begin_anew(two_ranks: Path, tmp_path: Path) -> N
     assert not found.moments
     superoffload.write_states(found, tmp_path / "ours", lambda name: f"causal.{name}")
     (saved,) = checkpoint.manifests(tmp_path / "ours")
-    assert [(group.names, group.moments) for group in saved.sub_groups] == [(("causal.a",), False), (("causal.b",), False)]
+    assert [(group.names, group.moments) for group in saved.sub_groups] == [
+        (("causal.a",), False),
+        (("causal.b",), False),
+    ]
     (tmp_path / "universal").mkdir()
-    superoffload.write_universal(tmp_path / "ours", tmp_path / "universal", Progress(7, 56), lambda name: name.removeprefix("causal."))
+    superoffload.write_universal(
+        tmp_path / "ours",
+        tmp_path / "universal",
+        Progress(7, 56),
+        lambda name: name.removeprefix("causal."),
+    )
     again = superoffload.deepspeed_states(tmp_path / "universal")
     assert (again.adam_step, again.numels, again.moments) == (0, {"a": 5, "b": 2}, True)
     a, _ = again.read()
@@ -156,7 +184,10 @@ def cut_by_tensor(folder: Path) -> None:
 
 
 def other_sizes(folder: Path) -> None:
-    torch.save({"param_shapes": [{"a": torch.Size([500])}], "global_steps": 7, "global_samples": 56}, folder / MODEL_FILE)
+    torch.save(
+        {"param_shapes": [{"a": torch.Size([500])}], "global_steps": 7, "global_samples": 56},
+        folder / MODEL_FILE,
+    )
 
 
 @pytest.mark.parametrize(
@@ -166,14 +197,22 @@ def other_sizes(folder: Path) -> None:
         (linked, "unreadable"),
         (other_sizes, "unreadable"),
         (cut_by_tensor, "tensor-parallel"),
-        (lambda folder: (folder / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink(), "unreadable"),
+        (
+            lambda folder: (folder / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink(),
+            "unreadable",
+        ),
         (lambda folder: (folder / MODEL_FILE).unlink(), "not-deepspeeds"),
-        (lambda folder: (folder / MODEL_FILE).write_bytes(pickle.dumps({"global_steps": 7})), "unreadable"),
+        (
+            lambda folder: (folder / MODEL_FILE).write_bytes(pickle.dumps({"global_steps": 7})),
+            "unreadable",
+        ),
         (lambda folder: torch.save([1], folder / MODEL_FILE), "unreadable"),
         (lambda folder: (folder.parent / "latest").write_text("../../elsewhere"), "unreadable"),
     ],
 )
-def test_a_damaged_or_foreign_checkpoint_is_refused(harm: Callable[[Path], None], code: str, two_ranks: Path) -> None:
+def test_a_damaged_or_foreign_checkpoint_is_refused(
+    harm: Callable[[Path], None], code: str, two_ranks: Path
+) -> None:
     harm(two_ranks / "global_step7")
     with pytest.raises(OffloadError) as caught:
         list(superoffload.deepspeed_states(two_ranks).read())
@@ -205,7 +244,10 @@ def test_the_stage_that_an_older_python_saved_is_read(two_ranks: Path) -> None:
     assert superoffload.deepspeed_states(two_ranks).numels
 
 
-@pytest.mark.parametrize(("kind", "name"), [(ZeroStageEnum, "__class__"), (ZeroStageEnum, "mro"), (torch.Tensor, "numpy"), (1, "real")])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(ZeroStageEnum, "__class__"), (ZeroStageEnum, "mro"), (torch.Tensor, "numpy"), (1, "real")],
+)
 def test_no_other_attribute_is_read(kind: object, name: str, two_ranks: Path) -> None:
     torch.save({"param_shapes": Attribute(kind, name)}, two_ranks / "global_step7" / MODEL_FILE)
     with pytest.raises(OffloadError) as caught:
@@ -214,7 +256,9 @@ def test_no_other_attribute_is_read(kind: object, name: str, two_ranks: Path) ->
 
 
 def test_a_parameter_cannot_be_written_outside_the_folder(two_ranks: Path, tmp_path: Path) -> None:
-    superoffload.write_states(superoffload.deepspeed_states(two_ranks), tmp_path / "ours", lambda name: f"../../{name}")
+    superoffload.write_states(
+        superoffload.deepspeed_states(two_ranks), tmp_path / "ours", lambda name: f"../../{name}"
+    )
     (tmp_path / "universal").mkdir()
     with pytest.raises(OffloadError) as caught:
         superoffload.write_universal(tmp_path / "ours", tmp_path / "universal", Progress(7, 56))

@@ -32,13 +32,21 @@ class States:
         with kernel.opened(kernel.library()) as descriptor:
             self._kernel = Kernel(kernel.loadable(descriptor), memory, size)
         starts = (sizes.staging, *sizes.states[0][:3])
-        self.staging, self.weights, self.first, self.second = (np.frombuffer(memory, np.float32, NUMEL, start[0]) for start in starts)
+        self.staging, self.weights, self.first, self.second = (
+            np.frombuffer(memory, np.float32, NUMEL, start[0]) for start in starts
+        )
         self.staging[:] = weights
         self._kernel.run(Command(Operation.INITIALIZE, 0))
 
     def step(self, number: int, gradient: Floats) -> None:
         self.staging[:] = gradient
-        settings = {"learning_rate": LEARNING_RATE, "beta1": BETAS[0], "beta2": BETAS[1], "epsilon": EPSILON, "weight_decay": WEIGHT_DECAY}
+        settings = {
+            "learning_rate": LEARNING_RATE,
+            "beta1": BETAS[0],
+            "beta2": BETAS[1],
+            "epsilon": EPSILON,
+            "weight_decay": WEIGHT_DECAY,
+        }
         self._kernel.run(Command(Operation.STEP, 0, number, **settings))  # type: ignore[arg-type]
 
 
@@ -57,7 +65,9 @@ def test_moments_without_gradient_reach_zero_and_not_denormals(weights: Floats) 
     assert not ((states.second > 0) & (states.second < SMALLEST)).any()
 
 
-def test_what_is_not_denormal_is_what_it_would_be_without_denormals_beside_it(weights: Floats) -> None:
+def test_what_is_not_denormal_is_what_it_would_be_without_denormals_beside_it(
+    weights: Floats,
+) -> None:
     """Also that a denormal moment does not change its weight."""
     gradient = np.random.default_rng(2).standard_normal(NUMEL, dtype=np.float32)
     gradient[::3] = 0
@@ -80,7 +90,14 @@ def test_it_is_torchs_arithmetic_with_denormals_flushed(weights: Floats) -> None
     """Gradients so small that second moments are denormal."""
     states = States(weights)
     parameter = torch.nn.Parameter(torch.from_numpy(weights.copy()))
-    reference = torch.optim.AdamW([parameter], lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, weight_decay=WEIGHT_DECAY, foreach=False)
+    reference = torch.optim.AdamW(
+        [parameter],
+        lr=LEARNING_RATE,
+        betas=BETAS,
+        eps=EPSILON,
+        weight_decay=WEIGHT_DECAY,
+        foreach=False,
+    )
     generator = np.random.default_rng(3)
     assert torch.set_flush_denormal(True)
     try:

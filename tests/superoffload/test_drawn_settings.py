@@ -50,7 +50,9 @@ class Products(torch.nn.Module):
         self.parts = torch.nn.ModuleList(Product(shape) for shape in shapes)
 
     def forward(self, factors: list[torch.Tensor]) -> torch.Tensor:
-        return torch.stack([part(each) for part, each in zip(self.parts, factors, strict=True)]).sum()
+        return torch.stack(
+            [part(each) for part, each in zip(self.parts, factors, strict=True)]
+        ).sum()
 
 
 @dataclass(frozen=True)
@@ -92,14 +94,23 @@ class Drawn:
         found: dict[float | None, list[torch.Tensor]] = {}
         for decay, parameter in zip(self.decays, parameters, strict=True):
             found.setdefault(decay, []).append(parameter)
-        return [{"params": members, **({} if decay is None else {"weight_decay": decay})} for decay, members in found.items()]
+        return [
+            {"params": members, **({} if decay is None else {"weight_decay": decay})}
+            for decay, members in found.items()
+        ]
 
     def factors(self) -> Iterator[tuple[Step, list[list[torch.Tensor]]]]:
         """Yield each step with the factors of its micro-batches."""
         generator = torch.Generator().manual_seed(self.seed)
         for step in self.steps:
             sizes = list(zip(self.shapes, step.magnitudes, strict=True))
-            yield step, [[size * torch.randn(shape, generator=generator) for shape, size in sizes] for _ in range(self.accumulation)]
+            yield (
+                step,
+                [
+                    [size * torch.randn(shape, generator=generator) for shape, size in sizes]
+                    for _ in range(self.accumulation)
+                ],
+            )
 
 
 def drawn(seed: int) -> Drawn:
@@ -109,7 +120,10 @@ def drawn(seed: int) -> Drawn:
     def power(least: float, most: float) -> float:
         return float(10 ** draw.uniform(least, most))
 
-    shapes = tuple(tuple(draw.randint(1, 20) for _ in range(draw.randint(1, 3))) for _ in range(draw.randint(1, 7)))
+    shapes = tuple(
+        tuple(draw.randint(1, 20) for _ in range(draw.randint(1, 3)))
+        for _ in range(draw.randint(1, 7))
+    )
     made = superoffload.Settings(
         ratio=draw.choice((0.0, 1.0, 1.0, draw.random(), draw.random())),
         speculation_bytes=draw.choice((0, draw.randint(1, 50_000), ALL)),
@@ -139,7 +153,13 @@ def drawn(seed: int) -> Drawn:
             "stage3_param_persistence_threshold": draw.randint(0, 200),
             "stage3_max_live_parameters": draw.randint(0, 10_000),
             "overlap_comm": draw.random() < 0.5,
-            **draw.choice(({}, {"offload_optimizer": {"device": "cpu", "ratio": 0.3}}, {"offload_param": {"device": "cpu"}})),
+            **draw.choice(
+                (
+                    {},
+                    {"offload_optimizer": {"device": "cpu", "ratio": 0.3}},
+                    {"offload_param": {"device": "cpu"}},
+                )
+            ),
         },
         seed=seed,
     )
@@ -150,7 +170,10 @@ class Plain:
 
     def __init__(self, run: Drawn) -> None:
         self.run, self.model = run, run.model()
-        self.weights = [parameter.detach().float().clone().requires_grad_() for parameter in self.model.parameters()]
+        self.weights = [
+            parameter.detach().float().clone().requires_grad_()
+            for parameter in self.model.parameters()
+        ]
         made = run.settings
         self.optimizer = torch.optim.AdamW(
             run.groups(list(self.weights)),
@@ -187,20 +210,29 @@ def try_run(run: Drawn) -> superoffload.OffloadStats:
     """Train with the engine and without; compare norms, states and weights. Return the engine's stats."""
     plain, made_model = Plain(run), run.model()
     names = [name for name, _ in made_model.named_parameters()]
-    made, *_ = superoffload.initialize(made_model, run.groups(list(made_model.parameters())), run.settings, copy.deepcopy(run.ds_config))
+    made, *_ = superoffload.initialize(
+        made_model,
+        run.groups(list(made_model.parameters())),
+        run.settings,
+        copy.deepcopy(run.ds_config),
+    )
     with closing(made), tempfile.TemporaryDirectory() as folder:
         for step, micro_batches in run.factors():
             superoffload.set_learning_rate(made, step.learning_rate)
             for factors in micro_batches:
                 made.backward(made(factors))
                 made.step()
-            assert superoffload.gradient_norm(made) == pytest.approx(plain.step(step.learning_rate, micro_batches), rel=1e-6)
+            assert superoffload.gradient_norm(made) == pytest.approx(
+                plain.step(step.learning_rate, micro_batches), rel=1e-6
+            )
         stats = superoffload.stats(made)
         superoffload.save_state(made, Path(folder) / "states")
         saved = support.by_name(Path(folder) / "states")
         assert sorted(saved) == sorted(names)
         with deepspeed.zero.GatheredParameters(list(made_model.parameters())):
-            weights = [parameter.detach().flatten().clone() for parameter in made_model.parameters()]
+            weights = [
+                parameter.detach().flatten().clone() for parameter in made_model.parameters()
+            ]
     for index, name in enumerate(names):
         steps, found = saved[name]
         assert steps == len(run.steps)

@@ -48,7 +48,13 @@ def test_deepspeed_reads_what_our_optimizer_needs() -> None:
         "sub_group_size": 400_000_000,
         "reduce_bucket_size": 100_000_000,
         "stage3_param_persistence_threshold": 0,
-        "offload_optimizer": {"device": "cpu", "pin_memory": False, "ratio": 1.0, "super_offload": True, "cpuadam_cores_perc": 0.8},
+        "offload_optimizer": {
+            "device": "cpu",
+            "pin_memory": False,
+            "ratio": 1.0,
+            "super_offload": True,
+            "cpuadam_cores_perc": 0.8,
+        },
     }
     assert config["zero_allow_untested_optimizer"] is True
     assert config["zero_force_ds_cpu_optimizer"] is False
@@ -83,7 +89,12 @@ def test_the_section_survives_json_and_a_second_call_changes_nothing() -> None:
 
 def test_a_config_without_offload_section_gets_one() -> None:
     config = engine_config({"zero_optimization": {"stage": 3}})
-    assert config["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "super_offload": True, "ratio": 1.0, "pin_memory": False}
+    assert config["zero_optimization"]["offload_optimizer"] == {
+        "device": "cpu",
+        "super_offload": True,
+        "ratio": 1.0,
+        "pin_memory": False,
+    }
     assert config["zero_optimization"]["reduce_bucket_size"] == 100_000_000
     assert overrides({"zero_optimization": {"stage": 3}}) == ()
 
@@ -107,7 +118,11 @@ def test_what_is_filled_in_for_an_auto_bucket_is_limited_too(filled_in: int, use
     config["zero_optimization"]["reduce_bucket_size"] = filled_in
     limited = engine_config(config)
     assert limited["zero_optimization"]["reduce_bucket_size"] == used
-    recorded = [(entry.given, entry.used) for entry in overrides(limited) if entry.key == "zero_optimization.reduce_bucket_size"]
+    recorded = [
+        (entry.given, entry.used)
+        for entry in overrides(limited)
+        if entry.key == "zero_optimization.reduce_bucket_size"
+    ]
     assert recorded == ([(filled_in, used)] if filled_in != used else [])
     assert engine_config(limited) == limited
 
@@ -116,13 +131,21 @@ def test_a_config_without_the_key_is_made_to_accept_untested_optimizers() -> Non
     old = {"zero_optimization": {"stage": 3}}
     config = accepting_config(old)
     assert config["zero_allow_untested_optimizer"] is True
-    assert [(entry.key, entry.given, entry.used) for entry in overrides(config)] == [("zero_allow_untested_optimizer", None, True)]
+    assert [(entry.key, entry.given, entry.used) for entry in overrides(config)] == [
+        ("zero_allow_untested_optimizer", None, True)
+    ]
     assert accepting_config(config) == config
     assert old == {"zero_optimization": {"stage": 3}}
 
 
 @pytest.mark.parametrize(
-    ("mode", "engine"), [("gpu", "so-tui"), ("zerooffload", "so-tui"), ("superoffload", "deepspeed"), ("superoffload", "so-tui")]
+    ("mode", "engine"),
+    [
+        ("gpu", "so-tui"),
+        ("zerooffload", "so-tui"),
+        ("superoffload", "deepspeed"),
+        ("superoffload", "so-tui"),
+    ],
 )
 def test_deepspeed_receives_exactly_what_the_file_says(
     mode: Mode, engine: Literal["so-tui", "deepspeed"], monkeypatch: pytest.MonkeyPatch
@@ -146,8 +169,12 @@ def test_deepspeed_receives_exactly_what_the_file_says(
         raise ReceivedError
 
     monkeypatch.setattr(deepspeed, "initialize", receive)
-    monkeypatch.setattr(api, "_deepspeed_optimizer", lambda *_: None)  # some need CUDA or a compiler
-    settings = Settings(mode=mode, engine=engine, learning_rate=1e-3, adam_cpus=(0,), run_ahead_parameters=1)
+    monkeypatch.setattr(
+        api, "_deepspeed_optimizer", lambda *_: None
+    )  # some need CUDA or a compiler
+    settings = Settings(
+        mode=mode, engine=engine, learning_rate=1e-3, adam_cpus=(0,), run_ahead_parameters=1
+    )
     model = torch.nn.Linear(2, 2)
     with pytest.raises(ReceivedError):
         api.initialize(model, model.parameters(), settings, file)
@@ -160,7 +187,11 @@ def test_deepspeed_reads_the_same_settings_with_and_without_the_section() -> Non
 
     def settings(config: dict[str, Any]) -> dict[str, str]:
         found = vars(DeepSpeedConfig(config))
-        return {name: str(value) for name, value in found.items() if name != "_param_dict" and " object at 0x" not in str(value)}
+        return {
+            name: str(value)
+            for name, value in found.items()
+            if name != "_param_dict" and " object at 0x" not in str(value)
+        }
 
     config = engine_config(USER)
     without = {key: value for key, value in config.items() if key != "superoffload"}
@@ -170,5 +201,12 @@ def test_deepspeed_reads_the_same_settings_with_and_without_the_section() -> Non
 def test_importing_it_loads_neither_torch_nor_deepspeed() -> None:
     code = "import sys, superoffload, superoffload.ds_config; print(sorted({'torch', 'deepspeed', 'numpy'} & set(sys.modules)))"
     environment = os.environ | {"PYTHONPATH": checkout_path()}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
     assert done.stdout.strip() == "[]"

@@ -33,23 +33,35 @@ def traces() -> list[str]:
     memory += Path("/proc/self/maps").read_text().splitlines()
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     workers = [pid for pid in children if b"worker.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("adam-worker")]
+    threads = [
+        thread.name for thread in threading.enumerate() if thread.name.startswith("adam-worker")
+    ]
     return [line for line in memory if MEMORY_NAME in line] + workers + threads
 
 
-def test_another_deepspeed_is_refused_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_deepspeed_is_refused_before_anything_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("deepspeed.__version__", "0.19.9")
-    with pytest.raises(superoffload.OffloadError) as caught, support.engine(support.spec("superoffload")):
+    with (
+        pytest.raises(superoffload.OffloadError) as caught,
+        support.engine(support.spec("superoffload")),
+    ):
         pass
     assert caught.value.code == "deepspeed-version"
     assert not traces()
 
 
-def test_without_a_compiler_it_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_it_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(superoffload.OffloadError) as caught, support.engine(support.spec("superoffload")):
+    with (
+        pytest.raises(superoffload.OffloadError) as caught,
+        support.engine(support.spec("superoffload")),
+    ):
         pass
     assert caught.value.code == "no-compiler"
     assert not traces()
@@ -71,7 +83,9 @@ def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.Mon
     assert not list(tmp_path.rglob("*.so"))
 
 
-def test_without_a_cache_folder_of_our_own_a_kernel_is_compiled_for_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_cache_folder_of_our_own_a_kernel_is_compiled_for_this_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -81,7 +95,9 @@ def test_without_a_cache_folder_of_our_own_a_kernel_is_compiled_for_this_process
     assert kernel.library() == built
 
 
-def test_without_any_folder_of_our_own_there_is_no_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_any_folder_of_our_own_there_is_no_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "file"))
@@ -91,14 +107,18 @@ def test_without_any_folder_of_our_own_there_is_no_kernel(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "HOME"])
-def test_the_cache_folder_is_the_one_in_which_the_doctor_looks(variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_folder_is_the_one_in_which_the_doctor_looks(
+    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv(variable, str(tmp_path))
     assert kernel.cache_folder() == kernel_folder(os.environ)
     assert kernel.cache_folder().is_relative_to(tmp_path)
 
 
-def test_without_a_compiler_a_kernel_cached_for_this_cpu_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_a_kernel_cached_for_this_cpu_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = os.environ["PATH"]
     monkeypatch.setenv("PATH", "/nowhere")
@@ -117,11 +137,16 @@ def test_without_a_compiler_a_kernel_cached_for_this_cpu_is_used(tmp_path: Path,
     assert caught.value.code == "no-compiler"
 
 
-def test_a_worker_that_cannot_start_is_reported_and_nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_cannot_start_is_reported_and_nothing_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "worker.py").write_text("raise SystemExit(1)")
     monkeypatch.setattr(worker, "__file__", str(tmp_path / "worker.py"))
     with (
-        pytest.raises(superoffload.WorkerLostError, match=r"ended with code 1 during initialize of sub-group 0.*in the log") as caught,
+        pytest.raises(
+            superoffload.WorkerLostError,
+            match=r"ended with code 1 during initialize of sub-group 0.*in the log",
+        ) as caught,
         support.engine(support.spec("superoffload")),
     ):
         pass
@@ -129,9 +154,15 @@ def test_a_worker_that_cannot_start_is_reported_and_nothing_stays(tmp_path: Path
     assert not traces()
 
 
-def test_when_deepspeed_fails_after_our_optimizer_started_nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_deepspeed_fails_after_our_optimizer_started_nothing_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     config = support.ds_config
-    monkeypatch.setattr(support, "ds_config", lambda *settings: {**config(*settings), "scheduler": {"type": "Nonsense"}})
+    monkeypatch.setattr(
+        support,
+        "ds_config",
+        lambda *settings: {**config(*settings), "scheduler": {"type": "Nonsense"}},
+    )
     with pytest.raises(Exception, match="Nonsense"), support.engine(support.spec("superoffload")):
         pass
     assert not traces()
@@ -161,7 +192,12 @@ def test_an_engine_that_is_closed_says_so(ratio: float, tmp_path: Path) -> None:
         core = core_of(made)
         superoffload.close(made)
         superoffload.close(made)
-        for use in (core.synchronize, core.gradient_norm, core.step, lambda: superoffload.save_state(made, tmp_path)):
+        for use in (
+            core.synchronize,
+            core.gradient_norm,
+            core.step,
+            lambda: superoffload.save_state(made, tmp_path),
+        ):
             with pytest.raises(superoffload.OffloadError) as caught:
                 use()
             assert caught.value.code == "closed"
@@ -169,7 +205,9 @@ def test_an_engine_that_is_closed_says_so(ratio: float, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("clipping", "accumulation"), [(0.0, 1), (1.0, 1), (1.0, 3)])
-def test_the_middle_of_a_step_is_neither_saved_nor_loaded_into(clipping: float, accumulation: int, tmp_path: Path) -> None:
+def test_the_middle_of_a_step_is_neither_saved_nor_loaded_into(
+    clipping: float, accumulation: int, tmp_path: Path
+) -> None:
     """Gradients that have arrived would be lost by a save, and applied to other weights after a load."""
     run = support.spec("superoffload", 1.0, clipping=clipping, accumulation=accumulation)
     with support.engine(run) as made:
@@ -198,14 +236,18 @@ class Failing(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("clipping", [0.0, 1.0])
-def test_ended_in_the_middle_of_a_step_it_leaves_nothing_and_another_can_start(clipping: float, capfd: pytest.CaptureFixture[str]) -> None:
+def test_ended_in_the_middle_of_a_step_it_leaves_nothing_and_another_can_start(
+    clipping: float, capfd: pytest.CaptureFixture[str]
+) -> None:
     run = support.spec("superoffload", 1.0, clipping=clipping, sub_group_size=1)
     with support.engine(run) as made:
         expected = support.train(made, support.batches(2))
     begun = time.monotonic()
     with pytest.raises(RuntimeError, match="something in the model"), support.engine(run) as made:  # noqa: PT012
         support.train(made, support.batches(1))
-        made.module.blocks[2].register_forward_hook(lambda module, inputs, output: Failing.apply(output))  # type: ignore[no-untyped-call]
+        made.module.blocks[2].register_forward_hook(
+            lambda module, inputs, output: Failing.apply(output)
+        )  # type: ignore[no-untyped-call]
         support.train(made, support.batches(1))
     assert time.monotonic() - begun < 30, "the watchdog did not have to find it"
     assert not traces()
@@ -230,7 +272,9 @@ def test_the_worker_ignores_signals_to_the_whole_process_group(number: signal.Si
 
 @pytest.mark.parametrize("clipping", [0.0, 1.0])
 def test_one_infinite_value_in_the_second_of_three_micro_batches_is_found(clipping: float) -> None:
-    with support.engine(support.spec("superoffload", 1.0, clipping=clipping, accumulation=3)) as made:
+    with support.engine(
+        support.spec("superoffload", 1.0, clipping=clipping, accumulation=3)
+    ) as made:
         core = core_of(made)
         receive = core.receive
 
@@ -244,12 +288,20 @@ def test_one_infinite_value_in_the_second_of_three_micro_batches_is_found(clippi
         with pytest.raises(superoffload.NonFiniteGradientError) as caught:  # noqa: PT012
             support.train(made, support.batches(6))
             superoffload.synchronize(made)
-        assert (caught.value.step, caught.value.sub_group, caught.value.poisoned) == (2, 2, clipping == 0)
+        assert (caught.value.step, caught.value.sub_group, caught.value.poisoned) == (
+            2,
+            2,
+            clipping == 0,
+        )
 
 
 def test_weights_changed_by_hand_are_copied_to_the_master_weights_on_request() -> None:
     import deepspeed
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
+    from deepspeed.utils import (
+        safe_get_full_fp32_param,
+        safe_get_full_grad,
+        safe_get_full_optimizer_state,
+    )
 
     with support.engine(support.spec("superoffload", 1.0, learning_rate=0.0)) as made:
         support.train(made, support.batches(1))

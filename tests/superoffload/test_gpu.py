@@ -30,7 +30,10 @@ from tests.support.reference_adamw import Reference, core_of
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.skipif(support.DEVICE.type != "cuda", reason="DeepSpeed runs on the CPU in this process: select these tests with -m gpu"),
+    pytest.mark.skipif(
+        support.DEVICE.type != "cuda",
+        reason="DeepSpeed runs on the CPU in this process: select these tests with -m gpu",
+    ),
 ]
 
 STEPS = 20
@@ -45,24 +48,34 @@ BUCKET = 200_000
 def engine(run: RunSpec, **settings: Any) -> Iterator[Any]:
     torch.manual_seed(run.train.seed)
     model = support.Model(width=WIDTH)
-    torch.nn.init.normal_(model.embedding.weight, std=0.02)  # also the head: with torch's 1.0 the first losses would be in the hundreds
+    torch.nn.init.normal_(
+        model.embedding.weight, std=0.02
+    )  # also the head: with torch's 1.0 the first losses would be in the hundreds
     with support.engine(run, model=model, bucket=BUCKET, **settings) as made:
         yield made
 
 
 def spec(mode: support.Mode, ratio: float, **settings: Any) -> RunSpec:
-    return support.spec(mode, ratio, sub_group_size=SUB_GROUP, **{"learning_rate": 1e-3, **settings})
+    return support.spec(
+        mode, ratio, sub_group_size=SUB_GROUP, **{"learning_rate": 1e-3, **settings}
+    )
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize(
-    ("clipping", "speculation_bytes"), [(0.0, 0), (1e-3, 0), (1e6, 0), (1e-3, 1 << 30), (1e6, 1 << 30), (2.5, 1 << 30)]
+    ("clipping", "speculation_bytes"),
+    [(0.0, 0), (1e-3, 0), (1e6, 0), (1e-3, 1 << 30), (1e6, 1 << 30), (2.5, 1 << 30)],
 )
-def test_twenty_steps_are_those_of_float32_adamw(clipping: float, speculation_bytes: int, accumulation: int) -> None:
+def test_twenty_steps_are_those_of_float32_adamw(
+    clipping: float, speculation_bytes: int, accumulation: int
+) -> None:
     """The test never makes the host wait for the GPU: gradients are recorded there, and the reference is stepped at the end."""
     data = [tokens.to(support.DEVICE) for tokens in support.batches(STEPS * accumulation)]
     rates = [1e-3 * (1 + step) / STEPS for step in range(STEPS)]
-    with engine(spec("superoffload", 0.5, clipping=clipping, accumulation=accumulation), speculation_bytes=speculation_bytes) as made:
+    with engine(
+        spec("superoffload", 0.5, clipping=clipping, accumulation=accumulation),
+        speculation_bytes=speculation_bytes,
+    ) as made:
         reference = Reference(made, clipping)
         taken = []
         for step, rate in enumerate(rates):
@@ -72,16 +85,23 @@ def test_twenty_steps_are_those_of_float32_adamw(clipping: float, speculation_by
                 made.step()
             taken.append(reference.take())
         superoffload.synchronize(made)
-        norms = [reference.step(rate, gradients) for rate, gradients in zip(rates, taken, strict=True)]
+        norms = [
+            reference.step(rate, gradients) for rate, gradients in zip(rates, taken, strict=True)
+        ]
         assert superoffload.gradient_norm(made) == pytest.approx(norms[-1], rel=1e-6)
         assert len({group.on_gpu for group in reference.core.sub_groups}) == 2
         torch.cuda.synchronize()  # the last weights, which no forward has waited for
         reference.assert_same_states(made)
         for state in sub_group_states(made):
-            assert torch.equal(state.weights, state.master_weights.to(support.DEVICE, torch.bfloat16))
+            assert torch.equal(
+                state.weights, state.master_weights.to(support.DEVICE, torch.bfloat16)
+            )
 
 
-@pytest.mark.parametrize(("clipping", "speculation_bytes", "copies_bytes"), [(0.0, 0, 1 << 30), (2.5, 1 << 30, 0), (2.5, 1 << 30, 1 << 30)])
+@pytest.mark.parametrize(
+    ("clipping", "speculation_bytes", "copies_bytes"),
+    [(0.0, 0, 1 << 30), (2.5, 1 << 30, 0), (2.5, 1 << 30, 1 << 30)],
+)
 def test_what_is_saved_while_training_goes_on_is_the_state_of_that_step(
     clipping: float, speculation_bytes: int, copies_bytes: int, tmp_path: Path
 ) -> None:
@@ -100,7 +120,12 @@ def test_what_is_saved_while_training_goes_on_is_the_state_of_that_step(
                 support.train(made, data[5:])
                 finished.result()
             superoffload.verify_state(folder)
-            ends.append(((folder / "rank_00000.states").read_bytes(), support.states(made, tmp_path / f"end-{copying}")))
+            ends.append(
+                (
+                    (folder / "rank_00000.states").read_bytes(),
+                    support.states(made, tmp_path / f"end-{copying}"),
+                )
+            )
     assert ends[0] == ends[1]
 
 
@@ -133,7 +158,9 @@ def test_weights_in_host_memory_take_none_of_the_gpus_and_change_no_bit(
         gc.collect()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
-        with support.engine(run, model=model, bucket=SUB_GROUP_OF_WIDE, speculation_bytes=1 << 30) as made:
+        with support.engine(
+            run, model=model, bucket=SUB_GROUP_OF_WIDE, speculation_bytes=1 << 30
+        ) as made:
             losses.append(support.train(made, data))
             superoffload.synchronize(made)
             torch.cuda.synchronize()
@@ -182,7 +209,9 @@ def test_losses_follow_deepspeeds_own_superoffload() -> None:
     Over 15 steps, 2 % of the loss allows for this, but not for a lost, doubled or late update.
     """
     data = support.batches(1) * 15  # one batch, so that the loss falls if updates are made
-    with deepspeeds_own(spec("superoffload", 1.0, implementation="deepspeed", learning_rate=3e-4)) as theirs:
+    with deepspeeds_own(
+        spec("superoffload", 1.0, implementation="deepspeed", learning_rate=3e-4)
+    ) as theirs:
         expected = support.train(theirs, data)
     with engine(spec("superoffload", 1.0, learning_rate=3e-4)) as ours:
         found = support.train(ours, data)
@@ -190,7 +219,9 @@ def test_losses_follow_deepspeeds_own_superoffload() -> None:
     assert found[-1] < 0.8 * found[0]
 
 
-@pytest.mark.parametrize(("mode", "ratio"), [("superoffload", 0.5), ("zerooffload", 0.5), ("gpu", 0.0)])
+@pytest.mark.parametrize(
+    ("mode", "ratio"), [("superoffload", 0.5), ("zerooffload", 0.5), ("gpu", 0.0)]
+)
 def test_a_resumed_run_goes_on_bit_by_bit(mode: support.Mode, ratio: float, tmp_path: Path) -> None:
     run = spec(mode, ratio, clipping=1.0)
     data = support.batches(15)
@@ -200,7 +231,9 @@ def test_a_resumed_run_goes_on_bit_by_bit(mode: support.Mode, ratio: float, tmp_
         losses = support.train(whole, data[5:])
         expected = support.states(whole, tmp_path / "whole")
     with engine(run) as second:
-        support.train(second, support.batches(2, seed=9))  # what was trained before must have no effect
+        support.train(
+            second, support.batches(2, seed=9)
+        )  # what was trained before must have no effect
         superoffload.load_state(second, tmp_path / "middle")
         assert support.train(second, data[5:]) == losses
         assert support.states(second, tmp_path / "end") == expected
@@ -214,7 +247,9 @@ def test_killed_and_resumed_in_a_new_process_it_goes_on_bit_for_bit(tmp_path: Pa
     rank.kill()
     rank.communicate()
     assert rank_processes.gone([worker])
-    rank_processes.finish(rank_processes.start(script, ["second", str(tmp_path)], 1, accelerator="cuda"))
+    rank_processes.finish(
+        rank_processes.start(script, ["second", str(tmp_path)], 1, accelerator="cuda")
+    )
 
 
 def test_a_state_goes_from_mode_to_mode_without_losing_a_bit(tmp_path: Path) -> None:
@@ -237,11 +272,15 @@ def test_a_state_goes_from_mode_to_mode_without_losing_a_bit(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("clipping", [0.0, 1.0])
-def test_a_gradient_that_is_not_finite_stops_with_step_and_sub_group(clipping: float, tmp_path: Path) -> None:
+def test_a_gradient_that_is_not_finite_stops_with_step_and_sub_group(
+    clipping: float, tmp_path: Path
+) -> None:
     with engine(spec("superoffload", 0.5, clipping=clipping)) as made:
         support.train(made, support.batches(2))
         support.poison(made)
-        with pytest.raises(superoffload.NonFiniteGradientError, match=r"sub-group \d+ \(\S+ ... \S+\)") as caught:  # noqa: PT012
+        with pytest.raises(  # noqa: PT012
+            superoffload.NonFiniteGradientError, match=r"sub-group \d+ \(\S+ ... \S+\)"
+        ) as caught:
             support.train(made, support.batches(1))
             superoffload.synchronize(made)
         assert caught.value.step == 3
@@ -265,7 +304,9 @@ def test_a_killed_worker_is_reported_within_seconds(clipping: float) -> None:
 
 
 def open_files(pid: int) -> str:
-    links = " ".join(str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink())
+    links = " ".join(
+        str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()
+    )
     return links + Path(f"/proc/{pid}/maps").read_text()
 
 
@@ -285,14 +326,23 @@ def test_the_worker_is_no_compute_process_of_any_gpu() -> None:
         support.train(made, support.batches(2))
         pynvml.nvmlInit()
         try:
-            devices = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-            listed = {process.pid for device in devices for process in pynvml.nvmlDeviceGetComputeRunningProcesses(device)}
+            devices = [
+                pynvml.nvmlDeviceGetHandleByIndex(index)
+                for index in range(pynvml.nvmlDeviceGetCount())
+            ]
+            listed = {
+                process.pid
+                for device in devices
+                for process in pynvml.nvmlDeviceGetComputeRunningProcesses(device)
+            }
         except pynvml.NVMLError as error:
             pytest.skip(f"NVML does not list compute processes here: {error}")
         finally:
             pynvml.nvmlShutdown()
         if os.getpid() not in listed:
-            pytest.skip("NVML lists processes by numbers of another namespace: not even this one is among them")
+            pytest.skip(
+                "NVML lists processes by numbers of another namespace: not even this one is among them"
+            )
         assert superoffload.worker_pid(made) not in listed
 
 
@@ -326,12 +376,16 @@ def test_weights_copied_by_a_thread_open_no_context_on_another_gpu() -> None:
     """A context would take half a gigabyte of the first GPU for each rank on another GPU."""
     command = [sys.executable, "-c", WEIGHTS_FROM_A_THREAD]
     environment = os.environ | {"PYTHONPATH": checkout_path()}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True, timeout=120
+    )
     assert done.stdout.split() == ["1000.0", "False"]
 
 
 @pytest.mark.parametrize(("computed_s", "late_s"), [(0.6, 0.3), (0.2, 0.6), (0.0, 0.4)])
-def test_waiting_for_a_late_worker_is_exposed_as_far_as_the_gpu_has_nothing_else_to_do(computed_s: float, late_s: float) -> None:
+def test_waiting_for_a_late_worker_is_exposed_as_far_as_the_gpu_has_nothing_else_to_do(
+    computed_s: float, late_s: float
+) -> None:
     with engine(spec("superoffload", 1.0, clipping=1.0)) as made:
         data = [tokens.to(support.DEVICE) for tokens in support.batches(6)]
         support.train(made, data[:4])

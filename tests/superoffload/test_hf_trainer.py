@@ -16,7 +16,18 @@ import superoffload
 from tests.support import engine as support
 from tests.support.python_path import checkout_path
 
-GROUP = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "MASTER_ADDR", "MASTER_PORT"})
+GROUP = frozenset(
+    {
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_SIZE",
+        "CROSS_RANK",
+        "CROSS_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    }
+)
 SCRIPT = """
 import json, sys
 from pathlib import Path
@@ -43,9 +54,19 @@ def test_a_trainer_has_the_losses_of_deepspeeds_own_optimizer_and_resumes(tmp_pa
     Without clipping, which the two optimizers do in another order of floating-point operations.
     """
     # Not the variables with which other tests of this process joined a group.
-    inherited = {name: value for name, value in os.environ.items() if name not in GROUP and not name.startswith("ACCELERATE_")}
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in GROUP and not name.startswith("ACCELERATE_")
+    }
     environment = inherited | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": checkout_path()}
-    done = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     losses = json.loads(done.stdout.splitlines()[-1])
     assert losses["ours"] == pytest.approx(losses["theirs"], rel=2e-3)
@@ -60,7 +81,10 @@ def test_other_optimizers_and_modes_are_refused_by_name() -> None:
     config = {"train_batch_size": 1, "zero_optimization": {"stage": 3}}
 
     def code(**arguments: object) -> str:
-        with superoffload.replacing_optimizers(settings), pytest.raises(superoffload.OffloadError) as caught:
+        with (
+            superoffload.replacing_optimizers(settings),
+            pytest.raises(superoffload.OffloadError) as caught,
+        ):
             deepspeed.initialize(model=torch.nn.Linear(2, 2), **arguments)
         return caught.value.code
 
@@ -69,7 +93,10 @@ def test_other_optimizers_and_modes_are_refused_by_name() -> None:
     assert code(config="config.json", optimizer=torch.optim.AdamW(parameters)) == "no-config"
     original = deepspeed.initialize
     resident = superoffload.Settings(learning_rate=1e-3, mode="gpu")
-    with pytest.raises(superoffload.OffloadError) as caught, superoffload.replacing_optimizers(resident):
+    with (
+        pytest.raises(superoffload.OffloadError) as caught,
+        superoffload.replacing_optimizers(resident),
+    ):
         pass
     assert caught.value.code == "mode"
     assert deepspeed.initialize is original

@@ -36,7 +36,9 @@ class Recomputed(support.Model):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False)
         logits = self.head(x * self.frozen)
-        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+        return torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten()
+        )
 
 
 def gathered_whole() -> support.Model:
@@ -69,7 +71,9 @@ def engine(
     model: str = "plain",
     **settings: Any,
 ) -> Iterator[Any]:
-    run = support.spec(mode, ratio, clipping=clipping, accumulation=accumulation, parameters=parameters)
+    run = support.spec(
+        mode, ratio, clipping=clipping, accumulation=accumulation, parameters=parameters
+    )
     torch.manual_seed(run.train.seed)
     with support.engine(run, dtype, MODELS[model](), **settings) as made:
         yield made
@@ -91,7 +95,9 @@ def trained(parameters: Parameters, folder: Path, **settings: Any) -> tuple[Any,
         losses = support.train(made, support.batches(STEPS * settings.get("accumulation", 1)))
         superoffload.synchronize(made)
         places = [in_host_memory(group.weights) for group in core_of(made).sub_groups]
-        assert places == [parameters == "cpu" and not group.on_gpu for group in core_of(made).sub_groups]
+        assert places == [
+            parameters == "cpu" and not group.on_gpu for group in core_of(made).sub_groups
+        ]
         for state in sub_group_states(made):
             assert torch.equal(state.weights, state.master_weights.to(state.weights.dtype))
         assert len(gradients) >= STEPS
@@ -124,7 +130,12 @@ def test_with_deepspeeds_zero_offload_too(ratio: float, tmp_path: Path) -> None:
     for parameters in ("none", "cpu"):
         with engine(parameters, mode="zerooffload", ratio=ratio, clipping=1.0) as made:
             assert made.optimizer.offload_param == (parameters == "cpu")
-            found.append((support.train(made, support.batches(STEPS)), support.states(made, tmp_path / parameters)))
+            found.append(
+                (
+                    support.train(made, support.batches(STEPS)),
+                    support.states(made, tmp_path / parameters),
+                )
+            )
     assert found[0] == found[1]
 
 
@@ -142,7 +153,9 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("speculation_bytes", [0, ALL])
-def test_a_step_whose_gradient_is_not_finite_leaves_the_weights_of_the_step_before(speculation_bytes: int, tmp_path: Path) -> None:
+def test_a_step_whose_gradient_is_not_finite_leaves_the_weights_of_the_step_before(
+    speculation_bytes: int, tmp_path: Path
+) -> None:
     data = support.batches(8)
     with engine("none", ratio=1.0) as made:
         expected = support.train(made, data), support.states(made, tmp_path / "expected")
@@ -155,36 +168,55 @@ def test_a_step_whose_gradient_is_not_finite_leaves_the_weights_of_the_step_befo
         hook.remove()
         assert made.skipped_steps == 1
         superoffload.synchronize(made)
-        assert all(torch.equal(*pair) for pair in zip(before, (group.weights for group in core_of(made).sub_groups), strict=True))
+        assert all(
+            torch.equal(*pair)
+            for pair in zip(
+                before, (group.weights for group in core_of(made).sub_groups), strict=True
+            )
+        )
         losses += support.train(made, data[4:])
         assert (losses, support.states(made, tmp_path / "found")) == expected
 
 
 @pytest.mark.parametrize(("first", "second"), [("none", "cpu"), ("cpu", "none"), ("cpu", "cpu")])
-def test_a_run_resumes_with_weights_elsewhere(first: Parameters, second: Parameters, tmp_path: Path) -> None:
+def test_a_run_resumes_with_weights_elsewhere(
+    first: Parameters, second: Parameters, tmp_path: Path
+) -> None:
     data = support.batches(STEPS)
     with engine(first, ratio=0.8, speculation_bytes=ALL) as made:
         support.train(made, data[:10])
         superoffload.save_state(made, tmp_path / "saved")
         expected = support.train(made, data[10:]), support.states(made, tmp_path / "expected")
     with engine(second, ratio=0.8) as made:
-        support.train(made, support.batches(3, seed=5))  # what was trained before must have no effect
+        support.train(
+            made, support.batches(3, seed=5)
+        )  # what was trained before must have no effect
         superoffload.load_state(made, tmp_path / "saved")
-        assert (support.train(made, data[10:]), support.states(made, tmp_path / "found")) == expected
+        assert (
+            support.train(made, data[10:]),
+            support.states(made, tmp_path / "found"),
+        ) == expected
 
 
 @pytest.mark.parametrize("speculation_bytes", [0, ALL])
 def test_a_state_is_written_while_training_goes_on(speculation_bytes: int, tmp_path: Path) -> None:
     data, ends = support.batches(STEPS), []
     for copying in (False, True):
-        with engine("cpu", ratio=1.0, copies_bytes=ALL, speculation_bytes=speculation_bytes) as made:
+        with engine(
+            "cpu", ratio=1.0, copies_bytes=ALL, speculation_bytes=speculation_bytes
+        ) as made:
             support.train(made, data[:6])
             save = superoffload.begin_save(made, tmp_path / str(copying), copying=copying)
             with ThreadPoolExecutor(1) as threads:
                 finished = threads.submit(save.finish)
                 support.train(made, data[6:])
                 finished.result()
-            ends.append(((tmp_path / str(copying) / "rank_00000.states").read_bytes(), support.states(made, tmp_path / f"end-{copying}")))
+            ends.append(
+                (
+                    (tmp_path / str(copying) / "rank_00000.states").read_bytes(),
+                    support.states(made, tmp_path / f"end-{copying}"),
+                )
+            )
     assert ends[0] == ends[1]
 
 
@@ -207,10 +239,16 @@ def test_a_change_by_hand_lasts() -> None:
         for group in core_of(made).sub_groups:
             group.weights.zero_()
         made.optimizer.refresh_fp32_params()
-        assert all(not core_of(made).master_weights(index).any() for index in range(len(core_of(made).sub_groups)))
+        assert all(
+            not core_of(made).master_weights(index).any()
+            for index in range(len(core_of(made).sub_groups))
+        )
 
 
 def test_states_for_which_there_is_no_memory_are_refused() -> None:
-    with pytest.raises(superoffload.OffloadError) as caught, engine("cpu", available_bytes=lambda: 1000):
+    with (
+        pytest.raises(superoffload.OffloadError) as caught,
+        engine("cpu", available_bytes=lambda: 1000),
+    ):
         pass
     assert caught.value.code == "host-memory"

@@ -28,7 +28,12 @@ class Nursery:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, __file__], env=environment(RANKS), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+            [sys.executable, __file__],
+            env=environment(RANKS),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
         )
 
     def ask(self, *words: object) -> str:
@@ -111,7 +116,9 @@ def serve() -> None:
                     os.setpgid(pid, pids[0])
                 print(pids[0], flush=True)
             case _:
-                print([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids], flush=True)
+                print(
+                    [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids], flush=True
+                )
 
 
 def train(folder: Path, steps: int) -> None:
@@ -127,9 +134,18 @@ def train(folder: Path, steps: int) -> None:
 
     os.dup2(2, 1)  # stdout is for answers, and DeepSpeed prints to it
     superoffload.join_process_group(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
-    ranks = Ranks(int(os.environ["RANK"]), RANKS, torch.device("cpu"), torch.distributed.new_group(backend="gloo"))
-    run = msgspec.structs.replace(support.spec("gpu", 0.0, clipping=1.0), checkpoint=CheckpointSpec(keep=1))
-    found = ranks.broadcast(checkpoint.newest(folder) if ranks.first else None, checkpoint.Found | None)
+    ranks = Ranks(
+        int(os.environ["RANK"]),
+        RANKS,
+        torch.device("cpu"),
+        torch.distributed.new_group(backend="gloo"),
+    )
+    run = msgspec.structs.replace(
+        support.spec("gpu", 0.0, clipping=1.0), checkpoint=CheckpointSpec(keep=1)
+    )
+    found = ranks.broadcast(
+        checkpoint.newest(folder) if ranks.first else None, checkpoint.Found | None
+    )
     torch.manual_seed(0)
     model = support.Model()
     model.blocks = model.blocks[:1]
@@ -142,7 +158,9 @@ def train(folder: Path, steps: int) -> None:
             (loss,) = support.train(made, support.batches(1, seed=1000 * step + ranks.rank))
             if ranks.first:
                 log.write(f"loss {step} {loss.hex()}\n")
-            seconds = checkpoint.save(made, support.manifest(step, run, RANKS), folder, ranks, attempt=1).seconds
+            seconds = checkpoint.save(
+                made, support.manifest(step, run, RANKS), folder, ranks, attempt=1
+            ).seconds
             if ranks.first:
                 log.write(f"saved {step} {seconds}\n")
 

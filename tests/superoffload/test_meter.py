@@ -21,7 +21,9 @@ from superoffload.transfers import HostTransfers
 def test_a_layer_waits_for_the_optimizer_from_having_nothing_to_do_until_its_weights_are_there(
     updated: tuple[float, ...], seconds: float
 ) -> None:
-    assert LayerWait(begin=1.0, end=3.0, updated=updated).seconds(HostTransfers()) == pytest.approx(seconds)
+    assert LayerWait(begin=1.0, end=3.0, updated=updated).seconds(HostTransfers()) == pytest.approx(
+        seconds
+    )
 
 
 def test_waits_in_forward_are_part_of_what_is_exposed() -> None:

@@ -35,11 +35,17 @@ def test_an_outsiders_loop_has_the_losses_of_an_optimizer_on_the_gpu() -> None:
 @pytest.mark.slow
 def test_deepspeeds_checkpoints_resume_an_outsiders_loop_bit_for_bit(tmp_path: Path) -> None:
     whole = own_loop.train(6)
-    assert own_loop.train(3, checkpoint=tmp_path / "saved") + own_loop.train(3, checkpoint=tmp_path / "saved") == whole
+    assert (
+        own_loop.train(3, checkpoint=tmp_path / "saved")
+        + own_loop.train(3, checkpoint=tmp_path / "saved")
+        == whole
+    )
 
 
 @pytest.mark.parametrize("speculation_bytes", [0, 1 << 30])
-def test_a_checkpoint_has_the_current_states_and_deepspeeds_script_reads_it(speculation_bytes: int, tmp_path: Path) -> None:
+def test_a_checkpoint_has_the_current_states_and_deepspeeds_script_reads_it(
+    speculation_bytes: int, tmp_path: Path
+) -> None:
     run = support.spec("superoffload", 0.5, clipping=1e6)
     with support.engine(run, model=support.OddModel(), speculation_bytes=speculation_bytes) as made:
         support.train(made, support.batches(3))
@@ -85,21 +91,39 @@ def test_a_group_without_trainable_parameters_lends_its_options_to_no_other(
 
     def without_places(optimizer: Any) -> Any:
         groups = original(optimizer)
-        return [{key: value for key, value in group.items() if key != "_ds_source_param_group_id"} for group in groups]
+        return [
+            {key: value for key, value in group.items() if key != "_ds_source_param_group_id"}
+            for group in groups
+        ]
 
-    monkeypatch.setattr(DeepSpeedZeroOptimizer_Stage3, "_get_trainable_parameter_groups", without_places)
+    monkeypatch.setattr(
+        DeepSpeedZeroOptimizer_Stage3, "_get_trainable_parameter_groups", without_places
+    )
     run = support.spec("superoffload", ratio)
     settings = engine_settings(run, support.binding())
     found: list[bytes] = []
     for preceded in (False, True):
         torch.manual_seed(0)
         model = support.Model().to(support.DEVICE, torch.bfloat16)
-        frozen = [parameter.requires_grad_(False) for parameter in model.parameters() if parameter.dim() >= 2]
-        trained = {"params": [parameter for parameter in model.parameters() if parameter.requires_grad], "weight_decay": 0.0}
-        others = [{"params": [] if empty else frozen, "weight_decay": 0.5, "lr": 0.3}] if preceded else []
+        frozen = [
+            parameter.requires_grad_(False)
+            for parameter in model.parameters()
+            if parameter.dim() >= 2
+        ]
+        trained = {
+            "params": [parameter for parameter in model.parameters() if parameter.requires_grad],
+            "weight_decay": 0.0,
+        }
+        others = (
+            [{"params": [] if empty else frozen, "weight_decay": 0.5, "lr": 0.3}]
+            if preceded
+            else []
+        )
         adamw = torch.optim.AdamW([*others, trained], lr=1e-2)
         with superoffload.replacing_optimizers(settings):
-            made, *_ = deepspeed.initialize(model=model, optimizer=adamw, config=support.ds_config(run))
+            made, *_ = deepspeed.initialize(
+                model=model, optimizer=adamw, config=support.ds_config(run)
+            )
         try:
             support.train(made, support.batches(2))
             found.append(support.states(made, tmp_path / str(preceded)))

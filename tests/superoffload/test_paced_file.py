@@ -27,7 +27,9 @@ def cached_bytes(path: Path) -> int:
         with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) as mapped:
             view = ctypes.c_char.from_buffer(mapped)
             pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
-            failed = ctypes.CDLL(None, use_errno=True).mincore(ctypes.c_void_p(ctypes.addressof(view)), ctypes.c_size_t(size), pages)
+            failed = ctypes.CDLL(None, use_errno=True).mincore(
+                ctypes.c_void_p(ctypes.addressof(view)), ctypes.c_size_t(size), pages
+            )
             del view
         assert not failed
         return mmap.PAGESIZE * sum(page & 1 for page in pages)
@@ -48,7 +50,11 @@ def on_disk(tmp_path: Path) -> Path:
 
 def written(path: Path, content: bytes, watch: Callable[[], None] = lambda: None) -> None:
     """Write the second half first, as copies may be."""
-    file, view, half = PacedFile(path, PIECE), memoryview(content), len(content) // 2 // PIECE * PIECE
+    file, view, half = (
+        PacedFile(path, PIECE),
+        memoryview(content),
+        len(content) // 2 // PIECE * PIECE,
+    )
     for begin, end in ((half, len(content)), (0, half)):
         for at in range(begin, end, 4 * PIECE):
             file.write(view[at : min(at + 4 * PIECE, end)], at)
@@ -68,21 +74,27 @@ def test_no_more_than_two_pieces_are_in_memory_and_none_at_the_end(on_disk: Path
 
 
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.EOPNOTSUPP])
-def test_a_file_system_without_it_gets_every_piece_synced(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_it_gets_every_piece_synced(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refused(*_: int) -> int:
         ctypes.set_errno(code)
         return -1
 
     synced: list[int] = []
     monkeypatch.setattr(paced_file, "_sync_file_range", refused)
-    monkeypatch.setattr(os, "fdatasync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
+    monkeypatch.setattr(
+        os, "fdatasync", lambda descriptor: synced.append(os.fstat(descriptor).st_size)
+    )
     content = os.urandom(3 * PIECE)
     written(tmp_path / "file", content)
     assert len(synced) == 3
     assert (tmp_path / "file").read_bytes() == content
 
 
-def test_a_disk_that_fails_while_it_writes_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_while_it_writes_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def failing(*_: int) -> int:
         ctypes.set_errno(errno.EIO)
         return -1

@@ -15,7 +15,9 @@ from tests.support import rank_processes
 pytestmark = pytest.mark.slow
 
 
-def start(part: str, folder: Path, ranks: int, port: int | None = None) -> list[subprocess.Popen[str]]:
+def start(
+    part: str, folder: Path, ranks: int, port: int | None = None
+) -> list[subprocess.Popen[str]]:
     script = Path(rank_processes.__file__).with_name("engine_ranks.py")
     return rank_processes.start(script, [part, str(folder)], ranks, port)
 
@@ -48,7 +50,9 @@ def test_killed_ranks_leave_nothing_and_resumed_they_go_on_bit_for_bit(tmp_path:
     rank_processes.finish(start("second", tmp_path, 2))
 
 
-def test_time_for_which_a_rank_is_suspended_with_its_worker_does_not_count_for_the_watchdog(tmp_path: Path) -> None:
+def test_time_for_which_a_rank_is_suspended_with_its_worker_does_not_count_for_the_watchdog(
+    tmp_path: Path,
+) -> None:
     """A scheduler suspends all processes of a job. The rank resumes first and finds its worker without progress."""
     (rank,) = start("endless", tmp_path, 1)
     worker = rank_processes.worker_of(rank)

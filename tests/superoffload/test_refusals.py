@@ -48,7 +48,13 @@ def code_of(call: Callable[[], Any], *said: str) -> str:
 )
 def test_an_impossible_setting_is_refused_where_it_is_made(name: str, values: list[Any]) -> None:
     for value in values:
-        assert code_of(partial(superoffload.Settings, **{"learning_rate": 1e-3, name: value}), f" {name} = {value!r} ") == "settings"
+        assert (
+            code_of(
+                partial(superoffload.Settings, **{"learning_rate": 1e-3, name: value}),
+                f" {name} = {value!r} ",
+            )
+            == "settings"
+        )
 
 
 def test_settings_at_their_limits_are_possible() -> None:
@@ -67,7 +73,9 @@ def test_settings_at_their_limits_are_possible() -> None:
 def initialize(model: torch.nn.Module, groups: Any, **config: Any) -> Any:
     support.ensure_process_group()
     described = support.ds_config(support.spec("superoffload", clipping=1.0), torch.float32)
-    return superoffload.initialize(model, groups, superoffload.Settings(learning_rate=1e-3), described | config)
+    return superoffload.initialize(
+        model, groups, superoffload.Settings(learning_rate=1e-3), described | config
+    )
 
 
 @pytest.mark.parametrize(
@@ -76,16 +84,30 @@ def initialize(model: torch.nn.Module, groups: Any, **config: Any) -> Any:
         ({"zero_optimization": {"stage": 2}}, "zero-stage", "zero_optimization.stage is 2"),
         ({"zero_optimization": None}, "zero-stage", "zero_optimization.stage is None"),
         ({"zero_optimization": 3}, "ds-config", "zero_optimization is 3"),
-        ({"zero_optimization": {"stage": 3, "offload_optimizer": ["cpu"]}}, "ds-config", "zero_optimization.offload_optimizer is ['cpu']"),
-        ({"zero_optimization": {"stage": 3, "reduce_bucket_size": "big"}}, "ds-config", "zero_optimization.reduce_bucket_size is 'big'"),
-        ({"gradient_clipping": -1.0}, "ds-config", "gradient_clipping is -1.0"),  # it would turn every gradient around
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": ["cpu"]}},
+            "ds-config",
+            "zero_optimization.offload_optimizer is ['cpu']",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "reduce_bucket_size": "big"}},
+            "ds-config",
+            "zero_optimization.reduce_bucket_size is 'big'",
+        ),
+        (
+            {"gradient_clipping": -1.0},
+            "ds-config",
+            "gradient_clipping is -1.0",
+        ),  # it would turn every gradient around
         ({"gradient_clipping": float("nan")}, "ds-config", "gradient_clipping is nan"),
         ({"gradient_clipping": "auto"}, "ds-config", "gradient_clipping is 'auto'"),
     ],
 )
 def test_an_impossible_config_is_refused(config: dict[str, Any], code: str, said: str) -> None:
     model = torch.nn.Linear(3, 2)
-    assert code_of(lambda: initialize(model, [{"params": model.parameters()}], **config), said) == code
+    assert (
+        code_of(lambda: initialize(model, [{"params": model.parameters()}], **config), said) == code
+    )
 
 
 @pytest.mark.parametrize("option", ["amsgrad", "maximize"])
@@ -97,13 +119,23 @@ def test_what_only_the_gpus_adamw_can_do_is_refused(option: str) -> None:
     settings = superoffload.Settings(learning_rate=1e-3)
     config = support.ds_config(support.spec("superoffload"), torch.float32)
     with superoffload.replacing_optimizers(settings):
-        theirs = torch.optim.AdamW(model.parameters(), amsgrad=option == "amsgrad", maximize=option == "maximize")
-        assert code_of(lambda: deepspeed.initialize(model=model, optimizer=theirs, config=config)) == "optimizer-option"
+        theirs = torch.optim.AdamW(
+            model.parameters(), amsgrad=option == "amsgrad", maximize=option == "maximize"
+        )
+        assert (
+            code_of(lambda: deepspeed.initialize(model=model, optimizer=theirs, config=config))
+            == "optimizer-option"
+        )
 
 
 def test_parameters_of_another_model_are_refused() -> None:
     model, other = torch.nn.Linear(3, 2), torch.nn.Linear(5, 7)
-    assert code_of(lambda: initialize(model, [*model.parameters(), *other.parameters()]), "2", "(7, 5)") == "other-parameters"
+    assert (
+        code_of(
+            lambda: initialize(model, [*model.parameters(), *other.parameters()]), "2", "(7, 5)"
+        )
+        == "other-parameters"
+    )
 
 
 def test_parameters_are_taken_in_every_form_that_torch_takes() -> None:
@@ -117,7 +149,9 @@ def test_parameters_are_taken_in_every_form_that_torch_takes() -> None:
 
 
 @pytest.mark.parametrize("rate", [-1e-3, float("nan"), float("inf")])
-def test_an_impossible_learning_rate_is_refused_before_it_reaches_the_optimizer(rate: float) -> None:
+def test_an_impossible_learning_rate_is_refused_before_it_reaches_the_optimizer(
+    rate: float,
+) -> None:
     assert code_of(lambda: superoffload.set_learning_rate(None, rate), str(rate)) == "learning-rate"
 
 

@@ -33,7 +33,9 @@ def test_from_one_rank_to_two_and_back_every_bit_is_kept(tmp_path: Path) -> None
     torch.save(losses, tmp_path / "losses")
     rank_processes.finish(rank_processes.start(Path(__file__), [str(tmp_path)], 2))
     for mode, ratio, states in MODES:
-        assert support.by_name(tmp_path / f"two {mode} {states}") == support.by_name(tmp_path / f"one {mode} {states}")
+        assert support.by_name(tmp_path / f"two {mode} {states}") == support.by_name(
+            tmp_path / f"one {mode} {states}"
+        )
         with support.engine(support.spec(mode, ratio, clipping=1.0), states=states) as made:
             superoffload.load_state(made, tmp_path / f"two {mode} {states}")
             assert (
@@ -52,7 +54,9 @@ def resume(folder: Path) -> None:
             superoffload.load_state(made, folder / f"one {mode} {states}")
             superoffload.save_state(made, folder / f"two {mode} {states}")
             found = support.train(made, support.batches(6)[4:])
-            torch.testing.assert_close(torch.tensor(found), torch.tensor(losses[mode, states]), rtol=1e-2, atol=0)
+            torch.testing.assert_close(
+                torch.tensor(found), torch.tensor(losses[mode, states]), rtol=1e-2, atol=0
+            )
 
 
 if __name__ == "__main__":

@@ -100,11 +100,18 @@ def _layers(count: int) -> list[torch.nn.Module]:
 
 
 def _gathering(
-    monkeypatch: pytest.MonkeyPatch, ranks: int, events: _Events, *, synchronized: bool = False, host_weights: bool = False
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: int,
+    events: _Events,
+    *,
+    synchronized: bool = False,
+    host_weights: bool = False,
 ) -> _Coordinator:
     coordinator = _Coordinator()
     parameter_offload = SimpleNamespace(get_param_coordinator=lambda: coordinator)
-    engine = SimpleNamespace(optimizer=SimpleNamespace(parameter_offload=parameter_offload, offload_param=host_weights))
+    engine = SimpleNamespace(
+        optimizer=SimpleNamespace(parameter_offload=parameter_offload, offload_param=host_weights)
+    )
     accelerator = SimpleNamespace(Event=events, is_synchronized_device=lambda: synchronized)
     monkeypatch.setattr(adapter, "get_accelerator", lambda: accelerator)
     monkeypatch.setattr("deepspeed.comm.get_world_size", lambda: ranks)
@@ -121,14 +128,18 @@ def test_every_all_gather_of_several_gpus_counts(monkeypatch: pytest.MonkeyPatch
     assert events.waited == [0, 1, 2]
 
 
-def test_copies_of_weights_in_host_memory_count_on_one_gpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_of_weights_in_host_memory_count_on_one_gpu_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     events = _Events()
     _gathering(monkeypatch, 1, events, host_weights=True)
     assert events.waited == [0, 1, 2]
 
 
 @pytest.mark.parametrize(("ranks", "synchronized"), [(1, False), (2, True)])
-def test_one_gpu_or_a_cpu_is_not_limited(monkeypatch: pytest.MonkeyPatch, ranks: int, synchronized: bool) -> None:
+def test_one_gpu_or_a_cpu_is_not_limited(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, synchronized: bool
+) -> None:
     events = _Events()
     _gathering(monkeypatch, ranks, events, synchronized=synchronized)
     assert next(events.numbers) == 0

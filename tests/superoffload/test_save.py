@@ -55,7 +55,11 @@ def test_it_has_the_bits_of_a_save_for_which_training_waits(
     """Norms are above and below the limit, and the states are written three steps late."""
     run = support.spec("superoffload", 0.8, clipping=clipping, accumulation=accumulation)
     data = support.batches(9 * accumulation)
-    settings: dict[str, Any] = {"speculation_bytes": speculation_bytes, "copies_bytes": copies_bytes, "states": states}
+    settings: dict[str, Any] = {
+        "speculation_bytes": speculation_bytes,
+        "copies_bytes": copies_bytes,
+        "states": states,
+    }
     expected: list[bytes] = []
     found: list[bytes] = []
     for ends, in_background in ((expected, False), (found, True)):
@@ -67,7 +71,9 @@ def test_it_has_the_bits_of_a_save_for_which_training_waits(
                 superoffload.save_state(made, folder)
             support.train(made, data[3 * accumulation : 6 * accumulation])
             if save:
-                on_gpu = {index for index, group in enumerate(core_of(made).sub_groups) if group.on_gpu}
+                on_gpu = {
+                    index for index, group in enumerate(core_of(made).sub_groups) if group.on_gpu
+                }
                 assert bool(waiting(save)) == bool(speculation_bytes or copies_bytes)
                 assert (on_gpu <= waiting(save)) == bool(copies_bytes)
                 save.finish()
@@ -79,8 +85,12 @@ def test_it_has_the_bits_of_a_save_for_which_training_waits(
     assert found == expected
 
 
-def test_a_sub_group_without_a_copy_of_its_own_speculates_again_once_it_is_written(tmp_path: Path) -> None:
-    with support.engine(support.spec("superoffload", 1.0, clipping=1e6), speculation_bytes=ALL) as made:
+def test_a_sub_group_without_a_copy_of_its_own_speculates_again_once_it_is_written(
+    tmp_path: Path,
+) -> None:
+    with support.engine(
+        support.spec("superoffload", 1.0, clipping=1e6), speculation_bytes=ALL
+    ) as made:
         core = core_of(made)
         every = speculating(core)
         support.train(made, support.batches(2))
@@ -96,7 +106,9 @@ def test_a_sub_group_without_a_copy_of_its_own_speculates_again_once_it_is_writt
 
 
 def test_a_sub_group_with_a_copy_of_its_own_goes_on_speculating(tmp_path: Path) -> None:
-    with support.engine(support.spec("superoffload", 1.0, clipping=1e6), speculation_bytes=ALL, copies_bytes=ALL) as made:
+    with support.engine(
+        support.spec("superoffload", 1.0, clipping=1e6), speculation_bytes=ALL, copies_bytes=ALL
+    ) as made:
         support.train(made, support.batches(2))
         save = superoffload.begin_save(made, tmp_path)
         support.train(made, support.batches(2))
@@ -105,9 +117,15 @@ def test_a_sub_group_with_a_copy_of_its_own_goes_on_speculating(tmp_path: Path) 
 
 
 def test_what_keeps_sub_groups_from_speculating_is_written_first(tmp_path: Path) -> None:
-    with support.engine(support.spec("superoffload", 1.0, clipping=1e6), speculation_bytes=ALL, copies_bytes=ALL) as made:
+    with support.engine(
+        support.spec("superoffload", 1.0, clipping=1e6), speculation_bytes=ALL, copies_bytes=ALL
+    ) as made:
         states_bytes = 12 * sum(group.weights.numel() for group in core_of(made).sub_groups)
-    with support.engine(support.spec("superoffload", 1.0, clipping=1e6), speculation_bytes=ALL, copies_bytes=states_bytes // 2) as made:
+    with support.engine(
+        support.spec("superoffload", 1.0, clipping=1e6),
+        speculation_bytes=ALL,
+        copies_bytes=states_bytes // 2,
+    ) as made:
         every = speculating(core_of(made))
         support.train(made, support.batches(2))
         save = superoffload.begin_save(made, tmp_path)
@@ -170,7 +188,9 @@ def test_the_weights_are_trained_on_while_a_copy_is_read(tmp_path: Path) -> None
     with support.engine(support.spec("superoffload", 0.8), copies_bytes=ALL) as made:
         support.train(made, support.batches(1))
         save = superoffload.begin_save(made, tmp_path)
-        before = [weights.clone() for weights, _, _ in (copy.tensors() for copy in save.copies.values())]
+        before = [
+            weights.clone() for weights, _, _ in (copy.tensors() for copy in save.copies.values())
+        ]
         support.train(made, support.batches(3))
         superoffload.synchronize(made)
         core = core_of(made)
@@ -184,5 +204,7 @@ def test_the_weights_are_trained_on_while_a_copy_is_read(tmp_path: Path) -> None
     ("budget", "expected"),
     [(60, (0, 1, 2, 3)), (59, (0, 1, 2)), (40, (0, 1, 2)), (30, (0, 2)), (19, (0,)), (9, ())],
 )
-def test_room_goes_first_to_what_has_no_second_states(budget: int, expected: tuple[int, ...]) -> None:
+def test_room_goes_first_to_what_has_no_second_states(
+    budget: int, expected: tuple[int, ...]
+) -> None:
     assert copied([10, 10, 20, 20], (1, 3), budget) == expected

@@ -26,17 +26,27 @@ def bf16(numel: int) -> MemorySize:
 def own_memory() -> list[str]:
     """Return the engine's anonymous files that this process has open or mapped."""
     links = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
-    return [line for line in (*links, *Path("/proc/self/maps").read_text().splitlines()) if f"memfd:{MEMORY_NAME}" in line]
+    return [
+        line
+        for line in (*links, *Path("/proc/self/maps").read_text().splitlines())
+        if f"memfd:{MEMORY_NAME}" in line
+    ]
 
 
 def test_it_takes_no_room_in_dev_shm_and_has_no_name_there() -> None:
     states = SharedStates(bf16(4_000_000), torch.bfloat16, pin=False)
     for view in (states.staging(0), states.master_weights(0), *states.moments(0)):
         view.fill_(1.0)  # pages are allocated on the first write
-    mapped = [line.split()[3] for line in Path("/proc/self/maps").read_text().splitlines() if f"memfd:{MEMORY_NAME}" in line]
+    mapped = [
+        line.split()[3]
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if f"memfd:{MEMORY_NAME}" in line
+    ]
     assert mapped
     device = SHARED_MEMORY.stat().st_dev
-    assert f"{os.major(device):02x}:{os.minor(device):02x}" not in mapped, "room is counted by file system"
+    assert f"{os.major(device):02x}:{os.minor(device):02x}" not in mapped, (
+        "room is counted by file system"
+    )
     assert own_memory()
     assert not files_in_shared_memory(os.getpid())
     del view
@@ -47,7 +57,9 @@ def test_it_takes_no_room_in_dev_shm_and_has_no_name_there() -> None:
 
 def test_more_than_the_host_has_is_refused_before_anything_is_allocated() -> None:
     numel = 10**14
-    with pytest.raises(superoffload.OffloadError, match=r"need 1400000\.0 GB of host memory") as caught:
+    with pytest.raises(
+        superoffload.OffloadError, match=r"need 1400000\.0 GB of host memory"
+    ) as caught:
         SharedStates(bf16(numel), torch.bfloat16, pin=False)
     assert caught.value.code == "host-memory"
     available = re.search(r"only ([\d.]+) GB", str(caught.value))
@@ -61,7 +73,10 @@ def test_a_limit_of_the_process_is_reported_with_the_size() -> None:
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (now + 2**28, before[1]))
     try:
-        with pytest.raises(superoffload.OffloadError, match=r"0\.4 GB of host memory .*Cannot allocate memory.*ulimit") as caught:
+        with pytest.raises(
+            superoffload.OffloadError,
+            match=r"0\.4 GB of host memory .*Cannot allocate memory.*ulimit",
+        ) as caught:
             SharedStates(bf16(30_000_000), torch.bfloat16, pin=False)
         assert caught.value.code == "host-memory-limit"
     finally:
@@ -82,6 +97,9 @@ def test_a_memory_limit_of_the_control_group_counts(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     available = partial(available_bytes, SystemFiles(tmp_path))
-    with pytest.raises(superoffload.OffloadError, match=r"need 4\.2 GB of host memory, but only 4\.1 GB are available"):
+    with pytest.raises(
+        superoffload.OffloadError,
+        match=r"need 4\.2 GB of host memory, but only 4\.1 GB are available",
+    ):
         SharedStates(bf16(300_000_000), torch.bfloat16, pin=False, available_bytes=available)
     SharedStates(bf16(250_000_000), torch.bfloat16, pin=False, available_bytes=available).close()

@@ -28,7 +28,13 @@ LIMIT = {1: 10.7, 4: 7.1}
 """A gradient norm that about half of the small model's first steps exceed, by gradient accumulation steps."""
 
 
-def trained(run: Any, data: list[torch.Tensor], folder: Path, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> tuple[Any, ...]:
+def trained(
+    run: Any,
+    data: list[torch.Tensor],
+    folder: Path,
+    dtype: torch.dtype = torch.bfloat16,
+    **settings: Any,
+) -> tuple[Any, ...]:
     """Train and return losses, states and stats. What is held back is compared with float32 AdamW after every step."""
     accumulation = run.train.gradient_accumulation
     with support.engine(run, dtype, **settings) as made:
@@ -39,7 +45,9 @@ def trained(run: Any, data: list[torch.Tensor], folder: Path, dtype: torch.dtype
             superoffload.set_learning_rate(made, rate)
             losses += support.train(made, data[step * accumulation : (step + 1) * accumulation])
             if reference:
-                assert superoffload.gradient_norm(made) == pytest.approx(reference.step(rate), rel=1e-6)
+                assert superoffload.gradient_norm(made) == pytest.approx(
+                    reference.step(rate), rel=1e-6
+                )
         superoffload.synchronize(made)
         if reference:
             reference.assert_same_states(made)
@@ -59,7 +67,9 @@ def trained(run: Any, data: list[torch.Tensor], folder: Path, dtype: torch.dtype
 def test_steps_with_norms_above_and_below_the_limit_have_the_bits_of_steps_that_are_held_back(
     accumulation: int, ratio: float, dtype: torch.dtype, steps: int, tmp_path: Path
 ) -> None:
-    run = support.spec("superoffload", ratio, clipping=LIMIT[accumulation], accumulation=accumulation)
+    run = support.spec(
+        "superoffload", ratio, clipping=LIMIT[accumulation], accumulation=accumulation
+    )
     data = support.batches(steps * accumulation)
     held = trained(run, data, tmp_path / "held", dtype)
     early = trained(run, data, tmp_path / "early", dtype, speculation_bytes=ALL)
@@ -92,28 +102,40 @@ def test_what_speculates_is_spread_over_the_model_as_far_as_memory_goes() -> Non
 
 def test_second_states_take_no_more_than_the_states_leave() -> None:
     with support.engine(
-        support.spec("superoffload", 1.0, clipping=1e6), speculation_bytes=1 << 40, available_bytes=lambda: 900_000
+        support.spec("superoffload", 1.0, clipping=1e6),
+        speculation_bytes=1 << 40,
+        available_bytes=lambda: 900_000,
     ) as made:
         support.train(made, support.batches(2))
         assert superoffload.stats(made).kept_steps == 0
 
 
 @pytest.mark.parametrize(("ranks", "speculates"), [(1, True), (2, True), (4, False)])
-def test_the_ranks_of_a_host_share_what_they_all_find_available(ranks: int, speculates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ranks_of_a_host_share_what_they_all_find_available(
+    ranks: int, speculates: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The launcher starts them at once, and each sees all of the host's memory before any has taken its part."""
     with support.engine(support.spec("superoffload", 1.0)) as made:
         numel = sum(group.weights.numel() for group in core_of(made).sub_groups)
     for_two = 2 * (28 * numel + (17 << 20))
     monkeypatch.setenv("LOCAL_SIZE", str(ranks))
-    settings: dict[str, Any] = {"speculation_bytes": 1 << 40, "copies_bytes": 1 << 40, "available_bytes": lambda: for_two}
+    settings: dict[str, Any] = {
+        "speculation_bytes": 1 << 40,
+        "copies_bytes": 1 << 40,
+        "available_bytes": lambda: for_two,
+    }
     with support.engine(support.spec("superoffload", 1.0, clipping=1e6), **settings) as made:
         assert bool(core_of(made).speculating) == speculates
         support.train(made, support.batches(1))
 
 
-def test_weights_are_restored_after_the_last_gradient_has_been_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_restored_after_the_last_gradient_has_been_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """On a GPU the norm is known before that, and the copy would overwrite the weights in the staging buffer."""
-    with support.engine(support.spec("superoffload", 1.0, clipping=1e6), speculation_bytes=ALL, max_skipped_steps=1) as made:
+    with support.engine(
+        support.spec("superoffload", 1.0, clipping=1e6), speculation_bytes=ALL, max_skipped_steps=1
+    ) as made:
         core = core_of(made)
         support.train(made, support.batches(2))
         copied, waited_for = {}, {}
@@ -131,13 +153,19 @@ def test_weights_are_restored_after_the_last_gradient_has_been_copied(monkeypatc
 
 
 def test_without_clipping_nothing_speculates() -> None:
-    with support.engine(support.spec("superoffload", 1.0, clipping=0.0), speculation_bytes=ALL) as made:
+    with support.engine(
+        support.spec("superoffload", 1.0, clipping=0.0), speculation_bytes=ALL
+    ) as made:
         support.train(made, support.batches(3))
         assert superoffload.stats(made).kept_steps == superoffload.stats(made).redone_steps == 0
 
 
-@pytest.mark.parametrize(("accumulation", "speculation_bytes"), [(1, ALL), (1, 0), (2, 0), (2, ALL)])
-def test_a_step_whose_gradient_is_not_finite_might_never_have_been(accumulation: int, speculation_bytes: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("accumulation", "speculation_bytes"), [(1, ALL), (1, 0), (2, 0), (2, ALL)]
+)
+def test_a_step_whose_gradient_is_not_finite_might_never_have_been(
+    accumulation: int, speculation_bytes: int, tmp_path: Path
+) -> None:
     run = support.spec("superoffload", 0.8, clipping=5.0, accumulation=accumulation)
     data = support.batches(8 * accumulation)
     settings: dict[str, Any] = {"speculation_bytes": speculation_bytes, "max_skipped_steps": 1}
@@ -160,18 +188,27 @@ def test_a_step_whose_gradient_is_not_finite_might_never_have_been(accumulation:
 
 
 def test_the_weights_on_the_gpu_are_those_before_a_skipped_step(tmp_path: Path) -> None:
-    with support.engine(support.spec("superoffload", 0.8, clipping=5.0), speculation_bytes=ALL, max_skipped_steps=1) as made:
+    with support.engine(
+        support.spec("superoffload", 0.8, clipping=5.0), speculation_bytes=ALL, max_skipped_steps=1
+    ) as made:
         support.train(made, support.batches(3))
         superoffload.synchronize(made)
         before = [group.weights.clone() for group in core_of(made).sub_groups]
         support.poison(made)
         support.train(made, support.batches(1))
         superoffload.synchronize(made)
-        assert all(torch.equal(*pair) for pair in zip(before, (group.weights for group in core_of(made).sub_groups), strict=True))
+        assert all(
+            torch.equal(*pair)
+            for pair in zip(
+                before, (group.weights for group in core_of(made).sub_groups), strict=True
+            )
+        )
 
 
 def test_too_many_skipped_steps_in_a_row_end_the_run_with_sound_states(tmp_path: Path) -> None:
-    with support.engine(support.spec("superoffload", 0.8, clipping=5.0), speculation_bytes=ALL, max_skipped_steps=2) as made:
+    with support.engine(
+        support.spec("superoffload", 0.8, clipping=5.0), speculation_bytes=ALL, max_skipped_steps=2
+    ) as made:
         support.train(made, support.batches(3))
         before = support.states(made, tmp_path / "before")
         hook = support.poison(made)
@@ -199,11 +236,15 @@ def test_a_saved_state_is_that_of_the_set_that_was_accepted(tmp_path: Path) -> N
                 superoffload.load_state(other, tmp_path / str(step))
                 assert support.states(other, tmp_path / f"again-{step}") == saved
             for index, master_weights in enumerate(made.optimizer.fp32_partitioned_groups_flat):
-                assert torch.equal(made.optimizer.fp16_partitioned_groups_flat[index], master_weights.bfloat16())
+                assert torch.equal(
+                    made.optimizer.fp16_partitioned_groups_flat[index], master_weights.bfloat16()
+                )
         assert superoffload.stats(made).kept_steps == 2
 
 
-def test_killed_between_speculation_and_the_norm_a_run_resumes_as_if_nothing_had_happened(tmp_path: Path) -> None:
+def test_killed_between_speculation_and_the_norm_a_run_resumes_as_if_nothing_had_happened(
+    tmp_path: Path,
+) -> None:
     run = support.spec("superoffload", 1.0, clipping=5.0)
     data = support.batches(8)
     with support.engine(run, speculation_bytes=ALL) as made:
@@ -244,7 +285,9 @@ def test_a_run_that_always_exceeds_the_limit_is_held_back_until_it_no_longer_doe
 
 
 def test_the_engine_stops_speculating_and_begins_again() -> None:
-    with support.engine(support.spec("superoffload", 1.0, clipping=1e-6), speculation_bytes=ALL) as made:
+    with support.engine(
+        support.spec("superoffload", 1.0, clipping=1e-6), speculation_bytes=ALL
+    ) as made:
         core = core_of(made)
         support.train(made, support.batches(REMEMBERED + 3))
         assert superoffload.stats(made).redone_steps == REMEMBERED

@@ -43,7 +43,9 @@ def test_a_resumed_run_goes_on_bit_by_bit(mode: support.Mode, ratio: float, tmp_
         support.train(first, data[:5])
         superoffload.save_state(first, tmp_path / "middle")
     with support.engine(run) as second:
-        support.train(second, support.batches(2, seed=9))  # what was trained before must have no effect
+        support.train(
+            second, support.batches(2, seed=9)
+        )  # what was trained before must have no effect
         superoffload.load_state(second, tmp_path / "middle")
         assert support.train(second, data[5:]) == losses[5:]
         assert support.states(second, tmp_path / "end") == expected
@@ -87,14 +89,18 @@ def test_a_state_without_moments_begins_them_anew(mode: support.Mode, tmp_path: 
     superoffload.verify_state(folder)
     with support.engine(support.spec(mode, 0.7)) as loaded:
         support.train(loaded, support.batches(2, seed=9))
-        assert superoffload.load_state(loaded, folder).restarted == sum(weight.numel() for weight in weights.values())
+        assert superoffload.load_state(loaded, folder).restarted == sum(
+            weight.numel() for weight in weights.values()
+        )
         superoffload.save_state(loaded, tmp_path / "again")
         again = dict(resharding.saved_master_weights(tmp_path / "again"))
         assert again.keys() == weights.keys()
         assert all(torch.equal(again[name], weights[name]) for name in weights)
         states = adapter.sub_group_states(loaded)
         assert {state.step for state in states} == {0}
-        assert not any(moment.any() for state in states if state.moments for moment in state.moments())
+        assert not any(
+            moment.any() for state in states if state.moments for moment in state.moments()
+        )
         assert all(math.isfinite(loss) for loss in support.train(loaded, support.batches(2)))
 
 
@@ -110,7 +116,11 @@ def test_a_state_of_another_model_is_refused_before_anything_is_loaded(tmp_path:
             superoffload.load_state(other, tmp_path / "saved")
         assert caught.value.mismatches == (
             Mismatch("only-here", "1 parameters are only in this run: frozen", ("frozen",)),
-            Mismatch("size", "embedding.weight: saved 1250 elements, this run has 1300", ("embedding.weight",)),
+            Mismatch(
+                "size",
+                "embedding.weight: saved 1250 elements, this run has 1300",
+                ("embedding.weight",),
+            ),
         )
         assert support.states(other, tmp_path / "after") == before
 
@@ -121,12 +131,16 @@ def test_the_overlaps_of_all_ranks_cover_every_parameter_once(saved_ranks: int, 
     for numel in (1, 2, 7, 8, 24, 25, 1000):
         saved_shard, shard = partition_numel(numel, saved_ranks), partition_numel(numel, ranks)
         whole = list(range(numel))
-        saved = [whole[rank * saved_shard : (rank + 1) * saved_shard] for rank in range(saved_ranks)]
+        saved = [
+            whole[rank * saved_shard : (rank + 1) * saved_shard] for rank in range(saved_ranks)
+        ]
         for rank in range(ranks):
             filled: list[int] = []
             for overlap in overlaps(numel, saved_ranks, rank, ranks):
                 assert overlap.offset == len(filled)
-                filled += saved[overlap.saved_rank][overlap.saved_offset : overlap.saved_offset + overlap.numel]
+                filled += saved[overlap.saved_rank][
+                    overlap.saved_offset : overlap.saved_offset + overlap.numel
+                ]
             assert filled == whole[rank * shard : (rank + 1) * shard]
 
 
@@ -142,7 +156,9 @@ def test_the_overlaps_of_all_ranks_cover_every_parameter_once(saved_ranks: int, 
         (100, 8, 1, [1]),  # seven boundaries in one block
     ],
 )
-def test_blocks_that_lay_in_several_shards_are_counted(numel: int, saved_ranks: int, ranks: int, expected: list[int]) -> None:
+def test_blocks_that_lay_in_several_shards_are_counted(
+    numel: int, saved_ranks: int, ranks: int, expected: list[int]
+) -> None:
     assert [cut_blocks(numel, saved_ranks, rank, ranks) for rank in range(ranks)] == expected
 
 
@@ -174,7 +190,9 @@ def test_a_file_that_is_whole_but_not_what_was_written_is_found(tmp_path: Path) 
         file.write_bytes(written)
         superoffload.verify_state(tmp_path)
         file.unlink()
-        with pytest.raises(superoffload.OffloadError, match=r"rank_00000\.states .*No such file") as caught:
+        with pytest.raises(
+            superoffload.OffloadError, match=r"rank_00000\.states .*No such file"
+        ) as caught:
             superoffload.verify_state(tmp_path)
         assert caught.value.code == "unreadable"
 
@@ -186,7 +204,8 @@ def test_another_deepspeed_version_is_refused() -> None:
         check_version(version)
     for version in ("0.18.8", "0.19.9", "0.20.0", "1.0"):
         with pytest.raises(
-            superoffload.OffloadError, match=rf"DeepSpeed {version} is installed.*pip install deepspeed==0\.19\.8"
+            superoffload.OffloadError,
+            match=rf"DeepSpeed {version} is installed.*pip install deepspeed==0\.19\.8",
         ) as caught:
             check_version(version)
         assert caught.value.code == "deepspeed-version"
@@ -201,12 +220,20 @@ def test_the_doctor_knows_the_versions_that_the_engine_supports() -> None:
 
 
 @pytest.mark.parametrize("change", [("names", ("b", "a")), ("numels", (3, 4)), ("numel", 5)])
-def test_ranks_whose_files_are_laid_out_differently_are_not_joined(change: tuple[str, Any], tmp_path: Path) -> None:
+def test_ranks_whose_files_are_laid_out_differently_are_not_joined(
+    change: tuple[str, Any], tmp_path: Path
+) -> None:
     """A parameter is looked up where the first rank has it: another's values would be read there, with the right checksums."""
     same = checkpoint.SubGroupRecord(4, "cpu", 3, moments=True, names=("a", "b"), numels=(4, 4))
     for rank, record in enumerate((same, msgspec.structs.replace(same, **dict([change])))):
         described = checkpoint.Manifest(
-            deepspeed="0", mode="superoffload", engine="so-tui", ratio=1.0, rank=rank, ranks=2, sub_groups=(record,)
+            deepspeed="0",
+            mode="superoffload",
+            engine="so-tui",
+            ratio=1.0,
+            rank=rank,
+            ranks=2,
+            sub_groups=(record,),
         )
         with closing(checkpoint.StatesFile(tmp_path, described)) as file:
             file.write(0, (torch.ones(record.numel),) * 3)
@@ -218,9 +245,19 @@ def test_ranks_whose_files_are_laid_out_differently_are_not_joined(change: tuple
 
 
 @pytest.mark.parametrize("step", [-1, 2**70])
-def test_an_impossible_step_is_found_before_adam_would_divide_by_zero(step: int, tmp_path: Path) -> None:
+def test_an_impossible_step_is_found_before_adam_would_divide_by_zero(
+    step: int, tmp_path: Path
+) -> None:
     record = checkpoint.SubGroupRecord(1, "cpu", step, moments=True, names=("a",), numels=(1,))
-    described = checkpoint.Manifest(deepspeed="0", mode="superoffload", engine="so-tui", ratio=1.0, rank=0, ranks=1, sub_groups=(record,))
+    described = checkpoint.Manifest(
+        deepspeed="0",
+        mode="superoffload",
+        engine="so-tui",
+        ratio=1.0,
+        rank=0,
+        ranks=1,
+        sub_groups=(record,),
+    )
     with closing(checkpoint.StatesFile(tmp_path, described)) as file:
         file.write(0, (torch.ones(1),) * 3)
         file.finish()

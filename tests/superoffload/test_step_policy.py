@@ -7,7 +7,11 @@ import pytest
 from superoffload.commands import GradientSource
 from superoffload.step_policy import NormSource, StepTime, SubGroupAction, step_policy
 
-EARLY, SPECULATIVE, HELD_BACK = StepTime.GRADIENT_COMPLETE, StepTime.SPECULATIVE, StepTime.NORM_KNOWN
+EARLY, SPECULATIVE, HELD_BACK = (
+    StepTime.GRADIENT_COMPLETE,
+    StepTime.SPECULATIVE,
+    StepTime.NORM_KNOWN,
+)
 
 
 @pytest.mark.parametrize(
@@ -23,10 +27,19 @@ EARLY, SPECULATIVE, HELD_BACK = StepTime.GRADIENT_COMPLETE, StepTime.SPECULATIVE
     ],
 )
 def test_when_a_sub_group_is_stepped_and_who_takes_the_norm(
-    accumulation: int, clipping: float, speculates: bool, step_time: StepTime, norm_source: NormSource, norm_is_read: bool
+    accumulation: int,
+    clipping: float,
+    speculates: bool,
+    step_time: StepTime,
+    norm_source: NormSource,
+    norm_is_read: bool,
 ) -> None:
     policy = step_policy(accumulation, clipping, speculates=speculates)
-    assert (policy.step_time, policy.norm_source, policy.norm_is_read_before_step) == (step_time, norm_source, norm_is_read)
+    assert (policy.step_time, policy.norm_source, policy.norm_is_read_before_step) == (
+        step_time,
+        norm_source,
+        norm_is_read,
+    )
     assert policy.accumulates == (accumulation > 1)
 
 
@@ -42,7 +55,11 @@ def test_when_a_sub_group_is_stepped_and_who_takes_the_norm(
     ],
 )
 def test_what_happens_to_a_complete_sub_group(
-    accumulation: int, clipping: float, speculates: bool, before: SubGroupAction, at_boundary: SubGroupAction
+    accumulation: int,
+    clipping: float,
+    speculates: bool,
+    before: SubGroupAction,
+    at_boundary: SubGroupAction,
 ) -> None:
     policy = step_policy(accumulation, clipping, speculates=speculates)
     assert policy.on_complete(boundary=False) is before
@@ -60,7 +77,11 @@ def test_what_happens_to_a_complete_sub_group(
     ],
 )
 def test_where_the_worker_finds_the_gradient(
-    accumulation: int, clipping: float, speculates: bool, first: GradientSource, later: GradientSource
+    accumulation: int,
+    clipping: float,
+    speculates: bool,
+    first: GradientSource,
+    later: GradientSource,
 ) -> None:
     """In the step's first micro-batch, if the step is cut short to it, and in a later one."""
     policy = step_policy(accumulation, clipping, speculates=speculates)

@@ -45,7 +45,9 @@ STEPS = 20
         (1.0, 1e6, 2, torch.float32),
     ],
 )
-def test_twenty_steps_are_those_of_float32_adamw(ratio: float, clipping: float, accumulation: int, dtype: torch.dtype) -> None:
+def test_twenty_steps_are_those_of_float32_adamw(
+    ratio: float, clipping: float, accumulation: int, dtype: torch.dtype
+) -> None:
     run = support.spec("superoffload", ratio, clipping=clipping, accumulation=accumulation)
     data = support.batches(STEPS * accumulation)
     with support.engine(run, dtype) as made:
@@ -82,10 +84,14 @@ def test_waits_between_steps_can_be_left_out_of_the_next_steps_stats(left_out: b
         if left_out:
             superoffload.leave_out_waits(made)
         support.train(made, [other])
-        assert superoffload.stats(made).exposed_in_forward_s == pytest.approx(0.0 if left_out else 0.3, abs=0.1)
+        assert superoffload.stats(made).exposed_in_forward_s == pytest.approx(
+            0.0 if left_out else 0.3, abs=0.1
+        )
 
 
-def test_what_the_host_waits_for_in_another_stream_is_measured_in_the_one_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_host_waits_for_in_another_stream_is_measured_in_the_one_that_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """DeepSpeed all-gathers in a stream of its own, which has nothing else to do and tells nothing of the computation."""
     streams: list[object] = []
     mark = HostTransfers.mark
@@ -114,13 +120,18 @@ def test_waiting_for_all_weights_between_steps_is_not_in_forward() -> None:
 
 
 @pytest.mark.parametrize(("ratio", "accumulation"), [(0.37, 8), (1.0, 1)])
-def test_odd_sizes_with_occasional_clipping_are_those_of_float32_adamw(ratio: float, accumulation: int) -> None:
+def test_odd_sizes_with_occasional_clipping_are_those_of_float32_adamw(
+    ratio: float, accumulation: int
+) -> None:
     """Cover a parameter larger than a sub-group, one of a single element, a limit that some norms exceed, and a learning rate of 0."""
     run = support.spec("superoffload", ratio, clipping=18.0, accumulation=accumulation)
     torch.manual_seed(run.train.seed)
     with support.engine(run, model=support.OddModel()) as made:
         reference = Reference(made, run.train.gradient_clipping)
-        assert max(group.weights.numel() for group in reference.core.sub_groups) > 2 * run.offload.sub_group_size
+        assert (
+            max(group.weights.numel() for group in reference.core.sub_groups)
+            > 2 * run.offload.sub_group_size
+        )
         norms = []
         for step, rate in enumerate((1e-2, 3e-2, 0.0, 1e-3, 1e-2, 1e-2)):
             superoffload.set_learning_rate(made, rate)
@@ -150,7 +161,9 @@ class Mixture(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.experts = torch.nn.ModuleList(torch.nn.Linear(support.WIDTH, support.WIDTH) for _ in range(2))
+        self.experts = torch.nn.ModuleList(
+            torch.nn.Linear(support.WIDTH, support.WIDTH) for _ in range(2)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         added: torch.Tensor = self.experts[0](x)
@@ -198,17 +211,26 @@ def test_weights_read_between_steps_are_those_of_the_last_step() -> None:
         core = core_of(made)
         index, member = made.optimizer._member[weight.ds_id]
         begin = core.sub_groups[index].offsets[member]
-        assert torch.equal(gathered, core.master_weights(index)[begin : begin + gathered.numel()].bfloat16())
+        assert torch.equal(
+            gathered, core.master_weights(index)[begin : begin + gathered.numel()].bfloat16()
+        )
 
 
-def test_sub_groups_held_back_for_the_norm_return_in_the_order_in_which_forward_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sub_groups_held_back_for_the_norm_return_in_the_order_in_which_forward_uses_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with support.engine(support.spec("superoffload", 1.0, clipping=1.0)) as made:
         core = core_of(made)
         used = record_waits(core, monkeypatch)
         support.train(made, support.batches(1))
         order = list(dict.fromkeys(used))
-        assert sorted(range(len(core.sub_groups)), key=lambda index: core.sub_groups[index].first_use) == order
-        norms = len(core.sub_groups) - 1  # the group without weight decay is the last, and the first layer begins with a norm
+        assert (
+            sorted(range(len(core.sub_groups)), key=lambda index: core.sub_groups[index].first_use)
+            == order
+        )
+        norms = (
+            len(core.sub_groups) - 1
+        )  # the group without weight decay is the last, and the first layer begins with a norm
         assert order.index(norms) == 1
 
 
@@ -221,7 +243,9 @@ def test_stats_are_those_of_one_step() -> None:
         superoffload.synchronize(made)
         took_s = time.monotonic() - begun
         stats = superoffload.stats(made)
-        trainable = sum(parameter.ds_numel for parameter in made.module.parameters() if parameter.requires_grad)
+        trainable = sum(
+            parameter.ds_numel for parameter in made.module.parameters() if parameter.requires_grad
+        )
         assert stats.d2h_bytes == stats.h2d_bytes == 2 * trainable
         assert 0 < stats.adam_busy_s < took_s
         assert stats.adam_bytes == 28 * trainable
@@ -230,8 +254,12 @@ def test_stats_are_those_of_one_step() -> None:
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_gradient_that_is_not_finite_stops_before_anything_is_stepped(accumulation: int, tmp_path: Path) -> None:
-    with support.engine(support.spec("superoffload", 0.8, clipping=1.0, accumulation=accumulation)) as made:
+def test_a_gradient_that_is_not_finite_stops_before_anything_is_stepped(
+    accumulation: int, tmp_path: Path
+) -> None:
+    with support.engine(
+        support.spec("superoffload", 0.8, clipping=1.0, accumulation=accumulation)
+    ) as made:
         support.train(made, support.batches(2 * accumulation))
         before = support.states(made, tmp_path / "before")
         support.poison(made)
@@ -243,7 +271,9 @@ def test_a_gradient_that_is_not_finite_stops_before_anything_is_stepped(accumula
 
 @pytest.mark.parametrize(("ratio", "accumulation"), [(1.0, 1), (0.5, 1), (1.0, 2), (0.0, 1)])
 def test_a_poisoned_state_is_not_saved(ratio: float, accumulation: int, tmp_path: Path) -> None:
-    with support.engine(support.spec("superoffload", ratio, clipping=0.0, accumulation=accumulation)) as made:
+    with support.engine(
+        support.spec("superoffload", ratio, clipping=0.0, accumulation=accumulation)
+    ) as made:
         support.train(made, support.batches(2 * accumulation))
         support.poison(made)
         with pytest.raises(superoffload.NonFiniteGradientError) as caught:  # noqa: PT012
@@ -270,14 +300,22 @@ def test_a_killed_worker_is_reported_within_seconds(clipping: float, tmp_path: P
             superoffload.save_state(made, tmp_path)
 
 
-def test_a_stopped_worker_is_reported_after_the_watchdog_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    with support.engine(support.spec("superoffload", 1.0), watchdog_timeout_s=WATCHDOG_TIMEOUT_S) as made:
+def test_a_stopped_worker_is_reported_after_the_watchdog_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with support.engine(
+        support.spec("superoffload", 1.0), watchdog_timeout_s=WATCHDOG_TIMEOUT_S
+    ) as made:
         support.train(made, support.batches(2))
         superoffload.synchronize(made)
         client = core_of(made)._cpu._client
-        monkeypatch.setattr(client, "_watchdog_timeout_s", 0.5)  # only now: a busy machine may start the worker for longer
+        monkeypatch.setattr(
+            client, "_watchdog_timeout_s", 0.5
+        )  # only now: a busy machine may start the worker for longer
         os.kill(superoffload.worker_pid(made), signal.SIGSTOP)  # type: ignore[arg-type]
-        with pytest.raises(superoffload.WorkerLostError, match=r"during step of sub-group .*stopped \(SIGSTOP") as caught:  # noqa: PT012
+        with pytest.raises(  # noqa: PT012
+            superoffload.WorkerLostError, match=r"during step of sub-group .*stopped \(SIGSTOP"
+        ) as caught:
             support.train(made, support.batches(2))
             superoffload.synchronize(made)
         assert caught.value.code == "worker-stuck"
@@ -303,13 +341,19 @@ def test_weights_on_an_nvme_disk_are_refused(tmp_path: Path) -> None:
     support.ensure_process_group()
     run = support.spec("superoffload", 1.0)
     config = support.ds_config(run)
-    config["zero_optimization"]["offload_param"] = {"device": "nvme", "nvme_path": str(tmp_path), "pin_memory": False}
+    config["zero_optimization"]["offload_param"] = {
+        "device": "nvme",
+        "nvme_path": str(tmp_path),
+        "pin_memory": False,
+    }
     model = support.Model().to(support.DEVICE, torch.bfloat16)
     settings = engine_settings(run, support.binding())
     with pytest.raises(superoffload.OffloadError, match=r"nvme.*device \"cpu\"") as caught:
         superoffload.initialize(model, support.parameter_groups(model), settings, config)
     assert caught.value.code == "offload-param"
-    with support.engine(support.spec("superoffload", 1.0, parameters="cpu")) as made:  # nothing is left of it
+    with support.engine(
+        support.spec("superoffload", 1.0, parameters="cpu")
+    ) as made:  # nothing is left of it
         assert support.train(made, support.batches(1))
 
 
@@ -352,19 +396,34 @@ def test_sub_groups_are_those_of_the_plan(ratio: float) -> None:
     """Compare names, sizes and devices: if they differed, the planner would predict another optimizer's memory and speed."""
     run = support.spec("superoffload", ratio)
     with support.engine(run, model=support.OddModel()) as made:
-        trainable = [(name, parameter) for name, parameter in made.module.named_parameters() if parameter.requires_grad]
-        parameters = [Parameter(name, parameter.ds_numel, len(parameter.ds_shape) >= 2) for name, parameter in trainable]
+        trainable = [
+            (name, parameter)
+            for name, parameter in made.module.named_parameters()
+            if parameter.requires_grad
+        ]
+        parameters = [
+            Parameter(name, parameter.ds_numel, len(parameter.ds_shape) >= 2)
+            for name, parameter in trainable
+        ]
         planned = layout_of(parameters, 1, run.offload.sub_group_size, ratio, "so-tui")
         core = core_of(made)
-        assert [(group.names, group.weights.numel(), group.on_gpu) for group in core.sub_groups] == [
-            (group.names, group.numel, group.device == "gpu") for group in planned.sub_groups
-        ]
+        assert [
+            (group.names, group.weights.numel(), group.on_gpu) for group in core.sub_groups
+        ] == [(group.names, group.numel, group.device == "gpu") for group in planned.sub_groups]
 
 
 def test_a_forward_waits_for_the_head_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """The head is in the last sub-group: if it were needed first, no part of forward could run concurrently with Adam."""
-    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 2}
-    config = AutoConfig.for_model("qwen3", **shape, num_key_value_heads=1, head_dim=16, tie_word_embeddings=False)
+    shape = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+    }
+    config = AutoConfig.for_model(
+        "qwen3", **shape, num_key_value_heads=1, head_dim=16, tie_word_embeddings=False
+    )
     run = support.spec("superoffload", 1.0, clipping=1.0)
     causal = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     set_leaf_modules(causal, run)
@@ -380,7 +439,9 @@ def test_a_forward_waits_for_the_head_last(monkeypatch: pytest.MonkeyPatch) -> N
     )
     with support.engine(run, model=TrainedModel(causal, "sdpa")) as made:
         core = core_of(made)
-        for _ in range(2):  # ZeRO-3 records the order of the modules first, and prefetches by it afterwards
+        for _ in range(
+            2
+        ):  # ZeRO-3 records the order of the modules first, and prefetches by it afterwards
             made.backward(made(batch, 1.0))
             made.step()
         used = record_waits(core, monkeypatch)

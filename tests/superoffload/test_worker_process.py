@@ -31,7 +31,10 @@ from tests.support.waiting import LIMIT_S
 
 def test_nothing_is_left_behind() -> None:
     support.ensure_process_group()
-    numbers = os.getpid(), int(os.environ["MASTER_PORT"])  # DeepSpeed's and torch's names have one of them
+    numbers = (
+        os.getpid(),
+        int(os.environ["MASTER_PORT"]),
+    )  # DeepSpeed's and torch's names have one of them
     before, used = named_after(*numbers), files_in_shared_memory(os.getpid())
     with support.engine(support.spec("superoffload", 1.0)) as made:
         support.train(made, support.batches(1))
@@ -60,7 +63,9 @@ def test_shared_memory_follows_the_memory_policy_of_the_rank() -> None:
     unbound = binding.memory_policy()
     bound = binding.bind(msgspec.structs.replace(support.binding(), memory_policy=policy))
     if bound.problem or unbound != "default":
-        pytest.skip(bound.problem or f"the memory policy here is {unbound}, which cannot be set again")
+        pytest.skip(
+            bound.problem or f"the memory policy here is {unbound}, which cannot be set again"
+        )
     try:
         with support.engine(support.spec("superoffload", 1.0)) as made:
             maps = Path(f"/proc/{superoffload.worker_pid(made)}/numa_maps").read_text().splitlines()
@@ -71,7 +76,9 @@ def test_shared_memory_follows_the_memory_policy_of_the_rank() -> None:
         binding.bind(support.binding())
 
 
-def test_weights_are_copied_by_threads_that_were_attached_to_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_copied_by_threads_that_were_attached_to_their_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     attached, copying = {threading.get_ident()}, set[int]()
     copy = HostTransfers.weights_to_gpu
 
@@ -90,13 +97,24 @@ def test_weights_are_copied_by_threads_that_were_attached_to_their_device(monkey
 
 def test_the_plan_counts_the_traffic_that_the_worker_reports() -> None:
     step = Command(Operation.STEP, 0)
-    assert bytes_moved(step, 1, 2) == bytes_moved(step._replace(operation=Operation.SPECULATE), 1, 2) == ADAM_BYTES
-    assert bytes_moved(step._replace(gradient=GradientSource.ACCUMULATED_AND_STAGING), 1, 2) == ADAM_BYTES + 4
+    assert (
+        bytes_moved(step, 1, 2)
+        == bytes_moved(step._replace(operation=Operation.SPECULATE), 1, 2)
+        == ADAM_BYTES
+    )
+    assert (
+        bytes_moved(step._replace(gradient=GradientSource.ACCUMULATED_AND_STAGING), 1, 2)
+        == ADAM_BYTES + 4
+    )
     assert bytes_moved(Command(Operation.ACCUMULATE, 0), 1, 2) == ACCUMULATE_BYTES
 
 
 def test_compact_moments_save_traffic() -> None:
-    assert [bytes_moved(Command(Operation.STEP, 0), 1, 2, moments) for moments in Moments] == [28, 20, 16]
+    assert [bytes_moved(Command(Operation.STEP, 0), 1, 2, moments) for moments in Moments] == [
+        28,
+        20,
+        16,
+    ]
 
 
 def test_a_worker_without_settings_ends_with_the_process_that_started_it() -> None:
@@ -109,7 +127,13 @@ def test_a_worker_without_settings_ends_with_the_process_that_started_it() -> No
     ours, theirs = os.pipe()
     waits, ends = os.pipe()
     code = f"import os; os.dup2({waits}, 3)\n{start}"
-    with subprocess.Popen([sys.executable, "-c", code], stdin=ours, stdout=subprocess.PIPE, text=True, pass_fds=(waits,)) as starter:
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=ours,
+        stdout=subprocess.PIPE,
+        text=True,
+        pass_fds=(waits,),
+    ) as starter:
         assert starter.stdout is not None
         worker_process = os.pidfd_open(int(starter.stdout.readline()))
         starter.kill()
@@ -124,6 +148,8 @@ def test_a_worker_without_settings_ends_with_the_process_that_started_it() -> No
 @pytest.mark.parametrize("settings", [b"", b'{"cpus": [0]', b'{"cpus": [0]}'])
 def test_a_worker_whose_settings_were_cut_short_ends(settings: bytes) -> None:
     command = [sys.executable, "-I", "-S", worker.__file__, str(os.getpid())]
-    done = subprocess.run(command, input=settings, capture_output=True, timeout=LIMIT_S, check=False)
+    done = subprocess.run(
+        command, input=settings, capture_output=True, timeout=LIMIT_S, check=False
+    )
     assert done.returncode == 1
     assert b"Traceback" not in done.stderr

@@ -16,7 +16,11 @@ def visible(documents: Documents) -> Tensor:
     position = torch.arange(int(starts[-1]), device=starts.device)
     document = torch.bucketize(position, starts, right=True)
     distance = position[:, None] - position
-    near = distance < documents.window if documents.window else torch.ones_like(distance, dtype=torch.bool)
+    near = (
+        distance < documents.window
+        if documents.window
+        else torch.ones_like(distance, dtype=torch.bool)
+    )
     return (document[:, None] == document) & (distance >= 0) & near
 
 
@@ -31,7 +35,9 @@ def masked(found: Tensor, documents: Documents) -> Tensor:
     return found.masked_fill(~visible(documents), -torch.inf)
 
 
-def plain_forward(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> tuple[Tensor, Tensor]:
+def plain_forward(
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents
+) -> tuple[Tensor, Tensor]:
     found = masked(scores(query, key, documents), documents)
     normaliser = found.logsumexp(-1)
     repeated = value.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
@@ -39,7 +45,13 @@ def plain_forward(query: Tensor, key: Tensor, value: Tensor, documents: Document
 
 
 def plain_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, normaliser: Tensor, documents: Documents
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    normaliser: Tensor,
+    documents: Documents,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients as a flash kernel does: from the given log-sum-exp and output, not from a softmax of its own."""
     groups = query.shape[1] // key.shape[1]
@@ -48,10 +60,16 @@ def plain_backward(
     probability = (masked(capped, documents) - normaliser[..., None]).exp()
     delta = (gradient * out).sum(-1).t()
     slope = documents.scale * (1 - (capped / documents.softcap) ** 2 if documents.softcap else 1)
-    of_scores = probability * (torch.einsum("qhd,khd->hqk", gradient, values) - delta[..., None]) * slope
+    of_scores = (
+        probability * (torch.einsum("qhd,khd->hqk", gradient, values) - delta[..., None]) * slope
+    )
     of_query = torch.einsum("hqk,khd->qhd", of_scores, keys)
     of_key = torch.einsum("hqk,qhd->khd", of_scores, query).view(*key.shape[:2], groups, -1).sum(2)
-    of_value = torch.einsum("hqk,qhd->khd", probability, gradient).view(*value.shape[:2], groups, -1).sum(2)
+    of_value = (
+        torch.einsum("hqk,qhd->khd", probability, gradient)
+        .view(*value.shape[:2], groups, -1)
+        .sum(2)
+    )
     return of_query, of_key, of_value
 
 
@@ -61,5 +79,9 @@ PLAIN = Kernels(plain_forward, plain_backward)
 def backends(needs: Needs | None = None) -> dict[AttentionBackend, Kernels]:
     """Return the kernels of every backend that can be used here."""
     available = present(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    usable = [kernel.name for kernel in KNOWN if obstacle_to(kernel.name, needs or Needs(head_size=64), available) is None]
+    usable = [
+        kernel.name
+        for kernel in KNOWN
+        if obstacle_to(kernel.name, needs or Needs(head_size=64), available) is None
+    ]
     return {name: kernels_of(name) for name in usable}

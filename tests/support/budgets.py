@@ -107,12 +107,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="off",
         help="report the slowest test files beside their budgets (tests/budgets.toml), or also fail when one takes longer",
     )
-    parser.addoption("--tier", metavar="NAME", help="with --budgets: the tier whose budget counts for the whole session")
+    parser.addoption(
+        "--tier",
+        metavar="NAME",
+        help="with --budgets: the tier whose budget counts for the whole session",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Measure where a report was asked for."""
-    if config.getoption("--budgets") != "off" and not hasattr(config, "workerinput"):  # workers report to the session that started them
+    if config.getoption("--budgets") != "off" and not hasattr(
+        config, "workerinput"
+    ):  # workers report to the session that started them
         config.stash[_METER] = meter = Meter()
         config.stash[_BUDGETS] = read_budgets()
         config.pluginmanager.register(meter, "file-budgets")
@@ -122,7 +128,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Let several workers begin with the files that take longest, so that none is still busy with one when the others have ended."""
     if hasattr(config, "workerinput"):
         budgets = read_budgets()
-        items.sort(key=lambda item: -budgets.of(item.nodeid.partition("::")[0]))  # a stable sort: the tests of a file stay together
+        items.sort(
+            key=lambda item: -budgets.of(item.nodeid.partition("::")[0])
+        )  # a stable sort: the tests of a file stay together
 
 
 _METER = pytest.StashKey[Meter]()
@@ -133,14 +141,22 @@ _BUDGETS = pytest.StashKey[Budgets]()
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Fail an otherwise successful session when budgets are enforced and exceeded."""
     meter = session.config.stash.get(_METER, None)
-    if meter is None or session.config.getoption("--budgets") != "enforce" or exitstatus != pytest.ExitCode.OK:
+    if (
+        meter is None
+        or session.config.getoption("--budgets") != "enforce"
+        or exitstatus != pytest.ExitCode.OK
+    ):
         return
     budgets = session.config.stash[_BUDGETS]
-    if budgets.exceeded(meter.times) or budgets.tier_exceeded(session.config.getoption("--tier"), meter.session_s()):
+    if budgets.exceeded(meter.times) or budgets.tier_exceeded(
+        session.config.getoption("--tier"), meter.session_s()
+    ):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     """List the slowest files, and every file that exceeded its budget."""
     meter = config.stash.get(_METER, None)
     if meter is None:
@@ -153,10 +169,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     for file, taken in slowest:
         if file in over or slowest.index((file, taken)) < _SHOWN:
             note = f"  OVER BUDGET: {taken.scaled:.1f} s at reference speed" if file in over else ""
-            terminalreporter.line(f"{taken.seconds:7.1f} s  budget {budgets.of(file):5.0f} s  {taken.tests:4} tests  {file}{note}")
+            terminalreporter.line(
+                f"{taken.seconds:7.1f} s  budget {budgets.of(file):5.0f} s  {taken.tests:4} tests  {file}{note}"
+            )
     if tier := config.getoption("--tier"):
         scaled = meter.session_s()
         note = "  OVER BUDGET" if budgets.tier_exceeded(tier, scaled) else ""
-        terminalreporter.line(f"tier {tier}: {scaled:.0f} s at reference speed, budget {budgets.tiers[tier]:.0f} s{note}")
+        terminalreporter.line(
+            f"tier {tier}: {scaled:.0f} s at reference speed, budget {budgets.tiers[tier]:.0f} s{note}"
+        )
     if over:
-        terminalreporter.line("Make these tests faster, or raise the budget in tests/budgets.toml with a reason in the commit.")
+        terminalreporter.line(
+            "Make these tests faster, or raise the budget in tests/budgets.toml with a reason in the commit."
+        )

@@ -15,9 +15,19 @@ from superoffload.checkpoint import Manifest as RankManifest
 def written(folder: Path, step: int, run: str, spec: RunSpec) -> Path:
     """Write a checkpoint of no parameters."""
     partial = checkpoint_folder.begin(folder, step)
-    record = RankManifest(deepspeed="0", mode="superoffload", engine="so-tui", ratio=0.5, rank=0, ranks=1, sub_groups=())
+    record = RankManifest(
+        deepspeed="0",
+        mode="superoffload",
+        engine="so-tui",
+        ratio=0.5,
+        rank=0,
+        ranks=1,
+        sub_groups=(),
+    )
     (checkpoint_folder.optimizer_folder(partial) / "rank_00000.states").write_bytes(b"")
-    (checkpoint_folder.optimizer_folder(partial) / "rank_00000.json").write_bytes(msgspec.json.encode(record))
+    (checkpoint_folder.optimizer_folder(partial) / "rank_00000.json").write_bytes(
+        msgspec.json.encode(record)
+    )
     manifest = Manifest(
         run=run,
         step=step,

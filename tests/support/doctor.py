@@ -56,16 +56,28 @@ class Needs:
 def healthy(folder: Path, host: Host = QUAD_GH200, **changes: Any) -> Machine:
     """Return a live machine without findings, with some attributes changed."""
     machine = host.machine(folder)
-    gpus = tuple(msgspec.structs.replace(gpu, uuid=f"GPU-{gpu.index}", compute_mode="Default", mig=False) for gpu in machine.gpus)
+    gpus = tuple(
+        msgspec.structs.replace(gpu, uuid=f"GPU-{gpu.index}", compute_mode="Default", mig=False)
+        for gpu in machine.gpus
+    )
     mounted = Mpam(state="mounted", evidence="")
-    base = {"live": True, "software": INSTALLED, "gpus": gpus, "mpam": mounted, "shm_total_bytes": 200 * GIB, "shm_free_bytes": 200 * GIB}
+    base = {
+        "live": True,
+        "software": INSTALLED,
+        "gpus": gpus,
+        "mpam": mounted,
+        "shm_total_bytes": 200 * GIB,
+        "shm_free_bytes": 200 * GIB,
+    }
     return msgspec.structs.replace(machine, **(base | changes))
 
 
 def with_gpu(machine: Machine, **changes: Any) -> Machine:
     """Return the machine with attributes of its first GPU changed."""
     first, *others = machine.gpus
-    return msgspec.structs.replace(machine, gpus=(msgspec.structs.replace(first, **changes), *others))
+    return msgspec.structs.replace(
+        machine, gpus=(msgspec.structs.replace(first, **changes), *others)
+    )
 
 
 def with_software(machine: Machine, **changes: Any) -> Machine:
@@ -73,7 +85,12 @@ def with_software(machine: Machine, **changes: Any) -> Machine:
     return msgspec.structs.replace(machine, software=msgspec.structs.replace(INSTALLED, **changes))
 
 
-def found(machine: Machine, files: dict[str, str] | None = None, folder: Path | None = None, **context: Any) -> tuple[Finding, ...]:
+def found(
+    machine: Machine,
+    files: dict[str, str] | None = None,
+    folder: Path | None = None,
+    **context: Any,
+) -> tuple[Finding, ...]:
     """Return the findings about a machine; with ``folder``, system files with this content are written there and read."""
     if folder is not None:
         context["files"] = SystemFiles(build_files(files or {}, folder))

@@ -66,7 +66,9 @@ class Model(torch.nn.Module):
         for block in self.blocks:
             x = block(x)
         logits = self.head(x * self.frozen)
-        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+        return torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten()
+        )
 
 
 class OddModel(Model):
@@ -96,7 +98,9 @@ class Poison(torch.autograd.Function):
 
 def poison(made: Any) -> RemovableHandle:
     """Make every gradient below the third block NaN from now on, until the hook is removed."""
-    return made.module.blocks[2].register_forward_hook(lambda module, inputs, output: Poison.apply(output))  # type: ignore[no-untyped-call,no-any-return]
+    return made.module.blocks[2].register_forward_hook(
+        lambda module, inputs, output: Poison.apply(output)
+    )  # type: ignore[no-untyped-call,no-any-return]
 
 
 def parameter_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
@@ -104,8 +108,14 @@ def parameter_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
     parameters = list(model.parameters())
     shape = [getattr(parameter, "ds_shape", parameter.shape) for parameter in parameters]
     return [
-        {"params": [p for p, s in zip(parameters, shape, strict=True) if len(s) >= 2], "weight_decay": 0.05},
-        {"params": [p for p, s in zip(parameters, shape, strict=True) if len(s) < 2], "weight_decay": 0.0},
+        {
+            "params": [p for p, s in zip(parameters, shape, strict=True) if len(s) >= 2],
+            "weight_decay": 0.05,
+        },
+        {
+            "params": [p for p, s in zip(parameters, shape, strict=True) if len(s) < 2],
+            "weight_decay": 0.0,
+        },
     ]
 
 
@@ -122,7 +132,9 @@ def spec(
 ) -> RunSpec:
     return RunSpec(
         name="small",
-        model=find_preset("tiny").spec.model,  # stands for the small model, which has no preset; only its largest layer is read
+        model=find_preset(
+            "tiny"
+        ).spec.model,  # stands for the small model, which has no preset; only its largest layer is read
         data=DataSpec(source="none"),
         train=TrainSpec(
             micro_batch=2,
@@ -131,7 +143,13 @@ def spec(
             gradient_clipping=clipping,
             **{"learning_rate": 1e-2, "beta2": 0.95, "max_skipped_steps": 0, **train},
         ),
-        offload=OffloadSpec(mode=mode, ratio=ratio, sub_group_size=sub_group_size, engine=implementation, parameters=parameters),
+        offload=OffloadSpec(
+            mode=mode,
+            ratio=ratio,
+            sub_group_size=sub_group_size,
+            engine=implementation,
+            parameters=parameters,
+        ),
     )
 
 
@@ -149,7 +167,9 @@ def binding(rank: int = 0) -> RankBinding:
     )
 
 
-def ds_config(run: RunSpec, dtype: torch.dtype = torch.bfloat16, bucket: int = 3000) -> dict[str, Any]:
+def ds_config(
+    run: RunSpec, dtype: torch.dtype = torch.bfloat16, bucket: int = 3000
+) -> dict[str, Any]:
     zero: dict[str, Any] = {
         "stage": 3,
         "sub_group_size": run.offload.sub_group_size,
@@ -158,7 +178,11 @@ def ds_config(run: RunSpec, dtype: torch.dtype = torch.bfloat16, bucket: int = 3
         "stage3_param_persistence_threshold": 100,
     }
     if run.offload.mode != "gpu":
-        zero["offload_optimizer"] = {"device": "cpu", "ratio": run.offload.ratio, "pin_memory": False}
+        zero["offload_optimizer"] = {
+            "device": "cpu",
+            "ratio": run.offload.ratio,
+            "pin_memory": False,
+        }
     if run.offload.parameters == "cpu":
         zero["offload_param"] = {"device": "cpu", "pin_memory": False}
     if run.offload.mode == "superoffload" and run.offload.engine == "deepspeed":
@@ -181,13 +205,29 @@ def ensure_process_group() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    superoffload.join_process_group(dist_backend="nccl" if DEVICE.type == "cuda" else "gloo", auto_mpi_discovery=False, verbose=False)
+    os.environ.update(
+        RANK="0",
+        LOCAL_RANK="0",
+        WORLD_SIZE="1",
+        LOCAL_SIZE="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    superoffload.join_process_group(
+        dist_backend="nccl" if DEVICE.type == "cuda" else "gloo",
+        auto_mpi_discovery=False,
+        verbose=False,
+    )
 
 
 @contextmanager
 def engine(
-    run: RunSpec, dtype: torch.dtype = torch.bfloat16, model: torch.nn.Module | None = None, *, bucket: int = 3000, **settings: Any
+    run: RunSpec,
+    dtype: torch.dtype = torch.bfloat16,
+    model: torch.nn.Module | None = None,
+    *,
+    bucket: int = 3000,
+    **settings: Any,
 ) -> Iterator[Any]:
     """Make an engine on ``DEVICE``, which is closed at the end in any case.
 
@@ -204,7 +244,9 @@ def engine(
         model = Model()
     model = model.to(DEVICE, dtype)
     rank_settings = replace(engine_settings(run, binding()), **settings)
-    made, *_ = superoffload.initialize(model, parameter_groups(model), rank_settings, ds_config(run, dtype, bucket))
+    made, *_ = superoffload.initialize(
+        model, parameter_groups(model), rank_settings, ds_config(run, dtype, bucket)
+    )
     try:
         yield made
     finally:
@@ -238,14 +280,22 @@ def suspend_worker(made: Any, seconds: float) -> threading.Timer:
 def by_name(folder: Path) -> dict[str, tuple[int, list[bytes]]]:
     """Return every parameter's saved state, joined from all ranks: step, and master weights and moments as bytes without padding."""
     saved = checkpoint.manifests(folder)
-    files = [np.fromfile(folder / f"rank_{manifest.rank:05d}.states", dtype=np.float32) for manifest in saved]
+    files = [
+        np.fromfile(folder / f"rank_{manifest.rank:05d}.states", dtype=np.float32)
+        for manifest in saved
+    ]
     found = {}
     start = 0
     for group in saved[0].sub_groups:
         offset = start
         for name, numel in zip(group.names, group.numels, strict=True):
             shard = -(-numel // len(saved))
-            wholes = [np.concatenate([file[offset + kind * group.numel :][:shard] for file in files])[:numel] for kind in range(3)]
+            wholes = [
+                np.concatenate([file[offset + kind * group.numel :][:shard] for file in files])[
+                    :numel
+                ]
+                for kind in range(3)
+            ]
             found[name] = (group.step, [whole.tobytes() for whole in wholes])
             offset += shard
         start += 3 * group.numel

@@ -72,7 +72,9 @@ def speculation(folder: Path) -> None:
     for speculation_bytes, spoilt in ((0, None), (1 << 30, None), (1 << 30, 10)):
         run = support.spec("superoffload", 0.5, clipping=9.0)
         torch.manual_seed(run.train.seed)
-        with support.engine(run, model=support.OddModel(), speculation_bytes=speculation_bytes, max_skipped_steps=1) as made:
+        with support.engine(
+            run, model=support.OddModel(), speculation_bytes=speculation_bytes, max_skipped_steps=1
+        ) as made:
             for step in range(200):
                 if step == 20:
                     save = superoffload.begin_save(made, folder / f"saved-{len(ends)}")
@@ -88,10 +90,14 @@ def speculation(folder: Path) -> None:
                 support.train(made, support.batches(1, seed=100 * step + rank))
             ends.append(support.states(made, folder / f"{rank}-{len(ends)}", rank))
             stats = superoffload.stats(made)
-            assert (min(stats.kept_steps, stats.redone_steps) >= 4) == bool(speculation_bytes), stats
+            assert (min(stats.kept_steps, stats.redone_steps) >= 4) == bool(speculation_bytes), (
+                stats
+            )
     assert ends[0] == ends[1] == ends[2]
     torch.distributed.barrier()
-    saved = [(folder / f"saved-{kind}" / f"rank_{rank:05d}.states").read_bytes() for kind in range(3)]
+    saved = [
+        (folder / f"saved-{kind}" / f"rank_{rank:05d}.states").read_bytes() for kind in range(3)
+    ]
     assert saved[0] == saved[1]
 
 
@@ -101,7 +107,13 @@ def late_worker(folder: Path) -> None:
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     ranks = Ranks(rank, size, support.DEVICE, torch.distributed.new_group(backend="gloo"))
     metrics = Metrics(run, ranks, Recorder(None, 1), parameters=1000)
-    counts = StepCounts(useful_tokens=32, trained_tokens=32, document_lengths=np.array([16, 16]), computed_tokens=32, sequences=2)
+    counts = StepCounts(
+        useful_tokens=32,
+        trained_tokens=32,
+        document_lengths=np.array([16, 16]),
+        computed_tokens=32,
+        sequences=2,
+    )
     torch.manual_seed(run.train.seed)
     with support.engine(run) as made:
         clock, found = StepClock(support.DEVICE), []
@@ -118,12 +130,18 @@ def late_worker(folder: Path) -> None:
                 timer.start()
             clock.lap("optimizer")
             done = Step(step, counts, 1e-3, loss.detach(), clock.end_step())
-            found.append(metrics.log(done, superoffload.gradient_norm(made), superoffload.stats(made)))
+            found.append(
+                metrics.log(done, superoffload.gradient_norm(made), superoffload.stats(made))
+            )
         usual, late = found[2:6], found[6]
         # Another process may have the cores for a while.
-        assert late.exposed_optimizer_s > 0.75 * late_s + min(step.exposed_optimizer_s for step in usual), found
+        assert late.exposed_optimizer_s > 0.75 * late_s + min(
+            step.exposed_optimizer_s for step in usual
+        ), found
         assert late.forward_s < 0.25 * late_s + max(step.forward_s for step in usual), found
-        parts = late.data_s + late.forward_s + late.backward_s + late.exposed_optimizer_s + late.other_s
+        parts = (
+            late.data_s + late.forward_s + late.backward_s + late.exposed_optimizer_s + late.other_s
+        )
         assert abs(parts - late.step_s) < 0.02 * late.step_s, found
 
 
@@ -133,13 +151,28 @@ def host_weights(folder: Path) -> None:
     for clipping, accumulation, speculation_bytes in ((0.0, 2, 0), (9.0, 1, 1 << 30)):
         ends: list[tuple[Any, ...]] = []
         for parameters in PARAMETERS:
-            run = support.spec("superoffload", 0.5, clipping=clipping, accumulation=accumulation, parameters=parameters)
+            run = support.spec(
+                "superoffload",
+                0.5,
+                clipping=clipping,
+                accumulation=accumulation,
+                parameters=parameters,
+            )
             torch.manual_seed(run.train.seed)
-            with support.engine(run, model=support.OddModel(), speculation_bytes=speculation_bytes) as made:
+            with support.engine(
+                run, model=support.OddModel(), speculation_bytes=speculation_bytes
+            ) as made:
                 gradients = record_gradients(made)
                 losses = support.train(made, support.batches(20 * accumulation, seed=rank))
                 assert len(gradients) > 20
-                ends.append((losses, gradients, _fingerprint(made), support.states(made, folder / parameters, rank)))
+                ends.append(
+                    (
+                        losses,
+                        gradients,
+                        _fingerprint(made),
+                        support.states(made, folder / parameters, rank),
+                    )
+                )
         assert ends[0] == ends[1], (clipping, accumulation, speculation_bytes)
     torch.distributed.barrier()
 
@@ -170,7 +203,9 @@ def second(folder: Path) -> None:
 
 def endless(folder: Path) -> None:
     """Train until killed, or until ``folder/end`` exists and one more step is done."""
-    with support.engine(support.spec("superoffload", 1.0, clipping=1.0), watchdog_timeout_s=3.0) as made:
+    with support.engine(
+        support.spec("superoffload", 1.0, clipping=1.0), watchdog_timeout_s=3.0
+    ) as made:
         support.train(made, support.batches(1))
         print("worker", superoffload.worker_pid(made), flush=True)
         ended = False
@@ -182,7 +217,10 @@ def endless(folder: Path) -> None:
 
 def _runs() -> Iterator[tuple[str, RunSpec]]:
     for mode, ratio, clipping, accumulation in RUNS:
-        yield f"{mode}-{ratio}", support.spec(mode, ratio, clipping=clipping, accumulation=accumulation)
+        yield (
+            f"{mode}-{ratio}",
+            support.spec(mode, ratio, clipping=clipping, accumulation=accumulation),
+        )
 
 
 def _data(run: RunSpec, rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -204,6 +242,9 @@ def _fingerprint(made: Any) -> str:
 if __name__ == "__main__":
     backend = "nccl" if os.environ["DS_ACCELERATOR"] == "cuda" else "gloo"
     superoffload.join_process_group(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
-    parts = {part.__name__: part for part in (reference, speculation, late_worker, host_weights, first, second, endless)}
+    parts = {
+        part.__name__: part
+        for part in (reference, speculation, late_worker, host_weights, first, second, endless)
+    }
     parts[sys.argv[1]](Path(sys.argv[2]))
     leave()

@@ -27,7 +27,9 @@ Until = Callable[[RunState], bool]
 class Runs:
     """Starts runs in a test's own folder, and leaves no process behind."""
 
-    def __init__(self, folder: Path, spec: RunSpec, machine: Machine, ahead: RunDirectory | None = None) -> None:
+    def __init__(
+        self, folder: Path, spec: RunSpec, machine: Machine, ahead: RunDirectory | None = None
+    ) -> None:
         """``ahead`` is a run that has been started already; the first ``start`` returns it."""
         self.folder = folder
         self.spec = spec
@@ -51,7 +53,9 @@ class Runs:
     def training(self) -> tuple[RunDirectory, RunState]:
         """Start a run and return it after its first steps, when all its processes are known."""
         run = self.start()
-        return run, wait_for(run, lambda state: state.step >= 2 and {"runner", "launcher", "rank"} <= roles(state))
+        return run, wait_for(
+            run, lambda state: state.step >= 2 and {"runner", "launcher", "rank"} <= roles(state)
+        )
 
     def clean_up(self) -> None:
         """Kill every process that is left, and remove its shared memory."""
@@ -103,7 +107,11 @@ def roles(state: RunState) -> set[str]:
 
 def process_of(state: RunState, role: str, rank: int | None = None) -> Process:
     """Return the run's first process with this role, and of this rank if one is given."""
-    return next(process for process in state.processes if process.role == role and (rank is None or process.rank == rank))
+    return next(
+        process
+        for process in state.processes
+        if process.role == role and (rank is None or process.rank == rank)
+    )
 
 
 def release(run: RunDirectory) -> None:
@@ -116,7 +124,9 @@ def kill(process: Process) -> None:
     os.kill(process.pid, signal.SIGKILL)
 
 
-def wait_for(run: RunDirectory, until: Until, *, timeout_s: float = 60.0, of_attempt: int = 1) -> RunState:
+def wait_for(
+    run: RunDirectory, until: Until, *, timeout_s: float = 60.0, of_attempt: int = 1
+) -> RunState:
     """Return the first state that satisfies ``until``. Fail if this attempt (or a later one) ends before, or after the timeout.
 
     What precedes training, which imports torch and DeepSpeed several times, takes as long as a busy host needs: its time counts only while
@@ -124,7 +134,9 @@ def wait_for(run: RunDirectory, until: Until, *, timeout_s: float = 60.0, of_att
     """
     deadline, seen = time.monotonic() + timeout_s, None
     while not until(state := read_state(run)):
-        assert state.state not in FINAL_STATES or state.attempt < of_attempt, _state_and_logs(run, state)
+        assert state.state not in FINAL_STATES or state.attempt < of_attempt, _state_and_logs(
+            run, state
+        )
         if state.state in ("starting", "loading") and (computed := _cpu_ticks(state)) != seen:
             seen, deadline = computed, time.monotonic() + timeout_s
         assert time.monotonic() < deadline, _state_and_logs(run, state)
@@ -134,7 +146,11 @@ def wait_for(run: RunDirectory, until: Until, *, timeout_s: float = 60.0, of_att
 
 def _cpu_ticks(state: RunState) -> dict[int, int]:
     """Return what each process of a run has computed."""
-    return {process.pid: stat.cpu_ticks for process in state.processes if (stat := read_stat(process.pid)) is not None}
+    return {
+        process.pid: stat.cpu_ticks
+        for process in state.processes
+        if (stat := read_stat(process.pid)) is not None
+    }
 
 
 def wait_for_end_of(*processes: Process, timeout_s: float = 30.0) -> None:
@@ -146,7 +162,10 @@ def wait_for_end_of(*processes: Process, timeout_s: float = 30.0) -> None:
 
 
 def _state_and_logs(run: RunDirectory, state: RunState) -> str:
-    logs = [path.read_text(errors="replace")[-3000:] for path in sorted(run.attempts_dir.glob("*/*.log"))]
+    logs = [
+        path.read_text(errors="replace")[-3000:]
+        for path in sorted(run.attempts_dir.glob("*/*.log"))
+    ]
     return "\n".join([repr(state), *logs])
 
 

@@ -52,7 +52,13 @@ def hostile_world(folder: Path) -> HostileWorld:
     """Write a preset, a broken one, a failed run, a machine file and rows of data, full of such texts."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = folder / "rows.jsonl"
-    row = {"messages": [{"role": "user", "content": HOSTILE}, {"role": "assistant", "content": HOSTILE}], HOSTILE: HOSTILE}
+    row = {
+        "messages": [
+            {"role": "user", "content": HOSTILE},
+            {"role": "assistant", "content": HOSTILE},
+        ],
+        HOSTILE: HOSTILE,
+    }
     rows.write_text("\n".join([json.dumps(row)] * 8) + "\n")
     machine = hostile_machine()
     machine_file = folder / "machine.json"
@@ -66,34 +72,74 @@ def hostile_world(folder: Path) -> HostileWorld:
     broken = tree | {"name": "broken", HOSTILE: HOSTILE, "offload": {"mode": HOSTILE}}
     (presets / IN_A_NAME[:40]).with_suffix(".toml").write_text(tomli_w.dumps(broken))
     run = hostile_run(folder / "runs", machine)
-    return HostileWorld("hostile", presets / "hostile.toml", run, run.path.parent, machine, machine_file, rows)
+    return HostileWorld(
+        "hostile", presets / "hostile.toml", run, run.path.parent, machine, machine_file, rows
+    )
 
 
 def hostile_machine() -> Machine:
     """Return a host whose every text is hostile."""
     plain = quad_machine()
     replace = msgspec.structs.replace
-    software = replace(plain.software, **dict.fromkeys(("python", "torch", "deepspeed", "compiler", "numactl"), HOSTILE))
-    gpus = tuple(replace(gpu, name=HOSTILE, pci_bus_id=HOSTILE, compute_mode=HOSTILE) for gpu in plain.gpus)
+    software = replace(
+        plain.software,
+        **dict.fromkeys(("python", "torch", "deepspeed", "compiler", "numactl"), HOSTILE),
+    )
+    gpus = tuple(
+        replace(gpu, name=HOSTILE, pci_bus_id=HOSTILE, compute_mode=HOSTILE) for gpu in plain.gpus
+    )
     mpam = replace(plain.mpam, evidence=HOSTILE)
     return replace(
-        plain, hostname=HOSTILE, cpu_name=HOSTILE, architecture=HOSTILE, software=software, gpus=gpus, mpam=mpam, notes=(HOSTILE,)
+        plain,
+        hostname=HOSTILE,
+        cpu_name=HOSTILE,
+        architecture=HOSTILE,
+        software=software,
+        gpus=gpus,
+        mpam=mpam,
+        notes=(HOSTILE,),
     )
 
 
 def hostile_run(runs_dir: Path, machine: Machine) -> RunDirectory:
     """Write a failed run with hostile records, state and log, in a folder with a hostile name."""
-    written = write_run(runs_dir, machine=quad_machine(), steps=3, seconds_of_samples=3, state="failed", name="hostile")
+    written = write_run(
+        runs_dir,
+        machine=quad_machine(),
+        steps=3,
+        seconds_of_samples=3,
+        state="failed",
+        name="hostile",
+    )
     run = RunDirectory(written.path.rename(runs_dir / IN_A_NAME))
     now = time.time()
     metrics = MetricsWriter(run, 1)
     metrics.append(PhaseRecord(attempt=1, time=now, phase="saving", detail=HOSTILE))
     metrics.append(WarningRecord(attempt=1, time=now, message=HOSTILE, suggestion=HOSTILE))
-    metrics.append(EndRecord(attempt=1, time=now, state="failed", step=3, reason=HOSTILE, suggestion=HOSTILE, summary={HOSTILE: 1.0}))
+    metrics.append(
+        EndRecord(
+            attempt=1,
+            time=now,
+            state="failed",
+            step=3,
+            reason=HOSTILE,
+            suggestion=HOSTILE,
+            summary={HOSTILE: 1.0},
+        )
+    )
     metrics.close()
     state = read_state(run)
     write_state(
-        run, msgspec.structs.replace(state, reason=HOSTILE, detail=HOSTILE, suggestion=HOSTILE, host=HOSTILE, started=now, ended=now)
+        run,
+        msgspec.structs.replace(
+            state,
+            reason=HOSTILE,
+            detail=HOSTILE,
+            suggestion=HOSTILE,
+            host=HOSTILE,
+            started=now,
+            ended=now,
+        ),
     )
     for log in run.attempts_dir.glob("*/*.log"):
         log.write_bytes(HOSTILE.encode() + b"\n\x9b31m raw byte\n" + HOSTILE.encode())

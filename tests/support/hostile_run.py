@@ -19,7 +19,12 @@ from so_tui.spec import find_preset
 
 
 def write_hostile_run(
-    folder: Path, proof: Path, *, state: State = "starting", processes: Sequence[Process] = (), supervisor: Process | None = None
+    folder: Path,
+    proof: Path,
+    *,
+    state: State = "starting",
+    processes: Sequence[Process] = (),
+    supervisor: Process | None = None,
 ) -> RunDirectory:
     """Write a run whose first attempt, if anybody started it, would write its user's number into ``proof``.
 
@@ -30,10 +35,14 @@ def write_hostile_run(
         processes: What it claims to be its processes, which a request to stop in ``control/`` would have killed.
         supervisor: What it claims to be its supervisor.
     """
-    launch = prepare(find_preset("tiny").spec, msgspec.structs.replace(inspect_machine(), gpus=()), force=True)
+    launch = prepare(
+        find_preset("tiny").spec, msgspec.structs.replace(inspect_machine(), gpus=()), force=True
+    )
     run = create_run(launch.spec, folder)
     attempt = new_attempt(run)
-    write_launch(run, attempt, msgspec.structs.replace(launch, argv=("/bin/sh", "-c", f"id -u >> {proof}")))
+    write_launch(
+        run, attempt, msgspec.structs.replace(launch, argv=("/bin/sh", "-c", f"id -u >> {proof}"))
+    )
     claimed = RunState(
         name=run.name,
         state=state,

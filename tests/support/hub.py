@@ -61,7 +61,14 @@ class Hub:
     cuts: dict[str, list[int]] = field(default_factory=dict)
     """By a file's name, after how many bytes its next connections are cut."""
 
-    def add(self, kind: str, name: str, *versions: dict[str, bytes], gated: bool = False, tags: tuple[str, ...] = ()) -> tuple[str, ...]:
+    def add(
+        self,
+        kind: str,
+        name: str,
+        *versions: dict[str, bytes],
+        gated: bool = False,
+        tags: tuple[str, ...] = (),
+    ) -> tuple[str, ...]:
         """Add a repository with a commit for each version, of which ``main`` is the last, and return the commits.
 
         Args:
@@ -71,24 +78,41 @@ class Hub:
             gated: Whether only ``TOKEN`` may read files.
             tags: Names of the first commits.
         """
-        commits = [hashlib.sha1(f"{name} {number}".encode(), usedforsecurity=False).hexdigest() for number in range(len(versions))]
+        commits = [
+            hashlib.sha1(f"{name} {number}".encode(), usedforsecurity=False).hexdigest()
+            for number in range(len(versions))
+        ]
         refs = {**dict(zip(tags, commits, strict=False)), "main": commits[-1]}
-        self.repositories[kind, name] = Repository(dict(zip(commits, versions, strict=True)), refs, gated)
+        self.repositories[kind, name] = Repository(
+            dict(zip(commits, versions, strict=True)), refs, gated
+        )
         return tuple(commits)
 
     def downloads(self, name: str) -> list[Asked]:
         """Return the requests for the content of files whose path ends in ``name``."""
-        return [each for each in self.asked if each.method == "GET" and each.path.endswith(f"/{name}") and each.status in (200, 206)]
+        return [
+            each
+            for each in self.asked
+            if each.method == "GET" and each.path.endswith(f"/{name}") and each.status in (200, 206)
+        ]
 
     def environment(self, cache: object) -> dict[str, str]:
         """Return the variables that make a process use this hub and a cache folder of its own."""
-        return {"HF_ENDPOINT": self.endpoint, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+        return {
+            "HF_ENDPOINT": self.endpoint,
+            "HF_HOME": str(cache),
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+        }
 
 
 @contextmanager
 def loopback_hub() -> Iterator[Hub]:
     """Serve an empty hub, and its store, which is another host to clients: they follow redirects there only for content."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as server, ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as store:
+    with (
+        ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as server,
+        ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as store,
+    ):
         hub = Hub(f"http://127.0.0.1:{server.server_port}", f"http://127.0.0.1:{store.server_port}")
         for each in (server, store):
             each.hub = hub  # type: ignore[attr-defined]
@@ -124,18 +148,32 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
         parts = [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
-        repository = self.hub.repositories.get((parts[1], "/".join(parts[2:4]))) if len(parts) > 5 and parts[4] == "paths-info" else None
+        repository = (
+            self.hub.repositories.get((parts[1], "/".join(parts[2:4])))
+            if len(parts) > 5 and parts[4] == "paths-info"
+            else None
+        )
         commit = repository.commit(parts[5]) if repository else None
         if repository is None or commit is None:
             return self._answer(404, b"{}", {"X-Error-Code": "RepoNotFound"})
         is_json = self.headers.get("Content-Type", "").startswith("application/json")
         wanted = json.loads(body)["paths"] if is_json else parse_qs(body).get("paths", [])
-        return self._json([_entry(path, content) for path, content in repository.commits[commit].items() if path in wanted])
+        return self._json(
+            [
+                _entry(path, content)
+                for path, content in repository.commits[commit].items()
+                if path in wanted
+            ]
+        )
 
     def _api(self, kind: str, name: str, rest: list[str]) -> None:
         repository = self.hub.repositories.get((kind, name))
         if repository is None:
-            return self._answer(401, b"{}", {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"})
+            return self._answer(
+                401,
+                b"{}",
+                {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"},
+            )
         revision = rest[1] if len(rest) > 1 else "main"
         commit = repository.commit(revision)
         if commit is None:
@@ -143,27 +181,54 @@ class _Handler(BaseHTTPRequestHandler):
         files = repository.commits[commit]
         if rest[:1] == ["tree"]:
             below = "/".join(rest[2:])
-            return self._json([_entry(path, content) for path, content in files.items() if path.startswith(below)])
-        siblings = [{"rfilename": path, "size": len(content), "blobId": _sha1(content)} for path, content in files.items()]
+            return self._json(
+                [_entry(path, content) for path, content in files.items() if path.startswith(below)]
+            )
+        siblings = [
+            {"rfilename": path, "size": len(content), "blobId": _sha1(content)}
+            for path, content in files.items()
+        ]
         gated = "auto" if repository.gated else False
-        return self._json({"id": name, "sha": commit, "private": False, "gated": gated, "tags": [], "downloads": 0, "siblings": siblings})
+        return self._json(
+            {
+                "id": name,
+                "sha": commit,
+                "private": False,
+                "gated": gated,
+                "tags": [],
+                "downloads": 0,
+                "siblings": siblings,
+            }
+        )
 
     def _resolve(self, kind: str, name: str, revision: str, path: str) -> None:
         repository = self.hub.repositories.get((kind, name))
         if repository is None:
             return self._answer(401, b"{}", {"X-Error-Code": "RepoNotFound"})
         if repository.gated and (refused := self._refusal()):
-            return self._answer(refused, b"{}", {"X-Error-Code": "GatedRepo", "X-Error-Message": f"Access to {name} is restricted"})
+            return self._answer(
+                refused,
+                b"{}",
+                {"X-Error-Code": "GatedRepo", "X-Error-Message": f"Access to {name} is restricted"},
+            )
         commit = repository.commit(revision)
         if commit is None:
             return self._answer(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
         content = repository.commits[commit].get(path)
         if content is None:
-            return self._answer(404, b"{}", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit})
+            return self._answer(
+                404, b"{}", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit}
+            )
         if len(content) < LARGE_BYTES:
-            return self._answer(200, content, {"X-Repo-Commit": commit, "ETag": f'"{_sha1(content)}"'})
+            return self._answer(
+                200, content, {"X-Repo-Commit": commit, "ETag": f'"{_sha1(content)}"'}
+            )
         sha = hashlib.sha256(content).hexdigest()
-        linked = {"X-Linked-Size": str(len(content)), "X-Linked-ETag": f'"{sha}"', "X-Repo-Commit": commit}
+        linked = {
+            "X-Linked-Size": str(len(content)),
+            "X-Linked-ETag": f'"{sha}"',
+            "X-Repo-Commit": commit,
+        }
         where = f"{self.hub.store}/store/{kind}/{name}/{commit}/{path}"
         return self._answer(302, b"", {**linked, "Location": where, "ETag": f'"{sha}"'})
 
@@ -175,15 +240,28 @@ class _Handler(BaseHTTPRequestHandler):
     def _stored(self, kind: str, owner: str, name: str, commit: str, *path: str) -> None:
         content = self.hub.repositories[kind, f"{owner}/{name}"].commits[commit]["/".join(path)]
         first = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
-        whole = {"Content-Range": f"bytes {first}-{len(content) - 1}/{len(content)}"} if "Range" in self.headers else {}
+        whole = (
+            {"Content-Range": f"bytes {first}-{len(content) - 1}/{len(content)}"}
+            if "Range" in self.headers
+            else {}
+        )
         cuts = self.hub.cuts.get(path[-1], []) if self.command == "GET" else []
         cut = cuts.pop(0) if cuts else None
-        self._answer(206 if whole else 200, content[first:], {**whole, "Accept-Ranges": "bytes"}, cut=cut)
+        self._answer(
+            206 if whole else 200, content[first:], {**whole, "Accept-Ranges": "bytes"}, cut=cut
+        )
 
     def _json(self, value: Any) -> None:
         self._answer(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
-    def _answer(self, status: int, body: bytes, headers: Mapping[str, str] = MappingProxyType({}), *, cut: int | None = None) -> None:
+    def _answer(
+        self,
+        status: int,
+        body: bytes,
+        headers: Mapping[str, str] = MappingProxyType({}),
+        *,
+        cut: int | None = None,
+    ) -> None:
         asked = Asked(self.command, urlsplit(self.path).path, self.headers.get("Range", ""), status)
         self.hub.asked.append(asked)
         self.send_response(status)

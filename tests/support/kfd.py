@@ -23,7 +23,9 @@ def apu_files(node_mib: Sequence[int], *, partitions: int = 1) -> dict[str, str]
         files |= _cpu(apu, mib)
     for apu, mib in enumerate(node_mib):
         for part in range(partitions):
-            files |= _gpu(apus + apu * partitions + part, apu, apus, mib // partitions, part, partitions)
+            files |= _gpu(
+                apus + apu * partitions + part, apu, apus, mib // partitions, part, partitions
+            )
     return files
 
 
@@ -33,9 +35,27 @@ def lines(values: Mapping[str, int]) -> str:
 
 
 def _cpu(apu: int, mib: int) -> dict[str, str]:
-    properties = {"cpu_cores_count": 48, "simd_count": 0, "mem_banks_count": 1, "caches_count": 0, "io_links_count": 4}
-    properties |= {"p2p_links_count": 3, "cpu_core_id_base": 64 * apu, "gfx_target_version": 0, "vendor_id": 0, "device_id": 0}
-    properties |= {"location_id": 0, "domain": 0, "drm_render_minor": 0, "hive_id": _HIVE, "max_engine_clk_ccompute": 3700}
+    properties = {
+        "cpu_cores_count": 48,
+        "simd_count": 0,
+        "mem_banks_count": 1,
+        "caches_count": 0,
+        "io_links_count": 4,
+    }
+    properties |= {
+        "p2p_links_count": 3,
+        "cpu_core_id_base": 64 * apu,
+        "gfx_target_version": 0,
+        "vendor_id": 0,
+        "device_id": 0,
+    }
+    properties |= {
+        "location_id": 0,
+        "domain": 0,
+        "drm_render_minor": 0,
+        "hive_id": _HIVE,
+        "max_engine_clk_ccompute": 3700,
+    }
     return {
         f"{NODES}/{apu}/gpu_id": "0\n",
         f"{NODES}/{apu}/name": "\n",
@@ -45,11 +65,40 @@ def _cpu(apu: int, mib: int) -> dict[str, str]:
 
 
 def _gpu(node: int, apu: int, apus: int, mib: int, part: int, partitions: int) -> dict[str, str]:
-    properties = {"cpu_cores_count": 0, "simd_count": 912 // partitions, "mem_banks_count": 1, "caches_count": 470, "io_links_count": apus}
-    properties |= {"p2p_links_count": apus - 1, "cpu_core_id_base": 0, "max_waves_per_simd": 8, "lds_size_in_kb": 64, "array_count": 24}
-    properties |= {"simd_per_cu": 4, "gfx_target_version": 90402, "vendor_id": 4098, "device_id": 29856, "location_id": 512 | part}
-    properties |= {"domain": apu, "drm_render_minor": 128 + 8 * apu + part, "hive_id": _HIVE, "local_mem_size": 0, "fw_version": 138}
-    properties |= {"capability": 1013424768, "unique_id": _UNIQUE[apu], "num_xcc": 6 // partitions, "max_engine_clk_ccompute": 3700}
+    properties = {
+        "cpu_cores_count": 0,
+        "simd_count": 912 // partitions,
+        "mem_banks_count": 1,
+        "caches_count": 470,
+        "io_links_count": apus,
+    }
+    properties |= {
+        "p2p_links_count": apus - 1,
+        "cpu_core_id_base": 0,
+        "max_waves_per_simd": 8,
+        "lds_size_in_kb": 64,
+        "array_count": 24,
+    }
+    properties |= {
+        "simd_per_cu": 4,
+        "gfx_target_version": 90402,
+        "vendor_id": 4098,
+        "device_id": 29856,
+        "location_id": 512 | part,
+    }
+    properties |= {
+        "domain": apu,
+        "drm_render_minor": 128 + 8 * apu + part,
+        "hive_id": _HIVE,
+        "local_mem_size": 0,
+        "fw_version": 138,
+    }
+    properties |= {
+        "capability": 1013424768,
+        "unique_id": _UNIQUE[apu],
+        "num_xcc": 6 // partitions,
+        "max_engine_clk_ccompute": 3700,
+    }
     others = [other for other in range(apus) if other != apu]
     files = {
         f"{NODES}/{node}/gpu_id": f"{4000 + node}\n",
@@ -59,15 +108,39 @@ def _gpu(node: int, apu: int, apus: int, mib: int, part: int, partitions: int) -
         f"{NODES}/{node}/io_links/0/properties": _link(node, apu, _SAME_SOCKET, 819200),
     }
     for index, other in enumerate(others, 1):
-        files[f"{NODES}/{node}/io_links/{index}/properties"] = _link(node, apus + other * partitions, _XGMI, 128000)
+        files[f"{NODES}/{node}/io_links/{index}/properties"] = _link(
+            node, apus + other * partitions, _XGMI, 128000
+        )
     return files
 
 
 def _bank(heap_type: int, mib: int) -> str:
-    return lines({"heap_type": heap_type, "size_in_bytes": mib << 20, "flags": 0, "width": 8192, "mem_clk_max": 2600})
+    return lines(
+        {
+            "heap_type": heap_type,
+            "size_in_bytes": mib << 20,
+            "flags": 0,
+            "width": 8192,
+            "mem_clk_max": 2600,
+        }
+    )
 
 
 def _link(node_from: int, node_to: int, weight: int, mib_per_s: int) -> str:
-    values = {"type": 11, "version_major": 0, "version_minor": 0, "node_from": node_from, "node_to": node_to, "weight": weight}
-    values |= {"min_latency": 0, "max_latency": 0, "min_bandwidth": mib_per_s, "max_bandwidth": mib_per_s}
-    return lines(values | {"recommended_transfer_size": 0, "recommended_sdma_engine_id_mask": 0, "flags": 1})
+    values = {
+        "type": 11,
+        "version_major": 0,
+        "version_minor": 0,
+        "node_from": node_from,
+        "node_to": node_to,
+        "weight": weight,
+    }
+    values |= {
+        "min_latency": 0,
+        "max_latency": 0,
+        "min_bandwidth": mib_per_s,
+        "max_bandwidth": mib_per_s,
+    }
+    return lines(
+        values | {"recommended_transfer_size": 0, "recommended_sdma_engine_id_mask": 0, "flags": 1}
+    )

@@ -21,18 +21,29 @@ from so_tui.spec import RunSpec, find_preset, with_values
 
 def tiny(**changes: str) -> RunSpec:
     """The embedded preset with values changed; ``train__steps="5"`` stands for ``train.steps``."""
-    return with_values(find_preset("tiny").spec, {name.replace("__", "."): value for name, value in changes.items()})
+    return with_values(
+        find_preset("tiny").spec,
+        {name.replace("__", "."): value for name, value in changes.items()},
+    )
 
 
-def start(run: RunDirectory, spec: RunSpec, extra: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+def start(
+    run: RunDirectory, spec: RunSpec, extra: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
     """Start the next attempt of a run; its output goes to the attempt's log."""
     launch = prepare(spec, inspect_machine())
     attempt = new_attempt(run)
     write_launch(run, attempt, launch)
-    here = launch.resolved(run=run.path, attempt=attempt, rendezvous=init_method(make_rendezvous(lock_folder(), run.path, attempt)))
+    here = launch.resolved(
+        run=run.path,
+        attempt=attempt,
+        rendezvous=init_method(make_rendezvous(lock_folder(), run.path, attempt)),
+    )
     env = environment.apply(here.environment, os.environ) | dict(extra or {})
     with run.log_path(attempt, "here").open("wb") as log:
-        return subprocess.Popen(here.argv, env=env, cwd=run.path, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        return subprocess.Popen(
+            here.argv, env=env, cwd=run.path, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+        )
 
 
 def train(spec: RunSpec, folder: Path) -> tuple[RunDirectory, int]:
@@ -44,7 +55,11 @@ def train(spec: RunSpec, folder: Path) -> tuple[RunDirectory, int]:
 def records(run: RunDirectory) -> list[MetricRecord]:
     """All records of a run, in the order they were written."""
     paths = sorted(run.metrics_dir.glob("*.jsonl"))
-    return [msgspec.json.decode(line, type=MetricRecord) for path in paths for line in path.read_bytes().splitlines()]
+    return [
+        msgspec.json.decode(line, type=MetricRecord)
+        for path in paths
+        for line in path.read_bytes().splitlines()
+    ]
 
 
 def log(run: RunDirectory, attempt: int = 1) -> str:

@@ -53,7 +53,9 @@ def write_long_run(run: RunDirectory, count: int, real_segments: int = 3) -> int
 
 def moved_lines(content: bytes, steps: int) -> bytes:
     """Return the lines of step records with their steps and times moved on."""
-    content = re.sub(rb'"step":(\d+)', lambda found: b'"step":%d' % (int(found[1]) + steps), content)
+    content = re.sub(
+        rb'"step":(\d+)', lambda found: b'"step":%d' % (int(found[1]) + steps), content
+    )
     return re.sub(rb'"time":(\d+)', lambda found: b'"time":%d' % (int(found[1]) + steps), content)
 
 
@@ -72,6 +74,9 @@ def _moved_index(content: bytes, steps: int) -> bytes:
 def read_on(reader: MetricsReader, steps: FollowedSteps, span: int, limit_s: float = 0.1) -> bool:
     """Poll once. Return whether there is more."""
     progress = reader.poll(limit_records=5000, limit_s=limit_s)
-    steps.take([record for record in progress.records if isinstance(record, StepRecord)], redraw=progress.redraw)
+    steps.take(
+        [record for record in progress.records if isinstance(record, StepRecord)],
+        redraw=progress.redraw,
+    )
     steps.update(span)
     return progress.more

@@ -7,10 +7,17 @@ from so_tui.machine.types import Gpu, Machine, Mpam, NumaNode, Software
 MIB = 2**20
 
 
-def superchips(count: int, *, node_mib: int = 117_000, hbm_mib: int = 97_280, name: str = "NVIDIA GH200 120GB") -> Machine:
+def superchips(
+    count: int, *, node_mib: int = 117_000, hbm_mib: int = 97_280, name: str = "NVIDIA GH200 120GB"
+) -> Machine:
     """``count`` Grace Hopper superchips, 72 cores each, one CPU node and one GPU memory node per chip."""
     nodes = [
-        NumaNode(id=chip, kind="cpu", cpus=tuple(range(72 * chip, 72 * chip + 72)), memory_total_bytes=node_mib * MIB)
+        NumaNode(
+            id=chip,
+            kind="cpu",
+            cpus=tuple(range(72 * chip, 72 * chip + 72)),
+            memory_total_bytes=node_mib * MIB,
+        )
         for chip in range(count)
     ]
     gpus = [
@@ -26,11 +33,21 @@ def superchips(count: int, *, node_mib: int = 117_000, hbm_mib: int = 97_280, na
         )
         for chip in range(count)
     ]
-    nodes += [NumaNode(id=count + 8 * chip, kind="gpu-memory", cpus=(), memory_total_bytes=hbm_mib * MIB) for chip in range(count)]
+    nodes += [
+        NumaNode(id=count + 8 * chip, kind="gpu-memory", cpus=(), memory_total_bytes=hbm_mib * MIB)
+        for chip in range(count)
+    ]
     return _machine(f"gh200-{count}x", "Neoverse-V2", "aarch64", nodes, gpus)
 
 
-def x86(gpu: str = "", *, gpu_count: int = 1, cores: int = 16, memory_mib: int = 128 * 1024, gpu_mib: int = 143_771) -> Machine:
+def x86(
+    gpu: str = "",
+    *,
+    gpu_count: int = 1,
+    cores: int = 16,
+    memory_mib: int = 128 * 1024,
+    gpu_mib: int = 143_771,
+) -> Machine:
     """One CPU node, with GPUs on PCIe when ``gpu`` names one."""
     node = NumaNode(id=0, kind="cpu", cpus=tuple(range(cores)), memory_total_bytes=memory_mib * MIB)
     gpus = [
@@ -48,7 +65,9 @@ def x86(gpu: str = "", *, gpu_count: int = 1, cores: int = 16, memory_mib: int =
     return _machine("box", "Xeon", "x86_64", [node], gpus)
 
 
-def _machine(hostname: str, cpu_name: str, architecture: str, nodes: list[NumaNode], gpus: list[Gpu]) -> Machine:
+def _machine(
+    hostname: str, cpu_name: str, architecture: str, nodes: list[NumaNode], gpus: list[Gpu]
+) -> Machine:
     cpus = tuple(cpu for node in nodes for cpu in node.cpus)
     total = sum(node.memory_total_bytes for node in nodes if node.kind == "cpu")
     return Machine(

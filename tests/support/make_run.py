@@ -15,7 +15,14 @@ from so_tui.machine import machine_json
 from so_tui.machine.types import Gpu, Machine, Mpam, NumaNode, Software
 from so_tui.plan import make_plan
 from so_tui.plan.types import Plan, RankBinding
-from so_tui.runs import MetricsWriter, RunDirectory, SampleWriter, create_run, new_attempt, write_state
+from so_tui.runs import (
+    MetricsWriter,
+    RunDirectory,
+    SampleWriter,
+    create_run,
+    new_attempt,
+    write_state,
+)
 from so_tui.runs.placement import RankPlacement
 from so_tui.runs.records import (
     BindingRecord,
@@ -36,7 +43,10 @@ STEP_S = 3.1
 SAVE_EVERY = 400
 """Steps from one checkpoint to the next."""
 REASONS = {
-    "failed": ("rank 2 ran out of GPU memory in the backward pass of step 1241", "micro-batch 4 -> 2 needs 11 GiB less"),
+    "failed": (
+        "rank 2 ran out of GPU memory in the backward pass of step 1241",
+        "micro-batch 4 -> 2 needs 11 GiB less",
+    ),
     "lost": (
         "every process of the run on quad-gh200 has ended, and the trainer recorded no result",
         "Read the end of its log; `so-tui resume` continues from the last checkpoint.",
@@ -60,7 +70,10 @@ def quad_machine(nodes: int = 4, cores: int = 72) -> Machine:
         )
         for node in range(nodes)
     ]
-    gpu_nodes = [NumaNode(id=4 + 8 * node, kind="gpu-memory", cpus=(), memory_total_bytes=95 * GIB) for node in range(nodes)]
+    gpu_nodes = [
+        NumaNode(id=4 + 8 * node, kind="gpu-memory", cpus=(), memory_total_bytes=95 * GIB)
+        for node in range(nodes)
+    ]
     gpus = [
         Gpu(
             index=node,
@@ -117,7 +130,9 @@ def _plan_for(machine: Machine, preset: str, gpus: int, steps: int) -> Plan:
     spec = with_values(find_preset(preset).spec, {"train.steps": str(steps), "gpus": str(gpus)})
     if not machine.gpus:
         return make_plan(spec, machine)
-    return make_plan(with_values(spec, {"offload.mode": "superoffload", "offload.ratio": "0.15"}), machine)
+    return make_plan(
+        with_values(spec, {"offload.mode": "superoffload", "offload.ratio": "0.15"}), machine
+    )
 
 
 def write_run(
@@ -157,23 +172,48 @@ def write_run(
     _write_steps(metrics, chance, run, attempt, steps, total, began, nan_steps)
     reason, suggestion = REASONS.get(state, ("", ""))
     if state in ("finished", "stopped", "failed"):
-        metrics.append(EndRecord(attempt=attempt, time=now, state=state, step=steps, reason=reason, suggestion=suggestion))
+        metrics.append(
+            EndRecord(
+                attempt=attempt,
+                time=now,
+                state=state,
+                step=steps,
+                reason=reason,
+                suggestion=suggestion,
+            )
+        )
     metrics.close()
 
     samples = SampleWriter(run, machine.hostname)
     for second in range(seconds_of_samples, 0, -1):
         placement = tuple(map(_place, plan.binding)) if second % 10 == 1 else ()
-        samples.append(msgspec.structs.replace(sample(chance, attempt, now - second, machine, plan), placement=placement))
+        samples.append(
+            msgspec.structs.replace(
+                sample(chance, attempt, now - second, machine, plan), placement=placement
+            )
+        )
     samples.close()
     _write_log(run, attempt, machine.hostname, steps, total, began)
     _write_state(run, machine.hostname, attempt, state, steps, total, began, now)
     return run
 
 
-def _write_start(metrics: MetricsWriter, attempt: int, machine: Machine, plan: Plan, total: int, began: float) -> None:
+def _write_start(
+    metrics: MetricsWriter, attempt: int, machine: Machine, plan: Plan, total: int, began: float
+) -> None:
     """Write what a run records before its first step."""
     host = machine.hostname
-    metrics.append(PhaseRecord(attempt=attempt, time=began, phase="loading", detail="loading the model", stage="weights", done=3, total=8))
+    metrics.append(
+        PhaseRecord(
+            attempt=attempt,
+            time=began,
+            phase="loading",
+            detail="loading the model",
+            stage="weights",
+            done=3,
+            total=8,
+        )
+    )
     metrics.append(
         StartRecord(
             attempt=attempt,
@@ -188,11 +228,24 @@ def _write_start(metrics: MetricsWriter, attempt: int, machine: Machine, plan: P
             peak_tflops_per_gpu=989.0,
         )
     )
-    metrics.append(BindingRecord(attempt=attempt, time=began + 40, ranks=tuple(_report(rank, host) for rank in plan.binding)))
+    metrics.append(
+        BindingRecord(
+            attempt=attempt,
+            time=began + 40,
+            ranks=tuple(_report(rank, host) for rank in plan.binding),
+        )
+    )
 
 
 def _write_steps(
-    metrics: MetricsWriter, chance: random.Random, run: RunDirectory, attempt: int, steps: int, total: int, began: float, nan_steps: range
+    metrics: MetricsWriter,
+    chance: random.Random,
+    run: RunDirectory,
+    attempt: int,
+    steps: int,
+    total: int,
+    began: float,
+    nan_steps: range,
 ) -> None:
     """Write every step, and the checkpoints between them."""
     if steps:
@@ -202,10 +255,28 @@ def _write_steps(
         metrics.append(step_record(chance, attempt, at, step, total, nan_steps))
         if step % SAVE_EVERY == 0:
             path = str(run.checkpoints_dir / f"step-{step}")
-            metrics.append(CheckpointRecord(attempt=attempt, time=at, step=step, path=path, bytes=207_000_000_000, seconds=61.0))
+            metrics.append(
+                CheckpointRecord(
+                    attempt=attempt,
+                    time=at,
+                    step=step,
+                    path=path,
+                    bytes=207_000_000_000,
+                    seconds=61.0,
+                )
+            )
 
 
-def _write_state(run: RunDirectory, host: str, attempt: int, state: State, steps: int, total: int, began: float, now: float) -> None:
+def _write_state(
+    run: RunDirectory,
+    host: str,
+    attempt: int,
+    state: State,
+    steps: int,
+    total: int,
+    began: float,
+    now: float,
+) -> None:
     """Write the state of a run that did its last step at ``now``."""
     reason, suggestion = REASONS.get(state, ("", ""))
     saved = steps // SAVE_EVERY * SAVE_EVERY
@@ -248,7 +319,9 @@ def _report(rank: RankBinding, host: str) -> RankBindingReport:
     )
 
 
-def step_record(chance: random.Random, attempt: int, at: float, step: int, total: int, nan_steps: range) -> StepRecord:
+def step_record(
+    chance: random.Random, attempt: int, at: float, step: int, total: int, nan_steps: range
+) -> StepRecord:
     loss = 1.42 + 1.05 * math.exp(-step / 260) + chance.gauss(0, 0.055)
     wobble = chance.gauss(0, 0.012) + (0.5 if step < 4 else 0)
     step_s = STEP_S * (1 + wobble)
@@ -339,10 +412,17 @@ def sample(chance: random.Random, attempt: int, at: float, machine: Machine, pla
 def _place(rank: RankBinding) -> RankPlacement:
     """Return a rank that is where it should be."""
     node = rank.numa_node or 0
-    return RankPlacement(rank=rank.rank, cpus=rank.main_cpus, adam_cpus=rank.adam_cpus, node_bytes={node: 84 * GIB, node + 4: GIB // 2})
+    return RankPlacement(
+        rank=rank.rank,
+        cpus=rank.main_cpus,
+        adam_cpus=rank.adam_cpus,
+        node_bytes={node: 84 * GIB, node + 4: GIB // 2},
+    )
 
 
-def _write_log(run: RunDirectory, attempt: int, host: str, steps: int, total: int, began: float) -> None:
+def _write_log(
+    run: RunDirectory, attempt: int, host: str, steps: int, total: int, began: float
+) -> None:
     lines = [
         "[INFO] binding rank 0 to cores 0-71, node 0",
         "Loading weights: 100%|##########| 8/8",
@@ -350,7 +430,9 @@ def _write_log(run: RunDirectory, attempt: int, host: str, steps: int, total: in
     ]
     for step in range(max(1, steps - 200), steps + 1):
         when = time.strftime("%H:%M:%S", time.localtime(began + 42 + step * STEP_S))
-        lines.append(f"{when} rank 0  step {step}/{total}  loss {1.42 + 1.05 * math.exp(-step / 260):.4f}  lr 9.1e-06  3.10 s")
+        lines.append(
+            f"{when} rank 0  step {step}/{total}  loss {1.42 + 1.05 * math.exp(-step / 260):.4f}  lr 9.1e-06  3.10 s"
+        )
     run.log_path(attempt, host).write_text("\n".join(lines) + "\n")
 
 

@@ -21,14 +21,28 @@ from tests.support.launching import tiny
 from tests.support.models import causal_model
 
 
-def checkpoint_of(model: torch.nn.Module, spec: RunSpec, folder: Path, step: int = 5, run: str = "") -> None:
+def checkpoint_of(
+    model: torch.nn.Module, spec: RunSpec, folder: Path, step: int = 5, run: str = ""
+) -> None:
     """What two ranks that trained the model would have saved, as far as an export reads it."""
-    trained = [(name, parameter.detach()) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    trained = [
+        (name, parameter.detach())
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    ]
     ranks, named = 2, [(f"{PREFIX}{name}", parameter) for name, parameter in trained]
     groups = [named[: len(named) // 2], named[len(named) // 2 :]]
     for rank in range(ranks):
         states = [
-            SubGroupState("cpu", share, share, lambda share=share: (share, share), lambda first, second: None, 1, lambda step: None)  # type: ignore[misc]
+            SubGroupState(
+                "cpu",
+                share,
+                share,
+                lambda share=share: (share, share),
+                lambda first, second: None,
+                1,
+                lambda step: None,
+            )  # type: ignore[misc]
             for share in _shares(groups, rank, ranks)
         ]
         members = [[(name, parameter.numel()) for name, parameter in group] for group in groups]
@@ -60,14 +74,20 @@ def checkpoint_of(model: torch.nn.Module, spec: RunSpec, folder: Path, step: int
     (folder / "checkpoint.json").write_bytes(msgspec.json.encode(saved))
 
 
-def _shares(groups: list[list[tuple[str, torch.Tensor]]], rank: int, ranks: int) -> Iterator[torch.Tensor]:
+def _shares(
+    groups: list[list[tuple[str, torch.Tensor]]], rank: int, ranks: int
+) -> Iterator[torch.Tensor]:
     """This rank's part of every sub-group, flat, each parameter padded to a multiple of the ranks."""
     for group in groups:
         parts = []
         for _, parameter in group:
             flat = parameter.flatten()
             share = -(-len(flat) // ranks)
-            parts.append(torch.cat([flat, flat.new_zeros(share * ranks - len(flat))])[rank * share : (rank + 1) * share])
+            parts.append(
+                torch.cat([flat, flat.new_zeros(share * ranks - len(flat))])[
+                    rank * share : (rank + 1) * share
+                ]
+            )
         yield torch.cat(parts)
 
 

@@ -43,7 +43,14 @@ def known(kinds: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {kind: keys for kind, keys in kinds.items() if kind in CONFIG_MAPPING}
 
 
-LATENT = {"kv_lora_rank": 8, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4}
+LATENT = {
+    "kv_lora_rank": 8,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+}
 OTHERS: dict[str, dict[str, Any]] = known(
     {
         "gemma3_text": {},
@@ -59,7 +66,12 @@ OTHERS: dict[str, dict[str, Any]] = known(
             "first_k_dense_replace": 1,
         },
         "granite": {"layer_types": None, "logits_scaling": 4.0},
-        "ernie4_5_moe": {"layer_types": None, "moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 0},
+        "ernie4_5_moe": {
+            "layer_types": None,
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_layer_start_index": 0,
+        },
         "hunyuan_v1_dense": {"layer_types": None},
         "jetmoe": {"layer_types": None, "head_dim": None, "kv_channels": 16},
         "gemma4_text": {
@@ -74,7 +86,12 @@ OTHERS: dict[str, dict[str, Any]] = known(
 """Kinds of models without a preset, that one can be made for: what sets them apart from SMALL."""
 
 
-DELTA = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+DELTA = {
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 KINDS = ["linear_attention", "full_attention"]
 RECURRENT: dict[str, dict[str, Any]] = known(
     {
@@ -129,7 +146,11 @@ INDEXED = {
 }
 IN_ROWS: dict[str, dict[str, Any]] = known(
     {
-        "llama4_text": {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 16, "num_experts_per_tok": 1},
+        "llama4_text": {
+            "layer_types": ["chunked_attention", "full_attention"],
+            "attention_chunk_size": 16,
+            "num_experts_per_tok": 1,
+        },
         "deepseek_v32": INDEXED,
         "glm_moe_dsa": INDEXED,
     }
@@ -140,21 +161,35 @@ IN_ROWS: dict[str, dict[str, Any]] = known(
 LONGROPE: dict[str, Any] = {
     "max_position_embeddings": 160,
     "original_max_position_embeddings": 40,
-    "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 4.0, 8.0]},
+    "rope_scaling": {
+        "type": "longrope",
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [1.0, 2.0, 4.0, 8.0],
+    },
 }
 """Of models whose heads turn 8 numbers: other frequencies in documents of more than 40 tokens."""
 
 
 def another(kind: str) -> ModelSpec:
     """Return a kind of model without a preset, with random weights."""
-    shape = {key: value for key, value in (SMALL | (OTHERS | RECURRENT | IN_ROWS)[kind]).items() if value is not None}
-    return ModelSpec(id=kind, weights="random", config={"model_type": kind, "pad_token_id": 0, **shape})
+    shape = {
+        key: value
+        for key, value in (SMALL | (OTHERS | RECURRENT | IN_ROWS)[kind]).items()
+        if value is not None
+    }
+    return ModelSpec(
+        id=kind, weights="random", config={"model_type": kind, "pad_token_id": 0, **shape}
+    )
 
 
 def scaled_down(name: str) -> ModelSpec:
     """Return a preset's model with random weights, a thousandth of its size."""
     full = load_catalog(Path("/nowhere")).presets[name].spec.model
-    shape = {key: SMALL.get(key, value) for key, value in full.config.items() if key not in ("rope_scaling", "rope_parameters")}
+    shape = {
+        key: SMALL.get(key, value)
+        for key, value in full.config.items()
+        if key not in ("rope_scaling", "rope_parameters")
+    }
     return ModelSpec(id=full.id, weights="random", config=shape)
 
 
@@ -169,7 +204,9 @@ def saved(name: str, folder: Path, **changes: object) -> PreTrainedModel:
     return model
 
 
-def causal_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32, attention: str | None = None) -> PreTrainedModel:
+def causal_model(
+    config: PretrainedConfig, dtype: torch.dtype = torch.float32, attention: str | None = None
+) -> PreTrainedModel:
     """Build a causal language model with random weights."""
     factory: Any = AutoModelForCausalLM
     model: PreTrainedModel = factory.from_config(config, dtype=dtype, attn_implementation=attention)

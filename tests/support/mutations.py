@@ -24,7 +24,22 @@ _TEXTS = [
     "a\0b",
     "[red]",
 ]
-_NUMBERS = [0, -1, 1, 2**31, 2**63 - 1, 2**63, -(2**64), 10**400, 1e300, -1e300, 5e-324, float("nan"), float("inf"), float("-inf")]
+_NUMBERS = [
+    0,
+    -1,
+    1,
+    2**31,
+    2**63 - 1,
+    2**63,
+    -(2**64),
+    10**400,
+    1e300,
+    -1e300,
+    5e-324,
+    float("nan"),
+    float("inf"),
+    float("-inf"),
+]
 
 
 def _nested(levels: int) -> Any:
@@ -36,8 +51,14 @@ def _nested(levels: int) -> Any:
 
 HOSTILE = st.one_of(
     st.sampled_from([*_TEXTS, *_NUMBERS, None, True, False, [], {}, [[]], {"": {}}, {"a": None}]),
-    st.sampled_from([_nested(20), _nested(200), [0] * 10_000, {str(number): number for number in range(2_000)}]),
-    st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20), st.lists, max_leaves=8),
+    st.sampled_from(
+        [_nested(20), _nested(200), [0] * 10_000, {str(number): number for number in range(2_000)}]
+    ),
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+        st.lists,
+        max_leaves=8,
+    ),
 )
 
 
@@ -71,13 +92,20 @@ def harmed_bytes(draw: st.DrawFn, valid: bytes) -> bytes:
         case "tear":
             return valid[:at]
         case "flip" if valid:
-            return valid[:at] + bytes([valid[at] ^ (1 << draw(st.integers(0, 7)))]) + valid[at + 1 :]
+            return (
+                valid[:at] + bytes([valid[at] ^ (1 << draw(st.integers(0, 7)))]) + valid[at + 1 :]
+            )
         case "insert":
             return valid[:at] + draw(st.binary(max_size=40)) + valid[at:]
         case "repeat":
             return valid * draw(st.integers(2, 5))
         case "nest":
-            return valid[:at] + draw(st.sampled_from([b"[", b'{"a":', b"("])) * draw(st.sampled_from([100, 100_000])) + valid[at:]
+            return (
+                valid[:at]
+                + draw(st.sampled_from([b"[", b'{"a":', b"("]))
+                * draw(st.sampled_from([100, 100_000]))
+                + valid[at:]
+            )
         case "replace":
             return draw(st.binary(max_size=200))
     return b""
@@ -114,7 +142,13 @@ def _places(tree: Tree) -> list[tuple[Any, Any]]:
     waiting: list[Any] = [tree]
     while waiting:
         value = waiting.pop()
-        keys: Any = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+        keys: Any = (
+            value
+            if isinstance(value, dict)
+            else range(len(value))
+            if isinstance(value, list)
+            else ()
+        )
         for key in keys:
             found.append((value, key))
             waiting.append(value[key])

@@ -32,9 +32,17 @@ def picture_of(app: App[Any]) -> str:
     """Return what the application shows now."""
     visible_screen_stack.set(app._background_screens)  # what a dialog is drawn over
     strips = app.screen._compositor.render_strips(app.size)
-    colour, background = (app.theme_variables[name].lower() for name in ("foreground", "background"))
+    colour, background = (
+        app.theme_variables[name].lower() for name in ("foreground", "background")
+    )
     width, height = app.size
-    head = _HEAD.format(width=width * CELL_WIDTH, height=height * CELL_HEIGHT, size=FONT_SIZE, colour=colour, background=background)
+    head = _HEAD.format(
+        width=width * CELL_WIDTH,
+        height=height * CELL_HEIGHT,
+        size=FONT_SIZE,
+        colour=colour,
+        background=background,
+    )
     rows = ("".join(_row(strip, y, colour, background)) for y, strip in enumerate(strips))
     return "\n".join((head, *rows, "</svg>", ""))
 
@@ -54,7 +62,9 @@ def _row(strip: Strip, y: int, colour: str, background: str) -> Iterator[str]:
         drawn = text.rstrip(" ") if not style.underline else text
         if drawn:
             at = x + len(drawn) - len(drawn := drawn.lstrip(" "))
-            spans.append(f'<tspan x="{at * CELL_WIDTH}"{_width(drawn)}{_looks(style, ink, colour)}>{escape(drawn, quote=False)}</tspan>')
+            spans.append(
+                f'<tspan x="{at * CELL_WIDTH}"{_width(drawn)}{_looks(style, ink, colour)}>{escape(drawn, quote=False)}</tspan>'
+            )
         x += cells
     for paper, run in groupby(enumerate(papers), key=itemgetter(1)):
         if paper != background:
@@ -67,12 +77,20 @@ def _row(strip: Strip, y: int, colour: str, background: str) -> Iterator[str]:
 
 def _width(text: str) -> str:
     """Return the attribute that keeps text in its cells if its characters may come from another font; empty for others."""
-    return "" if text.isascii() else f' textLength="{cell_len(text) * CELL_WIDTH}" lengthAdjust="spacingAndGlyphs"'
+    return (
+        ""
+        if text.isascii()
+        else f' textLength="{cell_len(text) * CELL_WIDTH}" lengthAdjust="spacingAndGlyphs"'
+    )
 
 
 def _looks(style: Style, ink: str, colour: str) -> str:
     """Return the attributes of a piece of text."""
-    decorations = [name for name, has in (("underline", style.underline), ("line-through", style.strike)) if has]
+    decorations = [
+        name
+        for name, has in (("underline", style.underline), ("line-through", style.strike))
+        if has
+    ]
     attributes = {
         "fill": "" if ink == colour else ink,
         "font-weight": "bold" if style.bold else "",

@@ -13,7 +13,15 @@ from typing import ClassVar
 import pytest
 from msgspec.structs import replace
 
-from so_tui.launch.data_preview import Bin, DataPreview, Held, PackedSequence, Progress, Sample, SourceView
+from so_tui.launch.data_preview import (
+    Bin,
+    DataPreview,
+    Held,
+    PackedSequence,
+    Progress,
+    Sample,
+    SourceView,
+)
 from so_tui.launch.host_processes import GpuUse, HostProcess
 from so_tui.machine.doctor import Finding
 from so_tui.machine.types import Machine
@@ -23,7 +31,17 @@ from so_tui.runs.notes import RunNotes, write_notes
 from so_tui.runs.records import PhaseRecord, State
 from so_tui.runs.state import read_state
 from so_tui.spec import RunSpec
-from so_tui.spec.generation import Answer, Ended, Event, Loaded, ModelFacts, Piece, Prompt, Sampling, Side
+from so_tui.spec.generation import (
+    Answer,
+    Ended,
+    Event,
+    Loaded,
+    ModelFacts,
+    Piece,
+    Prompt,
+    Sampling,
+    Side,
+)
 from so_tui.ui.chart_metrics import HARDWARE, samples_of
 from so_tui.ui.loads import CORES, MEMORY, LoadStore
 from so_tui.ui.monitor import WINDOW_S, HostView
@@ -55,7 +73,9 @@ RUNS = {
     "qwen3-14b-b": Run("failed", 1240, 2 * HOUR_S, samples_s=300, seed=8),
     "llama-3.1-8b-long": Run("finished", 900, 9 * HOUR_S, preset="llama-3.1-8b", total=900, seed=9),
     "phi-4-lost": Run("lost", 430, 26 * HOUR_S, preset="phi-4", total=3000, seed=10),
-    "llama-3.1-8b-short": Run("stopped", 210, 50 * HOUR_S, preset="llama-3.1-8b", total=900, seed=11),
+    "llama-3.1-8b-short": Run(
+        "stopped", 210, 50 * HOUR_S, preset="llama-3.1-8b", total=900, seed=11
+    ),
 }
 """By name, newest first."""
 NOTE = RunNotes(note="longer warm-up", tags=("paper",))
@@ -90,15 +110,33 @@ def _load(run: RunDirectory) -> None:
     began = NOW - 95
     for path in run.metrics_dir.iterdir():
         path.unlink()
-    lines = ("[INFO] binding rank 0 to cores 0-71, node 0", "Loading weights:  50%|#####     | 3/6", "")
+    lines = (
+        "[INFO] binding rank 0 to cores 0-71, node 0",
+        "Loading weights:  50%|#####     | 3/6",
+        "",
+    )
     run.log_path(state.attempt, state.host).write_text("\n".join(lines))
     metrics = MetricsWriter(run, state.attempt)
     for stage, after_s in (("ranks", 9), ("data", 14), ("weights", 17)):
-        metrics.append(PhaseRecord(attempt=state.attempt, time=began + after_s, phase="loading", stage=stage))
+        metrics.append(
+            PhaseRecord(attempt=state.attempt, time=began + after_s, phase="loading", stage=stage)
+        )
     file = "model-00003-of-00006.safetensors"
-    metrics.append(PhaseRecord(attempt=state.attempt, time=began + 70, phase="loading", stage="weights", done=3, total=6, detail=file))
+    metrics.append(
+        PhaseRecord(
+            attempt=state.attempt,
+            time=began + 70,
+            phase="loading",
+            stage="weights",
+            done=3,
+            total=6,
+            detail=file,
+        )
+    )
     metrics.close()
-    write_state(run, replace(state, state="loading", started=began, attempt_started=began, checks_s=4.2))
+    write_state(
+        run, replace(state, state="loading", started=began, attempt_started=began, checks_s=4.2)
+    )
 
 
 FINDINGS = (
@@ -167,9 +205,19 @@ def host_view(machine: Machine) -> HostView:
 def _processes(machine: Machine) -> Iterator[HostProcess]:
     for gpu in machine.gpus:
         cores = gpu.cpus
-        yield HostProcess(4100 + gpu.index, "python", "ada", 6.8, 11 * GIB, cores[65:], GpuUse({gpu.index: 78 * GIB}))
+        yield HostProcess(
+            4100 + gpu.index,
+            "python",
+            "ada",
+            6.8,
+            11 * GIB,
+            cores[65:],
+            GpuUse({gpu.index: 78 * GIB}),
+        )
     for gpu in machine.gpus:
-        yield HostProcess(4200 + gpu.index, "python", "ada", 60.3 + gpu.index, 84 * GIB, gpu.cpus[:65], None)
+        yield HostProcess(
+            4200 + gpu.index, "python", "ada", 60.3 + gpu.index, 84 * GIB, gpu.cpus[:65], None
+        )
     yield HostProcess(917, "rsync", "backup", 0.9, GIB // 8, (), None)
 
 
@@ -218,7 +266,11 @@ DATA = DataPreview(
         ),
     ),
     sequence=PackedSequence(
-        tuple(Held(ROWS, row, tokens) for row, tokens in ((153, 44), (211, 44), (300, 44), (304, 44), (347, 44), (44, 36))), 256
+        tuple(
+            Held(ROWS, row, tokens)
+            for row, tokens in ((153, 44), (211, 44), (300, 44), (304, 44), (347, 44), (44, 36))
+        ),
+        256,
     ),
     samples=(
         Sample(
@@ -227,8 +279,14 @@ DATA = DataPreview(
             45,
             24,
             (
-                ("### Instruction:\nWhat is the difference between git fetch and git pull?\n\n### Response:\n", False),
-                ("git fetch only downloads new commits. git pull also merges them into the current branch.<|eos|>", True),
+                (
+                    "### Instruction:\nWhat is the difference between git fetch and git pull?\n\n### Response:\n",
+                    False,
+                ),
+                (
+                    "git fetch only downloads new commits. git pull also merges them into the current branch.<|eos|>",
+                    True,
+                ),
             ),
         ),
         Sample(
@@ -237,7 +295,10 @@ DATA = DataPreview(
             32,
             10,
             (
-                ("### Instruction:\nConvert the temperature to Fahrenheit.\n\n-5 degrees Celsius\n\n### Response:\n", False),
+                (
+                    "### Instruction:\nConvert the temperature to Fahrenheit.\n\n-5 degrees Celsius\n\n### Response:\n",
+                    False,
+                ),
                 ("-5 degrees Celsius are 23 degrees Fahrenheit.<|eos|>", True),
             ),
         ),
@@ -256,8 +317,14 @@ class FixedModel:
     """Stands in for the helper process that has a model: it answers one question, and ends."""
 
     ANSWERS: ClassVar[dict[Side, tuple[str, Ended]]] = {
-        "tuned": ("git fetch only downloads new commits. git pull also merges them into the current branch.", "stop"),
-        "base": ("The difference between git fetch and git pull is that they are both commands. The difference between", "length"),
+        "tuned": (
+            "git fetch only downloads new commits. git pull also merges them into the current branch.",
+            "stop",
+        ),
+        "base": (
+            "The difference between git fetch and git pull is that they are both commands. The difference between",
+            "length",
+        ),
     }
 
     def __init__(self, *_: object) -> None:
@@ -274,7 +341,9 @@ class FixedModel:
             ModelFacts(side="tuned", name="llama-3.1-8b-long", step=800, parameters=8_030_261_248),
             ModelFacts(side="base", name="meta-llama/Llama-3.1-8B", parameters=8_030_261_248),
         )
-        yield Loaded(models=models, device="NVIDIA GH200 120GB", layout="the chat template of the tokenizer")
+        yield Loaded(
+            models=models, device="NVIDIA GH200 120GB", layout="the chat template of the tokenizer"
+        )
         for prompt in self._asked.get(timeout=60):
             text, ended = self.ANSWERS[prompt.side]
             yield Piece(number=1, side=prompt.side, text=text)
@@ -288,14 +357,41 @@ def validation_report() -> Report:
     """Return the report of a machine whose validation has come to its last part."""
     training = [
         ("gpu", "all on the GPU, fp32 states", 4, 3.02, 2.95, (11.9, 9.4, 8.1)),
-        ("superoffload", "SuperOffload, ratio 0.15, fp32 states", 4, 3.18, 3.11, (11.9, 9.4, 8.1003)),
-        ("superoffload-1", "SuperOffload, ratio 0.90, 8-bit states, one GPU", 1, 4.91, 4.4, (11.9, 9.41, 8.102)),
+        (
+            "superoffload",
+            "SuperOffload, ratio 0.15, fp32 states",
+            4,
+            3.18,
+            3.11,
+            (11.9, 9.4, 8.1003),
+        ),
+        (
+            "superoffload-1",
+            "SuperOffload, ratio 0.90, 8-bit states, one GPU",
+            1,
+            4.91,
+            4.4,
+            (11.9, 9.41, 8.102),
+        ),
         ("zerooffload", "ZeRO-Offload", 4, 6.71, 6.3, (11.9, 9.4, 8.1)),
     ]
     outcomes = (
         *(_trained(*row) for row in training),
-        Outcome(key="all-hosts", title="SuperOffload on two hosts", estimate_s=90, state="left-out", reason="takes about 90 s"),
-        Outcome(key="sequences", title="sequences of 65,536 tokens", estimate_s=60, state="failed", seconds=41, reason="out of GPU memory"),
+        Outcome(
+            key="all-hosts",
+            title="SuperOffload on two hosts",
+            estimate_s=90,
+            state="left-out",
+            reason="takes about 90 s",
+        ),
+        Outcome(
+            key="sequences",
+            title="sequences of 65,536 tokens",
+            estimate_s=60,
+            state="failed",
+            seconds=41,
+            reason="out of GPU memory",
+        ),
         Outcome(key="save", title="a checkpoint while training", estimate_s=70),
     )
     return Report(
@@ -309,7 +405,9 @@ def validation_report() -> Report:
     )
 
 
-def _trained(key: str, title: str, ranks: int, measured_s: float, planned_s: float, losses: tuple[float, ...]) -> Outcome:
+def _trained(
+    key: str, title: str, ranks: int, measured_s: float, planned_s: float, losses: tuple[float, ...]
+) -> Outcome:
     figures = Figures(
         step_s=measured_s,
         forward_s=0.8,

@@ -22,7 +22,10 @@ F = TypeVar("F")
 
 def spec_of(name: str, **changes: str) -> RunSpec:
     """Return a preset's spec with changes; ``__`` stands for the dot of a key."""
-    return with_values(CATALOG.presets[name].spec, {key.replace("__", "."): value for key, value in changes.items()})
+    return with_values(
+        CATALOG.presets[name].spec,
+        {key.replace("__", "."): value for key, value in changes.items()},
+    )
 
 
 def facts_of(found: Iterable[Fact | str], kind: type[F]) -> list[F]:

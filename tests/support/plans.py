@@ -29,7 +29,12 @@ SOFTWARE = Software(
 
 def quad_gh200(**changes: object) -> Machine:
     """Four Grace Hopper superchips, 72 cores each."""
-    nodes = [NumaNode(id=i, kind="cpu", cpus=tuple(range(72 * i, 72 * i + 72)), memory_total_bytes=117 * GIB) for i in range(4)]
+    nodes = [
+        NumaNode(
+            id=i, kind="cpu", cpus=tuple(range(72 * i, 72 * i + 72)), memory_total_bytes=117 * GIB
+        )
+        for i in range(4)
+    ]
     gpus = [
         Gpu(
             index=i,
@@ -63,13 +68,25 @@ def quad_gh200(**changes: object) -> Machine:
 def cpu_machine(**changes: object) -> Machine:
     """Two cores, one node, no GPU."""
     node = NumaNode(id=0, kind="cpu", cpus=(0, 1), memory_total_bytes=16 * GIB)
-    machine = quad_gh200(hostname="box", architecture="x86_64", online_cpus=(0, 1), allowed_cpus=(0, 1), numa_nodes=(node,), gpus=())
+    machine = quad_gh200(
+        hostname="box",
+        architecture="x86_64",
+        online_cpus=(0, 1),
+        allowed_cpus=(0, 1),
+        numa_nodes=(node,),
+        gpus=(),
+    )
     return msgspec.structs.replace(machine, **changes)
 
 
 def spec_of(**changes: object) -> RunSpec:
     """Return a spec that trains the embedded model for 20 steps."""
-    spec = RunSpec(name="trial", model=TINY, data=DataSpec(source="builtin:tiny/rows.jsonl"), train=TrainSpec(steps=20))
+    spec = RunSpec(
+        name="trial",
+        model=TINY,
+        data=DataSpec(source="builtin:tiny/rows.jsonl"),
+        train=TrainSpec(steps=20),
+    )
     return msgspec.structs.replace(spec, **changes)
 
 
@@ -78,11 +95,19 @@ def launch_with(plan: Plan, machine: Machine | None = None, *, forced: bool = Fa
     return launch_of(plan, machine or cpu_machine(), force=forced, inherited={})
 
 
-def plan_of(spec: RunSpec, *, mode: Mode = "superoffload", cpus: tuple[tuple[int, ...], ...] = ((0,), (1,)), gpus: bool = False) -> Plan:
+def plan_of(
+    spec: RunSpec,
+    *,
+    mode: Mode = "superoffload",
+    cpus: tuple[tuple[int, ...], ...] = ((0,), (1,)),
+    gpus: bool = False,
+) -> Plan:
     """A plan with one rank per entry of ``cpus``; nine tenths of the cores run Adam in superoffload mode."""
     binding = []
     for rank, cores in enumerate(cpus):
-        main = cores if mode != "superoffload" or len(cores) < 2 else cores[: max(1, len(cores) // 10)]
+        main = (
+            cores if mode != "superoffload" or len(cores) < 2 else cores[: max(1, len(cores) // 10)]
+        )
         binding.append(
             RankBinding(
                 rank=rank,
@@ -92,7 +117,9 @@ def plan_of(spec: RunSpec, *, mode: Mode = "superoffload", cpus: tuple[tuple[int
                 main_cpus=main,
                 adam_cpus=cores[len(main) :],
                 memory_policy=MemoryPolicy(mode="default"),
-                deepspeed=DeepSpeedBinding(cpus=cores, numactl=(), omp_num_threads=len(cores), matches=True),
+                deepspeed=DeepSpeedBinding(
+                    cpus=cores, numactl=(), omp_num_threads=len(cores), matches=True
+                ),
             )
         )
     return Plan(

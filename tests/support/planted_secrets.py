@@ -18,9 +18,15 @@ SECRETS = {
 
 def secrets_in(folder: Path) -> list[str]:
     """Return the files below a folder that hold a secret."""
-    return [str(path) for path in folder.rglob("*") if path.is_file() and b"canary" in path.read_bytes()]
+    return [
+        str(path) for path in folder.rglob("*") if path.is_file() and b"canary" in path.read_bytes()
+    ]
 
 
 def open_to_others(folder: Path) -> list[tuple[str, str]]:
     """Return what others than the owner can open, a folder itself included, with its mode."""
-    return [(str(path), oct(path.stat().st_mode)) for path in (folder, *folder.rglob("*")) if path.stat().st_mode & 0o077]
+    return [
+        (str(path), oct(path.stat().st_mode))
+        for path in (folder, *folder.rglob("*"))
+        if path.stat().st_mode & 0o077
+    ]

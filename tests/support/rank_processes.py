@@ -38,7 +38,13 @@ def environment(ranks: int, *, port: int | None = None, accelerator: str = "cpu"
     return values if port is None else values | {"MASTER_PORT": str(port)}
 
 
-def start(script: Path, arguments: Sequence[str], ranks: int, port: int | None = None, accelerator: str = "cpu") -> Ranks:
+def start(
+    script: Path,
+    arguments: Sequence[str],
+    ranks: int,
+    port: int | None = None,
+    accelerator: str = "cpu",
+) -> Ranks:
     """Start a script once per rank."""
     shared = environment(ranks, port=port or free_port(), accelerator=accelerator)
     return [
@@ -56,7 +62,9 @@ def start(script: Path, arguments: Sequence[str], ranks: int, port: int | None =
 def finish(ranks: Ranks) -> None:
     """Wait for all ranks and assert that each ended with code 0."""
     outputs = [rank.communicate(timeout=400)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * len(ranks), "\n".join(output[-4000:] for output in outputs)
+    assert [rank.returncode for rank in ranks] == [0] * len(ranks), "\n".join(
+        output[-4000:] for output in outputs
+    )
 
 
 def leave() -> NoReturn:

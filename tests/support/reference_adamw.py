@@ -30,8 +30,16 @@ class Reference:
         groups = made.optimizer.optimizer.param_groups
         self.optimizer = torch.optim.AdamW(
             [
-                {"params": [weights], **{key: groups[sub_group.parameter_group][key] for key in ("lr", "betas", "eps", "weight_decay")}}
-                for weights, sub_group in zip(self.master_weights, self.core.sub_groups, strict=True)
+                {
+                    "params": [weights],
+                    **{
+                        key: groups[sub_group.parameter_group][key]
+                        for key in ("lr", "betas", "eps", "weight_decay")
+                    },
+                }
+                for weights, sub_group in zip(
+                    self.master_weights, self.core.sub_groups, strict=True
+                )
             ],
             foreach=False,
         )
@@ -51,11 +59,15 @@ class Reference:
         """Step with the gradients since the last step, or with ``taken``; return the norm of all gradients before clipping."""
         if taken is not None:
             self.gradients = taken
-        squares = torch.stack([gradient.double().square().sum() for gradient in self.gradients]).sum()
+        squares = torch.stack(
+            [gradient.double().square().sum() for gradient in self.gradients]
+        ).sum()
         torch.distributed.all_reduce(squares)
         norm = math.sqrt(float(squares))
         scale = min(1.0, self.clipping / (norm + 1e-6)) if self.clipping else 1.0
-        for group, weights, gradient in zip(self.optimizer.param_groups, self.master_weights, self.gradients, strict=True):
+        for group, weights, gradient in zip(
+            self.optimizer.param_groups, self.master_weights, self.gradients, strict=True
+        ):
             group["lr"] = learning_rate
             weights.grad = gradient * scale
         self.optimizer.step()
@@ -92,7 +104,12 @@ def record_gradients(made: Any) -> list[tuple[str, str]]:
     def recording(gradients: Sequence[Gradient], *, boundary: bool) -> None:
         for gradient in gradients:
             values = gradient.values.detach().cpu().contiguous().view(torch.uint8).numpy()
-            found.append((core.sub_groups[gradient.sub_group].names[gradient.member], hashlib.sha256(values.tobytes()).hexdigest()))
+            found.append(
+                (
+                    core.sub_groups[gradient.sub_group].names[gradient.member],
+                    hashlib.sha256(values.tobytes()).hexdigest(),
+                )
+            )
         receive(gradients, boundary=boundary)
 
     core.receive = recording  # type: ignore[method-assign]
@@ -110,4 +127,6 @@ def distance(found: torch.Tensor | None, expected: torch.Tensor) -> float:
     """Return the norm of the difference, relative to ``expected``."""
     assert found is not None
     expected = expected.to(found.device)
-    return float((found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
+    return float(
+        (found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)
+    )

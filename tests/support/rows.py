@@ -16,8 +16,18 @@ from tests.support.problems import refusal
 ROWS: dict[str, dict[str, Any]] = {
     "alpaca": {"instruction": "Add the numbers.", "input": "2 and 3", "output": "They make 5."},
     "prompt-completion": {"prompt": "Add 2 and 3.", "completion": "They make 5."},
-    "messages": {"messages": [{"role": "user", "content": "Add 2 and 3."}, {"role": "assistant", "content": "They make 5."}]},
-    "sharegpt": {"conversations": [{"from": "human", "value": "Add 2 and 3."}, {"from": "gpt", "value": "They make 5."}]},
+    "messages": {
+        "messages": [
+            {"role": "user", "content": "Add 2 and 3."},
+            {"role": "assistant", "content": "They make 5."},
+        ]
+    },
+    "sharegpt": {
+        "conversations": [
+            {"from": "human", "value": "Add 2 and 3."},
+            {"from": "gpt", "value": "They make 5."},
+        ]
+    },
 }
 """A row of each layout, with the same meaning."""
 

@@ -16,7 +16,9 @@ def valid(name: str, printed: str) -> Any:
     values = json.loads(printed)
     schema = json.loads((FOLDER / f"{name}.json").read_text())
     for kind in schema["$defs"].values():
-        if "properties" in kind and "code" not in kind["properties"]:  # facts have more keys in plans
+        if (
+            "properties" in kind and "code" not in kind["properties"]
+        ):  # facts have more keys in plans
             kind["additionalProperties"] = False
     Draft202012Validator(schema).validate(values)
     return values

@@ -73,7 +73,9 @@ class Driver:
     async def resize(self, width: int, height: int) -> None:
         """Give the terminal another size, and wait until the screen has it: Textual waits for further sizes first."""
         await self.pilot.resize_terminal(width, height)
-        await self.until(lambda: self.app._resize_event is None and self.screen._size == (width, height))
+        await self.until(
+            lambda: self.app._resize_event is None and self.screen._size == (width, height)
+        )
 
     async def type_text(self, text: str, *, replace: bool = False) -> None:
         """Type into the text field with the focus, as fast as a terminal pastes; ``replace`` what stands in it."""
@@ -170,7 +172,14 @@ async def opened(
     """Open the application on ``machine`` (four GH200 unless given, the present host with ``this_machine``)."""
     chosen = None if this_machine else machine or quad_machine()
     loaded = Loaded(settings) if isinstance(settings, Settings) else settings
-    app = SoTuiApp(machine=chosen, runs_dir=runs_dir, open_run=open_run, start=start, settings=loaded, machine_file=machine_file)
+    app = SoTuiApp(
+        machine=chosen,
+        runs_dir=runs_dir,
+        open_run=open_run,
+        start=start,
+        settings=loaded,
+        machine_file=machine_file,
+    )
     async with app.run_test(size=size, tooltips=tooltips) as pilot:
         driver = Driver(app, pilot)
         await driver.until(lambda: app.machine is not None and app.catalog is not None)

@@ -81,9 +81,28 @@ CASES = (
     Case("gemma3_text", ALTERNATING, policy="full"),
     Case("phi3", LONGROPE, policy="full"),
     Case("gpt_oss", ALTERNATING, policy="selective"),
-    Case("gpt_oss", ALTERNATING, policy="attention", settings={"train__gradient_accumulation": "2"}, uneven=True),
-    Case("gemma3_text", ALTERNATING, policy="attention", tile=20, settings={"train__gradient_accumulation": "2"}, uneven=True),
-    Case("qwen3", policy="attention", tile=20, settings={"data__packing": "false", "train__micro_batch": "4"}, uneven=True),
+    Case(
+        "gpt_oss",
+        ALTERNATING,
+        policy="attention",
+        settings={"train__gradient_accumulation": "2"},
+        uneven=True,
+    ),
+    Case(
+        "gemma3_text",
+        ALTERNATING,
+        policy="attention",
+        tile=20,
+        settings={"train__gradient_accumulation": "2"},
+        uneven=True,
+    ),
+    Case(
+        "qwen3",
+        policy="attention",
+        tile=20,
+        settings={"data__packing": "false", "train__micro_batch": "4"},
+        uneven=True,
+    ),
 )
 """gpt-oss has sinks. Where the policy is full or attention, all that layers keep is in host memory."""
 
@@ -98,7 +117,14 @@ def uneven() -> Documents:
 
 
 def shared_spec(ranks: int, changes: dict[str, str]) -> RunSpec:
-    return spec(**{"gpus": str(ranks), "train__sequence_parallel": str(ranks), "train__gradient_accumulation": "1"} | changes)
+    return spec(
+        **{
+            "gpus": str(ranks),
+            "train__sequence_parallel": str(ranks),
+            "train__gradient_accumulation": "1",
+        }
+        | changes
+    )
 
 
 def results(model: TrainedModel, batches: Sequence[Batch], scale: float) -> dict[str, Tensor]:
@@ -109,7 +135,14 @@ def results(model: TrainedModel, batches: Sequence[Batch], scale: float) -> dict
         loss = model(batch, scale)
         torch.autograd.backward(loss)
         total += loss.detach()
-    return {"loss": total, **{name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}}
+    return {
+        "loss": total,
+        **{
+            name: parameter.grad
+            for name, parameter in model.named_parameters()
+            if parameter.grad is not None
+        },
+    }
 
 
 def compare(case: Case) -> None:
@@ -119,10 +152,16 @@ def compare(case: Case) -> None:
     name = attention.register(PLAIN, attention.sequence_group(ranks))
     exact = case.model_type != "gpt_oss"
     masked = "sdpa" if exact else "eager"  # eager attention rounds its softmax to float32
-    causal, plain = (_model(config, torch.float64 if exact else torch.float32, each) for each in (name, masked))
+    causal, plain = (
+        _model(config, torch.float64 if exact else torch.float32, each) for each in (name, masked)
+    )
     room = Room(2, 1 << 20)
-    on_host = HostActivations(room, [room, room] if case.policy == "attention" else [], torch.device("cpu"))
-    recompute.install(causal, case.policy, on_host if case.policy in ("full", "attention") else None)
+    on_host = HostActivations(
+        room, [room, room] if case.policy == "attention" else [], torch.device("cpu")
+    )
+    recompute.install(
+        causal, case.policy, on_host if case.policy in ("full", "attention") else None
+    )
     assert not case.tile or tiles.install(causal, case.tile) == SHAPE["num_hidden_layers"]
     model, reference = TrainedModel(causal, name), TrainedModel(plain, masked)
     docs = uneven() if case.uneven else documents()
@@ -141,10 +180,16 @@ def compare(case: Case) -> None:
             dist.all_reduce(tensor)
         for key, expected in results(reference, list(alone.micro_batches(step)), scale).items():
             what = f"{case.model_type}, {case.policy}, {key}"
-            torch.testing.assert_close(found[key], expected, rtol=relative, atol=absolute, msg=f"{what}: {{}}".format)
+            torch.testing.assert_close(
+                found[key], expected, rtol=relative, atol=absolute, msg=f"{what}: {{}}".format
+            )
     assert divided, "a document that two ranks share"
     last = parts[-1]
-    empty = replace(last, predictors=last.predictors[:0], targets=last.targets[:0]) if rank == 0 else last
+    empty = (
+        replace(last, predictors=last.predictors[:0], targets=last.targets[:0])
+        if rank == 0
+        else last
+    )
     assert all(tensor.isfinite().all() for tensor in results(model, [empty], scale).values())
 
 
@@ -166,7 +211,9 @@ class Measured(HostActivations):
         kept_bytes.append(self.nbytes)
 
 
-def plain_attention(model: ModelSpec, needs: Any, device: torch.device, ranks_per_sequence: int) -> str:
+def plain_attention(
+    model: ModelSpec, needs: Any, device: torch.device, ranks_per_sequence: int
+) -> str:
     """Stand in for ``attention.choose``: no kernels that take boundaries run on a CPU."""
     return attention.register(PLAIN, attention.sequence_group(ranks_per_sequence))
 
@@ -174,13 +221,18 @@ def plain_attention(model: ModelSpec, needs: Any, device: torch.device, ranks_pe
 def steps(**changes: str) -> list[tuple[float, float]]:
     """Train three steps of four sequences as a run does; return the mean losses of all ranks, and gradient norms."""
     size = dist.get_world_size()
-    plan = make_plan(spec(gpus=str(size), offload__mode="superoffload", train__gradient_clipping="1", **changes), inspect_machine())
+    plan = make_plan(
+        spec(gpus=str(size), offload__mode="superoffload", train__gradient_clipping="1", **changes),
+        inspect_machine(),
+    )
     run = plan.spec
     torch.manual_seed(run.train.seed)
     kept_bytes.clear()
     model = build(run, torch.device("cpu"), ds_config(plan))
     assert sum(kept_bytes) == sum(term.bytes for term in plan.breakdown if term.kind in ON_HOST)
-    made, *_ = superoffload.initialize(model, parameter_groups(model, run), engine_settings(run, binding()), ds_config(plan))
+    made, *_ = superoffload.initialize(
+        model, parameter_groups(model, run), engine_settings(run, binding()), ds_config(plan)
+    )
     batches = Batches(documents(), run, dist.get_rank())
     batches.end_to_end = True
     found = []
@@ -206,19 +258,54 @@ def train() -> None:
     """
     attention.choose = plain_attention  # type: ignore[assignment]
     building.HostActivations = Measured  # type: ignore[assignment, attr-defined]
-    apart = steps(train__gradient_accumulation="1", model__activation_checkpointing="full", model__activation_offload="off")
-    on_host = steps(train__gradient_accumulation="1", model__activation_checkpointing="full", model__activation_offload="on")
-    fetched = steps(train__gradient_accumulation="1", model__activation_checkpointing="full", offload__parameters="cpu")
-    keeping = steps(train__gradient_accumulation="1", model__activation_checkpointing="attention", offload__parameters="cpu")
+    apart = steps(
+        train__gradient_accumulation="1",
+        model__activation_checkpointing="full",
+        model__activation_offload="off",
+    )
+    on_host = steps(
+        train__gradient_accumulation="1",
+        model__activation_checkpointing="full",
+        model__activation_offload="on",
+    )
+    fetched = steps(
+        train__gradient_accumulation="1",
+        model__activation_checkpointing="full",
+        offload__parameters="cpu",
+    )
+    keeping = steps(
+        train__gradient_accumulation="1",
+        model__activation_checkpointing="attention",
+        offload__parameters="cpu",
+    )
     results_too = [
-        steps(train__gradient_accumulation="1", model__activation_checkpointing="attention", model__activation_offload=offload)
+        steps(
+            train__gradient_accumulation="1",
+            model__activation_checkpointing="attention",
+            model__activation_offload=offload,
+        )
         for offload in ("on", "attention")
     ]
     building.MLP_TILE_TOKENS = 50  # type: ignore[attr-defined]
-    tiled = steps(train__gradient_accumulation="1", model__activation_checkpointing="full", model__tiled_mlp="on")
-    plain = {"train__gradient_accumulation": "1", "model__activation_checkpointing": "attention", "model__kernels": "plain"}
-    plain_norms, norms_too = steps(**plain), steps(**plain, model__tiled_mlp="on", offload__parameters="cpu")
-    shared = steps(train__gradient_accumulation="2", model__activation_checkpointing="full", train__sequence_parallel="2")
+    tiled = steps(
+        train__gradient_accumulation="1",
+        model__activation_checkpointing="full",
+        model__tiled_mlp="on",
+    )
+    plain = {
+        "train__gradient_accumulation": "1",
+        "model__activation_checkpointing": "attention",
+        "model__kernels": "plain",
+    }
+    plain_norms, norms_too = (
+        steps(**plain),
+        steps(**plain, model__tiled_mlp="on", offload__parameters="cpu"),
+    )
+    shared = steps(
+        train__gradient_accumulation="2",
+        model__activation_checkpointing="full",
+        train__sequence_parallel="2",
+    )
     both = steps(
         train__gradient_accumulation="2",
         model__activation_checkpointing="full",
@@ -243,10 +330,16 @@ def train() -> None:
     assert results_too == [apart, apart]
     assert both == results_shared == shared
     for name, found in {"shared": shared, "tiled": tiled, "everything": everything}.items():
-        assert found == [pytest.approx(expected, rel=0.003) for expected in apart], (name, found, apart)
+        assert found == [pytest.approx(expected, rel=0.003) for expected in apart], (
+            name,
+            found,
+            apart,
+        )
     for (loss, norm), (expected, expected_norm) in zip(norms_too, plain_norms, strict=True):
         assert loss == pytest.approx(expected, rel=1e-4)
-        assert norm == pytest.approx(expected_norm, rel=0.01)  # Adam amplifies how bf16 rounds small gradients
+        assert norm == pytest.approx(
+            expected_norm, rel=0.01
+        )  # Adam amplifies how bf16 rounds small gradients
 
 
 if __name__ == "__main__":

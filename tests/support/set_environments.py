@@ -23,13 +23,24 @@ def environment(packages: VersionSet) -> Path:
     Raises CalledProcessError if pip fails.
     """
     locks = [ROOT / "locks" / name for name in ("light.txt", f"{packages.name}.txt")]
-    key = hashlib.sha256(b"".join([sys.version.encode(), packages.torch.encode(), *(lock.read_bytes() for lock in locks)]))
+    key = hashlib.sha256(
+        b"".join(
+            [sys.version.encode(), packages.torch.encode(), *(lock.read_bytes() for lock in locks)]
+        )
+    )
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "so-tui" / "version-sets" / f"{packages.name}-{key.hexdigest()[:12]}"
     python, complete = folder / "bin" / "python", folder / "complete"
     if not complete.exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
-        pip: list[str | Path] = [python, "-m", "pip", "--disable-pip-version-check", "--quiet", "install"]
+        pip: list[str | Path] = [
+            python,
+            "-m",
+            "pip",
+            "--disable-pip-version-check",
+            "--quiet",
+            "install",
+        ]
         index = ["--index-url", os.environ["TORCH_INDEX"]] if os.environ.get("TORCH_INDEX") else []
         subprocess.run([*pip, "-r", locks[0]], check=True)
         subprocess.run([*pip, *index, f"torch=={packages.torch}"], check=True)

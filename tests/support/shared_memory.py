@@ -17,10 +17,16 @@ def files_in_shared_memory(pid: int) -> set[str]:
             links.append(str(link.readlink()))
     maps = [line.partition("/")[2] for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
     paths = {*links, *(f"/{path}" for path in maps)}
-    return {path for path in paths if path.startswith(f"{SHARED_MEMORY}/") and not Path(path).name.startswith("sem.")}
+    return {
+        path
+        for path in paths
+        if path.startswith(f"{SHARED_MEMORY}/") and not Path(path).name.startswith("sem.")
+    }
 
 
 def named_after(*numbers: int) -> set[str]:
     """Return the files of /dev/shm with one of these numbers in their names, which is how libraries call theirs: by process or by port."""
     wanted = {str(number) for number in numbers}
-    return {path.name for path in SHARED_MEMORY.iterdir() if wanted & set(re.findall(r"\d+", path.name))}
+    return {
+        path.name for path in SHARED_MEMORY.iterdir() if wanted & set(re.findall(r"\d+", path.name))
+    }

@@ -2,6 +2,10 @@
 
 HELD_OUT = {"data__held_out": "30"}
 TWELVE_STEPS = HELD_OUT | {"train__steps": "12"}
-PROMPTS = {"prompts__texts": '["Which process uses a port?", "Show the disks."]', "prompts__every_steps": "5", "prompts__max_tokens": "12"}
+PROMPTS = {
+    "prompts__texts": '["Which process uses a port?", "Show the disks."]',
+    "prompts__every_steps": "5",
+    "prompts__max_tokens": "12",
+}
 """What the shared run is asked, which must not change its losses."""
 SUPEROFFLOAD = {"offload__mode": "superoffload"}

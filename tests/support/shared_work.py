@@ -44,7 +44,9 @@ def _share_rules(sheet: Stylesheet, variables: dict[str, str]) -> None:
     sheet._parse_cache = _rules.setdefault(frozenset(variables.items()), LRUCache(1000))
 
 
-def _planned(presets: Sequence[Preset], machine: Machine, counts: Sequence[int]) -> tuple[PlanRow, ...]:
+def _planned(
+    presets: Sequence[Preset], machine: Machine, counts: Sequence[int]
+) -> tuple[PlanRow, ...]:
     """Plan the same presets for the same machine once, unless there is something in the state folder that plans may read."""
     if any(state_home().rglob("*.json")):
         return plan_table(presets, machine, counts)

@@ -49,7 +49,9 @@ def install_command(folder: Path) -> None:
     command.chmod(0o755)
 
 
-def offered(shell: str, lines: Sequence[str], folder: Path, cwd: Path, environment: Mapping[str, str]) -> list[list[str]]:
+def offered(
+    shell: str, lines: Sequence[str], folder: Path, cwd: Path, environment: Mapping[str, str]
+) -> list[list[str]]:
     """Return the words that a shell offers in place of the last one of each line, as it would insert them.
 
     Args:
@@ -62,24 +64,44 @@ def offered(shell: str, lines: Sequence[str], folder: Path, cwd: Path, environme
     if shell == "fish":
         argv = ["fish", "--no-config", "-c", _FISH, *lines]
         done = subprocess.run(
-            argv, cwd=cwd, env={**environment}, capture_output=True, text=True, errors="surrogateescape", check=True, timeout=60
+            argv,
+            cwd=cwd,
+            env={**environment},
+            capture_output=True,
+            text=True,
+            errors="surrogateescape",
+            check=True,
+            timeout=60,
         )
         return [line.split() for line in done.stdout.splitlines()]
     left = _command_lines(shell, lines, folder, cwd, environment)
-    return [after[len(before) - len(before.split(" ")[-1]) :].split() for before, after in zip(lines, left, strict=True)]
+    return [
+        after[len(before) - len(before.split(" ")[-1]) :].split()
+        for before, after in zip(lines, left, strict=True)
+    ]
 
 
-def _command_lines(shell: str, lines: Sequence[str], folder: Path, cwd: Path, environment: Mapping[str, str]) -> list[str]:
+def _command_lines(
+    shell: str, lines: Sequence[str], folder: Path, cwd: Path, environment: Mapping[str, str]
+) -> list[str]:
     """Return each line after the shell has inserted all words that it offers."""
     (folder / "bashrc").write_text(_BASH)
     (folder / ".zshrc").write_text(_ZSH)
     typed = folder / "typed"
     typed.touch()
-    argv = ["bash", "--rcfile", str(folder / "bashrc"), "-i"] if shell == "bash" else ["zsh", "--no-globalrcs", "-i"]
+    argv = (
+        ["bash", "--rcfile", str(folder / "bashrc"), "-i"]
+        if shell == "bash"
+        else ["zsh", "--no-globalrcs", "-i"]
+    )
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(cwd)
-        os.execvpe(argv[0], argv, {**environment, "TERM": "dumb", "TYPED": str(typed), "ZDOTDIR": str(folder)})
+        os.execvpe(
+            argv[0],
+            argv,
+            {**environment, "TERM": "dumb", "TYPED": str(typed), "ZDOTDIR": str(folder)},
+        )
     try:
         end, seen = time.monotonic() + 60, b""
         while _READY not in seen:

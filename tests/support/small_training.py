@@ -28,7 +28,13 @@ SHAPE = {
     "head_dim": 8,
     "pad_token_id": 0,
 }
-EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "intermediate_size": 24}
+EXPERTS = {
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "intermediate_size": 24,
+}
 MIXTURES = ("qwen3_moe", "gpt_oss")
 Trained = tuple[float, dict[str, Tensor]]
 """Loss and gradients."""
@@ -42,7 +48,11 @@ QUERIES = SHAPE["num_attention_heads"] * SHAPE["head_dim"]
 def on_host(device: str, results: bool, shape: dict[str, Any] = SHAPE) -> HostActivations:
     """Return host memory for the inputs of all layers, and for attention's results too, with their log-sum-exp."""
     layers, each = shape["num_hidden_layers"], TOKENS * 4
-    rooms = [Room(layers, each * QUERIES), Room(layers, each * shape["num_attention_heads"])] if results else []
+    rooms = (
+        [Room(layers, each * QUERIES), Room(layers, each * shape["num_attention_heads"])]
+        if results
+        else []
+    )
     return HostActivations(Room(layers, each * shape["hidden_size"]), rooms, torch.device(device))
 
 
@@ -63,12 +73,16 @@ def model_of(
     mixture = model_type in MIXTURES
     masked = "eager" if model_type == "gpt_oss" else "sdpa"
     implementation = attention.register(with_kernels) if with_kernels else masked
-    config = AutoConfig.for_model(model_type, **SHAPE | (EXPERTS if mixture else {}) | {"head_dim": head_dim})
+    config = AutoConfig.for_model(
+        model_type, **SHAPE | (EXPERTS if mixture else {}) | {"head_dim": head_dim}
+    )
     disable_dropout(config)
     causal = causal_model(config, dtype=dtype, attention=implementation)
     causal.to(torch.device(device))  # type: ignore[arg-type]
     kernels.install(causal, fused)
-    recompute.install(causal, policy, on_host(device, with_kernels is not None) if offloaded else None)
+    recompute.install(
+        causal, policy, on_host(device, with_kernels is not None) if offloaded else None
+    )
     if tile:
         assert tiles.install(causal, tile) == SHAPE["num_hidden_layers"]
     causal.train()
@@ -83,13 +97,17 @@ def forward(causal: PreTrainedModel) -> Tensor:
     return loss
 
 
-def trained(policy: recompute.Policy, model_type: str = "qwen3", *, passes: int = 1, **options: Any) -> Trained:
+def trained(
+    policy: recompute.Policy, model_type: str = "qwen3", *, passes: int = 1, **options: Any
+) -> Trained:
     """Loss of the last micro-batch, and gradients of all."""
     causal = model_of(policy, model_type, **options)
     for _ in range(passes):
         loss = forward(causal)
         torch.autograd.backward(loss)
-    return loss.item(), {name: grad_of(parameter).clone() for name, parameter in causal.named_parameters()}
+    return loss.item(), {
+        name: grad_of(parameter).clone() for name, parameter in causal.named_parameters()
+    }
 
 
 class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -100,7 +118,9 @@ class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.counts: Counter[str] = Counter()
         self.label = "forward"
 
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
         if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
             self.counts[self.label] += 1
         if function is torch.ops.aten._grouped_mm.default:

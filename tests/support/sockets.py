@@ -35,7 +35,10 @@ def open_sockets(pids: Iterable[int]) -> frozenset[OpenSocket]:
     """Return the sockets of these processes on which something could arrive unasked. Processes that end meanwhile are left out."""
     owners = {inode: pid for pid in pids for inode in _inodes(pid)}
     return frozenset(
-        OpenSocket(owners[inode], table, address, port) for table in _TABLES for inode, address, port in _entries(table) if inode in owners
+        OpenSocket(owners[inode], table, address, port)
+        for table in _TABLES
+        for inode, address, port in _entries(table)
+        if inode in owners
     )
 
 
@@ -76,5 +79,7 @@ def _entries(table: str) -> Iterator[tuple[str, str, int]]:
 
 def _address(words: str) -> str:
     """Decode an address of /proc/net: 32-bit words in the byte order of this machine."""
-    packed = b"".join(struct.pack("=I", int(words[start : start + 8], 16)) for start in range(0, len(words), 8))
+    packed = b"".join(
+        struct.pack("=I", int(words[start : start + 8], 16)) for start in range(0, len(words), 8)
+    )
     return socket.inet_ntop(socket.AF_INET if len(packed) == 4 else socket.AF_INET6, packed)

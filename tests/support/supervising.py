@@ -11,9 +11,21 @@ from so_tui.launch.starter import TOKEN_VARIABLE, new_token, record_token
 from so_tui.runs import RunDirectory
 
 
-def supervise_to_end(run: RunDirectory, attempt: int = 1, environ: Mapping[str, str] = os.environ) -> int:
+def supervise_to_end(
+    run: RunDirectory, attempt: int = 1, environ: Mapping[str, str] = os.environ
+) -> int:
     """Start the attempt under a supervisor, wait for its end, and return the supervisor's exit code."""
     token = new_token()
     record_token(run, attempt, token)
-    command = [sys.executable, "-m", "so_tui", "supervise", str(run.path), "--attempt", str(attempt)]
-    return subprocess.run(command, timeout=60, check=False, env={**environ, TOKEN_VARIABLE: token}).returncode
+    command = [
+        sys.executable,
+        "-m",
+        "so_tui",
+        "supervise",
+        str(run.path),
+        "--attempt",
+        str(attempt),
+    ]
+    return subprocess.run(
+        command, timeout=60, check=False, env={**environ, TOKEN_VARIABLE: token}
+    ).returncode

@@ -20,19 +20,34 @@ _started: list[list[str]] = []
 
 def launches_ranks(argv: Sequence[str]) -> bool:
     """Return whether a process with these arguments starts training processes."""
-    if any(argument.startswith("deepspeed.launcher") or PurePath(argument).name == "deepspeed" for argument in argv):
+    if any(
+        argument.startswith("deepspeed.launcher") or PurePath(argument).name == "deepspeed"
+        for argument in argv
+    ):
         return True
     if "--dry-run" in argv or "--help" in argv:
         return False
-    ours = [index for index, argument in enumerate(argv) if argument == "so_tui" or PurePath(argument).name == "so-tui"]
-    return bool(ours) and (bool(_TRAINING_COMMANDS & set(argv[ours[0] + 1 : ours[0] + 2])) or "--probe" in argv)
+    ours = [
+        index
+        for index, argument in enumerate(argv)
+        if argument == "so_tui" or PurePath(argument).name == "so-tui"
+    ]
+    return bool(ours) and (
+        bool(_TRAINING_COMMANDS & set(argv[ours[0] + 1 : ours[0] + 2])) or "--probe" in argv
+    )
 
 
 def _note_process(event: str, arguments: tuple[object, ...]) -> None:
     if event == "subprocess.Popen":
         argv = arguments[1]
         if isinstance(argv, list | tuple):
-            _started.append([os.fsdecode(argument) for argument in argv if isinstance(argument, str | bytes | os.PathLike)])
+            _started.append(
+                [
+                    os.fsdecode(argument)
+                    for argument in argv
+                    if isinstance(argument, str | bytes | os.PathLike)
+                ]
+            )
 
 
 def pytest_configure() -> None:

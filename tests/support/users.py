@@ -63,7 +63,9 @@ class User:
             text=True,
         )
 
-    def run(self, *argv: str, timeout_s: float = 60.0, umask: int = 0o022, **changes: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *argv: str, timeout_s: float = 60.0, umask: int = 0o022, **changes: str
+    ) -> subprocess.CompletedProcess[str]:
         """Run a command as this user to its end."""
         with self.start(*argv, umask=umask, **changes) as process:
             try:
@@ -73,11 +75,24 @@ class User:
                 raise
         return subprocess.CompletedProcess(argv, process.returncode, out, err)
 
-    def so_tui(self, *arguments: str, timeout_s: float = 60.0, umask: int = 0o022, **changes: str) -> subprocess.CompletedProcess[str]:
+    def so_tui(
+        self, *arguments: str, timeout_s: float = 60.0, umask: int = 0o022, **changes: str
+    ) -> subprocess.CompletedProcess[str]:
         """Run ``so-tui`` as this user to its end."""
-        return self.run(self.interpreter, "-P", "-m", "so_tui", *arguments, timeout_s=timeout_s, umask=umask, **changes)
+        return self.run(
+            self.interpreter,
+            "-P",
+            "-m",
+            "so_tui",
+            *arguments,
+            timeout_s=timeout_s,
+            umask=umask,
+            **changes,
+        )
 
-    def python(self, code: str, *arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+    def python(
+        self, code: str, *arguments: str, timeout_s: float = 60.0
+    ) -> subprocess.CompletedProcess[str]:
         """Run Python code as this user to its end."""
         return self.run(self.interpreter, "-P", "-c", code, *arguments, timeout_s=timeout_s)
 
@@ -125,7 +140,9 @@ def _user(folder: Path, name: str, place: int) -> User:
     users = [User(name, uid, home, interpreter, _python_path()) for interpreter in _interpreters()]
     usable = next((user for user in users if _works(user)), None)
     if usable is None:
-        pytest.skip(f"other users can read neither {sys.executable} nor another Python of this version, or not the checkout")
+        pytest.skip(
+            f"other users can read neither {sys.executable} nor another Python of this version, or not the checkout"
+        )
     return usable
 
 
@@ -139,7 +156,9 @@ def _python_path() -> str:
     """Return where this interpreter finds modules, without Python's own library, which every interpreter brings itself."""
     library = Path(os.__file__).parent
     return os.pathsep.join(
-        path for path in sys.path if path and library not in (Path(path), Path(path).parent) and not path.endswith(".zip")
+        path
+        for path in sys.path
+        if path and library not in (Path(path), Path(path).parent) and not path.endswith(".zip")
     )
 
 

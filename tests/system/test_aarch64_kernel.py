@@ -20,7 +20,9 @@ NUMEL = 2 * (1 << 16) + 333
 
 
 @pytest.mark.parametrize("architecture", ["armv8.2-a", "armv9-a+sve2"], ids=["neon", "sve2"])
-@pytest.mark.parametrize(("moments", "precision"), [(0, 0.0), (1, 2**-7), (2, 2**-3)], ids=["fp32", "bf16", "int8"])
+@pytest.mark.parametrize(
+    ("moments", "precision"), [(0, 0.0), (1, 2**-7), (2, 2**-3)], ids=["fp32", "bf16", "int8"]
+)
 def test_the_kernel_computes_adamw_on_aarch64_and_flushes_denormals(
     architecture: str, moments: int, precision: float, tmp_path: Path
 ) -> None:
@@ -38,26 +40,60 @@ def test_the_kernel_computes_adamw_on_aarch64_and_flushes_denormals(
 
     program = tmp_path / "adam_step"
     flags = [flag for flag in FLAGS if flag not in ("-march=native", "-shared", "-fPIC")]
-    command = [COMPILER, *flags, f"-march={architecture}", "-static", f"-I{SOURCE.parent}", "-o", str(program), str(DRIVER)]
+    command = [
+        COMPILER,
+        *flags,
+        f"-march={architecture}",
+        "-static",
+        f"-I{SOURCE.parent}",
+        "-o",
+        str(program),
+        str(DRIVER),
+    ]
     compiled = subprocess.run(command, capture_output=True, text=True, check=False)
     assert compiled.returncode == 0, compiled.stderr
 
     generator = numpy.random.default_rng(0)
-    weights, first, gradient = (generator.standard_normal(NUMEL, dtype=numpy.float32) for _ in range(3))
+    weights, first, gradient = (
+        generator.standard_normal(NUMEL, dtype=numpy.float32) for _ in range(3)
+    )
     second = first * first
     if moments == 1:
-        first, second = ((array.view(numpy.uint32) & 0xFFFF0000).view(numpy.float32) for array in (first, second))
+        first, second = (
+            (array.view(numpy.uint32) & 0xFFFF0000).view(numpy.float32) for array in (first, second)
+        )
     if moments == 2:  # powers of two within the reach of the codes
         first, second = (
-            numpy.exp2(numpy.clip(numpy.round(numpy.log2(abs(array) + 1e-9)), -6, 2)).astype("f4") for array in (first, second)
+            numpy.exp2(numpy.clip(numpy.round(numpy.log2(abs(array) + 1e-9)), -6, 2)).astype("f4")
+            for array in (first, second)
         )
     first[::2] = 1e-40  # denormal, without gradient
     gradient[::2] = 0
-    step = Command(Operation.STEP, 0, 10, learning_rate=1e-3, beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01)
+    step = Command(
+        Operation.STEP,
+        0,
+        10,
+        learning_rate=1e-3,
+        beta1=0.9,
+        beta2=0.999,
+        epsilon=1e-8,
+        weight_decay=0.01,
+    )
     arrays = (array.tobytes() for array in (weights, first, second, gradient))
-    given = b"".join((NUMEL.to_bytes(8, "little"), moments.to_bytes(8, "little"), bytes(adamw_scalars(step)), *arrays))
-    done = subprocess.run([*EMULATOR, str(program)], input=given, capture_output=True, check=True, timeout=120)
-    new_weights, new_first, new_second = numpy.frombuffer(done.stdout, numpy.float32).reshape(3, NUMEL)
+    given = b"".join(
+        (
+            NUMEL.to_bytes(8, "little"),
+            moments.to_bytes(8, "little"),
+            bytes(adamw_scalars(step)),
+            *arrays,
+        )
+    )
+    done = subprocess.run(
+        [*EMULATOR, str(program)], input=given, capture_output=True, check=True, timeout=120
+    )
+    new_weights, new_first, new_second = numpy.frombuffer(done.stdout, numpy.float32).reshape(
+        3, NUMEL
+    )
 
     first[::2] = 0
     wide = [array.astype(numpy.float64) for array in (weights, first, second, gradient)]
@@ -66,6 +102,8 @@ def test_the_kernel_computes_adamw_on_aarch64_and_flushes_denormals(
     denominator = numpy.sqrt(expected_second / (1 - 0.999**10)) + 1e-8
     expected = wide[0] * (1 - 1e-3 * 0.01) - 1e-3 / (1 - 0.9**10) * expected_first / denominator
     assert not new_first[::2].any()
-    numpy.testing.assert_allclose(new_first, expected_first, rtol=precision + 2e-5, atol=1e-7 if not precision else 2**-12)
+    numpy.testing.assert_allclose(
+        new_first, expected_first, rtol=precision + 2e-5, atol=1e-7 if not precision else 2**-12
+    )
     numpy.testing.assert_allclose(new_second, expected_second, rtol=precision + 2e-6)
     numpy.testing.assert_allclose(new_weights, expected, rtol=2e-6, atol=1e-7)

@@ -18,7 +18,18 @@ from tests.support.python_path import ROOT
 
 pytestmark = pytest.mark.system
 
-INDEX_SETTINGS = ("PIP_", "UV_", "SSL_", "REQUESTS_", "HTTP_", "HTTPS_", "NO_PROXY", "http_", "https_", "no_proxy")
+INDEX_SETTINGS = (
+    "PIP_",
+    "UV_",
+    "SSL_",
+    "REQUESTS_",
+    "HTTP_",
+    "HTTPS_",
+    "NO_PROXY",
+    "http_",
+    "https_",
+    "no_proxy",
+)
 """What says where packages come from. Nothing else of the environment reaches the installers."""
 STEPS = 4
 
@@ -26,8 +37,17 @@ STEPS = 4
 def environment(home: Path) -> dict[str, str]:
     """Return the environment of a user whose home is empty but for what was installed there."""
     kept = {name: value for name, value in os.environ.items() if name.startswith(INDEX_SETTINGS)}
-    caches = {"PIP_CACHE_DIR": str(Path.home() / ".cache" / "pip"), "XDG_CACHE_HOME": str(Path.home() / ".cache")}
-    own = {"HOME": str(home), "PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8", "COLUMNS": "140", "PIPX_DEFAULT_BACKEND": "pip"}
+    caches = {
+        "PIP_CACHE_DIR": str(Path.home() / ".cache" / "pip"),
+        "XDG_CACHE_HOME": str(Path.home() / ".cache"),
+    }
+    own = {
+        "HOME": str(home),
+        "PATH": "/usr/bin:/bin",
+        "LC_ALL": "C.UTF-8",
+        "COLUMNS": "140",
+        "PIPX_DEFAULT_BACKEND": "pip",
+    }
     return caches | kept | own
 
 
@@ -35,7 +55,15 @@ def call(home: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
     """Run a command from a folder outside the checkout."""
     folder = home / "elsewhere"
     folder.mkdir(exist_ok=True)
-    return subprocess.run(command, cwd=folder, env=environment(home), capture_output=True, text=True, check=False, timeout=600)
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=environment(home),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +71,16 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder with ``pipx`` and ``uv``."""
     folder = tmp_path_factory.mktemp("tools")
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    install = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--quiet", "install", "pipx", "uv"]
+    install = [
+        str(folder / "bin" / "python"),
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "--quiet",
+        "install",
+        "pipx",
+        "uv",
+    ]
     done = subprocess.run(install, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         pytest.skip(f"pipx and uv could not be installed: {done.stderr.strip().splitlines()[-1]}")
@@ -51,7 +88,9 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("tool", ["pipx", "uv"])
-def test_the_light_install_plans_from_another_folder(tool: str, tools: Path, wheel: Path, tmp_path: Path) -> None:
+def test_the_light_install_plans_from_another_folder(
+    tool: str, tools: Path, wheel: Path, tmp_path: Path
+) -> None:
     words = {"pipx": ["install"], "uv": ["tool", "install"]}[tool]
     installed = call(tmp_path, tools / tool, *words, "--python", sys.executable, wheel)
     assert installed.returncode == 0, installed.stderr
@@ -79,11 +118,22 @@ def needed(name: str, found: dict[str, Distribution]) -> None:
 def torch_of_the_site(tmp_path: Path) -> Path:
     """Give the user of ``tmp_path`` a torch outside any environment: the one that the tests run with, and only what it needs."""
     pytest.importorskip("torch")
-    packages = tmp_path / ".local" / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    packages = (
+        tmp_path
+        / ".local"
+        / "lib"
+        / f"python{sys.version_info.major}.{sys.version_info.minor}"
+        / "site-packages"
+    )
     packages.mkdir(parents=True)
     found: dict[str, Distribution] = {}
     needed("torch", found)
-    tops = {Path(str(each.locate_file(file.parts[0]))) for each in found.values() for file in each.files or [] if file.parts[0] != ".."}
+    tops = {
+        Path(str(each.locate_file(file.parts[0])))
+        for each in found.values()
+        for file in each.files or []
+        if file.parts[0] != ".."
+    }
     for top in tops:
         if top.name != "__pycache__":
             (packages / top.name).symlink_to(top)
@@ -103,8 +153,20 @@ def test_beside_the_torch_of_a_site_the_train_extra_trains_the_tiny_model(
     assert "torch" not in ours
 
     so_tui = tmp_path / ".local" / "bin" / "so-tui"
-    trained = call(tmp_path, so_tui, "run", "tiny", "--plain", "--runs-dir", tmp_path / "runs", "--set", f"train.steps={STEPS}")
+    trained = call(
+        tmp_path,
+        so_tui,
+        "run",
+        "tiny",
+        "--plain",
+        "--runs-dir",
+        tmp_path / "runs",
+        "--set",
+        f"train.steps={STEPS}",
+    )
     assert trained.returncode == 0, trained.stdout + trained.stderr
     assert f"finished at step {STEPS}" in trained.stdout
-    listed = json.loads(call(tmp_path, so_tui, "runs", "--runs-dir", tmp_path / "runs", "--json").stdout)
+    listed = json.loads(
+        call(tmp_path, so_tui, "runs", "--runs-dir", tmp_path / "runs", "--json").stdout
+    )
     assert [(run["state"], run["step"]) for run in listed["runs"]] == [("finished", STEPS)]

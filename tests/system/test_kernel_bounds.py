@@ -25,7 +25,10 @@ def test_the_kernel_stays_within_its_arrays(tmp_path: Path) -> None:
     flags = [flag for flag in FLAGS if flag not in ("-O3", "-shared", "-fPIC")]
     sanitizers = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     compiled = subprocess.run(
-        [compiler, *flags, *sanitizers, f"-I{SOURCE.parent}", "-o", str(program), str(DRIVER)], capture_output=True, text=True, check=False
+        [compiler, *flags, *sanitizers, f"-I{SOURCE.parent}", "-o", str(program), str(DRIVER)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert compiled.returncode == 0, compiled.stderr[-2000:]
     done = subprocess.run([program], capture_output=True, text=True, check=False, timeout=300)

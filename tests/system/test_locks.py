@@ -24,7 +24,11 @@ BUILT_FROM_SOURCE = ("deepspeed",)
 def locked(name: str) -> list[str]:
     """Return the requirements in a lock file."""
     lines = (ROOT / "locks" / name).read_text().splitlines()
-    return [line for line in lines if line and not line.startswith("#") and line.partition("==")[0] not in BUILT_FROM_SOURCE]
+    return [
+        line
+        for line in lines
+        if line and not line.startswith("#") and line.partition("==")[0] not in BUILT_FROM_SOURCE
+    ]
 
 
 NEWEST, MIDDLE, OLDEST = ("light.txt", "newest.txt", "docs.txt"), ("middle.txt",), ("oldest.txt",)
@@ -32,14 +36,37 @@ NEWEST, MIDDLE, OLDEST = ("light.txt", "newest.txt", "docs.txt"), ("middle.txt",
 
 @pytest.mark.parametrize(
     ("version", "locks"),
-    [("3.11", NEWEST), ("3.12", NEWEST), ("3.13", NEWEST), ("3.14", NEWEST), ("3.13", MIDDLE), ("3.11", OLDEST)],
+    [
+        ("3.11", NEWEST),
+        ("3.12", NEWEST),
+        ("3.13", NEWEST),
+        ("3.14", NEWEST),
+        ("3.13", MIDDLE),
+        ("3.11", OLDEST),
+    ],
     ids=str,
 )
-def test_every_locked_package_has_a_wheel_for_aarch64(version: str, locks: tuple[str, ...], tmp_path: Path) -> None:
+def test_every_locked_package_has_a_wheel_for_aarch64(
+    version: str, locks: tuple[str, ...], tmp_path: Path
+) -> None:
     requirements = tmp_path / "requirements.txt"
     requirements.write_text("\n".join(line for lock in locks for line in locked(lock)))
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "install", "--dry-run"]
-    options = [*wheel_options(version), "--target", str(tmp_path / "target"), "-r", str(requirements)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "--quiet",
+        "install",
+        "--dry-run",
+    ]
+    options = [
+        *wheel_options(version),
+        "--target",
+        str(tmp_path / "target"),
+        "-r",
+        str(requirements),
+    ]
     done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -53,19 +80,35 @@ def test_the_locks_name_exact_versions_and_no_package_twice(locks: tuple[str, ..
 
 
 @pytest.mark.parametrize("each", version_sets(), ids=lambda each: each.name)
-def test_a_lock_has_the_versions_of_its_set_and_none_that_so_tui_does_not_allow(each: VersionSet) -> None:
+def test_a_lock_has_the_versions_of_its_set_and_none_that_so_tui_does_not_allow(
+    each: VersionSet,
+) -> None:
     names = ["light.txt", "newest.txt"] if each.name == "newest" else [f"{each.name}.txt"]
-    lines = (line for name in names for line in (ROOT / "locks" / name).read_text().splitlines() if not line.startswith("#"))
-    versions = {name.lower().replace("_", "-"): version for name, _, version in (line.partition("==") for line in lines)}
+    lines = (
+        line
+        for name in names
+        for line in (ROOT / "locks" / name).read_text().splitlines()
+        if not line.startswith("#")
+    )
+    versions = {
+        name.lower().replace("_", "-"): version
+        for name, _, version in (line.partition("==") for line in lines)
+    }
     versions["torch"] = each.torch
     assert {package: versions[package] for package in PACKAGES} == each.versions
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for bound in map(Requirement, project["dependencies"] + project["optional-dependencies"]["train"]):
+    for bound in map(
+        Requirement, project["dependencies"] + project["optional-dependencies"]["train"]
+    ):
         assert Version(versions[bound.name.lower()]) in bound.specifier, bound.name
 
 
 def test_the_documentation_needs_no_other_version_than_the_rest() -> None:
-    versions = dict(line.lower().split("==") for lock in ("light.txt", "newest.txt") for line in locked(lock))
+    versions = dict(
+        line.lower().split("==") for lock in ("light.txt", "newest.txt") for line in locked(lock)
+    )
     needed = dict(line.lower().split("==") for line in locked("docs.txt"))
     assert "sphinx" in needed
-    assert {name: version for name, version in needed.items() if versions.get(name, version) != version} == {}
+    assert {
+        name: version for name, version in needed.items() if versions.get(name, version) != version
+    } == {}

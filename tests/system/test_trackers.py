@@ -83,26 +83,53 @@ print(json.dumps({"rows": rows, "config": config, "name": name, "ended": ended, 
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the real wandb and tensorboard, from a package index."""
     folder = tmp_path_factory.mktemp("packages")
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--target", folder, "wandb>=0.22", "tensorboard"], check=True)
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--target",
+            folder,
+            "wandb>=0.22",
+            "tensorboard",
+        ],
+        check=True,
+    )
     return folder
 
 
 def run(script: str, packages: Path, *arguments: Path) -> str:
     offline = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "PYTHONPATH": python_path(packages)}
     argv = [sys.executable, "-c", script, *map(str, arguments)]
-    done = subprocess.run(argv, env=os.environ | offline, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        argv, env=os.environ | offline, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip().rpartition("\n")[2]
 
 
-def test_wandb_logs_offline_and_tensorboard_reads_what_was_written(packages: Path, tmp_path: Path) -> None:
+def test_wandb_logs_offline_and_tensorboard_reads_what_was_written(
+    packages: Path, tmp_path: Path
+) -> None:
     made = Path(run(TRACK, packages, tmp_path))
     found = json.loads(run(READ, packages, made, tmp_path))
     identity, name, project = found["name"]
-    assert (identity, name, project) == ((made / "wandb.id").read_text().strip(), made.name, "so-tui-tests")
+    assert (identity, name, project) == (
+        (made / "wandb.id").read_text().strip(),
+        made.name,
+        "so-tui-tests",
+    )
     assert found["ended"] == 0
-    assert [(row["step"], row["train/loss"]) for row in found["rows"] if "train/loss" in row] == [(1, 3.0), (2, 2.0), (3, 1.0)]
-    assert [(row["step"], row["evaluation/loss"]) for row in found["rows"] if "evaluation/loss" in row] == [(3, 1.5)]
+    assert [(row["step"], row["train/loss"]) for row in found["rows"] if "train/loss" in row] == [
+        (1, 3.0),
+        (2, 2.0),
+        (3, 1.0),
+    ]
+    assert [
+        (row["step"], row["evaluation/loss"]) for row in found["rows"] if "evaluation/loss" in row
+    ] == [(3, 1.5)]
     assert found["config"]["tracking"]["project"] == "so-tui-tests"
     assert found["scalars"]["train/loss"] == [[1, 3.0], [2, 2.0], [3, 1.0]]
     assert found["scalars"]["evaluation/loss"] == [[3, 1.5]]

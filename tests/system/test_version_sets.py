@@ -45,8 +45,19 @@ class Installed(NamedTuple):
 
 def call(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a module with an environment's Python."""
-    variables = {**os.environ, "PYTHONPATH": checkout_path(), "PATH": f"{python.parent}:{os.environ['PATH']}"}
-    return subprocess.run([python, "-m", *arguments], cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
+    variables = {
+        **os.environ,
+        "PYTHONPATH": checkout_path(),
+        "PATH": f"{python.parent}:{os.environ['PATH']}",
+    }
+    return subprocess.run(
+        [python, "-m", *arguments],
+        cwd=ROOT,
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 @pytest.fixture(scope="module", params=OLDER, ids=lambda each: each.name)
@@ -57,9 +68,27 @@ def installed(request: pytest.FixtureRequest) -> Installed:
 
 def losses(python: Path, model: Path, runs_dir: Path) -> list[float]:
     """Train a model on the embedded rows, and return the loss of each step."""
-    changes = {"train.steps": str(STEPS), "model.id": str(model), "model.weights": "pretrained", "model.tokenizer": "builtin:tiny"}
-    settings = [argument for key, value in changes.items() for argument in ("--set", f"{key}={value}")]
-    trained = call(python, "so_tui", "run", "tiny", "--plain", "--gpus", "2", "--runs-dir", str(runs_dir), *settings)
+    changes = {
+        "train.steps": str(STEPS),
+        "model.id": str(model),
+        "model.weights": "pretrained",
+        "model.tokenizer": "builtin:tiny",
+    }
+    settings = [
+        argument for key, value in changes.items() for argument in ("--set", f"{key}={value}")
+    ]
+    trained = call(
+        python,
+        "so_tui",
+        "run",
+        "tiny",
+        "--plain",
+        "--gpus",
+        "2",
+        "--runs-dir",
+        str(runs_dir),
+        *settings,
+    )
     assert trained.returncode == 0, trained.stdout[-3000:] + trained.stderr[-3000:]
     (run,) = map(RunDirectory, (path.parent for path in runs_dir.glob("*/state.json")))
     return [record.loss for record in records(run) if isinstance(record, StepRecord)]
@@ -84,13 +113,27 @@ def test_doctor_names_the_set(installed: Installed) -> None:
     assert answer["tested_set"] == installed.packages.name
 
 
-def test_a_model_learns_as_with_the_newest(installed: Installed, model: Path, newest_losses: list[float], tmp_path: Path) -> None:
+def test_a_model_learns_as_with_the_newest(
+    installed: Installed, model: Path, newest_losses: list[float], tmp_path: Path
+) -> None:
     found = losses(installed.python, model, tmp_path)
     assert len(newest_losses) == STEPS
-    assert found == pytest.approx(newest_losses, rel=2e-3)  # versions of torch round bf16 products differently
+    assert found == pytest.approx(
+        newest_losses, rel=2e-3
+    )  # versions of torch round bf16 products differently
 
 
 def test_the_engine_steps_as_adamw_and_models_are_built(installed: Installed) -> None:
-    options = ["-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu and not system", "-n", "2", "--dist", "loadfile"]
+    options = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not slow and not gpu and not system",
+        "-n",
+        "2",
+        "--dist",
+        "loadfile",
+    ]
     tested = call(installed.python, "pytest", *options, *TESTS)
     assert tested.returncode == 0, tested.stdout[-4000:]

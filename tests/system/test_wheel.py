@@ -27,19 +27,41 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Install the wheel, and nothing else, in an empty environment."""
     folder = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    install = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--quiet", "install"]
-    subprocess.run([*install, "-c", str(ROOT / "locks" / "light.txt"), str(wheel)], check=True, cwd=folder)
+    install = [
+        str(folder / "bin" / "python"),
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "--quiet",
+        "install",
+    ]
+    subprocess.run(
+        [*install, "-c", str(ROOT / "locks" / "light.txt"), str(wheel)], check=True, cwd=folder
+    )
     return folder
 
 
 @pytest.fixture
 def so_tui(environment: Path, tmp_path: Path) -> Run:
     """Run the installed command from a folder outside the checkout, in an environment that finds nothing of it."""
-    variables: Mapping[str, str] = {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8", "COLUMNS": "140"}
+    variables: Mapping[str, str] = {
+        "HOME": str(tmp_path),
+        "PATH": "/usr/bin:/bin",
+        "LC_ALL": "C.UTF-8",
+        "COLUMNS": "140",
+    }
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [str(environment / "bin" / "so-tui"), *arguments]
-        return subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False, timeout=120)
+        return subprocess.run(
+            command,
+            cwd=tmp_path,
+            env=variables,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
 
     return run
 
@@ -48,22 +70,41 @@ def test_the_wheel_holds_the_presets_and_the_trainer_with_its_kernel(wheel: Path
     names = set(ZipFile(wheel).namelist())
     assert {"so_tui/py.typed", "superoffload/py.typed"} <= names
     assert {f"so_tui/presets/{path.name}" for path in (ROOT / "presets").glob("*.toml")} <= names
-    assert {"so_tui_trainer/__main__.py", "superoffload/optimizer.py", "superoffload/adam.cpp", "so_tui/plan/constants.json"} <= names
-    assert {f"so_tui-{__version__}.data/data/share/man/man1/so-tui.1", "so_tui/commands/words.json"} <= names
+    assert {
+        "so_tui_trainer/__main__.py",
+        "superoffload/optimizer.py",
+        "superoffload/adam.cpp",
+        "so_tui/plan/constants.json",
+    } <= names
+    assert {
+        f"so_tui-{__version__}.data/data/share/man/man1/so-tui.1",
+        "so_tui/commands/words.json",
+    } <= names
     assert not [name for name in names if name.startswith(("tests/", "benchmarks/"))]
 
 
 def test_the_light_install_needs_no_framework(environment: Path) -> None:
-    freeze = [str(environment / "bin" / "python"), "-m", "pip", "list", "--format=json", "--disable-pip-version-check"]
+    freeze = [
+        str(environment / "bin" / "python"),
+        "-m",
+        "pip",
+        "list",
+        "--format=json",
+        "--disable-pip-version-check",
+    ]
     listed = json.loads(subprocess.run(freeze, check=True, capture_output=True, text=True).stdout)
     assert not {package["name"].lower() for package in listed} & set(FRAMEWORKS)
 
 
 def test_the_manual_is_where_man_looks(environment: Path) -> None:
-    assert (environment / "share" / "man" / "man1" / "so-tui.1").read_text() == (ROOT / "docs" / "so-tui.1").read_text()
+    assert (environment / "share" / "man" / "man1" / "so-tui.1").read_text() == (
+        ROOT / "docs" / "so-tui.1"
+    ).read_text()
 
 
-def test_a_machine_is_inspected_and_planned_for_from_another_folder(so_tui: Run, tmp_path: Path) -> None:
+def test_a_machine_is_inspected_and_planned_for_from_another_folder(
+    so_tui: Run, tmp_path: Path
+) -> None:
     inspected = so_tui("inspect", "--json")
     assert inspected.returncode == 0, inspected.stderr
     assert json.loads(inspected.stdout)["numa_nodes"]
@@ -75,7 +116,9 @@ def test_a_machine_is_inspected_and_planned_for_from_another_folder(so_tui: Run,
 
     listed = so_tui("presets", "--json")
     assert listed.returncode == 0, listed.stderr
-    assert {path.stem for path in (ROOT / "presets").glob("*.toml")} <= {preset["name"] for preset in json.loads(listed.stdout)["presets"]}
+    assert {path.stem for path in (ROOT / "presets").glob("*.toml")} <= {
+        preset["name"] for preset in json.loads(listed.stdout)["presets"]
+    }
 
 
 def test_a_plan_compares_all_presets_from_another_folder(so_tui: Run) -> None:
@@ -92,9 +135,16 @@ def test_training_without_the_training_stack_is_refused_with_the_remedy(so_tui: 
 
 def in_environment(environment: Path, folder: Path, code: str) -> str:
     """Run Python code in the environment, from another folder, and return what it prints."""
-    variables = {"HOME": str(folder), "PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8", "TERM": "xterm-256color"}
+    variables = {
+        "HOME": str(folder),
+        "PATH": "/usr/bin:/bin",
+        "LC_ALL": "C.UTF-8",
+        "TERM": "xterm-256color",
+    }
     command = [str(environment / "bin" / "python"), "-P", "-c", code]
-    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        command, cwd=folder, env=variables, capture_output=True, text=True, check=False, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -108,14 +158,25 @@ def contents(wheel: Path) -> dict[str, list[bytes]]:
 def test_the_wheel_says_which_commit_it_was_built_from(so_tui: Run) -> None:
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("there is no git, or no checkout")
-    described = ["git", "-C", str(ROOT), "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty"]
+    described = [
+        "git",
+        "-C",
+        str(ROOT),
+        "describe",
+        "--always",
+        "--exclude=*",
+        "--abbrev=12",
+        "--dirty",
+    ]
     commit = subprocess.run(described, capture_output=True, text=True, check=False)
     if commit.returncode != 0:
         pytest.skip(f"git does not read this checkout: {commit.stderr}")
     assert so_tui("--version").stdout.strip() == f"so-tui {__version__} ({commit.stdout.strip()})"
 
 
-def test_wheel_and_sdist_are_reproducible_and_an_sdist_makes_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+def test_wheel_and_sdist_are_reproducible_and_an_sdist_makes_the_same_wheel(
+    wheel: Path, tmp_path: Path
+) -> None:
     def build(target: str, sources: Path, folder: Path) -> Path:
         command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(folder)]
         subprocess.run(command, cwd=sources, check=True, capture_output=True)

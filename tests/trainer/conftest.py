@@ -55,17 +55,25 @@ def _train(folder: Path) -> RunDirectory:
     package.mkdir(parents=True, exist_ok=True)
     (package / "__init__.py").write_text(BROKEN_WANDB)
     tracking = {"tracking__wandb": "true", "tracking__tensorboard": "true"}
-    saving = {"checkpoint__every_steps": "5", "checkpoint__background": "false", "checkpoint__export": "true"}
+    saving = {
+        "checkpoint__every_steps": "5",
+        "checkpoint__background": "false",
+        "checkpoint__export": "true",
+    }
     spec = tiny(**TWELVE_STEPS, **SUPEROFFLOAD, **PROMPTS, **tracking, **saving)
     run = create_run(spec, folder / "runs")
-    assert start(run, spec, {"PYTHONPATH": python_path(package.parent)}).wait(timeout=400) == 0, log(run)
+    assert start(run, spec, {"PYTHONPATH": python_path(package.parent)}).wait(timeout=400) == 0, (
+        log(run)
+    )
     return run
 
 
 @pytest.fixture(scope="module")
 def single_rank() -> Iterator[Ranks]:
     """A process group of one rank, in this process."""
-    dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1
+    )
     assert dist.group.WORLD is not None
     yield Ranks(0, 1, torch.device("cpu"), dist.group.WORLD)
     dist.destroy_process_group()

@@ -51,19 +51,30 @@ def test_packed_documents_train_as_if_each_were_alone(model: ModelSpec) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", sorted(known(KINDS).keys() - {*ONE_OF_EACH, *OTHERS, *RECURRENT, *IN_ROWS}))
+@pytest.mark.parametrize(
+    "kind", sorted(known(KINDS).keys() - {*ONE_OF_EACH, *OTHERS, *RECURRENT, *IN_ROWS})
+)
 def test_so_do_those_of_the_other_kinds_in_the_table(kind: str) -> None:
     check_packing(of_kind(kind))
 
 
-WITH_LONGROPE = known({"phi3": {"hidden_size": 32, "head_dim": None}, "minicpm3": LATENT | {"head_dim": None, "qk_rope_head_dim": 8}})
+WITH_LONGROPE = known(
+    {
+        "phi3": {"hidden_size": 32, "head_dim": None},
+        "minicpm3": LATENT | {"head_dim": None, "qk_rope_head_dim": 8},
+    }
+)
 
 
 @pytest.mark.parametrize("kind", WITH_LONGROPE)
 def test_frequencies_are_those_of_each_documents_own_length(kind: str) -> None:
     """Short and long documents in one micro-batch: LongRoPE turns them differently."""
     shape = SMALL | LONGROPE | {"layer_types": None} | WITH_LONGROPE[kind]
-    config = {"model_type": kind, "pad_token_id": 0, **{key: value for key, value in shape.items() if value is not None}}
+    config = {
+        "model_type": kind,
+        "pad_token_id": 0,
+        **{key: value for key, value in shape.items() if value is not None},
+    }
     check_packing(ModelSpec(id=kind, weights="random", config=config))
 
 
@@ -73,7 +84,11 @@ def check_packing(model: ModelSpec) -> None:
     disable_dropout(config)
     causal = causal_model(config, dtype=torch.float32, attention="eager")
     docs = documents(30, longest=120)
-    batches = Batches(docs, msgspec.structs.replace(spec(data__sequence_length="128"), model=listed(model, config)), 0)
+    batches = Batches(
+        docs,
+        msgspec.structs.replace(spec(data__sequence_length="128"), model=listed(model, config)),
+        0,
+    )
     batch = next(batches.micro_batches(1))
     weight = 1 / len(batch.targets)
     alone = torch.zeros(())
@@ -82,11 +97,21 @@ def check_packing(model: ModelSpec) -> None:
             part = slice(docs.offsets[document], docs.offsets[document + 1])
             ids = torch.tensor(docs.tokens[part], dtype=torch.int64)[None]
             labels = torch.where(torch.tensor(docs.trained[part]), ids[0], -100)[1:]
-            alone = alone + cross_entropy(causal(input_ids=ids).logits[0, :-1], labels, ignore_index=-100, reduction="sum")
+            alone = alone + cross_entropy(
+                causal(input_ids=ids).logits[0, :-1], labels, ignore_index=-100, reduction="sum"
+            )
     torch.autograd.backward(alone * weight)
-    expected = {key: parameter.grad for key, parameter in causal.named_parameters() if parameter.requires_grad}
+    expected = {
+        key: parameter.grad
+        for key, parameter in causal.named_parameters()
+        if parameter.requires_grad
+    }
     assert None not in expected.values()
-    for implementation in ("eager", *(["sdpa"] if causal._supports_sdpa else []), attention.register(PLAIN)):
+    for implementation in (
+        "eager",
+        *(["sdpa"] if causal._supports_sdpa else []),
+        attention.register(PLAIN),
+    ):
         causal.zero_grad()
         causal.set_attn_implementation(implementation)
         packed = TrainedModel(causal, implementation)(batch, weight)
@@ -94,22 +119,31 @@ def check_packing(model: ModelSpec) -> None:
         torch.testing.assert_close(packed, alone * weight, msg=implementation)
         found = dict(causal.named_parameters())
         for key, gradient in expected.items():
-            torch.testing.assert_close(found[key].grad, gradient, rtol=1e-3, atol=1e-5, msg=f"{implementation}: {key}")
+            torch.testing.assert_close(
+                found[key].grad, gradient, rtol=1e-3, atol=1e-5, msg=f"{implementation}: {key}"
+            )
 
 
 def listed(model: ModelSpec, config: Any) -> ModelSpec:
     """Return a model's spec as ``presets add`` writes it: with the kind of each layer."""
     kinds = getattr(config, "layer_types", None)
-    return msgspec.structs.replace(model, config=model.config | ({"layer_types": list(kinds)} if kinds else {}))
+    return msgspec.structs.replace(
+        model, config=model.config | ({"layer_types": list(kinds)} if kinds else {})
+    )
 
 
 def test_a_model_that_does_not_list_its_recurrent_layers_is_refused() -> None:
     """Data is laid out by the spec: without the list, documents would meet in them."""
     model = another("qwen3_next")
-    unlisted = msgspec.structs.replace(model, config={key: value for key, value in model.config.items() if key != "layer_types"})
+    unlisted = msgspec.structs.replace(
+        model, config={key: value for key, value in model.config.items() if key != "layer_types"}
+    )
     causal = causal_model(load_config(unlisted))
     problem = refusal(lambda: refuse_unlisted(causal, unlisted))
-    assert (problem.code, problem.field) == ("recurrent-layers-unlisted", "model.config.layer_types")
+    assert (problem.code, problem.field) == (
+        "recurrent-layers-unlisted",
+        "model.config.layer_types",
+    )
 
 
 @pytest.mark.parametrize("kind", IN_ROWS)
@@ -122,7 +156,9 @@ def test_documents_in_rows_train_as_if_each_were_alone(kind: str) -> None:
     assert (needs.rows, implementation) == (True, "sdpa")
     causal = causal_model(config, dtype=torch.float32, attention=implementation)
     docs = documents(6)
-    batches = Batches(docs, spec(data__sequence_length="128", data__packing="false", train__micro_batch="3"), 0)
+    batches = Batches(
+        docs, spec(data__sequence_length="128", data__packing="false", train__micro_batch="3"), 0
+    )
     batch = next(batches.micro_batches(1))
     assert not batch.real.all()
     weight = 1 / len(batch.targets)
@@ -132,7 +168,9 @@ def test_documents_in_rows_train_as_if_each_were_alone(kind: str) -> None:
         part = slice(docs.offsets[document], docs.offsets[document + 1])
         ids = torch.tensor(docs.tokens[part], dtype=torch.int64)[None]
         labels = torch.where(torch.tensor(docs.trained[part]), ids[0], -100)[1:]
-        alone = alone + cross_entropy(causal(input_ids=ids).logits[0, :-1], labels, ignore_index=-100, reduction="sum")
+        alone = alone + cross_entropy(
+            causal(input_ids=ids).logits[0, :-1], labels, ignore_index=-100, reduction="sum"
+        )
     torch.autograd.backward(alone * weight)
     expected = {key: parameter.grad for key, parameter in causal.named_parameters()}
     causal.zero_grad()
@@ -142,7 +180,9 @@ def test_documents_in_rows_train_as_if_each_were_alone(kind: str) -> None:
     for key, parameter in causal.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[key], rtol=1e-3, atol=1e-5, msg=key)
     packed = spec(data__packing="true")
-    problem = refusal(lambda: build(msgspec.structs.replace(packed, model=another(kind)), torch.device("cpu"), {}))
+    problem = refusal(
+        lambda: build(msgspec.structs.replace(packed, model=another(kind)), torch.device("cpu"), {})
+    )
     assert problem.code == "packing-mixes-documents"
 
 
@@ -152,8 +192,14 @@ def test_sequences_end_to_end_train_as_those_in_rows(name: str, packing: str) ->
     """Loss and gradients, with far less padding."""
     torch.manual_seed(0)
     implementation = attention.register(PLAIN)
-    causal = causal_model(load_config(scaled_down(name)), dtype=torch.float32, attention=implementation)
-    batches = Batches(documents(30), spec(data__sequence_length="128", data__packing=packing, train__micro_batch="4"), 0)
+    causal = causal_model(
+        load_config(scaled_down(name)), dtype=torch.float32, attention=implementation
+    )
+    batches = Batches(
+        documents(30),
+        spec(data__sequence_length="128", data__packing=packing, train__micro_batch="4"),
+        0,
+    )
     found = []
     for end_to_end in (False, True):
         batches.end_to_end = end_to_end
@@ -161,7 +207,11 @@ def test_sequences_end_to_end_train_as_those_in_rows(name: str, packing: str) ->
         causal.zero_grad()
         loss = TrainedModel(causal, implementation)(batch, 1 / len(batch.targets))
         torch.autograd.backward(loss)
-        gradients = {key: parameter.grad.clone() for key, parameter in causal.named_parameters() if parameter.grad is not None}
+        gradients = {
+            key: parameter.grad.clone()
+            for key, parameter in causal.named_parameters()
+            if parameter.grad is not None
+        }
         found.append((loss.item(), gradients, batch.input_ids.numel()))
     (expected, theirs, more), (loss, ours, fewer) = found
     assert loss == pytest.approx(expected, rel=1e-6)
@@ -171,8 +221,12 @@ def test_sequences_end_to_end_train_as_those_in_rows(name: str, packing: str) ->
         torch.testing.assert_close(ours[key], gradient, rtol=1e-4, atol=1e-6, msg=key)
 
 
-@pytest.mark.parametrize(("policy", "repeated"), [("none", 0), ("selective", 0), ("attention", 0), ("full", 2)])
-def test_attention_with_sinks_is_kept_where_activations_are(policy: recompute.Policy, repeated: int) -> None:
+@pytest.mark.parametrize(
+    ("policy", "repeated"), [("none", 0), ("selective", 0), ("attention", 0), ("full", 2)]
+)
+def test_attention_with_sinks_is_kept_where_activations_are(
+    policy: recompute.Policy, repeated: int
+) -> None:
     calls = 0
 
     def counted(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -203,7 +257,9 @@ def test_attention_with_sinks_is_kept_where_activations_are(policy: recompute.Po
 @pytest.mark.skipif("gemma4_text" not in OTHERS, reason="this transformers does not know Gemma 4")
 def test_the_widest_heads_decide() -> None:
     config = load_config(another("gemma4_text"))
-    assert attention.needs_of(config, supports_sdpa=True, sinks=False, deterministic=False) == Needs(head_size=32)
+    assert attention.needs_of(
+        config, supports_sdpa=True, sinks=False, deterministic=False
+    ) == Needs(head_size=32)
 
 
 def test_sinks_are_never_left_out() -> None:
@@ -213,8 +269,17 @@ def test_sinks_are_never_left_out() -> None:
     needs = attention.needs_of(meta.config, supports_sdpa=False, sinks=True, deterministic=False)
     assert needs == Needs(head_size=16, sinks=True, plain=False)
     for generation, expected in ((9, "torch-flash"), (None, "eager")):
-        assert attention.decide(scaled_down("gpt-oss-20b"), needs, Present(generation=generation)).backend == expected
-    problem = refusal(lambda: attention.decide(ModelSpec(id="any", attention="sdpa"), needs, Present(generation=9)))
+        assert (
+            attention.decide(
+                scaled_down("gpt-oss-20b"), needs, Present(generation=generation)
+            ).backend
+            == expected
+        )
+    problem = refusal(
+        lambda: attention.decide(
+            ModelSpec(id="any", attention="sdpa"), needs, Present(generation=9)
+        )
+    )
     assert (problem.code, problem.value) == ("attention-without-sinks", "sdpa")
 
 
@@ -228,12 +293,22 @@ def test_sinks_are_never_left_out() -> None:
         ("torch-flash", Needs(head_size=64, softcap=True), 9, "attention-without-softcap"),
     ],
 )
-def test_a_backend_that_cannot_be_used_is_refused(asked: Any, needs: Needs, generation: int | None, code: str) -> None:
-    problem = refusal(lambda: attention.decide(ModelSpec(id="any", attention=asked), needs, Present(generation=generation)))
+def test_a_backend_that_cannot_be_used_is_refused(
+    asked: Any, needs: Needs, generation: int | None, code: str
+) -> None:
+    problem = refusal(
+        lambda: attention.decide(
+            ModelSpec(id="any", attention=asked), needs, Present(generation=generation)
+        )
+    )
     assert (problem.code, problem.value) == (code, asked)
 
 
-OTHER_KINDS = tuple(sorted(kind for kind in (*KINDS, *MULTIMODAL) if kind in CONFIG_MAPPING and kind != "qwen3_next"))
+OTHER_KINDS = tuple(
+    sorted(
+        kind for kind in (*KINDS, *MULTIMODAL) if kind in CONFIG_MAPPING and kind != "qwen3_next"
+    )
+)
 
 
 @pytest.mark.timeout(1300)
@@ -246,11 +321,23 @@ OTHER_KINDS = tuple(sorted(kind for kind in (*KINDS, *MULTIMODAL) if kind in CON
         pytest.param(OTHER_KINDS[1::2], marks=pytest.mark.system, id="the other half"),
     ],
 )
-def test_every_architecture_trains_resumes_exactly_and_exports_its_weights(names: tuple[str, ...], tmp_path: Path) -> None:
+def test_every_architecture_trains_resumes_exactly_and_exports_its_weights(
+    names: tuple[str, ...], tmp_path: Path
+) -> None:
     """The benchmark that makes the table, on the CPU and without the launcher, which has nothing to do with architectures."""
     rows = tmp_path / "rows.json"
     script = Path(__file__).parents[2] / "benchmarks" / "architectures.py"
-    command = [sys.executable, str(script), "--out", str(rows), "--device", "cpu", "--fork", "--jobs", "2"]
+    command = [
+        sys.executable,
+        str(script),
+        "--out",
+        str(rows),
+        "--device",
+        "cpu",
+        "--fork",
+        "--jobs",
+        "2",
+    ]
     command += ["--only", *names]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -264,7 +351,15 @@ def test_every_architecture_trains_resumes_exactly_and_exports_its_weights(names
 
 def test_the_docs_show_the_tables_of_the_data() -> None:
     root = Path(__file__).parents[2]
-    script, data = root / "benchmarks" / "architectures.py", root / "benchmarks" / "results" / "architectures.json"
-    tables = subprocess.run([sys.executable, str(script), "--table", "--out", str(data)], capture_output=True, text=True, check=True).stdout
+    script, data = (
+        root / "benchmarks" / "architectures.py",
+        root / "benchmarks" / "results" / "architectures.json",
+    )
+    tables = subprocess.run(
+        [sys.executable, str(script), "--table", "--out", str(data)],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     shown = (root / "docs" / "models.md").read_text()
     assert all(table in shown for table in tables.strip().split("\n\n"))

@@ -28,22 +28,38 @@ ROUNDING = sum(LENGTHS) ** 2 * 2**6 * 2**-53
 """Most by which sums in float64 can differ that threads add up in another order: of as many terms as tokens, each below 2**6."""
 
 
-def case(window: int | None, dtype: torch.dtype, device: str = "cpu") -> tuple[list[Tensor], Tensor, Documents]:
+def case(
+    window: int | None, dtype: torch.dtype, device: str = "cpu"
+) -> tuple[list[Tensor], Tensor, Documents]:
     """Query, key, value and sinks; the gradient that comes back; the documents."""
-    drawn = torch.Generator().manual_seed(3)  # of its own, so that nothing else of this process can draw in between
+    drawn = torch.Generator().manual_seed(
+        3
+    )  # of its own, so that nothing else of this process can draw in between
     tokens = sum(LENGTHS)
     shapes = [(tokens, HEADS, SIZE), (tokens, KEY_HEADS, SIZE), (tokens, KEY_HEADS, SIZE), (HEADS,)]
-    inputs = [torch.randn(shape, generator=drawn).to(device, dtype).requires_grad_() for shape in shapes]
+    inputs = [
+        torch.randn(shape, generator=drawn).to(device, dtype).requires_grad_() for shape in shapes
+    ]
     boundaries = torch.tensor([0, *LENGTHS], device=device).cumsum(0).to(torch.int32)
-    return inputs, torch.randn(shapes[0], generator=drawn).to(device, dtype), Documents(boundaries, max(LENGTHS), SIZE**-0.5, window)
+    return (
+        inputs,
+        torch.randn(shapes[0], generator=drawn).to(device, dtype),
+        Documents(boundaries, max(LENGTHS), SIZE**-0.5, window),
+    )
 
 
 def eager(inputs: list[Tensor], documents: Documents) -> Tensor:
     query, key, value, sinks = inputs
-    module: Any = SimpleNamespace(num_key_value_groups=HEADS // KEY_HEADS, sinks=sinks, training=True)
-    mask = torch.zeros((), dtype=query.dtype, device=query.device).masked_fill(~visible(documents), torch.finfo(query.dtype).min)
+    module: Any = SimpleNamespace(
+        num_key_value_groups=HEADS // KEY_HEADS, sinks=sinks, training=True
+    )
+    mask = torch.zeros((), dtype=query.dtype, device=query.device).masked_fill(
+        ~visible(documents), torch.finfo(query.dtype).min
+    )
     queries, keys, values = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-    out: Tensor = eager_attention_forward(module, queries, keys, values, mask[None, None], documents.scale)[0][0]
+    out: Tensor = eager_attention_forward(
+        module, queries, keys, values, mask[None, None], documents.scale
+    )[0][0]
     return out
 
 
@@ -62,7 +78,9 @@ def test_outputs_and_every_gradient_are_those_of_eager_attention(window: int | N
     expected = results(eager(inputs, documents), inputs, gradient)
     found = results(attended(inputs, documents, PLAIN), inputs, gradient)
     for name, one, other in zip(NAMES, found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=ROUNDING, msg=f"{name}: {{}}".format)
+        torch.testing.assert_close(
+            one, other, rtol=1e-10, atol=ROUNDING, msg=f"{name}: {{}}".format
+        )
     assert expected[-1].abs().min() > 1e-3  # the sinks have a part in it
 
 
@@ -73,26 +91,49 @@ def test_capped_scores_give_every_gradient(window: int | None) -> None:
     query, key, value, sinks = inputs
     keys, values = (tensor.repeat_interleave(HEADS // KEY_HEADS, dim=1) for tensor in (key, value))
     found = 1.5 * (torch.einsum("qhd,khd->hqk", query, keys) * documents.scale / 1.5).tanh()
-    with_sinks = torch.cat([found.masked_fill(~visible(documents), -torch.inf), sinks[:, None, None].expand(-1, len(query), 1)], dim=-1)
+    with_sinks = torch.cat(
+        [
+            found.masked_fill(~visible(documents), -torch.inf),
+            sinks[:, None, None].expand(-1, len(query), 1),
+        ],
+        dim=-1,
+    )
     out = torch.einsum("hqk,khd->qhd", with_sinks.softmax(-1)[..., :-1], values)
     expected = results(out, inputs, gradient)
-    for name, one, other in zip(NAMES, results(attended(inputs, documents, PLAIN), inputs, gradient), expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=ROUNDING, msg=f"{name}: {{}}".format)
+    for name, one, other in zip(
+        NAMES, results(attended(inputs, documents, PLAIN), inputs, gradient), expected, strict=True
+    ):
+        torch.testing.assert_close(
+            one, other, rtol=1e-10, atol=ROUNDING, msg=f"{name}: {{}}".format
+        )
 
 
 def test_values_with_smaller_heads_than_keys_are_attended() -> None:
     """DeepSeek's latent attention, through the adapter that transformers calls."""
     torch.manual_seed(3)
     tokens = sum(LENGTHS)
-    query, key = (torch.randn(1, heads, tokens, SIZE, dtype=torch.float64) for heads in (HEADS, KEY_HEADS))
+    query, key = (
+        torch.randn(1, heads, tokens, SIZE, dtype=torch.float64) for heads in (HEADS, KEY_HEADS)
+    )
     value = torch.randn(1, KEY_HEADS, tokens, SIZE - 6, dtype=torch.float64)
     boundaries = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
     known: Any = AttentionInterface
     attention = known()[register(PLAIN)]
-    out, _ = attention(None, query, key, value, None, scaling=0.25, cu_seq_lens_q=boundaries, max_length_q=max(LENGTHS))
+    out, _ = attention(
+        None,
+        query,
+        key,
+        value,
+        None,
+        scaling=0.25,
+        cu_seq_lens_q=boundaries,
+        max_length_q=max(LENGTHS),
+    )
     keys, values = (tensor.repeat_interleave(HEADS // KEY_HEADS, dim=1) for tensor in (key, value))
     mask = visible(Documents(boundaries, max(LENGTHS), 0.25))
-    expected = scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=0.25).transpose(1, 2)
+    expected = scaled_dot_product_attention(
+        query, keys, values, attn_mask=mask, scale=0.25
+    ).transpose(1, 2)
     torch.testing.assert_close(out, expected)
 
 
@@ -103,11 +144,24 @@ def test_a_mask_of_the_models_own_is_refused_not_left_out() -> None:
     known: Any = AttentionInterface
     attention = known()[register(PLAIN)]
     with pytest.raises(InputError) as raised:
-        attention(None, queries, keys, values, mask, scaling=1.0, cu_seq_lens_q=documents.boundaries, max_length_q=documents.longest)
-    assert [(problem.code, problem.field) for problem in raised.value.problems] == [("model-packing-unsupported", "model.config")]
+        attention(
+            None,
+            queries,
+            keys,
+            values,
+            mask,
+            scaling=1.0,
+            cu_seq_lens_q=documents.boundaries,
+            max_length_q=documents.longest,
+        )
+    assert [(problem.code, problem.field) for problem in raised.value.problems] == [
+        ("model-packing-unsupported", "model.config")
+    ]
 
 
-def on_gpu(size: int, dtype: torch.dtype, device: str, **options: Any) -> tuple[list[Tensor], Tensor, Documents]:
+def on_gpu(
+    size: int, dtype: torch.dtype, device: str, **options: Any
+) -> tuple[list[Tensor], Tensor, Documents]:
     """Longer documents than ``case``, of several tiles, one of them a single token."""
     lengths, heads, key_heads = (1, 700, 5, 1024, 130), 8, 2
     torch.manual_seed(3)
@@ -115,7 +169,11 @@ def on_gpu(size: int, dtype: torch.dtype, device: str, **options: Any) -> tuple[
     shapes = [(tokens, heads, size), (tokens, key_heads, size), (tokens, key_heads, size), (heads,)]
     inputs = [torch.randn(shape).to(device, dtype).requires_grad_() for shape in shapes]
     boundaries = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
-    return inputs, torch.randn(shapes[0]).to(device, dtype), Documents(boundaries, max(lengths), size**-0.5, **options)
+    return (
+        inputs,
+        torch.randn(shapes[0]).to(device, dtype),
+        Documents(boundaries, max(lengths), size**-0.5, **options),
+    )
 
 
 @pytest.mark.gpu
@@ -123,10 +181,22 @@ def on_gpu(size: int, dtype: torch.dtype, device: str, **options: Any) -> tuple[
 @pytest.mark.parametrize("backend", [kernel.name for kernel in KERNELS])
 @pytest.mark.parametrize(
     ("size", "options"),
-    [(64, {}), (128, {}), (256, {}), (64, {"window": 128}), (128, {"window": 100}), (128, {"softcap": 5.0}), (80, {}), (96, {}), (192, {})],
+    [
+        (64, {}),
+        (128, {}),
+        (256, {}),
+        (64, {"window": 128}),
+        (128, {"window": 100}),
+        (128, {"softcap": 5.0}),
+        (80, {}),
+        (96, {}),
+        (192, {}),
+    ],
     ids=str,
 )
-def test_every_backend_is_as_near_to_the_truth_as_plain_attention(backend: Any, size: int, options: dict[str, Any]) -> None:
+def test_every_backend_is_as_near_to_the_truth_as_plain_attention(
+    backend: Any, size: int, options: dict[str, Any]
+) -> None:
     """bf16 with sinks, against float64: twice the error of plain attention in bf16 at most."""
     available = backends(Needs(head_size=size, sinks=True, softcap="softcap" in options))
     if backend not in available:
@@ -152,19 +222,34 @@ def test_deterministic_backward_passes_repeat_bit_for_bit(backend: Any) -> None:
     torch.use_deterministic_algorithms(True)
     try:
         first, *others = (
-            [one.clone() for one in results(attended(inputs, documents, available[backend]), inputs, gradient)] for _ in range(4)
+            [
+                one.clone()
+                for one in results(
+                    attended(inputs, documents, available[backend]), inputs, gradient
+                )
+            ]
+            for _ in range(4)
         )
     finally:
         torch.use_deterministic_algorithms(False)
-    assert all(torch.equal(one, same) for other in others for one, same in zip(first, other, strict=True))
+    assert all(
+        torch.equal(one, same) for other in others for one, same in zip(first, other, strict=True)
+    )
 
 
 @pytest.mark.parametrize(
     ("results", "tables"),
-    [("attention-h200", table), ("attention-h200-second", table), ("length-h200", planned_table), ("length-h200-x2", planned_table)],
+    [
+        ("attention-h200", table),
+        ("attention-h200-second", table),
+        ("length-h200", planned_table),
+        ("length-h200-x2", planned_table),
+    ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
-def test_the_docs_show_what_was_measured(results: str, tables: Callable[[list[dict[str, Any]]], str]) -> None:
+def test_the_docs_show_what_was_measured(
+    results: str, tables: Callable[[list[dict[str, Any]]], str]
+) -> None:
     root = Path(__file__).parents[2]
     rows = json.loads((root / "benchmarks" / "results" / f"{results}.json").read_text())
     shown = (root / "docs" / "attention.md").read_text()
@@ -172,10 +257,26 @@ def test_the_docs_show_what_was_measured(results: str, tables: Callable[[list[di
 
 
 def test_steps_beside_their_plans_leave_out_kernels_and_what_was_not_planned() -> None:
-    planned = {"sequence_length": 1024, "document": 512, "backend": "sdpa", "policy": "full", "set": [], "step_s": 2.0, "model_tflops": 5}
-    planned |= {"planned_step_s": 3.0, "gpu_reserved_gib": 4.0, "planned_reserved_gib": 4.5, "what": "step"}
+    planned = {
+        "sequence_length": 1024,
+        "document": 512,
+        "backend": "sdpa",
+        "policy": "full",
+        "set": [],
+        "step_s": 2.0,
+        "model_tflops": 5,
+    }
+    planned |= {
+        "planned_step_s": 3.0,
+        "gpu_reserved_gib": 4.0,
+        "planned_reserved_gib": 4.5,
+        "what": "step",
+    }
     older = {key: value for key, value in planned.items() if not key.startswith("planned_")}
-    assert planned_table([{"what": "kernel"}, older, planned]).splitlines()[2:] == planned_table([planned]).splitlines()[2:]
+    assert (
+        planned_table([{"what": "kernel"}, older, planned]).splitlines()[2:]
+        == planned_table([planned]).splitlines()[2:]
+    )
     assert planned_table([older]).splitlines()[2:] == []
 
 
@@ -184,5 +285,7 @@ def test_amds_numbers_are_not_taken_for_nvidias(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.version, "hip", "7.0.1")
     here = present(torch.device("cuda", 0))
     assert here.generation == UNKNOWN_GPU
-    everything = msgspec.structs.replace(here, packages=frozenset(kernel.package for kernel in KERNELS))
+    everything = msgspec.structs.replace(
+        here, packages=frozenset(kernel.package for kernel in KERNELS)
+    )
     assert choose_backend(Needs(head_size=128), everything).backend == "torch-flash"

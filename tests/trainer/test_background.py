@@ -88,12 +88,20 @@ class Run:
     @property
     def is_writing(self) -> bool:
         """Whether a checkpoint is being written while this attempt trains."""
-        phases = [record for record in records(self.directory) if isinstance(record, PhaseRecord) and record.attempt == self.attempt]
+        phases = [
+            record
+            for record in records(self.directory)
+            if isinstance(record, PhaseRecord) and record.attempt == self.attempt
+        ]
         return bool(phases) and phases[-1].detail.startswith("writing the checkpoint")
 
     @property
     def saved(self) -> list[CheckpointRecord]:
-        return [record for record in records(self.directory) if isinstance(record, CheckpointRecord) and record.attempt == self.attempt]
+        return [
+            record
+            for record in records(self.directory)
+            if isinstance(record, CheckpointRecord) and record.attempt == self.attempt
+        ]
 
     @property
     def valid(self) -> list[int]:
@@ -104,15 +112,23 @@ class Run:
     @property
     def losses(self) -> dict[int, float]:
         """Of this attempt, by step."""
-        found = (record for record in records(self.directory) if isinstance(record, StepRecord) and record.attempt == self.attempt)
+        found = (
+            record
+            for record in records(self.directory)
+            if isinstance(record, StepRecord) and record.attempt == self.attempt
+        )
         return {record.step: record.loss for record in found}
 
 
 def states(path: Path) -> list[bytes]:
-    return [file.read_bytes() for file in sorted(checkpoint.optimizer_folder(path).glob("*.states"))]
+    return [
+        file.read_bytes() for file in sorted(checkpoint.optimizer_folder(path).glob("*.states"))
+    ]
 
 
-def test_a_run_trains_on_and_resumes_exactly_and_what_falls_due_meanwhile_waits(tmp_path: Path) -> None:
+def test_a_run_trains_on_and_resumes_exactly_and_what_falls_due_meanwhile_waits(
+    tmp_path: Path,
+) -> None:
     run = Run(tmp_path, 0.1, checkpoint__keep="9")
     run.start()
     assert run.finish().state == "finished"
@@ -134,7 +150,9 @@ def test_a_run_trains_on_and_resumes_exactly_and_what_falls_due_meanwhile_waits(
     assert states(Path(run.saved[-1].path)) == expected
 
 
-def test_one_that_is_killed_stopped_or_lacks_space_leaves_the_one_before(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_one_that_is_killed_stopped_or_lacks_space_leaves_the_one_before(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     library = build(tmp_path_factory.getbasetemp())
     if library is None:
         pytest.skip("the disk is filled by a library that needs a C compiler")

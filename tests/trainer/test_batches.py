@@ -57,11 +57,19 @@ def test_length_of_a_run() -> None:
 
 def test_after_a_resume_with_other_ranks_and_batches_nothing_is_skipped_or_repeated() -> None:
     docs = documents()
-    order = [index for epoch in range(6) for index in Batches(docs, spec(), 0)._epoch_order(epoch).tolist()]
+    order = [
+        index
+        for epoch in range(6)
+        for index in Batches(docs, spec(), 0)._epoch_order(epoch).tolist()
+    ]
     taken: list[int] = []
     step = consumed = 0
     for gpus, micro_batch, accumulation in ((2, 2, 3), (1, 2, 3), (3, 1, 1), (2, 2, 3)):
-        changes = {"gpus": str(gpus), "train__micro_batch": str(micro_batch), "train__gradient_accumulation": str(accumulation)}
+        changes = {
+            "gpus": str(gpus),
+            "train__micro_batch": str(micro_batch),
+            "train__gradient_accumulation": str(accumulation),
+        }
         ranks = [Batches(docs, spec(**changes), rank) for rank in range(gpus)]
         for batches in ranks:
             batches.resume_at(step, consumed)
@@ -72,7 +80,9 @@ def test_after_a_resume_with_other_ranks_and_batches_nothing_is_skipped_or_repea
             counts = ranks[0].counts(step)
             seen = [batch for batches in ranks for batch in batches.micro_batches(step)]
             assert sum(len(batch.targets) for batch in seen) == counts.trained_tokens
-            assert counts.trained_tokens == sum(int(ranks[0]._trained[index]) for index in taken[first:])
+            assert counts.trained_tokens == sum(
+                int(ranks[0]._trained[index]) for index in taken[first:]
+            )
             consumed = ranks[0].consumed(step)
     assert taken == order[: len(taken)]
     assert len(taken) == consumed == 3 * (12 + 6 + 3 + 12)
@@ -91,7 +101,12 @@ def test_the_length_in_epochs_stays_that_of_the_data_after_a_resume_with_other_r
 
 @pytest.mark.parametrize("packing", ["true", "false"])
 def test_end_to_end_only_a_sixty_fourth_of_a_micro_batch_is_padding(packing: str) -> None:
-    changes = {"gpus": "1", "data__packing": packing, "data__sequence_length": "1024", "train__micro_batch": "4"}
+    changes = {
+        "gpus": "1",
+        "data__packing": packing,
+        "data__sequence_length": "1024",
+        "train__micro_batch": "4",
+    }
     batches = Batches(documents(400, longest=300), spec(**changes), 0)
     in_rows, in_rows_too = batches.counts(1), list(batches.micro_batches(1))
     batches.end_to_end = True

@@ -30,10 +30,17 @@ def spec_of(path: Path, **changes: str) -> RunSpec:
     return tiny(**({"data__source": str(path), "data__format": "auto"} | changes))
 
 
-def rows_file(folder: Path, count: int = 3, name: str = "rows.jsonl", output: str = "Answer") -> Path:
+def rows_file(
+    folder: Path, count: int = 3, name: str = "rows.jsonl", output: str = "Answer"
+) -> Path:
     path = folder / name
     path.parent.mkdir(exist_ok=True)
-    path.write_text("\n".join(json.dumps({"instruction": f"Ask {n}.", "output": f"{output} {n}."}) for n in range(count)))
+    path.write_text(
+        "\n".join(
+            json.dumps({"instruction": f"Ask {n}.", "output": f"{output} {n}."})
+            for n in range(count)
+        )
+    )
     return path
 
 
@@ -50,25 +57,36 @@ def test_plans_are_told_what_the_data_are(tmp_path: Path) -> None:
     found = seen(spec)
     assert found is not None
     lengths = documents.lengths
-    assert found.workload.attended_tokens == pytest.approx(float((lengths**2).sum() / lengths.sum()))
+    assert found.workload.attended_tokens == pytest.approx(
+        float((lengths**2).sum() / lengths.sum())
+    )
     assert found.workload.trained_share == pytest.approx(documents.trained.mean())
     assert found.workload.useful_share == 1.0
     rows_file(tmp_path, output="A longer answer to question")
     prepare(spec, tmp_path / "cache")
     changed = seen(spec)
     assert changed is not None
-    assert changed.workload.attended_tokens > found.workload.attended_tokens, "other rows under the same name"
+    assert changed.workload.attended_tokens > found.workload.attended_tokens, (
+        "other rows under the same name"
+    )
     alone = spec_of(rows_file(tmp_path), data__packing="false")
     prepare(alone, tmp_path / "cache")
     unpacked = seen(alone)
     assert unpacked is not None
-    assert unpacked.workload.useful_share == pytest.approx(lengths.mean() / alone.data.sequence_length)
+    assert unpacked.workload.useful_share == pytest.approx(
+        lengths.mean() / alone.data.sequence_length
+    )
     assert not found.workload.row_shares
 
 
 @pytest.mark.parametrize("micro_batch", ["1", "4"])
 def test_the_width_of_rows_is_foretold(micro_batch: str, tmp_path: Path) -> None:
-    spec = spec_of(rows_file(tmp_path), data__packing="false", train__micro_batch=micro_batch, data__sequence_length="64")
+    spec = spec_of(
+        rows_file(tmp_path),
+        data__packing="false",
+        train__micro_batch=micro_batch,
+        data__sequence_length="64",
+    )
     lengths = np.random.default_rng(1).integers(3, 64, 400)
     shares = dict(row_shares(lengths, 64))
     drawn = np.random.default_rng(2).choice(lengths, (4_000, int(micro_batch)))
@@ -77,9 +95,17 @@ def test_the_width_of_rows_is_foretold(micro_batch: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "change", [{"data__loss": "all"}, {"data__sequence_length": "64"}, {"data__split": "train[:2]"}, {"rows": "Other"}]
+    "change",
+    [
+        {"data__loss": "all"},
+        {"data__sequence_length": "64"},
+        {"data__split": "train[:2]"},
+        {"rows": "Other"},
+    ],
 )
-def test_other_data_and_other_options_are_another_entry(tmp_path: Path, change: dict[str, str]) -> None:
+def test_other_data_and_other_options_are_another_entry(
+    tmp_path: Path, change: dict[str, str]
+) -> None:
     folder = prepare(spec_of(rows_file(tmp_path)), tmp_path / "cache")
     path = rows_file(tmp_path, output=change.pop("rows", "Answer"))
     assert prepare(spec_of(path, **change), tmp_path / "cache") != folder
@@ -88,15 +114,30 @@ def test_other_data_and_other_options_are_another_entry(tmp_path: Path, change: 
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        ({"instruction": "Ask.", "output": "Answer."}, {"output": "Ask.", "instruction": "Answer."}),
+        (
+            {"instruction": "Ask.", "output": "Answer."},
+            {"output": "Ask.", "instruction": "Answer."},
+        ),
         ({"text": "Trained.", "title": "Not."}, {"title": "Trained.", "text": "Not."}),
         (
-            {"messages": [{"role": "user", "content": "Ask."}, {"role": "assistant", "content": "Answer."}]},
-            {"conversations": [{"from": "user", "value": "Ask."}, {"from": "assistant", "value": "Answer."}]},
+            {
+                "messages": [
+                    {"role": "user", "content": "Ask."},
+                    {"role": "assistant", "content": "Answer."},
+                ]
+            },
+            {
+                "conversations": [
+                    {"from": "user", "value": "Ask."},
+                    {"from": "assistant", "value": "Answer."},
+                ]
+            },
         ),
     ],
 )
-def test_the_same_values_under_other_names_are_another_entry(one: dict[str, object], other: dict[str, object], tmp_path: Path) -> None:
+def test_the_same_values_under_other_names_are_another_entry(
+    one: dict[str, object], other: dict[str, object], tmp_path: Path
+) -> None:
     folders = set()
     for number, row in enumerate((one, other)):
         (path := tmp_path / f"{number}.jsonl").write_text(json.dumps(row))
@@ -107,7 +148,10 @@ def test_the_same_values_under_other_names_are_another_entry(one: dict[str, obje
 def test_a_file_that_changed_and_kept_its_time_is_read_again(tmp_path: Path) -> None:
     folders = set()
     for output in ("One", "Two"):
-        for source in (rows_file(tmp_path, output=output), rows_file(tmp_path, name="more/rows.jsonl", output=output).parent):
+        for source in (
+            rows_file(tmp_path, output=output),
+            rows_file(tmp_path, name="more/rows.jsonl", output=output).parent,
+        ):
             for file in source.rglob("*") if source.is_dir() else [source]:
                 os.utime(file, (1_700_000_000,) * 2)
             folders.add(prepare(spec_of(source), tmp_path / "cache"))
@@ -117,10 +161,17 @@ def test_a_file_that_changed_and_kept_its_time_is_read_again(tmp_path: Path) -> 
 def test_another_chat_template_is_another_entry(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tiny())
     folders = set()
-    for number, template in enumerate(("{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}", None)):
+    for number, template in enumerate(
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}", None)
+    ):
         tokenizer.chat_template = template
         tokenizer.save_pretrained(tmp_path / str(number))
-        folders.add(prepare(spec_of(rows_file(tmp_path), model__tokenizer=str(tmp_path / str(number))), tmp_path / "cache"))
+        folders.add(
+            prepare(
+                spec_of(rows_file(tmp_path), model__tokenizer=str(tmp_path / str(number))),
+                tmp_path / "cache",
+            )
+        )
     assert len(folders) == 2
 
 
@@ -189,7 +240,9 @@ def test_runs_that_start_at_once_share_one_entry(tmp_path: Path) -> None:
     assert intact(folder)
 
 
-def test_several_processes_give_what_one_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_give_what_one_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec = spec_of(rows_file(tmp_path, 500))
     alone = prepare(spec, tmp_path / "alone")
     monkeypatch.setattr(tokens, "_TASK_ROWS", 70)
@@ -202,9 +255,13 @@ def test_several_processes_give_what_one_gives(tmp_path: Path, monkeypatch: pyte
     assert told[-1] == (500, 500)
 
 
-def test_a_bad_row_in_another_process_is_told_as_it_is_here_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_row_in_another_process_is_told_as_it_is_here_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "rows.jsonl"
-    good, bad = ({"messages": [{"role": role, "content": "a"}]} for role in ("assistant", "narrator"))
+    good, bad = (
+        {"messages": [{"role": role, "content": "a"}]} for role in ("assistant", "narrator")
+    )
     path.write_text("\n".join(json.dumps(row) for row in [*[good] * 25, bad]))
     monkeypatch.setattr(tokens, "_TASK_ROWS", 10)
     monkeypatch.setattr(tokens, "processes_for", lambda rows: 2)
@@ -235,8 +292,12 @@ def test_a_folder_that_cannot_be_written_is_named_with_the_remedy(tmp_path: Path
     assert (problem.code, problem.field) == ("cache-unwritable", "XDG_CACHE_HOME")
 
 
-def test_a_rank_that_does_not_see_the_first_ones_cache_says_so(tmp_path: Path, single_rank: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("so_tui_trainer.data.tokens.prepare", lambda *_, **__: tmp_path / "on-another-host")
+def test_a_rank_that_does_not_see_the_first_ones_cache_says_so(
+    tmp_path: Path, single_rank: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "so_tui_trainer.data.tokens.prepare", lambda *_, **__: tmp_path / "on-another-host"
+    )
     with pytest.raises(TrainingError) as caught:
         training_data.read(tiny(), single_rank, lambda _: None, lambda *_: None)
     assert caught.value.code == "cache-not-shared"

@@ -20,7 +20,10 @@ from tests.support.launching import tiny
 from tests.support.problems import refusal
 
 ASK = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-CHATML = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}" + ASK
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    + ASK
+)
 # Keeps the thought of the newest answer only, and puts an empty one before an answer that has none; as Qwen3 does.
 THINKING = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
@@ -73,7 +76,12 @@ SPECIALS = [
     "<|message|>",
     "<|call|>",
 ]
-TALK = (Message("user", "Add 2 and 3."), Message("assistant", "It is 5."), Message("user", "And 1?"), Message("assistant", "Then 6."))
+TALK = (
+    Message("user", "Add 2 and 3."),
+    Message("assistant", "It is 5."),
+    Message("user", "And 1?"),
+    Message("assistant", "Then 6."),
+)
 
 
 def tokenizer_with(template: str, **tokens: str) -> PreTrainedTokenizerBase:
@@ -83,7 +91,9 @@ def tokenizer_with(template: str, **tokens: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def trained(tokenizer: PreTrainedTokenizerBase, talk: tuple[Message, ...] = TALK, loss: LossOn = "assistant") -> list[str]:
+def trained(
+    tokenizer: PreTrainedTokenizerBase, talk: tuple[Message, ...] = TALK, loss: LossOn = "assistant"
+) -> list[str]:
     """Return the trained pieces, decoded from the tokens that a model gets."""
     encoder = Encoder(chat_of(tokenizer), loss, 512)
     ((ids, flags),) = encoder.encode([segments(encoder.chat, talk, loss)])
@@ -100,28 +110,43 @@ def trained(tokenizer: PreTrainedTokenizerBase, talk: tuple[Message, ...] = TALK
         (OPENED, ["It is 5.<|im_end|>", "Then 6.<|im_end|>"]),
         (HEADERS, ["It is 5.<|im_end|>", "Then 6.<|im_end|>"]),
         (BRACKETS, [" It is 5.<|eos|>", " Then 6.<|eos|>"]),
-        (CHANNELS, ["<|channel|>final<|message|>It is 5.", "<|channel|>final<|message|>Then 6.<|return|>"]),
+        (
+            CHANNELS,
+            ["<|channel|>final<|message|>It is 5.", "<|channel|>final<|message|>Then 6.<|return|>"],
+        ),
     ],
     ids=["none", "chatml", "thinking", "opened", "headers", "brackets", "channels"],
 )
-def test_every_answer_is_trained_from_where_the_model_takes_over_to_its_stop_token(template: str, expected: list[str]) -> None:
+def test_every_answer_is_trained_from_where_the_model_takes_over_to_its_stop_token(
+    template: str, expected: list[str]
+) -> None:
     tokenizer = tokenizer_with(template)
     assert trained(tokenizer) == expected
     assert trained(tokenizer, loss="last-turn") == expected[-1:]
     if template:
-        assert trained(tokenizer, loss="all") == [tokenizer.apply_chat_template([m._asdict() for m in TALK], tokenize=False)]
+        assert trained(tokenizer, loss="all") == [
+            tokenizer.apply_chat_template([m._asdict() for m in TALK], tokenize=False)
+        ]
 
 
 @pytest.mark.parametrize("template", [CHATML, THINKING, OPENED, HEADERS, BRACKETS, CHANNELS])
 def test_the_text_is_what_the_template_writes(template: str) -> None:
     tokenizer = tokenizer_with(template)
     parts = segments(chat_of(tokenizer), TALK)
-    assert "".join(part.text for part in parts) == tokenizer.apply_chat_template([m._asdict() for m in TALK], tokenize=False)
+    assert "".join(part.text for part in parts) == tokenizer.apply_chat_template(
+        [m._asdict() for m in TALK], tokenize=False
+    )
 
 
 def test_a_thought_that_the_template_drops_from_earlier_turns_does_not_move_the_mask() -> None:
-    thinks = tuple(m._replace(content=f"<think>\nhm\n</think>\n\n{m.content}") if m.role == "assistant" else m for m in TALK)
-    assert trained(tokenizer_with(THINKING), thinks) == ["It is 5.<|im_end|>", "<think>\nhm\n</think>\n\nThen 6.<|im_end|>"]
+    thinks = tuple(
+        m._replace(content=f"<think>\nhm\n</think>\n\n{m.content}") if m.role == "assistant" else m
+        for m in TALK
+    )
+    assert trained(tokenizer_with(THINKING), thinks) == [
+        "It is 5.<|im_end|>",
+        "<think>\nhm\n</think>\n\nThen 6.<|im_end|>",
+    ]
 
 
 def test_contents_that_look_like_the_template_or_like_each_other_do_not_move_the_mask() -> None:
@@ -137,28 +162,57 @@ def test_contents_that_look_like_the_template_or_like_each_other_do_not_move_the
 
 def test_what_is_not_an_answer_is_not_trained() -> None:
     tokenizer = tokenizer_with(CHATML)
-    assert trained(tokenizer, (*TALK, Message("user", "Thanks."))) == ["It is 5.<|im_end|>", "Then 6.<|im_end|>"]
+    assert trained(tokenizer, (*TALK, Message("user", "Thanks."))) == [
+        "It is 5.<|im_end|>",
+        "Then 6.<|im_end|>",
+    ]
     assert trained(tokenizer, (*TALK[:3], Message("assistant", " \n"))) == ["It is 5.<|im_end|>"]
-    assert trained(tokenizer, (TALK[0], TALK[1]._replace(extra=(("weight", 0),)), *TALK[2:])) == ["Then 6.<|im_end|>"]
+    assert trained(tokenizer, (TALK[0], TALK[1]._replace(extra=(("weight", 0),)), *TALK[2:])) == [
+        "Then 6.<|im_end|>"
+    ]
     assert trained(tokenizer, TALK[:1]) == []
-    assert trained(tokenizer, (Message("assistant", "Hello."), *TALK)) == ["Hello.<|im_end|>", "It is 5.<|im_end|>", "Then 6.<|im_end|>"]
+    assert trained(tokenizer, (Message("assistant", "Hello."), *TALK)) == [
+        "Hello.<|im_end|>",
+        "It is 5.<|im_end|>",
+        "Then 6.<|im_end|>",
+    ]
 
 
 def test_tool_calls_are_answers_too() -> None:
-    template = CHATML.replace("m.content +", "m.content + (m.tool_calls | string if m.tool_calls else '') +")
-    talk = (*TALK[:1], Message("assistant", "", (("tool_calls", ["add"]),)), Message("tool", "5"), TALK[1])
+    template = CHATML.replace(
+        "m.content +", "m.content + (m.tool_calls | string if m.tool_calls else '') +"
+    )
+    talk = (
+        *TALK[:1],
+        Message("assistant", "", (("tool_calls", ["add"]),)),
+        Message("tool", "5"),
+        TALK[1],
+    )
     assert trained(tokenizer_with(template), talk) == ["['add']<|im_end|>", "It is 5.<|im_end|>"]
 
 
 def test_calls_are_trained_whole_where_the_template_leaves_out_what_is_said_beside_them() -> None:
-    call = (("thinking", "hm"), ("tool_calls", [{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}]))
-    talk = (TALK[0], Message("assistant", "", call), Message("tool", "5"), Message("assistant", "It is 5."))
+    call = (
+        ("thinking", "hm"),
+        ("tool_calls", [{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}]),
+    )
+    talk = (
+        TALK[0],
+        Message("assistant", "", call),
+        Message("tool", "5"),
+        Message("assistant", "It is 5."),
+    )
     assert trained(tokenizer_with(CALLS), talk) == [
         "<|channel|>analysis<|message|>hm<|end|><|start|>assistant to=add<|message|>{('a', 2)}<|call|>",
         "<|channel|>final<|message|>It is 5.<|return|>",
     ]
-    headers = HEADERS.replace("m.content | trim", "(m.tool_calls[0] | string if m.tool_calls else m.content | trim)")
-    assert trained(tokenizer_with(headers), talk) == [f"{call[1][1][0]}<|im_end|>", "It is 5.<|im_end|>"]
+    headers = HEADERS.replace(
+        "m.content | trim", "(m.tool_calls[0] | string if m.tool_calls else m.content | trim)"
+    )
+    assert trained(tokenizer_with(headers), talk) == [
+        f"{call[1][1][0]}<|im_end|>",
+        "It is 5.<|im_end|>",
+    ]
     assert trained(tokenizer_with(OPEN_ENDED), talk) == ["\n[add]<|eos|>", "It is 5.<|eos|>"]
 
 
@@ -171,7 +225,12 @@ def test_a_thought_in_a_message_of_its_own_is_trained_with_its_answer() -> None:
 
 
 def test_calls_that_the_layout_does_not_write_are_no_answers() -> None:
-    talk = (*TALK[:1], Message("assistant", "", (("tool_calls", ["add"]),)), Message("tool", "5"), TALK[1])
+    talk = (
+        *TALK[:1],
+        Message("assistant", "", (("tool_calls", ["add"]),)),
+        Message("tool", "5"),
+        TALK[1],
+    )
     assert trained(tokenizer_with(CHATML), talk) == ["It is 5.<|im_end|>"]
     assert trained(tokenizer_with(""), talk) == ["It is 5.<|eos|>"]
     assert trained(tokenizer_with(CHATML), talk[:2], loss="all") == []
@@ -191,21 +250,30 @@ def test_a_template_gets_the_tools_and_the_mask_does_not_mind() -> None:
 def test_a_stop_token_that_the_data_has_already_is_trained_once() -> None:
     said = (TALK[0], Message("assistant", "It is 5.<|im_end|>\n"))
     assert trained(tokenizer_with(CHATML), said) == ["It is 5.<|im_end|>"]
-    assert trained(tokenizer_with(""), (TALK[0], Message("assistant", "It is 5.<|eos|>"))) == ["It is 5.<|eos|>"]
+    assert trained(tokenizer_with(""), (TALK[0], Message("assistant", "It is 5.<|eos|>"))) == [
+        "It is 5.<|eos|>"
+    ]
 
 
 def test_an_end_of_text_right_behind_the_stop_token_is_trained_with_it() -> None:
-    tokenizer = tokenizer_with(CHATML.replace("<|im_end|>\n", "<|end|><|im_end|>"), eos_token="<|im_end|>")
+    tokenizer = tokenizer_with(
+        CHATML.replace("<|im_end|>\n", "<|end|><|im_end|>"), eos_token="<|im_end|>"
+    )
     assert trained(tokenizer) == ["It is 5.<|end|><|im_end|>", "Then 6.<|end|><|im_end|>"]
     assert not chat_of(tokenizer).warnings
     at_the_end = tokenizer_with(
-        CHATML.replace("<|im_end|>\n' }}", "<|im_end|>' }}") + "{% if not add_generation_prompt %}<|eos|>{% endif %}"
+        CHATML.replace("<|im_end|>\n' }}", "<|im_end|>' }}")
+        + "{% if not add_generation_prompt %}<|eos|>{% endif %}"
     )
     assert trained(at_the_end) == ["It is 5.<|im_end|>", "Then 6.<|im_end|><|eos|>"]
-    assert trained(at_the_end, (TALK[0], Message("assistant", "", (("tool_calls", ["add"]),)))) == []
+    assert (
+        trained(at_the_end, (TALK[0], Message("assistant", "", (("tool_calls", ["add"]),)))) == []
+    )
 
 
-def test_a_stop_token_that_is_not_special_is_warned_of_and_the_end_of_text_is_trained_instead() -> None:
+def test_a_stop_token_that_is_not_special_is_warned_of_and_the_end_of_text_is_trained_instead() -> (
+    None
+):
     tokenizer = tokenizer_with(CHATML.replace("<|im_end|>", "<|over|>"))
     assert trained(tokenizer) == ["It is 5.<|eos|>", "Then 6.<|eos|>"]
     (warning,) = chat_of(tokenizer).warnings
@@ -234,18 +302,41 @@ def test_a_conversation_that_the_template_refuses_says_why() -> None:
 
 
 def test_tokenizers_that_put_a_space_before_every_text_get_it_whole() -> None:
-    words = {word: index for index, word in enumerate(["<unk>", "</s>", "▁It", "▁is", "▁5.", "▁[INST]", "▁Add", "▁[/INST]", "▁And"])}
+    words = {
+        word: index
+        for index, word in enumerate(
+            ["<unk>", "</s>", "▁It", "▁is", "▁5.", "▁[INST]", "▁Add", "▁[/INST]", "▁And"]
+        )
+    }
     backend: Any = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     make: Any = PreTrainedTokenizerFast
-    tokenizer = make(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>", chat_template=BRACKETS)
+    tokenizer = make(
+        tokenizer_object=backend, eos_token="</s>", unk_token="<unk>", chat_template=BRACKETS
+    )
     assert not encodes_segments_apart(tokenizer)
     assert encodes_segments_apart(load_tokenizer(tiny()))
-    talk = (Message("user", "Add"), Message("assistant", "It is 5."), Message("user", "And"), Message("assistant", "5. is"))
+    talk = (
+        Message("user", "Add"),
+        Message("assistant", "It is 5."),
+        Message("user", "And"),
+        Message("assistant", "5. is"),
+    )
     encoder = Encoder(chat_of(tokenizer), "assistant", 64)
     ((ids, flags),) = encoder.encode([segments(encoder.chat, talk)])
-    assert ids.tolist() == tokenizer("[INST] Add [/INST] It is 5.</s>[INST] And [/INST] 5. is</s>")["input_ids"]
-    assert tokenizer.convert_ids_to_tokens(ids[flags].tolist()) == ["▁It", "▁is", "▁5.", "</s>", "▁5.", "▁is", "</s>"]
+    assert (
+        ids.tolist()
+        == tokenizer("[INST] Add [/INST] It is 5.</s>[INST] And [/INST] 5. is</s>")["input_ids"]
+    )
+    assert tokenizer.convert_ids_to_tokens(ids[flags].tolist()) == [
+        "▁It",
+        "▁is",
+        "▁5.",
+        "</s>",
+        "▁5.",
+        "▁is",
+        "</s>",
+    ]
 
 
 def test_spaces_of_an_answer_are_trained_where_spans_of_tokens_leave_them_out() -> None:
@@ -259,7 +350,12 @@ def test_spaces_of_an_answer_are_trained_where_spans_of_tokens_leave_them_out() 
     tokenizer = make(tokenizer_object=backend, eos_token="</s>", chat_template=BRACKETS)
     assert not encodes_segments_apart(tokenizer)
     answer = "if x:\n    ünd  😀 = 1 "
-    talk = (Message("user", "Code ,  please "), Message("assistant", answer), Message("user", "And"), Message("assistant", "  ?"))
+    talk = (
+        Message("user", "Code ,  please "),
+        Message("assistant", answer),
+        Message("user", "And"),
+        Message("assistant", "  ?"),
+    )
     encoder = Encoder(chat_of(tokenizer), "assistant", 256)
     ((ids, flags),) = encoder.encode([segments(encoder.chat, talk)])
     assert tokenizer.decode(ids[flags]) == f" {answer}</s>   ?</s>"
@@ -270,4 +366,8 @@ def test_a_folder_without_a_tokenizer_is_not_blamed_on_the_network(tmp_path: Pat
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     spec = with_values(tiny(), {"model.tokenizer": str(tmp_path)})
     problem = refusal(lambda: load_tokenizer(spec))
-    assert (problem.code, problem.field, problem.value) == ("tokenizer-files-missing", "model.tokenizer", str(tmp_path))
+    assert (problem.code, problem.field, problem.value) == (
+        "tokenizer-files-missing",
+        "model.tokenizer",
+        str(tmp_path),
+    )

@@ -62,7 +62,10 @@ def test_a_run_of_the_same_name_never_gets_the_checkpoints_of_another(tmp_path: 
 
 def test_a_folder_without_an_identity_is_taken_only_by_a_run_without_one(tmp_path: Path) -> None:
     spec = spec_in(tmp_path / "scratch")
-    old, new = create_run(spec, tmp_path / "runs", "same"), create_run(spec, tmp_path / "others", "same")
+    old, new = (
+        create_run(spec, tmp_path / "runs", "same"),
+        create_run(spec, tmp_path / "others", "same"),
+    )
     old.manifest_path.unlink()
     folder = claim(old, spec)
     written(folder, 5, "", spec)
@@ -86,7 +89,9 @@ def test_a_folder_that_others_can_write_is_not_used(tmp_path: Path) -> None:
     assert caught.value.code == "checkpoint-folder-taken"
 
 
-def test_what_is_not_a_checkpoint_of_this_run_is_not_used_and_pushes_none_out(tmp_path: Path) -> None:
+def test_what_is_not_a_checkpoint_of_this_run_is_not_used_and_pushes_none_out(
+    tmp_path: Path,
+) -> None:
     spec = tiny(checkpoint__keep="2")
     run = create_run(spec, tmp_path / "runs")
     folder, own = claim(run, spec), run_id(run)
@@ -98,9 +103,17 @@ def test_what_is_not_a_checkpoint_of_this_run_is_not_used_and_pushes_none_out(tm
     (folder / "step-000096").symlink_to(tmp_path / "step-000007")
     found = newest(folder, own)
     assert found is not None
-    assert (found.path.name, [damage.code for damage in found.damaged]) == ("step-000004", ["misnamed", "other-run"])
+    assert (found.path.name, [damage.code for damage in found.damaged]) == (
+        "step-000004",
+        ["misnamed", "other-run"],
+    )
     written(folder, 5, own, spec)
-    assert [path.name for path in checkpoint_folders(folder)] == ["step-000004", "step-000005", "step-000097", "step-000098"]
+    assert [path.name for path in checkpoint_folders(folder)] == [
+        "step-000004",
+        "step-000005",
+        "step-000097",
+        "step-000098",
+    ]
     written(folder, 99, own, spec)
     assert (folder / "step-000099.superseded").read_text() == "a plain file"
 
@@ -143,13 +156,19 @@ def test_what_a_manifest_says_does_not_fill_the_message(tmp_path: Path) -> None:
 
 def test_a_manifest_that_is_a_pipe_or_nested_deep_is_damage(tmp_path: Path) -> None:
     good = written(tmp_path, 3, "", tiny())
-    for step, make in ((4, lambda path: os.mkfifo(path)), (5, lambda path: path.write_text('{"spec":' * 100_000))):
+    for step, make in (
+        (4, lambda path: os.mkfifo(path)),
+        (5, lambda path: path.write_text('{"spec":' * 100_000)),
+    ):
         path = shutil.copytree(good, tmp_path / f"step-{step:06d}") / "checkpoint.json"
         path.unlink()
         make(path)
     found = newest(tmp_path)
     assert found is not None
-    assert (found.path, [damage.code for damage in found.damaged]) == (good, ["unreadable", "unreadable"])
+    assert (found.path, [damage.code for damage in found.damaged]) == (
+        good,
+        ["unreadable", "unreadable"],
+    )
 
 
 @pytest.mark.parametrize(
@@ -161,17 +180,24 @@ def test_a_manifest_that_is_a_pipe_or_nested_deep_is_damage(tmp_path: Path) -> N
         {"numel": 0, "names": ["w"], "numels": []},
     ],
 )
-def test_sizes_that_the_file_cannot_hold_are_refused_before_memory_is_taken(hostile: dict[str, object], tmp_path: Path) -> None:
+def test_sizes_that_the_file_cannot_hold_are_refused_before_memory_is_taken(
+    hostile: dict[str, object], tmp_path: Path
+) -> None:
     folder = checkpoint_folder.optimizer_folder(written(tmp_path, 3, "", tiny()))
     path = folder / "rank_00000.json"
     group = {"device": "cpu", "step": 1, "moments": False} | hostile
-    path.write_bytes(msgspec.json.encode(msgspec.json.decode(path.read_bytes()) | {"sub_groups": [group]}))
+    path.write_bytes(
+        msgspec.json.encode(msgspec.json.decode(path.read_bytes()) | {"sub_groups": [group]})
+    )
     with pytest.raises(superoffload.OffloadError, match="sizes are impossible") as caught:
         list(superoffload.saved_master_weights(folder))
     assert caught.value.code == "unreadable"
 
 
-@pytest.mark.parametrize("name", ["optimizer", "optimizer/rank_00000.states", "optimizer/rank_00000.json", "checkpoint.json"])
+@pytest.mark.parametrize(
+    "name",
+    ["optimizer", "optimizer/rank_00000.states", "optimizer/rank_00000.json", "checkpoint.json"],
+)
 def test_a_link_in_a_checkpoint_is_damage(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     folder.mkdir()
@@ -180,7 +206,9 @@ def test_a_link_in_a_checkpoint_is_damage(name: str, tmp_path: Path) -> None:
     path.symlink_to(tmp_path / "elsewhere")
     with pytest.raises((superoffload.OffloadError, OSError)):
         verify(folder / "step-000003")
-    with pytest.raises(superoffload.OffloadError) if name.startswith("optimizer") else nullcontext():
+    with (
+        pytest.raises(superoffload.OffloadError) if name.startswith("optimizer") else nullcontext()
+    ):
         superoffload.verify_state(folder / "step-000003" / "optimizer")
     with pytest.raises(TrainingError) as caught:
         newest(folder)
@@ -210,7 +238,9 @@ def test_a_states_description_of_more_than_its_limit_is_not_read(tmp_path: Path)
     assert "more than" in str(caught.value)
 
 
-def test_leftovers_that_are_links_or_files_are_removed_and_their_targets_stay(tmp_path: Path) -> None:
+def test_leftovers_that_are_links_or_files_are_removed_and_their_targets_stay(
+    tmp_path: Path,
+) -> None:
     folder, target = tmp_path / "checkpoints", tmp_path / "target"
     folder.mkdir()
     target.mkdir()
@@ -249,7 +279,9 @@ def test_large_files_of_a_removed_checkpoint_are_freed_a_piece_at_a_time_unless_
     assert (tmp_path / "target").read_bytes() == b"x"
 
 
-def test_a_checkpoint_that_cannot_be_removed_costs_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_cannot_be_removed_costs_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a network file system a folder stays as long as somebody has a file in it open, such as an export."""
     spec = tiny(checkpoint__keep="1")
     run = create_run(spec, tmp_path / "runs")

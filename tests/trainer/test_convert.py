@@ -30,23 +30,50 @@ def test_a_run_there_and_back_has_the_same_states_and_place_in_the_data(tmp_path
     run = run_with_checkpoints(tmp_path / "runs", 5)
     *_, answer = convert({"run": str(run.path), "to": str(tmp_path / "theirs")})
     assert answer["step"] == 5
-    assert main(["convert", str(tmp_path / "theirs"), "--as", "tiny", "--runs-dir", str(tmp_path / "back"), "--set", "train.steps=9"]) == 0
+    assert (
+        main(
+            [
+                "convert",
+                str(tmp_path / "theirs"),
+                "--as",
+                "tiny",
+                "--runs-dir",
+                str(tmp_path / "back"),
+                "--set",
+                "train.steps=9",
+            ]
+        )
+        == 0
+    )
     (back,) = list_runs(tmp_path / "back")
     state = read_state(back)
     assert (state.state, state.step, state.saved_step, state.total_steps) == ("stopped", 5, 5, 9)
-    before, after = (checkpoint_folder.newest(made.checkpoints_dir, run_id(made)) for made in (run, back))
+    before, after = (
+        checkpoint_folder.newest(made.checkpoints_dir, run_id(made)) for made in (run, back)
+    )
     assert before is not None
     assert after is not None
-    assert (after.manifest.step, after.manifest.consumed_sequences, after.manifest.data) == (5, 10, before.manifest.data)
-    ours, theirs = (by_name(checkpoint_folder.optimizer_folder(found.path)) for found in (before, after))
-    assert {name: states for name, (_, states) in ours.items()} == {name: states for name, (_, states) in theirs.items()}
+    assert (after.manifest.step, after.manifest.consumed_sequences, after.manifest.data) == (
+        5,
+        10,
+        before.manifest.data,
+    )
+    ours, theirs = (
+        by_name(checkpoint_folder.optimizer_folder(found.path)) for found in (before, after)
+    )
+    assert {name: states for name, (_, states) in ours.items()} == {
+        name: states for name, (_, states) in theirs.items()
+    }
 
 
 def test_what_is_there_is_refused_and_stays(tmp_path: Path) -> None:
     run = run_with_checkpoints(tmp_path / "runs", 5)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "weights").write_text("mine")
-    assert refusal(lambda: list(convert({"run": str(run.path), "to": str(tmp_path / "mine")}))).code == "export-would-overwrite"
+    assert (
+        refusal(lambda: list(convert({"run": str(run.path), "to": str(tmp_path / "mine")}))).code
+        == "export-would-overwrite"
+    )
     assert (tmp_path / "mine" / "weights").read_text() == "mine"
 
 
@@ -57,12 +84,26 @@ def test_a_checkpoint_of_another_model_leaves_no_run_behind(tmp_path: Path) -> N
         from_deepspeed(tmp_path / "runs", tiny(), tmp_path / "back", silent)
     assert caught.value.problems[0].code == "not-deepspeeds"
     assert list_runs(tmp_path / "back") == ()
-    assert main(["convert", str(tmp_path / "theirs"), "--as", "qwen3-14b", "--runs-dir", str(tmp_path / "back")]) == 2
+    assert (
+        main(
+            [
+                "convert",
+                str(tmp_path / "theirs"),
+                "--as",
+                "qwen3-14b",
+                "--runs-dir",
+                str(tmp_path / "back"),
+            ]
+        )
+        == 2
+    )
     assert list_runs(tmp_path / "back") == ()
 
 
 @pytest.mark.slow
-def test_a_converted_run_is_resumed_with_another_engine_and_has_the_same_losses(finished_run: RunDirectory, tmp_path: Path) -> None:
+def test_a_converted_run_is_resumed_with_another_engine_and_has_the_same_losses(
+    finished_run: RunDirectory, tmp_path: Path
+) -> None:
     """Two ranks of SuperOffload trained to step 10; ZeRO-Offload continues from what DeepSpeed would read."""
     run = RunDirectory(tmp_path / finished_run.name)
     shutil.copytree(finished_run.path, run.path)
@@ -72,7 +113,8 @@ def test_a_converted_run_is_resumed_with_another_engine_and_has_the_same_losses(
     made = from_deepspeed(tmp_path / "theirs", spec, tmp_path / "back", silent)
     assert start(made, spec).wait(timeout=400) == 0, log(made)
     before, after = (
-        {record.step: record.loss for record in records(one) if isinstance(record, StepRecord)} for one in (finished_run, made)
+        {record.step: record.loss for record in records(one) if isinstance(record, StepRecord)}
+        for one in (finished_run, made)
     )
     assert sorted(after) == [11, 12]
     for step, loss in after.items():

@@ -28,7 +28,10 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def mixture(folder: Path) -> str:
     many = [{"instruction": f"Ask {n}.", "output": "An answer. " * (n + 1)} for n in range(30)]
-    few = [{"messages": [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": text}]} for text in ("Hello.", "")]
+    few = [
+        {"messages": [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": text}]}
+        for text in ("Hello.", "")
+    ]
     for name, rows in (("many", many), ("few", few)):
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return f'[{{source = "{folder}/many.jsonl", weight = 3}}, {{source = "{folder}/few.jsonl"}}]'
@@ -41,7 +44,9 @@ def look(**changes: str) -> tuple[DataPreview, list[Progress]]:
 
 
 def test_a_mixture_is_told_source_by_source_with_rows_of_each(tmp_path: Path) -> None:
-    preview, progress = look(data__source=mixture(tmp_path), data__format="auto", data__sequence_length="64")
+    preview, progress = look(
+        data__source=mixture(tmp_path), data__format="auto", data__sequence_length="64"
+    )
     assert progress[-1].done_rows == progress[-1].total_rows == 32
     assert (preview.rows, preview.documents, preview.dropped) == (32, 31, 1)
     many, few = preview.sources
@@ -50,9 +55,16 @@ def test_a_mixture_is_told_source_by_source_with_rows_of_each(tmp_path: Path) ->
     assert many.truncated == preview.truncated > 0
     assert few.share == pytest.approx(0.25, abs=0.02)
     assert few.times_an_epoch == 10
-    assert [(Path(sample.source).stem, sample.row) for sample in preview.samples] == [("many", 1), ("few", 1), ("many", 2), ("many", 3)]
+    assert [(Path(sample.source).stem, sample.row) for sample in preview.samples] == [
+        ("many", 1),
+        ("few", 1),
+        ("many", 2),
+        ("many", 3),
+    ]
     assert [piece for piece in preview.samples[1].pieces if piece[1]] == [("Hello.<|eos|>", True)]
-    assert sum(document.tokens for document in preview.sequence.documents) == preview.sequence.tokens
+    assert (
+        sum(document.tokens for document in preview.sequence.documents) == preview.sequence.tokens
+    )
     assert sum(entry.documents for entry in preview.histogram) == preview.documents
     assert sum(entry.tokens for entry in preview.histogram) == preview.tokens
     cells = preview.sequence_cells(80)
@@ -69,22 +81,41 @@ def test_what_is_held_out_is_counted_and_cannot_be_everything() -> None:
     assert "355" in facts["rows"][1]
     with pytest.raises(InputError) as caught:
         look(data__held_out="1000")
-    assert [(problem.field, problem.value) for problem in caught.value.problems] == [("data.held_out", "1000")]
+    assert [(problem.field, problem.value) for problem in caught.value.problems] == [
+        ("data.held_out", "1000")
+    ]
 
 
 @pytest.mark.parametrize(("wanted", "refused"), [("5", True), ("0.05", True), ("4", False)])
-def test_holding_out_too_much_is_refused_before_anything_starts(wanted: str, refused: bool, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"instruction": f"Ask {n}.", "output": "Yes."}) for n in range(5)))
-    request = {"spec": spec_tree(tiny(data__source=str(tmp_path / "rows.jsonl"), data__held_out=wanted))}
+def test_holding_out_too_much_is_refused_before_anything_starts(
+    wanted: str, refused: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(
+        "\n".join(json.dumps({"instruction": f"Ask {n}.", "output": "Yes."}) for n in range(5))
+    )
+    request = {
+        "spec": spec_tree(tiny(data__source=str(tmp_path / "rows.jsonl"), data__held_out=wanted))
+    }
     (answer,) = check(request)
-    found = [(problem["code"], problem["field"], problem["value"]) for problem in answer["problems"]]
+    found = [
+        (problem["code"], problem["field"], problem["value"]) for problem in answer["problems"]
+    ]
     assert found == ([("held-out-out-of-range", "data.held_out", wanted)] if refused else [])
     if refused:
         assert refusal(lambda: list(prepare(request))).code == "held-out-out-of-range"
 
 
 def test_what_several_checks_find_wrong_is_said_once(tmp_path: Path) -> None:
-    (answer,) = check({"spec": spec_tree(tiny(model__tokenizer=str(tmp_path / "nowhere"), data__evaluation="builtin:tiny/rows.jsonl"))})
+    (answer,) = check(
+        {
+            "spec": spec_tree(
+                tiny(
+                    model__tokenizer=str(tmp_path / "nowhere"),
+                    data__evaluation="builtin:tiny/rows.jsonl",
+                )
+            )
+        }
+    )
     assert [problem["field"] for problem in answer["problems"]] == ["model.tokenizer"]
 
 
@@ -96,7 +127,9 @@ def test_what_is_wrong_comes_back_as_it_was_raised(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lengths", [[5], [7, 7, 7], list(range(1, 500)), [*[50] * 500, 4000]])
-def test_every_document_is_in_one_bin_and_few_long_ones_do_not_flatten_the_rest(lengths: list[int]) -> None:
+def test_every_document_is_in_one_bin_and_few_long_ones_do_not_flatten_the_rest(
+    lengths: list[int],
+) -> None:
     bins = histogram(np.array(lengths))
     assert sum(entry["documents"] for entry in bins) == len(lengths)
     assert sum(entry["tokens"] for entry in bins) == sum(lengths)
@@ -109,10 +142,20 @@ def test_every_document_is_in_one_bin_and_few_long_ones_do_not_flatten_the_rest(
         assert bins[-1]["documents"] == 1
 
 
-def test_the_command_prints_marks_that_need_no_colour(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_marks_that_need_no_colour(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["data", "tiny", "--rows", "1", "--set", "data.loss=all"]) == 0
     told = capsys.readouterr().out
-    for words in ("355 are trained on", "every token is trained", "% full", "do not see each other", "truncated", "dropped", "row 1 "):
+    for words in (
+        "355 are trained on",
+        "every token is trained",
+        "% full",
+        "do not see each other",
+        "truncated",
+        "dropped",
+        "row 1 ",
+    ):
         assert words in told
     assert "<|eos|>»" in told
     assert "\033[" not in told

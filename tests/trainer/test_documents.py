@@ -36,20 +36,40 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "completion": [{"role": "assistant", "content": "They make 5."}],
     },
     "text parts": {
-        "messages": [{"role": "user", "content": [{"type": "text", "text": "Add."}]}, {"role": "assistant", "content": "They make 5."}]
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "Add."}]},
+            {"role": "assistant", "content": "They make 5."},
+        ]
     },
     "OpenAI's keys in ShareGPT's column": {"conversations": ROWS["messages"]["messages"]},
-    "other roles": {"conversations": [{"from": "user", "value": "Add."}, {"from": "model", "value": "They make 5."}]},
-    "roles in the wild": {"conversations": [{"from": "Human", "value": "Add."}, {"from": "AI ", "value": "They make 5."}]},
+    "other roles": {
+        "conversations": [
+            {"from": "user", "value": "Add."},
+            {"from": "model", "value": "They make 5."},
+        ]
+    },
+    "roles in the wild": {
+        "conversations": [
+            {"from": "Human", "value": "Add."},
+            {"from": "AI ", "value": "They make 5."},
+        ]
+    },
     "parts that are texts": {
-        "messages": [{"role": "user", "content": ["Add", "."]}, {"role": "assistant", "content": ["They ", "make 5."]}]
+        "messages": [
+            {"role": "user", "content": ["Add", "."]},
+            {"role": "assistant", "content": ["They ", "make 5."]},
+        ]
     },
     "a prompt that is a number": {"prompt": 5, "completion": "They make 5."},
-    "columns that mean something else": ROWS["alpaca"] | {"tools": "hammer, saw", "history": "of Rome", "system": 7},
+    "columns that mean something else": ROWS["alpaca"]
+    | {"tools": "hammer, saw", "history": "of Rome", "system": 7},
     "a stop token in the data": {"prompt": "Add 2 and 3.", "completion": "They make 5.<|eos|>\n"},
 }
 COLUMNS: dict[str, tuple[dict[str, Any], str]] = {
-    "alpaca": ({"system": "Be kind.", "history": [["Hi.", "Hello."]]}, "Be kind.\n\n### Instruction:\nHi.\n\n### Response:\n"),
+    "alpaca": (
+        {"system": "Be kind.", "history": [["Hi.", "Hello."]]},
+        "Be kind.\n\n### Instruction:\nHi.\n\n### Response:\n",
+    ),
     "sharegpt": ({"system": "Be kind."}, "Be kind.\n\n### Instruction:\n"),
     "messages": ({"system": "Be kind."}, "Be kind.\n\n### Instruction:\n"),
 }
@@ -67,20 +87,34 @@ def test_only_the_response_and_its_stop_token_are_trained(tmp_path: Path, layout
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_what_people_write_instead_is_read_as_well(tmp_path: Path, variant: str) -> None:
-    assert texts(documents_of(tmp_path, lines(tmp_path, [VARIANTS[variant]])))[1] == "They make 5.<|eos|>"
+    assert (
+        texts(documents_of(tmp_path, lines(tmp_path, [VARIANTS[variant]])))[1]
+        == "They make 5.<|eos|>"
+    )
 
 
 @pytest.mark.parametrize("layout", COLUMNS)
 def test_what_stands_in_columns_of_its_own_comes_first(tmp_path: Path, layout: str) -> None:
     columns, expected = COLUMNS[layout]
-    assert texts(documents_of(tmp_path, lines(tmp_path, [ROWS[layout] | columns])))[0].startswith(expected)
+    assert texts(documents_of(tmp_path, lines(tmp_path, [ROWS[layout] | columns])))[0].startswith(
+        expected
+    )
 
 
 def test_tools_and_calls_reach_the_template_without_the_keys_of_other_rows(tmp_path: Path) -> None:
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"a": "int"}}}]
-    add, halve = {"name": "add", "arguments": {"a": 2, "b": 3}}, {"name": "halve", "arguments": {"of": 4}}
+    add, halve = (
+        {"name": "add", "arguments": {"a": 2, "b": 3}},
+        {"name": "halve", "arguments": {"of": 4}},
+    )
     rows = [
-        {"messages": [ROWS["messages"]["messages"][0], {"role": "assistant", "tool_calls": [{"function": call}]}], "tools": given}
+        {
+            "messages": [
+                ROWS["messages"]["messages"][0],
+                {"role": "assistant", "tool_calls": [{"function": call}]},
+            ],
+            "tools": given,
+        }
         for call, given in ((add, json.dumps(tools)), (halve, ""))
     ]
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
@@ -91,7 +125,12 @@ def test_tools_and_calls_reach_the_template_without_the_keys_of_other_rows(tmp_p
     assert [message.role for message in second] == ["user", "assistant"]
     written = [{"function": {**add, "arguments": json.dumps(add["arguments"])}}]
     for given in (written, json.dumps(written)):
-        row = {"messages": [ROWS["messages"]["messages"][0], {"role": "assistant", "content": "", "tool_calls": given}]}
+        row = {
+            "messages": [
+                ROWS["messages"]["messages"][0],
+                {"role": "assistant", "content": "", "tool_calls": given},
+            ]
+        }
         (opened,) = open_sources(spec_of(lines(tmp_path, [row])).data)
         assert dict(next(opened.conversations())[-1].extra)["tool_calls"] == [{"function": add}]
     assert dict(second[-1].extra)["tool_calls"] == [{"function": halve}]
@@ -99,15 +138,28 @@ def test_tools_and_calls_reach_the_template_without_the_keys_of_other_rows(tmp_p
 
 def test_what_is_null_in_tools_written_as_json_stays(tmp_path: Path) -> None:
     """Where they are columns it cannot be told from a key that the row has not."""
-    tools, call = [{"name": "add", "default": None}], [{"function": {"name": "add", "arguments": {"a": 2, "b": None}}}]
-    turns = [ROWS["messages"]["messages"][0], {"role": "assistant", "content": "", "tool_calls": json.dumps(call)}]
-    (opened,) = open_sources(spec_of(lines(tmp_path, [{"messages": turns, "tools": json.dumps(tools)}])).data)
+    tools, call = (
+        [{"name": "add", "default": None}],
+        [{"function": {"name": "add", "arguments": {"a": 2, "b": None}}}],
+    )
+    turns = [
+        ROWS["messages"]["messages"][0],
+        {"role": "assistant", "content": "", "tool_calls": json.dumps(call)},
+    ]
+    (opened,) = open_sources(
+        spec_of(lines(tmp_path, [{"messages": turns, "tools": json.dumps(tools)}])).data
+    )
     said = next(opened.conversations())
     assert (dict(said[0].extra)["tools"], dict(said[-1].extra)["tool_calls"]) == (tools, call)
 
 
 def test_rows_without_a_turn_are_dropped_and_counted(tmp_path: Path) -> None:
-    rows = [ROWS["messages"], {"messages": None}, {"messages": []}, {"messages": [{"role": "system", "content": "Be kind."}]}]
+    rows = [
+        ROWS["messages"],
+        {"messages": None},
+        {"messages": []},
+        {"messages": [{"role": "system", "content": "Be kind."}]},
+    ]
     counts = documents_of(tmp_path, lines(tmp_path, rows)).counts
     assert (counts.rows, counts.dropped) == (4, 3)
     question, answer = ROWS["messages"]["messages"]
@@ -118,27 +170,46 @@ def test_rows_without_a_turn_are_dropped_and_counted(tmp_path: Path) -> None:
 def test_the_layout_can_be_named(tmp_path: Path) -> None:
     rows = lines(tmp_path, [ROWS["alpaca"] | {"text": "All of it."}])
     assert texts(documents_of(tmp_path, rows, data__format="text"))[1].endswith("l of it.<|eos|>")
-    assert source_refusal(rows, tmp_path, data__format="prompt-completion").code == "data-columns-mismatch"
+    assert (
+        source_refusal(rows, tmp_path, data__format="prompt-completion").code
+        == "data-columns-mismatch"
+    )
 
 
-def test_plain_text_is_trained_but_for_its_first_token_and_cut_where_it_is_longer_than_a_sequence(tmp_path: Path) -> None:
+def test_plain_text_is_trained_but_for_its_first_token_and_cut_where_it_is_longer_than_a_sequence(
+    tmp_path: Path,
+) -> None:
     words = "one two three four five six seven " * 40
-    documents = documents_of(tmp_path, lines(tmp_path, [{"text": words}, {"text": "A plain text."}]), data__sequence_length="64")
+    documents = documents_of(
+        tmp_path,
+        lines(tmp_path, [{"text": words}, {"text": "A plain text."}]),
+        data__sequence_length="64",
+    )
     tokenizer = load_tokenizer(tiny())
     assert tokenizer.decode(documents.tokens) == f"{words}<|eos|>A plain text.<|eos|>"
     assert documents.lengths.max() == 64
     assert documents.trained_lengths.tolist() == (documents.lengths - 1).tolist()
-    assert (documents.counts.rows, documents.counts.cut, documents.counts.truncated, documents.counts.dropped) == (2, 1, 0, 0)
+    assert (
+        documents.counts.rows,
+        documents.counts.cut,
+        documents.counts.truncated,
+        documents.counts.dropped,
+    ) == (2, 1, 0, 0)
     assert documents.rows is not None
     assert documents.rows.tolist() == [1] * (len(documents.lengths) - 1) + [2]
 
 
 def test_a_mixture_has_the_shares_of_its_weights_and_loses_no_row(tmp_path: Path) -> None:
-    many = lines(tmp_path, [ROWS["alpaca"] | {"output": f"Answer {n}."} for n in range(40)], "many.jsonl")
+    many = lines(
+        tmp_path, [ROWS["alpaca"] | {"output": f"Answer {n}."} for n in range(40)], "many.jsonl"
+    )
     few = lines(tmp_path, [ROWS["messages"]] * 3, "few.jsonl")
     mixture = f'[{{source = "{many}", weight = 3}}, {{source = "{few}", weight = 1, format = "messages"}}]'
     documents = documents_of(tmp_path, mixture)
-    assert [(part.counts.rows, part.documents, part.layout) for part in documents.parts] == [(40, 40, "alpaca"), (3, 3, "messages")]
+    assert [(part.counts.rows, part.documents, part.layout) for part in documents.parts] == [
+        (40, 40, "alpaca"),
+        (3, 3, "messages"),
+    ]
     assert documents.counts.rows == 43
     epoch = documents.epoch(seed=42)
     assert set(epoch.tolist()) == set(range(43))
@@ -155,21 +226,39 @@ def test_weights_that_no_epoch_can_have_are_refused(tmp_path: Path) -> None:
     many = lines(tmp_path, [ROWS["alpaca"]] * 40, "many.jsonl")
     few = lines(tmp_path, [ROWS["messages"]], "few.jsonl")
     for weight in ("0.001", "1e-308"):  # the latter in infinitely many rounds
-        documents = documents_of(tmp_path, f'[{{source = "{many}", weight = {weight}}}, {{source = "{few}"}}]')
+        documents = documents_of(
+            tmp_path, f'[{{source = "{many}", weight = {weight}}}, {{source = "{few}"}}]'
+        )
         problem = refusal(partial(documents.epoch, 42))
         assert (problem.code, problem.value) == ("data-weight-too-large", f"weight 1 of {few}")
-    assert len(documents_of(tmp_path, f'[{{source = "{many}", weight = 0.005}}, {{source = "{few}"}}]').epoch(42)) == 8040
+    assert (
+        len(
+            documents_of(
+                tmp_path, f'[{{source = "{many}", weight = 0.005}}, {{source = "{few}"}}]'
+            ).epoch(42)
+        )
+        == 8040
+    )
 
 
 def test_the_weights_of_a_mixture_do_not_make_it_tokenised_again(tmp_path: Path) -> None:
-    one, other = lines(tmp_path, [ROWS["alpaca"]], "a.jsonl"), lines(tmp_path, [ROWS["messages"]], "b.jsonl")
+    one, other = (
+        lines(tmp_path, [ROWS["alpaca"]], "a.jsonl"),
+        lines(tmp_path, [ROWS["messages"]], "b.jsonl"),
+    )
     folders = {
-        prepare(spec_of(f'[{{source = "{one}", weight = {weight}}}, {{source = "{other}"}}]'), tmp_path / "cache") for weight in (1, 5)
+        prepare(
+            spec_of(f'[{{source = "{one}", weight = {weight}}}, {{source = "{other}"}}]'),
+            tmp_path / "cache",
+        )
+        for weight in (1, 5)
     }
     assert len(folders) == 1
 
 
-def test_rows_that_are_too_long_lose_their_end_and_those_without_trained_tokens_are_dropped(tmp_path: Path) -> None:
+def test_rows_that_are_too_long_lose_their_end_and_those_without_trained_tokens_are_dropped(
+    tmp_path: Path,
+) -> None:
     digits = "1 2 3 4 5 6 7 8 9 " * 30
     rows: list[dict[str, Any]] = [
         {"instruction": "Add.", "output": "They make 5."},
@@ -198,6 +287,13 @@ def test_a_tokenizer_of_another_name_has_not_the_models_revision(tmp_path: Path)
         "changes = {'model.revision': 'v2', 'model.tokenizer': 'owner/tokenizer'};"
         "print(load_tokenizer(with_values(find_preset('tiny').spec, changes)).eos_token)"
     )
-    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
-    asked = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    environment = {
+        **os.environ,
+        "HF_HOME": str(tmp_path),
+        "HF_HUB_CACHE": str(tmp_path / "hub"),
+        "HF_HUB_OFFLINE": "1",
+    }
+    asked = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
     assert asked.stdout == "<|eos|>\n", asked.stderr

@@ -35,7 +35,10 @@ VALUES = {
 
 
 def spec(**changes: str) -> RunSpec:
-    return with_values(find_preset("qwen3-4b-random").spec, VALUES | {name.replace("__", "."): value for name, value in changes.items()})
+    return with_values(
+        find_preset("qwen3-4b-random").spec,
+        VALUES | {name.replace("__", "."): value for name, value in changes.items()},
+    )
 
 
 def test_every_setting_comes_from_the_spec_or_the_binding() -> None:
@@ -62,22 +65,31 @@ def test_every_setting_comes_from_the_spec_or_the_binding() -> None:
 def test_only_our_engine_has_compact_moments() -> None:
     ours = spec(offload__engine="so-tui", offload__states="int8-moments")
     assert engine_settings(ours, binding()).states == "int8-moments"
-    without_offload = spec(offload__engine="so-tui", offload__states="int8-moments", offload__mode="gpu")
+    without_offload = spec(
+        offload__engine="so-tui", offload__states="int8-moments", offload__mode="gpu"
+    )
     assert engine_settings(without_offload, binding()).states == "fp32"
-    for theirs in ({"offload__mode": "zerooffload", "offload__engine": "so-tui"}, {"offload__engine": "deepspeed"}):
+    for theirs in (
+        {"offload__mode": "zerooffload", "offload__engine": "so-tui"},
+        {"offload__engine": "deepspeed"},
+    ):
         with pytest.raises(InputError) as caught:
             spec(offload__states="int8-moments", **theirs)
         assert [problem.code for problem in caught.value.problems] == ["states-format"]
 
 
 @pytest.mark.parametrize("what", ["second_states_bytes", "copies_bytes"])
-def test_second_states_and_copies_take_what_was_planned_and_no_more_than_the_host_has(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+def test_second_states_and_copies_take_what_was_planned_and_no_more_than_the_host_has(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
     """At ratio 1: 4 billion parameters, 14 bytes each for the states."""
     run = spec(offload__engine="so-tui", offload__ratio="1", train__gradient_accumulation="1")
     states = 14 * run.model.parameter_count
 
     def found(planned: int, available: int | None) -> int:
-        monkeypatch.setattr("so_tui_trainer.engine_settings.available_bytes", lambda files: available)
+        monkeypatch.setattr(
+            "so_tui_trainer.engine_settings.available_bytes", lambda files: available
+        )
         settings = engine_settings(run, binding(), OptionalMemory(**{what: planned}))
         both = settings.speculation_bytes, settings.copies_bytes
         assert min(both) == 0
@@ -94,8 +106,12 @@ def test_copies_take_what_second_states_leave(monkeypatch: pytest.MonkeyPatch) -
     states = 14 * run.model.parameter_count
 
     def found(available: int) -> int:
-        monkeypatch.setattr("so_tui_trainer.engine_settings.available_bytes", lambda files: available)
-        return engine_settings(run, binding(), OptionalMemory(second_states_bytes=20 << 30, copies_bytes=10 << 30)).copies_bytes
+        monkeypatch.setattr(
+            "so_tui_trainer.engine_settings.available_bytes", lambda files: available
+        )
+        return engine_settings(
+            run, binding(), OptionalMemory(second_states_bytes=20 << 30, copies_bytes=10 << 30)
+        ).copies_bytes
 
     assert found(10**13) == 10 << 30
     assert found(int((states + 25 * 2**30) / 0.94)) == pytest.approx(5 * 2**30, rel=0.02)
@@ -121,7 +137,11 @@ def test_limits_of_the_control_group_count(tmp_path: Path, monkeypatch: pytest.M
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.setattr("so_tui_trainer.engine_settings.SystemFiles", lambda: limited)
-    assert engine_settings(spec(), binding()).available_bytes() == available_bytes(limited) == 3_000_000_000
+    assert (
+        engine_settings(spec(), binding()).available_bytes()
+        == available_bytes(limited)
+        == 3_000_000_000
+    )
 
 
 def test_a_mode_that_nobody_resolved_is_refused() -> None:

@@ -26,12 +26,17 @@ from tests.support.shared_run import SUPEROFFLOAD, TWELVE_STEPS
 
 
 @pytest.mark.parametrize(("wanted", "count"), [("0", 0), ("0.1", 5), ("7", 7)])
-def test_what_is_held_out_is_never_trained_on_and_depends_on_the_seed_alone(wanted: str, count: int) -> None:
+def test_what_is_held_out_is_never_trained_on_and_depends_on_the_seed_alone(
+    wanted: str, count: int
+) -> None:
     docs = documents(50)
     parts = divide(docs, spec(data__held_out=wanted))
     assert len(parts.held_out) == count
     assert sorted([*parts.training, *parts.held_out]) == list(range(50))
-    again, other = divide(docs, spec(data__held_out=wanted)), divide(docs, spec(data__held_out=wanted, train__seed="43"))
+    again, other = (
+        divide(docs, spec(data__held_out=wanted)),
+        divide(docs, spec(data__held_out=wanted, train__seed="43")),
+    )
     assert again.held_out.tolist() == parts.held_out.tolist()
     assert not count or other.held_out.tolist() != parts.held_out.tolist()
     batches = Batches(docs, spec(data__held_out=wanted), 0, members=parts.training)
@@ -40,7 +45,10 @@ def test_what_is_held_out_is_never_trained_on_and_depends_on_the_seed_alone(want
 
 @pytest.mark.parametrize("wanted", ["0.001", "50", "1000"])
 def test_a_part_that_leaves_nothing_on_one_side_is_refused(wanted: str) -> None:
-    assert refusal(lambda: divide(documents(50), spec(data__held_out=wanted))).code == "held-out-out-of-range"
+    assert (
+        refusal(lambda: divide(documents(50), spec(data__held_out=wanted))).code
+        == "held-out-out-of-range"
+    )
 
 
 def test_a_row_that_was_cut_is_held_out_whole() -> None:
@@ -60,7 +68,9 @@ def test_a_row_that_was_cut_is_held_out_whole() -> None:
 
 def test_data_with_a_part_held_out_are_other_training_data() -> None:
     assert trained_fingerprint("abc", spec()) == "abc"
-    marks = {trained_fingerprint("abc", spec(data__held_out=wanted)) for wanted in ("0", "0.1", "5")}
+    marks = {
+        trained_fingerprint("abc", spec(data__held_out=wanted)) for wanted in ("0", "0.1", "5")
+    }
     assert len(marks) == 3
 
 
@@ -72,7 +82,10 @@ def test_other_data_to_evaluate_on() -> None:
     split = evaluation_spec(spec(data__source="some/data", data__evaluation_split="test"))
     assert split is not None
     assert (split.data.source, split.data.split) == ("some/data", "test")
-    assert refusal(lambda: spec(data__held_out="5", data__evaluation="other/data")).code == "several-evaluations"
+    assert (
+        refusal(lambda: spec(data__held_out="5", data__evaluation="other/data")).code
+        == "several-evaluations"
+    )
     assert refusal(lambda: spec(train__evaluate_every_steps="5")).code == "no-evaluation-data"
 
 
@@ -85,7 +98,9 @@ class Apart(Ranks):
 
 @pytest.mark.parametrize("packing", ["true", "false"])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_the_measured_loss_is_the_mean_over_tokens(packing: str, ranks: int, single_rank: Ranks) -> None:
+def test_the_measured_loss_is_the_mean_over_tokens(
+    packing: str, ranks: int, single_rank: Ranks
+) -> None:
     """On one rank or cut over three, which get different numbers of sequences."""
     torch.manual_seed(0)
     model = TrainedModel(causal_model(load_config(tiny().model), dtype=torch.float32), "sdpa")
@@ -98,11 +113,22 @@ def test_the_measured_loss_is_the_mean_over_tokens(packing: str, ranks: int, sin
             part = slice(docs.offsets[member], docs.offsets[member + 1])
             ids = torch.tensor(docs.tokens[part], dtype=torch.int64)[None]
             labels = torch.where(torch.tensor(docs.trained[part]), ids[0], -100)[1:]
-            total += cross_entropy(model.causal(input_ids=ids).logits[0, :-1], labels, ignore_index=-100, reduction="sum").item()
+            total += cross_entropy(
+                model.causal(input_ids=ids).logits[0, :-1],
+                labels,
+                ignore_index=-100,
+                reduction="sum",
+            ).item()
             tokens += int((labels >= 0).sum())
     shares = [Evaluation(docs, members, shape, rank) for rank in range(ranks)]
     found = [
-        share.measure(model, Apart(single_rank.rank, ranks, single_rank.device, single_rank.group), attempt=1, step=7) for share in shares
+        share.measure(
+            model,
+            Apart(single_rank.rank, ranks, single_rank.device, single_rank.group),
+            attempt=1,
+            step=7,
+        )
+        for share in shares
     ]
     assert {record.tokens for record in found} == {tokens}
     assert sum(record.loss for record in found) == pytest.approx(total / tokens, rel=1e-5)
@@ -117,7 +143,9 @@ def test_a_loss_that_is_not_finite_ends_the_run(single_rank: Ranks) -> None:
             return torch.tensor(float("nan"))
 
     with pytest.raises(NonFiniteError) as caught:
-        Evaluation(documents(), np.arange(5), spec(), 0).measure(Spoilt(), single_rank, attempt=1, step=3)
+        Evaluation(documents(), np.arange(5), spec(), 0).measure(
+            Spoilt(), single_rank, attempt=1, step=3
+        )
     assert caught.value.code == "not-finite"
 
 
@@ -129,14 +157,26 @@ def test_records_of_older_versions_are_still_read() -> None:
 
 
 @pytest.mark.slow
-def test_evaluating_changes_nothing_of_the_training(finished_run: RunDirectory, tmp_path: Path) -> None:
+def test_evaluating_changes_nothing_of_the_training(
+    finished_run: RunDirectory, tmp_path: Path
+) -> None:
     """Two ranks through ZeRO-3, where weights still arrive while the next forward pass runs."""
-    spec = tiny(**TWELVE_STEPS, **SUPEROFFLOAD, train__evaluate_every_steps="5", checkpoint__at_end="false")
+    spec = tiny(
+        **TWELVE_STEPS, **SUPEROFFLOAD, train__evaluate_every_steps="5", checkpoint__at_end="false"
+    )
     run, code = train(spec, tmp_path)
     assert code == 0, log(run)
-    plain, evaluated = ([record for record in records(each) if isinstance(record, StepRecord)] for each in (finished_run, run))
-    assert [(step.loss, step.gradient_norm) for step in plain] == [(step.loss, step.gradient_norm) for step in evaluated]
-    at_end, often = ([record for record in records(each) if isinstance(record, EvaluationRecord)] for each in (finished_run, run))
+    plain, evaluated = (
+        [record for record in records(each) if isinstance(record, StepRecord)]
+        for each in (finished_run, run)
+    )
+    assert [(step.loss, step.gradient_norm) for step in plain] == [
+        (step.loss, step.gradient_norm) for step in evaluated
+    ]
+    at_end, often = (
+        [record for record in records(each) if isinstance(record, EvaluationRecord)]
+        for each in (finished_run, run)
+    )
     assert [record.step for record in at_end] == [12]
     assert [record.step for record in often] == [5, 10, 12]
     assert at_end[0].loss == often[-1].loss

@@ -32,32 +32,52 @@ def example(gate: Gate, hidden: int, width: int) -> tuple[Tensor, Tensor, Tensor
         return torch.randn(shape, generator=generator)
 
     others = torch.tensor([expert for expert in range(EXPERTS) if expert != 2])
-    chosen = torch.stack([others[torch.randperm(len(others), generator=generator)[:CHOICES]] for _ in range(TOKENS)])
+    chosen = torch.stack(
+        [others[torch.randperm(len(others), generator=generator)[:CHOICES]] for _ in range(TOKENS)]
+    )
     first, second = 0.5 * normal(EXPERTS, 2 * width, hidden), normal(EXPERTS, hidden, width)
     if gate is SILU:
         weights = Weights(first, second, None, None, inputs_first=False)
     else:
         first, second = first.transpose(1, 2).contiguous(), second.transpose(1, 2).contiguous()
-        weights = Weights(first, second, normal(EXPERTS, 2 * width), normal(EXPERTS, hidden), inputs_first=True)
-    return 4 * normal(TOKENS, hidden), chosen, torch.rand(TOKENS, CHOICES, generator=generator), weights
+        weights = Weights(
+            first, second, normal(EXPERTS, 2 * width), normal(EXPERTS, hidden), inputs_first=True
+        )
+    return (
+        4 * normal(TOKENS, hidden),
+        chosen,
+        torch.rand(TOKENS, CHOICES, generator=generator),
+        weights,
+    )
 
 
-def one_by_one(hidden: Tensor, chosen: Tensor, shares: Tensor, weights: Weights, gate: Gate) -> Tensor:
+def one_by_one(
+    hidden: Tensor, chosen: Tensor, shares: Tensor, weights: Weights, gate: Gate
+) -> Tensor:
     results = []
     for token in range(len(hidden)):
         total = torch.zeros_like(hidden[0])
         for expert, share in zip(chosen[token].tolist(), shares[token], strict=True):
-            first, second = (matrix[expert] if weights.inputs_first else matrix[expert].T for matrix in (weights.first, weights.second))
-            both = hidden[token] @ first + (0 if weights.first_bias is None else weights.first_bias[expert])
+            first, second = (
+                matrix[expert] if weights.inputs_first else matrix[expert].T
+                for matrix in (weights.first, weights.second)
+            )
+            both = hidden[token] @ first + (
+                0 if weights.first_bias is None else weights.first_bias[expert]
+            )
             gates, ups = (both[::2], both[1::2]) if gate.interleaved else both.chunk(2)
             gates, ups = gates.clamp(max=gate.limit), ups.clamp(-gate.limit, gate.limit)
             result = (gates * (gate.alpha * gates).sigmoid() * (ups + gate.shift)) @ second
-            total = total + share * (result + (0 if weights.second_bias is None else weights.second_bias[expert]))
+            total = total + share * (
+                result + (0 if weights.second_bias is None else weights.second_bias[expert])
+            )
         results.append(total)
     return torch.stack(results)
 
 
-def leaves(hidden: Tensor, shares: Tensor, weights: Weights, like: Tensor) -> tuple[Tensor, Tensor, Weights]:
+def leaves(
+    hidden: Tensor, shares: Tensor, weights: Weights, like: Tensor
+) -> tuple[Tensor, Tensor, Weights]:
     """Copies in the type and on the device of ``like``, that take gradients."""
     hidden, shares = (tensor.detach().to(like).requires_grad_() for tensor in (hidden, shares))
     first, second, first_bias, second_bias, inputs_first = weights
@@ -65,17 +85,25 @@ def leaves(hidden: Tensor, shares: Tensor, weights: Weights, like: Tensor) -> tu
     def leaf(tensor: Tensor) -> Tensor:
         return tensor.detach().to(like).requires_grad_()
 
-    own_first, own_second = (None if bias is None else leaf(bias) for bias in (first_bias, second_bias))
+    own_first, own_second = (
+        None if bias is None else leaf(bias) for bias in (first_bias, second_bias)
+    )
     return hidden, shares, Weights(leaf(first), leaf(second), own_first, own_second, inputs_first)
 
 
 def gradients(hidden: Tensor, shares: Tensor, weights: Weights) -> list[Tensor]:
-    return [leaf.grad for leaf in (hidden, shares, *weights) if isinstance(leaf, Tensor) and leaf.grad is not None]
+    return [
+        leaf.grad
+        for leaf in (hidden, shares, *weights)
+        if isinstance(leaf, Tensor) and leaf.grad is not None
+    ]
 
 
 @pytest.mark.parametrize("gate", [SILU, CLAMPED], ids=["silu", "clamped"])
 @pytest.mark.parametrize("product", [grouped_mm, by_group], ids=["grouped_mm", "by_group"])
-def test_it_is_the_sum_of_what_each_expert_says(product: Any, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_the_sum_of_what_each_expert_says(
+    product: Any, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(experts, "grouped_mm", product)
     hidden, chosen, shares, weights = example(gate, 16, 24)
     results = []
@@ -87,29 +115,42 @@ def test_it_is_the_sum_of_what_each_expert_says(product: Any, gate: Gate, monkey
     expected, found = results
     assert len(found) == len(expected) == (5 if gate is SILU else 7)
     for mine, theirs in zip(found, expected, strict=True):
-        assert (mine - theirs).norm() <= 1e-5 * theirs.norm()  # single elements are small beside what they are summed from
+        assert (
+            (mine - theirs).norm() <= 1e-5 * theirs.norm()
+        )  # single elements are small beside what they are summed from
 
 
 @pytest.mark.parametrize("gate", [SILU, CLAMPED], ids=["silu", "clamped"])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
+)
 def test_routing_weights_in_fp32_go_with_experts_in_bf16(device: str, gate: Gate) -> None:
     """As Mixtral, GLM 4 and DeepSeek have them; lying in memory however their router left them."""
     hidden, chosen, shares, weights = example(gate, 16, 24)
     hidden = hidden / 8
     results = []
     for compute, dtype in ((one_by_one, torch.float32), (mixture, torch.bfloat16)):
-        own_hidden, _, own_weights = leaves(hidden, shares, weights, torch.empty(0, device=device, dtype=dtype))
+        own_hidden, _, own_weights = leaves(
+            hidden, shares, weights, torch.empty(0, device=device, dtype=dtype)
+        )
         own_shares = shares.t().contiguous().to(device).requires_grad_()
         result = compute(own_hidden, chosen.to(device), own_shares.t(), own_weights, gate)
         assert result.dtype == dtype
         torch.autograd.backward(result.float().mean())
-        results.append([part.detach().float().cpu() for part in (result, *gradients(own_hidden, own_shares, own_weights))])
+        results.append(
+            [
+                part.detach().float().cpu()
+                for part in (result, *gradients(own_hidden, own_shares, own_weights))
+            ]
+        )
     for theirs, mine in zip(*results, strict=True):
         assert (mine - theirs).norm() <= 0.02 * theirs.norm()  # bf16 has eight bits
 
 
 @pytest.mark.parametrize("limit", [7.0, 1000.0])
-def test_a_limit_of_another_kind_than_gpt_oss_is_left_to_transformers_however_high_it_is(limit: float) -> None:
+def test_a_limit_of_another_kind_than_gpt_oss_is_left_to_transformers_however_high_it_is(
+    limit: float,
+) -> None:
     class Limited(GptOssExperts):
         def __init__(self) -> None:
             config = GptOssConfig(hidden_size=16, intermediate_size=24, num_local_experts=EXPERTS)
@@ -119,7 +160,9 @@ def test_a_limit_of_another_kind_than_gpt_oss_is_left_to_transformers_however_hi
 
         def _apply_gate(self, gate_up: Tensor) -> Tensor:
             gates, ups = gate_up.chunk(2, -1)
-            return nn.functional.silu(gates.clamp(max=self.limit)) * ups.clamp(-self.limit, self.limit)
+            return nn.functional.silu(gates.clamp(max=self.limit)) * ups.clamp(
+                -self.limit, self.limit
+            )
 
     limited: Any = nn.ModuleList([Limited()])
     assert install(limited, [EXPERTS_PART]) == ()
@@ -149,7 +192,11 @@ def test_gradients_of_the_gate_are_those_of_its_formula(gate: Gate) -> None:
     _, chosen, shares, _ = example(gate, 8, 8)
     generator = torch.Generator().manual_seed(0)
     pairs, width = chosen.numel(), 3
-    leaves = (torch.randn(pairs, 2 * width, generator=generator), shares, torch.randn(EXPERTS, 2 * width, generator=generator))
+    leaves = (
+        torch.randn(pairs, 2 * width, generator=generator),
+        shares,
+        torch.randn(EXPERTS, 2 * width, generator=generator),
+    )
     doubles = [leaf.double().requires_grad_() for leaf in leaves]
 
     def compute(products: Tensor, shares: Tensor, bias: Tensor) -> Tensor:
@@ -164,15 +211,29 @@ def test_gradients_of_the_gate_are_those_of_its_formula(gate: Gate) -> None:
 @pytest.mark.parametrize("gate", [SILU, CLAMPED], ids=["silu", "clamped"])
 def test_the_gate_on_the_gpu_is_that_of_the_cpu(gate: Gate, width: int) -> None:
     _, chosen, shares, _ = example(gate, 8, 8)
-    products, gradient = 5 * torch.randn(chosen.numel(), 2 * width), torch.randn(chosen.numel(), width)
+    products, gradient = (
+        5 * torch.randn(chosen.numel(), 2 * width),
+        torch.randn(chosen.numel(), width),
+    )
     bias = None if gate is SILU else torch.randn(EXPERTS, 2 * width)
     results = []
     for device in ("cpu", "cuda"):
-        own_products, own_shares = (leaf.detach().clone().to(device).requires_grad_() for leaf in (products, shares))
+        own_products, own_shares = (
+            leaf.detach().clone().to(device).requires_grad_() for leaf in (products, shares)
+        )
         own_bias = None if bias is None else bias.detach().clone().to(device).requires_grad_()
         result = gated(own_products, own_shares, own_bias, route(chosen.to(device), EXPERTS), gate)
         torch.autograd.backward(result, gradient.to(device))
-        results.append([result.detach().cpu(), *(grad_of(leaf).cpu() for leaf in (own_products, own_shares, own_bias) if leaf is not None)])
+        results.append(
+            [
+                result.detach().cpu(),
+                *(
+                    grad_of(leaf).cpu()
+                    for leaf in (own_products, own_shares, own_bias)
+                    if leaf is not None
+                ),
+            ]
+        )
     for theirs, mine in zip(*results, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-3)
 
@@ -183,7 +244,9 @@ def test_the_gate_on_the_gpu_is_that_of_the_cpu(gate: Gate, width: int) -> None:
 @pytest.mark.parametrize("gate", [SILU, CLAMPED], ids=["silu", "clamped"])
 def test_on_the_gpu_it_is_that_of_the_cpu_and_waits_for_nothing(gate: Gate, width: int) -> None:
     hidden, chosen, shares, weights = example(gate, 64, width)
-    hidden = hidden / 8  # within the limit: where a number of eight bits falls to its other side, a gradient is gone
+    hidden = (
+        hidden / 8
+    )  # within the limit: where a number of eight bits falls to its other side, a gradient is gone
     results = []
     for like in (torch.empty(0), torch.empty(0, device="cuda", dtype=torch.bfloat16)):
         own_hidden, own_shares, own_weights = leaves(hidden, shares, weights, like)
@@ -196,7 +259,12 @@ def test_on_the_gpu_it_is_that_of_the_cpu_and_waits_for_nothing(gate: Gate, widt
             torch.autograd.backward(result.float().mean())
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        results.append([part.detach().float().cpu() for part in (result, *gradients(own_hidden, own_shares, own_weights))])
+        results.append(
+            [
+                part.detach().float().cpu()
+                for part in (result, *gradients(own_hidden, own_shares, own_weights))
+            ]
+        )
     for theirs, mine in zip(*results, strict=True):
         assert (mine - theirs).norm() <= 0.02 * theirs.norm()  # bf16 has eight bits
 

@@ -23,20 +23,38 @@ from so_tui.runs import create_run, read_spec
 from so_tui.runs.manifest import run_id
 from so_tui.spec import InputError, ModelSpec
 from so_tui_trainer import whole
-from so_tui_trainer.export import ExportMarker, Stage, export, refuse_foreign, refuse_without_room, replacing
+from so_tui_trainer.export import (
+    ExportMarker,
+    Stage,
+    export,
+    refuse_foreign,
+    refuse_without_room,
+    replacing,
+)
 from so_tui_trainer.model.config import load_config
 from so_tui_trainer.tools.checkpoints import with_newest
 from so_tui_trainer.tools.export import export_run
 from tests.support.launching import tiny
 from tests.support.model_checkpoints import checkpoint_of, run_with_checkpoints
-from tests.support.models import ONE_OF_EACH, OTHERS, another, causal_model, load_pretrained, scaled_down
+from tests.support.models import (
+    ONE_OF_EACH,
+    OTHERS,
+    another,
+    causal_model,
+    load_pretrained,
+    scaled_down,
+)
 from tests.support.problems import refusal
 
 MARK = ExportMarker(run="r", step=5, version="1")
 
 
 def contents(folder: Path) -> dict[str, str]:
-    return {str(path.relative_to(folder)): path.read_text() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_text()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def write(folder: Path, text: str) -> None:
@@ -51,7 +69,9 @@ def base_model(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [base_model, lambda path: path.write_text("a file")])
-def test_what_is_no_export_is_refused_before_anything_is_read_or_written(make: Callable[[Path], None], tmp_path: Path) -> None:
+def test_what_is_no_export_is_refused_before_anything_is_read_or_written(
+    make: Callable[[Path], None], tmp_path: Path
+) -> None:
     there = tmp_path / "base"
     make(there)
     link = tmp_path / "link"
@@ -60,7 +80,10 @@ def test_what_is_no_export_is_refused_before_anything_is_read_or_written(make: C
     for target in (there, link):
         with pytest.raises(InputError) as caught:
             export(tmp_path / "no checkpoint", target, "r", tiny())
-        assert (caught.value.problems[0].field, caught.value.problems[0].value) == ("--to", str(there))
+        assert (caught.value.problems[0].field, caught.value.problems[0].value) == (
+            "--to",
+            str(there),
+        )
         assert "empty folder" in caught.value.problems[0].remedy
     assert contents(tmp_path) == before
 
@@ -70,7 +93,11 @@ def test_an_empty_folder_and_an_export_are_replaced_whole(tmp_path: Path) -> Non
     folder.mkdir()
     refuse_foreign(folder)
     write(folder, "first")
-    assert json.loads((folder / "so_tui_export.json").read_text()) == {"run": "r", "step": 5, "version": "1"}
+    assert json.loads((folder / "so_tui_export.json").read_text()) == {
+        "run": "r",
+        "step": 5,
+        "version": "1",
+    }
     (folder / "gone").touch()
     write(folder, "second")
     assert (folder / "weights").read_text() == "second"
@@ -96,11 +123,16 @@ def test_a_full_disk_is_reported_before_anything_is_written(tmp_path: Path) -> N
 def test_what_was_put_there_meanwhile_stays(tmp_path: Path) -> None:
     with pytest.raises(InputError), replacing(tmp_path / "model", MARK):
         base_model(tmp_path / "model")
-    assert contents(tmp_path) == {"model/config.json": "{}", "model/model.safetensors": "a base model"}
+    assert contents(tmp_path) == {
+        "model/config.json": "{}",
+        "model/model.safetensors": "a base model",
+    }
 
 
 @pytest.mark.parametrize("suffix", [".partial", ".old"])
-def test_folders_of_others_beside_it_are_not_taken_for_leftovers(suffix: str, tmp_path: Path) -> None:
+def test_folders_of_others_beside_it_are_not_taken_for_leftovers(
+    suffix: str, tmp_path: Path
+) -> None:
     base_model(tmp_path / f"model{suffix}")
     before = contents(tmp_path)
     with pytest.raises(InputError), replacing(tmp_path / "model", MARK):
@@ -128,12 +160,16 @@ def test_it_loads_without_a_warning_and_computes_what_the_masters_say(
     """From the states of two ranks, in two sub-groups each."""
     torch.manual_seed(0)
     spec = tiny(data__sequence_length="128")
-    spec = msgspec.structs.replace(spec, model=msgspec.structs.replace(scaled_down(name), id="builtin:tiny"))
+    spec = msgspec.structs.replace(
+        spec, model=msgspec.structs.replace(scaled_down(name), id="builtin:tiny")
+    )
     model: Any = causal_model(load_config(spec.model), dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim < 2:
-                parameter.add_(torch.randn_like(parameter), alpha=0.1)  # norms and biases are not all ones and zeros
+                parameter.add_(
+                    torch.randn_like(parameter), alpha=0.1
+                )  # norms and biases are not all ones and zeros
     checkpoint_of(model, spec, tmp_path / "checkpoint")
     transformers_log = logging.getLogger("transformers")
     monkeypatch.setattr(transformers_log, "propagate", True)
@@ -151,14 +187,18 @@ def test_it_loads_without_a_warning_and_computes_what_the_masters_say(
     expected.load_state_dict({key: value.bfloat16() for key, value in model.state_dict().items()})
     ids = torch.arange(5, 69)[None]
     with torch.no_grad():
-        logits, wanted, from_checkpoint = (each.eval()(input_ids=ids).logits for each in (loaded, expected, written))
+        logits, wanted, from_checkpoint = (
+            each.eval()(input_ids=ids).logits for each in (loaded, expected, written)
+        )
     assert torch.equal(logits, wanted)
     assert torch.equal(from_checkpoint, wanted)
 
 
 def test_a_model_whose_head_is_its_embedding_writes_from_its_checkpoint(tmp_path: Path) -> None:
     spec = tiny()
-    tied = msgspec.structs.replace(spec.model, config=spec.model.config | {"tie_word_embeddings": True})
+    tied = msgspec.structs.replace(
+        spec.model, config=spec.model.config | {"tie_word_embeddings": True}
+    )
     spec = msgspec.structs.replace(spec, model=tied)
     model: Any = causal_model(load_config(tied), dtype=torch.float32)
     checkpoint_of(model, spec, tmp_path)
@@ -166,19 +206,36 @@ def test_a_model_whose_head_is_its_embedding_writes_from_its_checkpoint(tmp_path
     assert written.lm_head.weight is written.get_input_embeddings().weight
     ids = torch.arange(5, 69)[None]
     with torch.no_grad():
-        torch.testing.assert_close(written.eval().float()(input_ids=ids).logits, model.eval()(input_ids=ids).logits, rtol=0.02, atol=0.02)
+        torch.testing.assert_close(
+            written.eval().float()(input_ids=ids).logits,
+            model.eval()(input_ids=ids).logits,
+            rtol=0.02,
+            atol=0.02,
+        )
 
 
-@pytest.mark.parametrize("kind", sorted(OTHERS.keys() & {"deepseek_v3", "ernie4_5_moe", "gemma4_text"}))
-def test_what_belongs_to_the_weights_but_is_not_trained_is_exported(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind", sorted(OTHERS.keys() & {"deepseek_v3", "ernie4_5_moe", "gemma4_text"})
+)
+def test_what_belongs_to_the_weights_but_is_not_trained_is_exported(
+    kind: str, tmp_path: Path
+) -> None:
     """A router's bias and a layer's scale come from the pretrained weights: checkpoints do not have them.
 
     They are buffers, or parameters that the model has frozen (ERNIE 4.5).
     """
     torch.manual_seed(0)
     model: Any = causal_model(load_config(another(kind)), dtype=torch.float32)
-    trained = {name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad}
-    kept = {name: torch.rand_like(tensor) for name, tensor in model.state_dict().items() if name not in trained}
+    trained = {
+        name
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter.requires_grad
+    }
+    kept = {
+        name: torch.rand_like(tensor)
+        for name, tensor in model.state_dict().items()
+        if name not in trained
+    }
     assert kept
     model.load_state_dict(kept, strict=False)
     base = tmp_path / "base"
@@ -192,7 +249,9 @@ def test_what_belongs_to_the_weights_but_is_not_trained_is_exported(kind: str, t
     written = whole.of_checkpoint(tmp_path / "checkpoint", spec)
     for found in (loaded, written):
         for name, tensor in kept.items():
-            torch.testing.assert_close(found.state_dict()[name].float(), tensor, rtol=0.01, atol=0.01)
+            torch.testing.assert_close(
+                found.state_dict()[name].float(), tensor, rtol=0.01, atol=0.01
+            )
 
 
 @pytest.mark.skipif("apertus" not in CONFIG_MAPPING, reason="older transformers do not have it")
@@ -206,7 +265,10 @@ def test_constants_that_only_a_constructor_knows_are_exported(tmp_path: Path) ->
     assert kept
     checkpoint_of(model, spec, tmp_path / "checkpoint")
     export(tmp_path / "checkpoint", tmp_path / "model", "r", spec)
-    for found in (load_pretrained(tmp_path / "model")[0], whole.of_checkpoint(tmp_path / "checkpoint", spec)):
+    for found in (
+        load_pretrained(tmp_path / "model")[0],
+        whole.of_checkpoint(tmp_path / "checkpoint", spec),
+    ):
         for name, tensor in kept.items():
             assert torch.equal(found.state_dict()[name], tensor.bfloat16()), name
 
@@ -225,9 +287,13 @@ def test_it_generates_as_the_model_did_and_stops_where_answers_end(tmp_path: Pat
     assert exported(base, tmp_path).eos_token_id == [1, STOP_ID]
 
 
-def test_settings_of_generation_that_contradict_each_other_do_not_stop_an_export(tmp_path: Path) -> None:
+def test_settings_of_generation_that_contradict_each_other_do_not_stop_an_export(
+    tmp_path: Path,
+) -> None:
     base = chat_model(tmp_path / "base")
-    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 1], "temperature": 0.9, "do_sample": False}))
+    (base / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [7, 1], "temperature": 0.9, "do_sample": False})
+    )
     made = exported(base, tmp_path)
     assert made.temperature in (None, 1.0)
     assert made.eos_token_id == [7, 1, STOP_ID]
@@ -235,7 +301,9 @@ def test_settings_of_generation_that_contradict_each_other_do_not_stop_an_export
     assert exported(base, tmp_path).eos_token_id == STOP_ID
 
 
-def test_a_checkpoint_that_the_run_replaces_meanwhile_is_exported_from_the_newer_one(tmp_path: Path) -> None:
+def test_a_checkpoint_that_the_run_replaces_meanwhile_is_exported_from_the_newer_one(
+    tmp_path: Path,
+) -> None:
     run = run_with_checkpoints(tmp_path, 5)
     events = export_run({"run": str(run.path), "to": str(tmp_path / "model")})
     assert "step 5 " in next(events)["message"]
@@ -249,17 +317,25 @@ def test_a_checkpoint_that_the_run_replaces_meanwhile_is_exported_from_the_newer
     assert (tmp_path / "model" / "model.safetensors").is_file()
 
 
-def test_it_says_how_far_reading_and_writing_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_says_how_far_reading_and_writing_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("so_tui_trainer.tools.checkpoints._PROGRESS_S", 0.0)
     run = run_with_checkpoints(tmp_path, 5)
     answers = list(export_run({"run": str(run.path), "to": str(tmp_path / "model")}))
-    told = [msgspec.convert(answer["progress"], ExportProgress) for answer in answers if "progress" in answer]
+    told = [
+        msgspec.convert(answer["progress"], ExportProgress)
+        for answer in answers
+        if "progress" in answer
+    ]
     parts = [progress.doing for progress in told]
     assert parts == sorted(parts), "read, then written"
     for doing in set(parts):
         done = [progress.done_bytes for progress in told if progress.doing == doing]
         assert done == sorted(done)
-    tensors = sum(1 for _ in causal_model(load_config(tiny().model), dtype=torch.float32).named_parameters())
+    tensors = sum(
+        1 for _ in causal_model(load_config(tiny().model), dtype=torch.float32).named_parameters()
+    )
     assert {progress.total_tensors for progress in told if progress.doing == "reading"} <= {tensors}
     written = (tmp_path / "model" / "model.safetensors").stat().st_size
     assert told[-1].doing == "writing"
@@ -296,9 +372,26 @@ def test_a_command_is_told_of_every_tenth_and_of_both_ends() -> None:
         return ExportProgress(doing=doing, done_bytes=done, total_bytes=1000)
 
     read = [at("reading", done) for done in range(0, 1001, 5)]
-    told = list(in_steps(iter(["exporting step 5", *read, at("writing", 0), at("writing", 50), at("writing", 1000)]), 10))
+    told = list(
+        in_steps(
+            iter(
+                [
+                    "exporting step 5",
+                    *read,
+                    at("writing", 0),
+                    at("writing", 50),
+                    at("writing", 1000),
+                ]
+            ),
+            10,
+        )
+    )
     assert told[0] == "exporting step 5"
-    assert [event.done_bytes for event in told if isinstance(event, ExportProgress)] == [*range(0, 1001, 100), 0, 1000]
+    assert [event.done_bytes for event in told if isinstance(event, ExportProgress)] == [
+        *range(0, 1001, 100),
+        0,
+        1000,
+    ]
 
 
 def test_without_a_network_what_is_in_the_hubs_cache_is_enough(tmp_path: Path) -> None:
@@ -309,13 +402,19 @@ def test_without_a_network_what_is_in_the_hubs_cache_is_enough(tmp_path: Path) -
     (cached / "refs" / "main").write_text("0123")
     spec = tiny(model__id="someone/chat", model__weights="pretrained", data__sequence_length="128")
     run = create_run(spec, tmp_path / "runs")
-    model: Any = causal_model(AutoConfig.from_pretrained(cached / "snapshots" / "0123"), dtype=torch.float32)
+    model: Any = causal_model(
+        AutoConfig.from_pretrained(cached / "snapshots" / "0123"), dtype=torch.float32
+    )
     checkpoint_of(model, spec, run.checkpoints_dir / "step-000005", run=run_id(run))
     environment = os.environ | {"HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9"}
     done = subprocess.run(
         [sys.executable, "-m", "so_tui_trainer.tools.export"],
         input=json.dumps({"run": str(run.path), "to": str(tmp_path / "model")}),
-        env={name: value for name, value in environment.items() if name not in ("HF_HUB_OFFLINE", "HF_HUB_CACHE")},
+        env={
+            name: value
+            for name, value in environment.items()
+            if name not in ("HF_HUB_OFFLINE", "HF_HUB_CACHE")
+        },
         capture_output=True,
         text=True,
         check=False,
@@ -336,7 +435,9 @@ def test_a_damaged_checkpoint_is_named_and_left_alone(tmp_path: Path) -> None:
     assert messages[-1]["step"] == 5
     assert states.is_file()
     (run.checkpoints_dir / "step-000005" / "checkpoint.json").write_text("{")
-    problem = refusal(lambda: list(export_run({"run": str(run.path), "to": str(tmp_path / "model")})))
+    problem = refusal(
+        lambda: list(export_run({"run": str(run.path), "to": str(tmp_path / "model")}))
+    )
     assert (problem.code, problem.field) == ("checkpoints-unreadable", "run")
 
 

@@ -45,7 +45,9 @@ def test_a_report_that_is_not_whole_does_not_hide_another_ranks() -> None:
 
 
 def test_a_rank_that_cannot_write_why_it_failed_ends_all_the_same() -> None:
-    with subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as rank:
+    with subprocess.Popen(
+        [sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as rank:
         try:
             assert rank.stdout is not None
             assert rank.stdout.readline() == b"ready\n"

@@ -25,7 +25,14 @@ from so_tui_trainer.data.encoding import Encoder, leading_ids
 from so_tui_trainer.data.rows import TEXT, Message
 from so_tui_trainer.data.tokens import load_tokenizer, tokenizer_of
 from so_tui_trainer.export import marker_of
-from so_tui_trainer.generation import Detokenizer, Writer, Written, next_token, prompt_ids, stop_tokens
+from so_tui_trainer.generation import (
+    Detokenizer,
+    Writer,
+    Written,
+    next_token,
+    prompt_ids,
+    stop_tokens,
+)
 from so_tui_trainer.model.config import load_config
 from so_tui_trainer.model.matching import meta_model
 from so_tui_trainer.tools.generate import base_of, in_turn, of_folder
@@ -56,7 +63,10 @@ def templated() -> Chat:
 @pytest.fixture(scope="module")
 def causal() -> PreTrainedModel:
     torch.manual_seed(1)
-    return placed(causal_model(shape(num_hidden_layers=2, max_position_embeddings=64, initializer_range=0.3)), torch.device("cpu"))
+    return placed(
+        causal_model(shape(num_hidden_layers=2, max_position_embeddings=64, initializer_range=0.3)),
+        torch.device("cpu"),
+    )
 
 
 def shape(**changes: object) -> Any:
@@ -77,12 +87,16 @@ def test_tokens_are_drawn_from_the_most_probable_ones() -> None:
     source = torch.Generator().manual_seed(0)
 
     def drawn(**changes: float) -> Counter[int]:
-        sampling = Sampling(temperature=changes.get("temperature", 1.0), top_p=changes.get("top_p", 1.0))
+        sampling = Sampling(
+            temperature=changes.get("temperature", 1.0), top_p=changes.get("top_p", 1.0)
+        )
         return Counter(next_token(logits, sampling, source) for _ in range(2000))
 
     assert set(drawn(temperature=0)) == {1}
     everything = drawn()
-    assert [everything[token] / 2000 for token in range(4)] == pytest.approx([0.1, 0.4, 0.3, 0.2], abs=0.05)
+    assert [everything[token] / 2000 for token in range(4)] == pytest.approx(
+        [0.1, 0.4, 0.3, 0.2], abs=0.05
+    )
     assert set(drawn(top_p=0.65)) == {1, 2}
     assert set(drawn(top_p=0.01)) == {1}
     assert drawn(temperature=0.2)[1] > everything[1]
@@ -108,20 +122,30 @@ def test_it_writes_what_transformers_generates(chat: Chat, causal: PreTrainedMod
     answer = written(writer.write(ASKED, GREEDY))
     ids = torch.tensor([prompt_ids(chat, ASKED)])
     generate: Any = causal.generate
-    expected = generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)[0, ids.shape[1] :]
+    expected = generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)[
+        0, ids.shape[1] :
+    ]
     assert len(set(expected.tolist())) > 4
-    assert answer.text == chat.tokenizer.decode(expected, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert answer.text == chat.tokenizer.decode(
+        expected, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
     assert (answer.tokens, answer.ended) == (12, "length")
 
 
 def test_the_seed_decides(chat: Chat, causal: PreTrainedModel) -> None:
     writer = Writer(causal, chat, frozenset())
-    first, again, other = (written(writer.write(ASKED, Sampling(max_tokens=8, seed=seed))).text for seed in (1, 1, 2))
+    first, again, other = (
+        written(writer.write(ASKED, Sampling(max_tokens=8, seed=seed))).text for seed in (1, 1, 2)
+    )
     assert first == again != other
 
 
 def test_when_an_answer_ends(chat: Chat, causal: PreTrainedModel) -> None:
-    tokens = list(itertools.islice(Writer(causal, chat, frozenset())._tokens(prompt_ids(chat, ASKED), GREEDY), 4))
+    tokens = list(
+        itertools.islice(
+            Writer(causal, chat, frozenset())._tokens(prompt_ids(chat, ASKED), GREEDY), 4
+        )
+    )
     assert tokens[3] not in tokens[:3]
     stopped = written(Writer(causal, chat, frozenset(tokens[3:])).write(ASKED, GREEDY))
     assert (stopped.tokens, stopped.ended) == (4, "stop")
@@ -132,7 +156,10 @@ def test_when_an_answer_ends(chat: Chat, causal: PreTrainedModel) -> None:
     assert full.tokens + len(prompt_ids(chat, Prompt(text="a " * 50))) == 64
     asked = iter([False, False, True])
     assert written(writer.write(ASKED, GREEDY, lambda: next(asked)))[1::2] == (2, "cancelled")
-    assert refusal(lambda: list(writer.write(Prompt(text="a " * 400), GREEDY))).code == "prompt-too-long"
+    assert (
+        refusal(lambda: list(writer.write(Prompt(text="a " * 400), GREEDY))).code
+        == "prompt-too-long"
+    )
 
 
 def test_weights_that_are_not_finite_are_found(chat: Chat) -> None:
@@ -140,14 +167,27 @@ def test_weights_that_are_not_finite_are_found(chat: Chat) -> None:
     broken = placed(causal_model(shape(num_hidden_layers=1)), torch.device("cpu"))
     with torch.no_grad():
         next(broken.parameters()).fill_(float("nan"))
-    assert refusal(lambda: list(Writer(broken, chat, frozenset()).write(ASKED, GREEDY))).code == "logits-not-finite"
+    assert (
+        refusal(lambda: list(Writer(broken, chat, frozenset()).write(ASKED, GREEDY))).code
+        == "logits-not-finite"
+    )
 
 
 @pytest.mark.parametrize("layout", ["chat", "templated"])
-def test_a_question_is_given_as_training_writes_it(layout: str, request: pytest.FixtureRequest) -> None:
+def test_a_question_is_given_as_training_writes_it(
+    layout: str, request: pytest.FixtureRequest
+) -> None:
     chat: Chat = request.getfixturevalue(layout)
-    said = [("system", "Be brief."), ("user", "Add 2 and 3."), ("assistant", "They make 5."), ("user", "And 7?"), ("assistant", "12.")]
-    (tokens, trained), *_ = Encoder(chat, "last-turn", 256).encode([segments(chat, tuple(Message(*turn) for turn in said), "last-turn")])
+    said = [
+        ("system", "Be brief."),
+        ("user", "Add 2 and 3."),
+        ("assistant", "They make 5."),
+        ("user", "And 7?"),
+        ("assistant", "12."),
+    ]
+    (tokens, trained), *_ = Encoder(chat, "last-turn", 256).encode(
+        [segments(chat, tuple(Message(*turn) for turn in said), "last-turn")]
+    )
     asked = Prompt(turns=tuple(Turn(role, content) for role, content in said[:-1]))  # type: ignore[arg-type]
     leading = [] if chat.templated else leading_ids(chat.tokenizer)
     context = tokens[: int(np.flatnonzero(trained)[0])].tolist()
@@ -155,9 +195,14 @@ def test_a_question_is_given_as_training_writes_it(layout: str, request: pytest.
 
 
 def test_text_is_continued_as_it_is(chat: Chat, templated: Chat) -> None:
-    (tokens, _), *_ = Encoder(chat, "all", 256).encode([segments(chat, (Message(TEXT, "Once upon"),), "all")])
+    (tokens, _), *_ = Encoder(chat, "all", 256).encode(
+        [segments(chat, (Message(TEXT, "Once upon"),), "all")]
+    )
     for each in (chat, templated):
-        assert prompt_ids(each, Prompt(text="Once upon")) == [*leading_ids(chat.tokenizer), *tokens[:-1].tolist()]
+        assert prompt_ids(each, Prompt(text="Once upon")) == [
+            *leading_ids(chat.tokenizer),
+            *tokens[:-1].tolist(),
+        ]
 
 
 def test_nothing_cannot_be_continued(chat: Chat) -> None:
@@ -165,7 +210,9 @@ def test_nothing_cannot_be_continued(chat: Chat) -> None:
     assert refusal(lambda: prompt_ids(chat, Prompt(text=""))).code == "prompt-empty"
 
 
-def test_answers_end_at_any_stop_token_that_is_known(templated: Chat, causal: PreTrainedModel) -> None:
+def test_answers_end_at_any_stop_token_that_is_known(
+    templated: Chat, causal: PreTrainedModel
+) -> None:
     eos = templated.tokenizer.eos_token_id
     assert isinstance(eos, int)
     assert causal.generation_config is not None
@@ -181,8 +228,13 @@ def test_only_safetensors_are_read(tmp_path: Path, causal: PreTrainedModel) -> N
     """A pickle is a program."""
     proof = tmp_path / "proof"
     causal.config.save_pretrained(tmp_path)
-    (tmp_path / "pytorch_model.bin").write_bytes(b"cbuiltins\nopen\n(V" + str(proof).encode() + b"\nVw\ntR.")
-    assert refusal(lambda: whole.of_folder(tmp_path, ModelSpec(id=str(tmp_path)))).code == "model-unreadable"
+    (tmp_path / "pytorch_model.bin").write_bytes(
+        b"cbuiltins\nopen\n(V" + str(proof).encode() + b"\nVw\ntR."
+    )
+    assert (
+        refusal(lambda: whole.of_folder(tmp_path, ModelSpec(id=str(tmp_path)))).code
+        == "model-unreadable"
+    )
     assert not proof.exists()
 
 
@@ -196,23 +248,36 @@ def test_only_safetensors_are_read(tmp_path: Path, causal: PreTrainedModel) -> N
         ("tokenizer_config.json", b"[]", "tokenizer-unreadable"),
     ],
 )
-def test_a_damaged_folder_is_named(name: str, content: bytes, code: str, tmp_path: Path, causal: PreTrainedModel) -> None:
+def test_a_damaged_folder_is_named(
+    name: str, content: bytes, code: str, tmp_path: Path, causal: PreTrainedModel
+) -> None:
     causal.save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_text("[]")
     (tmp_path / name).write_bytes(content)
     model = ModelSpec(id=str(tmp_path))
-    load: Callable[[], object] = partial(tokenizer_of, model) if code.startswith("tokenizer") else partial(whole.of_folder, tmp_path, model)
+    load: Callable[[], object] = (
+        partial(tokenizer_of, model)
+        if code.startswith("tokenizer")
+        else partial(whole.of_folder, tmp_path, model)
+    )
     assert refusal(load).code == code
     if name == "config.json":
         assert refusal(lambda: load_config(model)).code == "model-config-unreadable"
 
 
 @pytest.mark.parametrize("weights", ["pretrained", "random"])
-def test_a_shape_that_contradicts_itself_is_refused_with_what_contradicts(weights: Literal["pretrained", "random"], tmp_path: Path) -> None:
+def test_a_shape_that_contradicts_itself_is_refused_with_what_contradicts(
+    weights: Literal["pretrained", "random"], tmp_path: Path
+) -> None:
     shape = {"model_type": "qwen3", "num_hidden_layers": 4, "layer_types": ["full_attention"] * 3}
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    problem = refusal(lambda: load_config(ModelSpec(id=str(tmp_path), weights=weights, config=shape)))
-    assert (problem.code, problem.field) == ("model-config-unreadable", "model.config" if weights == "random" else "model.id")
+    problem = refusal(
+        lambda: load_config(ModelSpec(id=str(tmp_path), weights=weights, config=shape))
+    )
+    assert (problem.code, problem.field) == (
+        "model-config-unreadable",
+        "model.config" if weights == "random" else "model.id",
+    )
     assert all(part in problem.message for part in ("layer_types", "num_hidden_layers", "4", "3"))
 
 
@@ -220,13 +285,17 @@ def test_a_kernel_that_a_model_names_is_not_loaded(tmp_path: Path, causal: PreTr
     """A kernel on the hub is a program, too."""
     causal.save_pretrained(tmp_path)
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"attn_implementation": "someone/kernel"}))
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"attn_implementation": "someone/kernel"})
+    )
     model = ModelSpec(id=str(tmp_path))
     assert whole.of_folder(tmp_path, model).config._attn_implementation == "sdpa"
     assert meta_model(load_config(model)).config._attn_implementation == "sdpa"
 
 
-def test_an_export_that_others_can_write_does_not_say_what_is_downloaded(tmp_path: Path, causal: PreTrainedModel) -> None:
+def test_an_export_that_others_can_write_does_not_say_what_is_downloaded(
+    tmp_path: Path, causal: PreTrainedModel
+) -> None:
     folder = tmp_path / "model"
     causal.save_pretrained(folder)
     marker = marker_of("run", 5, ModelSpec(id="owner/model", revision="v2"))
@@ -261,4 +330,6 @@ def test_a_run_that_others_can_write_does_not_say_what_is_downloaded(tmp_path: P
     tmp_path.chmod(0o777)
     load = LoadModel(run=str(tmp_path))
     assert refusal(lambda: base_of(load, ModelSpec(id="owner/model"))).code == "base-model-unknown"
-    assert base_of(replace(load, base="owner/model"), ModelSpec(id="owner/model")) == ModelSpec(id="owner/model")
+    assert base_of(replace(load, base="owner/model"), ModelSpec(id="owner/model")) == ModelSpec(
+        id="owner/model"
+    )

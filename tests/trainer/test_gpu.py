@@ -21,7 +21,10 @@ from tests.support.documents import documents, spec
 from tests.support.launching import log, records, tiny, train
 from tests.support.models import ONE_OF_EACH, SMALL, causal_model, grad_of, scaled_down
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 @pytest.mark.parametrize("window", [None, 16])
@@ -29,11 +32,17 @@ def test_the_flash_kernel_gives_what_masked_attention_gives(window: int | None) 
     torch.manual_seed(0)
     config = load_config(tiny().model)
     if window:
-        config.use_sliding_window, config.sliding_window, config.layer_types = True, window, ["sliding_attention", "full_attention"] * 3
+        config.use_sliding_window, config.sliding_window, config.layer_types = (
+            True,
+            window,
+            ["sliding_attention", "full_attention"] * 3,
+        )
     device = torch.device("cuda")
     causal = causal_model(config, dtype=torch.bfloat16, attention="eager")
     torch.nn.Module.to(causal, device)
-    batch = next(Batches(documents(), spec(data__sequence_length="128"), 0).micro_batches(1)).to(device)
+    batch = next(Batches(documents(), spec(data__sequence_length="128"), 0).micro_batches(1)).to(
+        device
+    )
     results = []
     masked: tuple[tuple[str, attention.Kernels | None], ...] = (("eager", None), ("sdpa", None))
     for name, kernels in (*masked, *backends().items()):
@@ -43,7 +52,15 @@ def test_the_flash_kernel_gives_what_masked_attention_gives(window: int | None) 
         model.zero_grad()
         loss = model(batch, 1 / len(batch.targets))
         torch.autograd.backward(loss)
-        results.append((loss.item(), {name: grad_of(parameter).float().clone() for name, parameter in causal.named_parameters()}))
+        results.append(
+            (
+                loss.item(),
+                {
+                    name: grad_of(parameter).float().clone()
+                    for name, parameter in causal.named_parameters()
+                },
+            )
+        )
     (expected, gradients), *others = results
     for loss, found in others:
         assert loss == pytest.approx(expected, rel=2e-3)
@@ -60,7 +77,9 @@ def test_packed_documents_give_the_same_gradients_in_every_kernel(kind: str) -> 
     disable_dropout(config)
     causal = causal_model(config, dtype=torch.bfloat16, attention="eager")
     torch.nn.Module.cuda(causal)
-    batch = next(Batches(documents(), spec(data__sequence_length="128"), 0).micro_batches(1)).to(torch.device("cuda"))
+    batch = next(Batches(documents(), spec(data__sequence_length="128"), 0).micro_batches(1)).to(
+        torch.device("cuda")
+    )
     results = []
     for kernels in (None, *backends().values()):
         implementation = attention.register(kernels) if kernels else "eager"
@@ -68,7 +87,15 @@ def test_packed_documents_give_the_same_gradients_in_every_kernel(kind: str) -> 
         causal.zero_grad()
         loss = TrainedModel(causal, implementation)(batch, 1 / len(batch.targets))
         torch.autograd.backward(loss)
-        results.append((loss.item(), {name: grad_of(parameter).float().clone() for name, parameter in causal.named_parameters()}))
+        results.append(
+            (
+                loss.item(),
+                {
+                    name: grad_of(parameter).float().clone()
+                    for name, parameter in causal.named_parameters()
+                },
+            )
+        )
     (expected, gradients), *found = results
     for loss, ours in found:
         assert loss == pytest.approx(expected, rel=2e-3)
@@ -81,7 +108,10 @@ def test_the_loss_of_a_large_vocabulary_takes_less_than_two_gib_and_what_the_pla
     torch.manual_seed(0)
     hidden = torch.randn(1, tokens, size, dtype=torch.bfloat16, device="cuda").requires_grad_()
     weight = nn.Parameter(0.02 * torch.randn(vocabulary, size, dtype=torch.bfloat16, device="cuda"))
-    predictors, targets = torch.arange(tokens, device="cuda"), torch.randint(vocabulary, (tokens,), device="cuda")
+    predictors, targets = (
+        torch.arange(tokens, device="cuda"),
+        torch.randint(vocabulary, (tokens,), device="cuda"),
+    )
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     loss = HeadLoss(weight)(hidden, predictors, targets, 1 / tokens)
@@ -111,7 +141,9 @@ def test_micro_batches_come_whole_and_without_a_wait_for_the_gpu() -> None:
     try:
         with Prefetcher(batches.iterate(1, 5), device) as prefetcher:
             for _, batch in prefetcher:
-                for _ in range(20):  # the GPU is far behind, and memory of earlier batches is used again meanwhile
+                for _ in range(
+                    20
+                ):  # the GPU is far behind, and memory of earlier batches is used again meanwhile
                     weight = weight @ weight / 64
                 found.append([tensor.clone() for tensor in batch.tensors])
                 del batch
@@ -119,15 +151,27 @@ def test_micro_batches_come_whole_and_without_a_wait_for_the_gpu() -> None:
         torch.cuda.set_sync_debug_mode("default")
     assert len(found) == len(expected) == 15
     for copies, batch in zip(found, expected, strict=True):
-        assert all(torch.equal(copy.cpu(), tensor) for copy, tensor in zip(copies, batch.tensors, strict=True))
+        assert all(
+            torch.equal(copy.cpu(), tensor)
+            for copy, tensor in zip(copies, batch.tensors, strict=True)
+        )
 
 
 @pytest.mark.slow
 def test_evaluating_changes_nothing_of_the_training_on_a_gpu(tmp_path: Path) -> None:
-    settings = {"gpus": "1", "offload__mode": "superoffload", "train__steps": "6", "data__held_out": "30", "checkpoint__at_end": "false"}
+    settings = {
+        "gpus": "1",
+        "offload__mode": "superoffload",
+        "train__steps": "6",
+        "data__held_out": "30",
+        "checkpoint__at_end": "false",
+    }
     losses = []
     for every in ("0", "2"):
-        run, code = train(tiny(**settings, train__evaluate_every_steps=every, train__deterministic="true"), tmp_path / every)
+        run, code = train(
+            tiny(**settings, train__evaluate_every_steps=every, train__deterministic="true"),
+            tmp_path / every,
+        )
         assert code == 0, log(run)
         losses.append([record.loss for record in records(run) if isinstance(record, StepRecord)])
         assert any(isinstance(record, EvaluationRecord) for record in records(run))
@@ -137,14 +181,18 @@ def test_evaluating_changes_nothing_of_the_training_on_a_gpu(tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["gpu", "zerooffload", "superoffload"])
 def test_each_mode_trains_saves_and_exports(tmp_path: Path, mode: str) -> None:
-    run, code = train(tiny(offload__mode=mode, gpus="1", train__steps="20", checkpoint__export="true"), tmp_path)
+    run, code = train(
+        tiny(offload__mode=mode, gpus="1", train__steps="20", checkpoint__export="true"), tmp_path
+    )
     assert code == 0, log(run)
     found = records(run)
     steps = [record for record in found if isinstance(record, StepRecord)]
     assert steps[0].loss == pytest.approx(expected_first_loss(load_config(tiny().model)), abs=0.2)
     assert steps[-1].loss < steps[0].loss - 1
     for step in steps:
-        parts = step.data_s + step.forward_s + step.backward_s + step.exposed_optimizer_s + step.other_s
+        parts = (
+            step.data_s + step.forward_s + step.backward_s + step.exposed_optimizer_s + step.other_s
+        )
         assert parts == pytest.approx(step.step_s, rel=0.02)
         assert step.gpu_memory_peak_bytes
     assert isinstance(found[-1], EndRecord)

@@ -43,7 +43,9 @@ def test_a_step_never_waits_for_a_measurement_but_the_first() -> None:
 
 
 @pytest.mark.parametrize(("age_s", "interval_s"), [(60.0, 20.0), (200.0, 500.0)])
-def test_costly_measurements_become_rare_once_memory_has_been_touched(age_s: float, interval_s: float) -> None:
+def test_costly_measurements_become_rare_once_memory_has_been_touched(
+    age_s: float, interval_s: float
+) -> None:
     now, reads = [0.0], Reads()
 
     def slow() -> int:
@@ -70,7 +72,9 @@ def test_it_counts_what_has_been_touched() -> None:
         assert rank_memory_bytes() - before > 60 << 20
 
 
-def test_threads_that_end_meanwhile_do_not_hide_adams_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_end_meanwhile_do_not_hide_adams_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A training process has threads that come and go."""
     ended = threading.Event()
 

@@ -25,7 +25,9 @@ from tests.support.documents import documents, spec
 from tests.support.engine import binding, ensure_process_group
 from tests.support.planning import facts_of
 
-pytestmark = pytest.mark.skipif("deepseek_v32" not in CONFIG_MAPPING, reason="this transformers does not know DeepSeek-V3.2")
+pytestmark = pytest.mark.skipif(
+    "deepseek_v32" not in CONFIG_MAPPING, reason="this transformers does not know DeepSeek-V3.2"
+)
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +36,15 @@ def plan() -> Plan:
 
 
 def _plan() -> Plan:
-    changes = {"data__packing": "false", "train__weight_decay": "0.9", "train__learning_rate": "1e-2", "train__steps": "3"}
-    run = replace(spec(gpus="1", offload__mode="superoffload", **changes), model=of_kind("deepseek_v32"))
+    changes = {
+        "data__packing": "false",
+        "train__weight_decay": "0.9",
+        "train__learning_rate": "1e-2",
+        "train__steps": "3",
+    }
+    run = replace(
+        spec(gpus="1", offload__mode="superoffload", **changes), model=of_kind("deepseek_v32")
+    )
     return make_plan(run, inspect_machine())
 
 
@@ -46,16 +55,26 @@ def _parameters_after_training() -> dict[str, bool]:
     ensure_process_group()
     torch.manual_seed(run.train.seed)
     model = build(run, torch.device("cpu"), ds_config(plan))
-    before = {name: superoffload.local_shard(parameter)[0].clone() for name, parameter in model.named_parameters()}
-    made, *_ = superoffload.initialize(model, parameter_groups(model, run), engine_settings(run, binding()), ds_config(plan))
+    before = {
+        name: superoffload.local_shard(parameter)[0].clone()
+        for name, parameter in model.named_parameters()
+    }
+    made, *_ = superoffload.initialize(
+        model, parameter_groups(model, run), engine_settings(run, binding()), ds_config(plan)
+    )
     try:
         batches = Batches(documents(), run, 0)
         for step in range(1, 4):
             for batch in batches.micro_batches(step):
-                made.backward(made(batch, 1 / batches.counts(step).trained_tokens, 0.0), scale_wrt_gas=False)
+                made.backward(
+                    made(batch, 1 / batches.counts(step).trained_tokens, 0.0), scale_wrt_gas=False
+                )
                 made.step()
         superoffload.synchronize(made)
-        return {name: torch.equal(superoffload.local_shard(parameter)[0], before[name]) for name, parameter in model.named_parameters()}
+        return {
+            name: torch.equal(superoffload.local_shard(parameter)[0], before[name])
+            for name, parameter in model.named_parameters()
+        }
     finally:
         superoffload.close(made)
 
@@ -70,9 +89,18 @@ def test_training_changes_everything_but_the_indexers() -> None:
     assert {name for name, same in unchanged.items() if same} == indexers
 
 
-def test_plans_know_which_matrices_do_not_decay_and_say_how_many_are_not_trained(plan: Plan) -> None:
-    tensors = [tensor for block in plan.spec.model.parameters for tensor in block.tensors if ".indexer." in tensor.name]
-    kinds = {tensor.name.rpartition("indexer.")[2]: (tensor.decay, tensor.kind) for tensor in tensors}
+def test_plans_know_which_matrices_do_not_decay_and_say_how_many_are_not_trained(
+    plan: Plan,
+) -> None:
+    tensors = [
+        tensor
+        for block in plan.spec.model.parameters
+        for tensor in block.tensors
+        if ".indexer." in tensor.name
+    ]
+    kinds = {
+        tensor.name.rpartition("indexer.")[2]: (tensor.decay, tensor.kind) for tensor in tensors
+    }
     assert kinds == {
         "wq_b.weight": (False, "linear"),
         "wk.weight": (False, "linear"),
@@ -82,5 +110,7 @@ def test_plans_know_which_matrices_do_not_decay_and_say_how_many_are_not_trained
     }
     layers, hidden, latent, heads, width = 4, 128, 48, 2, 32
     each = latent * heads * width + hidden * width + 2 * width + hidden * heads
-    assert facts_of(plan.warnings, IndexersUntrained) == [IndexersUntrained(parameters=layers * each)]
+    assert facts_of(plan.warnings, IndexersUntrained) == [
+        IndexersUntrained(parameters=layers * each)
+    ]
     assert not facts_of(make_plan(spec(gpus="1"), inspect_machine()).warnings, IndexersUntrained)

@@ -30,7 +30,12 @@ SHAPE = {
     "head_dim": 8,
     "pad_token_id": 0,
 }
-EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+EXPERTS = {
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
 EXPECTED = {
     "qwen3": {"Qwen3RMSNorm", "Qwen3MLP", "apply_rotary_pos_emb"},
     "llama": {"LlamaRMSNorm", "LlamaMLP", "apply_rotary_pos_emb"},
@@ -44,7 +49,9 @@ EXPECTED = {
 @pytest.fixture(autouse=True)
 def _restored() -> Iterator[None]:
     """The rotary function is replaced in transformers' own module."""
-    modules: list[Any] = [importlib.import_module(f"transformers.models.{name}.modeling_{name}") for name in EXPECTED]
+    modules: list[Any] = [
+        importlib.import_module(f"transformers.models.{name}.modeling_{name}") for name in EXPECTED
+    ]
     before = [module.apply_rotary_pos_emb for module in modules]
     yield
     for module, function in zip(modules, before, strict=True):
@@ -68,7 +75,16 @@ def test_a_model_computes_the_same_with_them(model_type: str) -> None:
         causal.zero_grad()
         logits = causal(input_ids=tokens, use_cache=False).logits
         torch.autograd.backward(logits.square().mean())
-        results.append((logits.detach(), [parameter.grad.clone() for parameter in causal.parameters() if parameter.grad is not None]))
+        results.append(
+            (
+                logits.detach(),
+                [
+                    parameter.grad.clone()
+                    for parameter in causal.parameters()
+                    if parameter.grad is not None
+                ],
+            )
+        )
     (expected, gradients), (found, ours) = results
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert len(ours) == len(gradients)
@@ -78,7 +94,9 @@ def test_a_model_computes_the_same_with_them(model_type: str) -> None:
 
 def test_a_norm_that_computes_otherwise_is_left_alone() -> None:
     config = AutoConfig.for_model("gemma2", **SHAPE)
-    causal = causal_model(config, dtype=torch.float32)  # its norms multiply with 1 + weight, its activation is GELU
+    causal = causal_model(
+        config, dtype=torch.float32
+    )  # its norms multiply with 1 + weight, its activation is GELU
     assert kernels.install(causal, (kernels.NORM, kernels.GATE)) == ()
 
 
@@ -87,7 +105,10 @@ def test_a_gate_with_a_limit_is_left_alone_however_high_it_is() -> None:
         limit: float
 
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            gate, up = self.gate_proj(hidden).clamp(max=self.limit), self.up_proj(hidden).clamp(-self.limit, self.limit)
+            gate, up = (
+                self.gate_proj(hidden).clamp(max=self.limit),
+                self.up_proj(hidden).clamp(-self.limit, self.limit),
+            )
             result: torch.Tensor = self.down_proj(self.act_fn(gate) * up)
             return result
 
@@ -114,7 +135,10 @@ def test_a_rotation_by_cosines_in_fp32_keeps_the_heads_in_bf16() -> None:
 
 def test_gradients_are_those_of_the_formulas() -> None:
     generator = torch.Generator().manual_seed(0)
-    gate, up = (torch.randn(3, 5, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    gate, up = (
+        torch.randn(3, 5, generator=generator, dtype=torch.float64, requires_grad=True)
+        for _ in range(2)
+    )
     assert torch.autograd.gradcheck(gated, (gate, up))
     heads = torch.randn(2, 3, 4, 6, generator=generator, dtype=torch.float64, requires_grad=True)
     cos, sin = (torch.randn(2, 4, 6, generator=generator, dtype=torch.float64) for _ in range(2))
@@ -142,9 +166,13 @@ def test_the_gate_on_the_gpu_is_that_of_the_cpu(columns: int, stacked: bool) -> 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize(("rows", "count", "size"), [(1, 1, 8), (2, 32, 128), (3, 8, 64), (2, 5, 24)])
+@pytest.mark.parametrize(
+    ("rows", "count", "size"), [(1, 1, 8), (2, 32, 128), (3, 8, 64), (2, 5, 24)]
+)
 @pytest.mark.parametrize("strided", [False, True])
-def test_the_rotation_on_the_gpu_is_that_of_the_cpu(rows: int, count: int, size: int, strided: bool) -> None:
+def test_the_rotation_on_the_gpu_is_that_of_the_cpu(
+    rows: int, count: int, size: int, strided: bool
+) -> None:
     width = 9
     shape = (rows, width, count, size) if strided else (rows, count, width, size)
     heads = torch.randn(shape, device="cuda")
@@ -165,9 +193,13 @@ def test_the_rotation_on_the_gpu_is_that_of_the_cpu(rows: int, count: int, size:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("rows", "columns"), [(5, 1), (3, 1000), (17, 4352), (0, 8)])
 def test_the_softmax_on_the_gpu_is_that_of_the_cpu(rows: int, columns: int) -> None:
-    logits = 30 * torch.randn(rows, columns)  # far apart, so that a sum that is not taken from the maximum overflows
+    logits = 30 * torch.randn(
+        rows, columns
+    )  # far apart, so that a sum that is not taken from the maximum overflows
     targets = torch.randint(-3, columns + 3, (rows,))
     expected = log_sum_exp(logits)
     torch.testing.assert_close(log_sum_exp(logits.cuda()).cpu(), expected)
     gradient = cross_entropy_gradient(logits.cuda(), expected.cuda(), targets.cuda(), 0.01)
-    torch.testing.assert_close(gradient.cpu(), cross_entropy_gradient(logits, expected, targets, 0.01))
+    torch.testing.assert_close(
+        gradient.cpu(), cross_entropy_gradient(logits, expected, targets, 0.01)
+    )

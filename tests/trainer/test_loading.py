@@ -16,7 +16,11 @@ import pytest
 from tests.support.models import ONE_OF_EACH, saved
 from tests.support.python_path import checkout_path
 
-DS_CONFIG = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+DS_CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 3},
+}
 MIB = 1 << 20
 
 
@@ -46,7 +50,9 @@ def run_ranks(ranks: int, *arguments: str) -> list[str]:
         for rank in range(ranks)
     ]
     outputs = [process.communicate(timeout=300)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * ranks, "\n".join(output[-4000:] for output in outputs)
+    assert [process.returncode for process in processes] == [0] * ranks, "\n".join(
+        output[-4000:] for output in outputs
+    )
     return [output.strip().rpartition("\n")[2] for output in outputs]
 
 
@@ -60,8 +66,15 @@ def test_every_rank_holds_its_part_of_the_checkpoint_to_the_bit(ranks: int, tmp_
 
 @pytest.mark.slow
 def test_no_rank_holds_more_than_its_part_and_what_the_formula_says(tmp_path: Path) -> None:
-    large: dict[str, Any] = {"hidden_size": 512, "moe_intermediate_size": 512, "num_experts": 32, "num_hidden_layers": 12}
-    model = saved("qwen3-30b-a3b", tmp_path, **large, vocab_size=16_000, layer_types=["full_attention"] * 12)
+    large: dict[str, Any] = {
+        "hidden_size": 512,
+        "moe_intermediate_size": 512,
+        "num_experts": 32,
+        "num_hidden_layers": 12,
+    }
+    model = saved(
+        "qwen3-30b-a3b", tmp_path, **large, vocab_size=16_000, layer_types=["full_attention"] * 12
+    )
     whole = sum(parameter.numel() * 2 for parameter in model.parameters())
     del model
     for line in run_ranks(2, "measure", str(tmp_path)):
@@ -87,7 +100,12 @@ def _compare(folder: Path) -> str:
     for path in folders:
         plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
         heard: list[tuple[int, int]] = []
-        causal = build(_spec(path), torch.device("cpu"), DS_CONFIG, lambda *read, heard=heard: heard.append(read)).causal
+        causal = build(
+            _spec(path),
+            torch.device("cpu"),
+            DS_CONFIG,
+            lambda *read, heard=heard: heard.append(read),
+        ).causal
         files = len(list(path.glob("*.safetensors")))
         assert heard == sorted(heard)
         assert (heard[0], heard[-1]) == ((0, files), (files, files))
@@ -95,7 +113,10 @@ def _compare(folder: Path) -> str:
         assert whole.keys() == dict(causal.named_parameters()).keys()
         for name, parameter in causal.named_parameters():
             part, start = superoffload.local_shard(parameter)
-            assert torch.equal(part, whole[name].detach().flatten()[start : start + len(part)]), (path.name, name)
+            assert torch.equal(part, whole[name].detach().flatten()[start : start + len(part)]), (
+                path.name,
+                name,
+            )
         buffers = dict(plain.named_buffers())
         for name, buffer in causal.named_buffers():
             assert buffer.dtype == buffers[name].dtype, name
@@ -123,7 +144,11 @@ def _measure(folder: Path) -> str:
 
 def _status(key: str) -> int:
     """Of this process, in bytes."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{key}:"))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(f"{key}:")
+    )
     return int(line.split()[1]) * 1024
 
 

@@ -22,7 +22,9 @@ from tests.support.models import causal_model, grad_of
 
 @pytest.mark.parametrize("block", [30, 7 * 30, 10**6], ids=lambda logits: f"blocks of {logits}")
 @pytest.mark.parametrize("kept", [0, 20 * 30, 10**6], ids=lambda logits: f"{logits} kept")
-def test_the_loss_in_blocks_is_cross_entropy(block: int, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loss_in_blocks_is_cross_entropy(
+    block: int, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(model_loss, "LOSS_BLOCK_LOGITS", block)
     monkeypatch.setattr(model_loss, "LOSS_KEPT_LOGITS", kept)
     torch.manual_seed(0)
@@ -51,7 +53,9 @@ def test_logits_that_the_model_scales_and_caps(block: int, monkeypatch: pytest.M
     torch.testing.assert_close(head(hidden, predictors, None), logits)
     found, expected = head(hidden, predictors, targets, 1 / 30), cross_entropy(logits, targets)
     torch.testing.assert_close(found, expected)
-    for one, other in zip(*(torch.autograd.grad(loss, (hidden, weight)) for loss in (found, expected)), strict=True):
+    for one, other in zip(
+        *(torch.autograd.grad(loss, (hidden, weight)) for loss in (found, expected)), strict=True
+    ):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
@@ -61,7 +65,9 @@ def test_in_bf16_the_gradients_are_as_good_as_bf16_can_be() -> None:
     hidden = torch.randn(1, 4000, 32, dtype=torch.bfloat16, requires_grad=True)
     weight = nn.Parameter(torch.randn(300, 32, dtype=torch.bfloat16) / 6)
     predictors, targets = torch.arange(4000), torch.randint(300, (4000,))
-    found = torch.autograd.grad(HeadLoss(weight)(hidden, predictors, targets, 1 / 4000), (hidden, weight))
+    found = torch.autograd.grad(
+        HeadLoss(weight)(hidden, predictors, targets, 1 / 4000), (hidden, weight)
+    )
     exact = cross_entropy(hidden[0].double() @ weight.double().t(), targets)
     for one, other in zip(found, torch.autograd.grad(exact, (hidden, weight)), strict=True):
         assert (one - other).norm() < 0.005 * other.norm()
@@ -76,10 +82,17 @@ class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, operation, types, arguments=(), keywords=None):  # type: ignore[no-untyped-def]
-        given = {tensor.untyped_storage().data_ptr() for tensor in tree_leaves((arguments, keywords)) if isinstance(tensor, torch.Tensor)}
+        given = {
+            tensor.untyped_storage().data_ptr()
+            for tensor in tree_leaves((arguments, keywords))
+            if isinstance(tensor, torch.Tensor)
+        }
         result = operation(*arguments, **(keywords or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in given | self._known:
+            if (
+                isinstance(tensor, torch.Tensor)
+                and tensor.untyped_storage().data_ptr() not in given | self._known
+            ):
                 self._count(tensor.untyped_storage())
         return result
 
@@ -96,14 +109,22 @@ class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         weakref.finalize(storage, forget)
 
 
-@pytest.mark.parametrize(("block", "kept"), [(2**14, 0), (2**14, 2**16), (2**14, 2**30), (2**30, 2**30)])
-def test_the_loss_takes_the_memory_that_the_plan_says(block: int, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("block", "kept"), [(2**14, 0), (2**14, 2**16), (2**14, 2**30), (2**30, 2**30)]
+)
+def test_the_loss_takes_the_memory_that_the_plan_says(
+    block: int, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(model_loss, "LOSS_BLOCK_LOGITS", block)
     monkeypatch.setattr(model_loss, "LOSS_KEPT_LOGITS", kept)
     tokens, vocabulary, size = 64, 5000, 32
     hidden = torch.randn(1, tokens, size, dtype=torch.bfloat16, requires_grad=True)
     weight = nn.Parameter(torch.randn(vocabulary, size, dtype=torch.bfloat16))
-    head, predictors, targets = HeadLoss(weight), torch.arange(tokens), torch.randint(vocabulary, (tokens,))
+    head, predictors, targets = (
+        HeadLoss(weight),
+        torch.arange(tokens),
+        torch.randint(vocabulary, (tokens,)),
+    )
     with PeakBytes() as measured:
         head(hidden, predictors, targets, 1.0)
     beyond = measured.peak - 2 * vocabulary * size
@@ -149,7 +170,9 @@ def test_packed_documents_train_as_if_each_were_alone(implementation: str, tied:
             part = slice(docs.offsets[document], docs.offsets[document + 1])
             ids = torch.tensor(docs.tokens[part], dtype=torch.int64)[None]
             labels = torch.where(torch.tensor(docs.trained[part]), ids[0], -100)[1:]
-            alone = alone + cross_entropy(causal(input_ids=ids).logits[0, :-1], labels, ignore_index=-100, reduction="sum")
+            alone = alone + cross_entropy(
+                causal(input_ids=ids).logits[0, :-1], labels, ignore_index=-100, reduction="sum"
+            )
     alone = alone / len(batch.targets)
     torch.autograd.backward(alone)
     torch.testing.assert_close(packed, alone)
@@ -163,7 +186,9 @@ def test_micro_batches_weigh_their_tokens_not_themselves() -> None:
     model = TrainedModel(causal_model(load_config(tiny().model), dtype=torch.float32), "sdpa")
     losses = []
     for micro_batch, accumulation in (("6", "1"), ("2", "3")):
-        shape = spec(gpus="1", train__micro_batch=micro_batch, train__gradient_accumulation=accumulation)
+        shape = spec(
+            gpus="1", train__micro_batch=micro_batch, train__gradient_accumulation=accumulation
+        )
         batches = Batches(documents(), shape, 0)
         weight = 1 / batches.counts(1).trained_tokens
         losses.append(sum(model(batch, weight).item() for batch in batches.micro_batches(1)))
@@ -175,7 +200,9 @@ def test_random_weights_start_where_they_must() -> None:
     config = load_config(tiny().model)
     model = TrainedModel(causal_model(config, dtype=torch.float32), "sdpa")
     batch = next(Batches(documents(), spec(), 0).micro_batches(1))
-    assert model(batch, 1 / len(batch.targets)).item() == pytest.approx(expected_first_loss(config), abs=0.1)
+    assert model(batch, 1 / len(batch.targets)).item() == pytest.approx(
+        expected_first_loss(config), abs=0.1
+    )
 
 
 def test_matrices_decay_and_norms_do_not_in_the_order_of_the_model() -> None:

@@ -18,14 +18,22 @@ pytestmark = pytest.mark.slow
 LAUNCHER = re.compile(r"launcher\.launch|launcher/launch\.py$")
 
 
-def started(run: RunDirectory, spec: RunSpec, attempt: int) -> tuple[psutil.Process, list[psutil.Process], list[psutil.Process]]:
+def started(
+    run: RunDirectory, spec: RunSpec, attempt: int
+) -> tuple[psutil.Process, list[psutil.Process], list[psutil.Process]]:
     """Start the next attempt, and return DeepSpeed's runner, all its descendants, and the Adam workers among them."""
     runner = start(run, spec)
-    while not any(isinstance(record, StepRecord) and record.attempt == attempt for record in records(run)):
+    while not any(
+        isinstance(record, StepRecord) and record.attempt == attempt for record in records(run)
+    ):
         assert runner.poll() is None, log(run, attempt)
         time.sleep(0.05)
     family = psutil.Process(runner.pid).children(recursive=True)
-    workers = [process for process in family if any(part.endswith("offload/worker.py") for part in process.cmdline())]
+    workers = [
+        process
+        for process in family
+        if any(part.endswith("offload/worker.py") for part in process.cmdline())
+    ]
     assert len(workers) == spec.gpus
     return psutil.Process(runner.pid), family, workers
 
@@ -52,7 +60,9 @@ def test_whoever_dies_first_the_others_follow(tmp_path: Path) -> None:
     assert gone(family)
 
     runner, family, _ = started(run, spec, 2)
-    launchers = [process for process in family if any(LAUNCHER.search(part) for part in process.cmdline())]
+    launchers = [
+        process for process in family if any(LAUNCHER.search(part) for part in process.cmdline())
+    ]
     assert launchers
     for process in (runner, *launchers):
         process.kill()

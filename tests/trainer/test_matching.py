@@ -28,7 +28,10 @@ LAYOUT = {
 }
 """A name that the published checkpoint of each architecture holds."""
 
-records_places = pytest.mark.skipif(version_numbers(torch.__version__) < (2, 7), reason="torch records where stored weights lie since 2.7")
+records_places = pytest.mark.skipif(
+    version_numbers(torch.__version__) < (2, 7),
+    reason="torch records where stored weights lie since 2.7",
+)
 
 
 def matched(model: PreTrainedModel, folder: Path) -> Match:
@@ -43,23 +46,35 @@ def rewrite(folder: Path, change: dict[str, torch.Tensor | None]) -> None:
     """Replace tensors of a saved model, or take them out (None)."""
     path = folder / "model.safetensors"
     tensors = {**load_file(path), **change}
-    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path, metadata={"format": "pt"})
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if tensor is not None},
+        path,
+        metadata={"format": "pt"},
+    )
 
 
 def refused(found: Match) -> str:
     problem = refusal(lambda: refuse(found, ModelSpec(id="some/model")))
-    assert (problem.code, problem.field, problem.value) == ("weights-mismatch", "model.id", "some/model")
+    assert (problem.code, problem.field, problem.value) == (
+        "weights-mismatch",
+        "model.id",
+        "some/model",
+    )
     return problem.message
 
 
 @pytest.mark.parametrize("kind", ONE_OF_EACH)
-def test_the_checkpoints_of_every_architecture_are_taken_as_they_are(kind: str, tmp_path: Path) -> None:
+def test_the_checkpoints_of_every_architecture_are_taken_as_they_are(
+    kind: str, tmp_path: Path
+) -> None:
     model = saved(ONE_OF_EACH[kind], tmp_path)
     assert LAYOUT[kind] in read_index(tmp_path)
     found = matched(model, tmp_path)
     assert (found.missing, found.unexpected, found.mismatched) == ((), (), ())
     refuse(found, ModelSpec(id="some/model"))
-    assert {name for conversion in found.conversions for name in conversion.shapes} == set(model.state_dict())
+    assert {name for conversion in found.conversions for name in conversion.shapes} == set(
+        model.state_dict()
+    )
     if kind != "gpt_oss":  # transformers before 5.5 aligns its experts, as a conversion
         assert (largest_conversion_bytes(found, read_index(tmp_path)) > 0) == (kind == "qwen3_moe")
 
@@ -81,8 +96,15 @@ def test_old_checkpoints_may_hold_the_angles_of_positions(tmp_path: Path) -> Non
 
 def test_missing_unexpected_and_mismatched_tensors_are_named_and_counted(tmp_path: Path) -> None:
     model = saved("qwen3-14b", tmp_path)
-    gone = [f"model.layers.{layer}.self_attn.{part}.weight" for layer in range(2) for part in ("q_proj", "k_proj", "v_proj")]
-    changes = dict.fromkeys(gone) | {"adapter.weight": torch.ones(2), "model.norm.weight": torch.ones(63)}
+    gone = [
+        f"model.layers.{layer}.self_attn.{part}.weight"
+        for layer in range(2)
+        for part in ("q_proj", "k_proj", "v_proj")
+    ]
+    changes = dict.fromkeys(gone) | {
+        "adapter.weight": torch.ones(2),
+        "model.norm.weight": torch.ones(63),
+    }
     rewrite(tmp_path, changes)
     found = matched(model, tmp_path)
     assert set(found.missing) == set(gone)
@@ -95,7 +117,9 @@ def test_missing_unexpected_and_mismatched_tensors_are_named_and_counted(tmp_pat
 
 
 @pytest.mark.parametrize("replacement", [None, torch.ones(32, 63, dtype=torch.bfloat16)])
-def test_an_expert_that_is_missing_or_of_another_shape_is_found(replacement: torch.Tensor | None, tmp_path: Path) -> None:
+def test_an_expert_that_is_missing_or_of_another_shape_is_found(
+    replacement: torch.Tensor | None, tmp_path: Path
+) -> None:
     model = saved("qwen3-30b-a3b", tmp_path)
     rewrite(tmp_path, {"model.layers.1.mlp.experts.2.gate_proj.weight": replacement})
     found = matched(model, tmp_path)
@@ -139,7 +163,9 @@ def test_stored_elements_are_read_from_the_middle(tmp_path: Path) -> None:
 
 
 @records_places
-def test_weights_of_torch_save_are_read_where_they_lie_in_one_file_or_several(tmp_path: Path) -> None:
+def test_weights_of_torch_save_are_read_where_they_lie_in_one_file_or_several(
+    tmp_path: Path,
+) -> None:
     model = saved("llama-3.1-8b", tmp_path)
     whole = {name: stored.read() for name, stored in read_index(tmp_path).items()}
     (tmp_path / "model.safetensors").unlink()
@@ -147,7 +173,10 @@ def test_weights_of_torch_save_are_read_where_they_lie_in_one_file_or_several(tm
     torch.save(tensors, tmp_path / "pytorch_model.bin")
     parts = tmp_path / "parts"
     parts.mkdir()
-    files = {name: f"pytorch_model-0000{1 + number % 2}-of-00002.bin" for number, name in enumerate(tensors)}
+    files = {
+        name: f"pytorch_model-0000{1 + number % 2}-of-00002.bin"
+        for number, name in enumerate(tensors)
+    }
     for file in set(files.values()):
         torch.save({name: tensors[name] for name in files if files[name] == file}, parts / file)
     (parts / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": files}))
@@ -170,7 +199,9 @@ class Code:
 
 
 @records_places
-def test_files_of_torch_save_that_cannot_be_read_in_place_are_refused_and_no_code_in_them_runs(tmp_path: Path) -> None:
+def test_files_of_torch_save_that_cannot_be_read_in_place_are_refused_and_no_code_in_them_runs(
+    tmp_path: Path,
+) -> None:
     tensors, path = saved("llama-3.1-8b", tmp_path).state_dict(), tmp_path / "pytorch_model.bin"
     (tmp_path / "model.safetensors").unlink()
     torch.save({**tensors, "more": Code(tmp_path / "made")}, path)
@@ -186,8 +217,17 @@ def test_files_of_torch_save_that_cannot_be_read_in_place_are_refused_and_no_cod
     assert refusal(lambda: read_index(tmp_path)).code == "weights-unreadable"
 
 
-@pytest.mark.parametrize("held", [{"model": {"a": torch.ones(2)}, "step": 7}, [torch.ones(2)]], ids=["a checkpoint", "a list"])
-def test_a_file_of_torch_save_that_holds_more_than_weights_is_refused_with_the_reason(held: object, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "held",
+    [{"model": {"a": torch.ones(2)}, "step": 7}, [torch.ones(2)]],
+    ids=["a checkpoint", "a list"],
+)
+def test_a_file_of_torch_save_that_holds_more_than_weights_is_refused_with_the_reason(
+    held: object, tmp_path: Path
+) -> None:
     torch.save(held, tmp_path / "pytorch_model.bin")
     problem = refusal(lambda: read_index(tmp_path))
-    assert (problem.code, problem.value) == ("weights-unreadable", str(tmp_path / "pytorch_model.bin"))
+    assert (problem.code, problem.value) == (
+        "weights-unreadable",
+        str(tmp_path / "pytorch_model.bin"),
+    )

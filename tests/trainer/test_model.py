@@ -9,8 +9,20 @@ from tests.support.launching import tiny
 from tests.support.models import causal_model
 from tests.support.problems import refusal
 
-SHAPE = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "pad_token_id": 0}
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "pad_token_id": 0,
+}
 
 
 def model() -> PreTrainedModel:
@@ -21,10 +33,19 @@ def model() -> PreTrainedModel:
 def test_layers_and_what_is_named_are_gathered_whole(gpus: str) -> None:
     causal = model()
     set_leaf_modules(causal, tiny(gpus=gpus, model__leaf_modules='["Qwen3MoeExperts"]'))
-    assert {type(module).__name__ for module in get_z3_leaf_modules(causal)} == {"Qwen3MoeDecoderLayer", "Qwen3MoeExperts"}
+    assert {type(module).__name__ for module in get_z3_leaf_modules(causal)} == {
+        "Qwen3MoeDecoderLayer",
+        "Qwen3MoeExperts",
+    }
 
 
 def test_a_block_that_the_model_lacks_is_named_with_those_it_has() -> None:
-    problem = refusal(lambda: set_leaf_modules(model(), tiny(model__leaf_modules='["NoSuchBlock"]')))
-    assert (problem.code, problem.field, problem.value) == ("leaf-module-unknown", "model.leaf_modules", "NoSuchBlock")
+    problem = refusal(
+        lambda: set_leaf_modules(model(), tiny(model__leaf_modules='["NoSuchBlock"]'))
+    )
+    assert (problem.code, problem.field, problem.value) == (
+        "leaf-module-unknown",
+        "model.leaf_modules",
+        "NoSuchBlock",
+    )
     assert "Qwen3MoeDecoderLayer" in problem.remedy

@@ -19,9 +19,31 @@ from so_tui_trainer.model.stored import read_index
 from so_tui_trainer.tools.describe_model import describe
 from tests.support.models import SMALL, known
 
-TEXT = {key: SMALL[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")}
-TEXT |= {"head_dim": 16, "vocab_size": 320, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
-VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+TEXT = {
+    key: SMALL[key]
+    for key in (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+    )
+}
+TEXT |= {
+    "head_dim": 16,
+    "vocab_size": 320,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
 KINDS = known(
     {
         "gemma3": {
@@ -42,7 +64,12 @@ KINDS = known(
                 "layer_types": ["chunked_attention", "full_attention"],
                 "attention_chunk_size": 16,
             },
-            "vision_config": {**VISION, "projector_input_dim": 32, "projector_output_dim": 32, "vision_output_dim": 32},
+            "vision_config": {
+                **VISION,
+                "projector_input_dim": 32,
+                "projector_output_dim": 32,
+                "vision_output_dim": 32,
+            },
         },
     }
 )
@@ -57,10 +84,23 @@ def saved(kind: str, folder: Path, *, as_before: bool) -> Any:
     path = folder / "model.safetensors"
     tensors = load_file(path)
     if as_before == any(name.startswith("model.language_model.") for name in tensors):
-        names = [("model.language_model.", "language_model.model."), ("lm_head.", "language_model.lm_head."), ("model.", "")]
+        names = [
+            ("model.language_model.", "language_model.model."),
+            ("lm_head.", "language_model.lm_head."),
+            ("model.", ""),
+        ]
         if not as_before:
-            names = [("language_model.model.", "model.language_model."), ("language_model.lm_head.", "lm_head."), ("", "model.")]
-        renamed = {next((new + name.removeprefix(old) for old, new in names if name.startswith(old))): tensors[name] for name in tensors}
+            names = [
+                ("language_model.model.", "model.language_model."),
+                ("language_model.lm_head.", "lm_head."),
+                ("", "model."),
+            ]
+        renamed = {
+            next(
+                (new + name.removeprefix(old) for old, new in names if name.startswith(old))
+            ): tensors[name]
+            for name in tensors
+        }
         save_file(renamed, path, metadata={"format": "pt"})
     return model
 
@@ -77,15 +117,23 @@ def test_its_weights_are_those_of_the_whole(kind: str, as_before: bool, tmp_path
     refuse(found, model)
     factory: Any = AutoModelForCausalLM
     language = factory.from_config(config, dtype=torch.float32)
-    tensors = {name: tensor for each in found.conversions for name, tensor in realised(meta, each, lambda name: index[name].read()).items()}
+    tensors = {
+        name: tensor
+        for each in found.conversions
+        for name, tensor in realised(meta, each, lambda name: index[name].read()).items()
+    }
     missing, unexpected = language.load_state_dict(tensors, strict=False)
     assert not unexpected
     assert {name for name in missing if name != "lm_head.weight"} == set()
     tokens = torch.randint(1, 300, (1, 24))
     with torch.no_grad():
-        asked = whole.language_model if kind == "llama4" else whole  # transformers 5.24 wants a picture for a whole Llama 4
+        asked = (
+            whole.language_model if kind == "llama4" else whole
+        )  # transformers 5.24 wants a picture for a whole Llama 4
         expected = asked(input_ids=tokens).logits
-        torch.testing.assert_close(language.eval()(input_ids=tokens).logits, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            language.eval()(input_ids=tokens).logits, expected, rtol=1e-4, atol=1e-5
+        )
 
 
 QWEN3_5 = known(
@@ -113,11 +161,15 @@ QWEN3_5 = known(
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", QWEN3_5)
-def test_a_head_that_only_the_whole_says_is_tied_is_the_embedding(kind: str, tied: bool, tmp_path: Path) -> None:
+def test_a_head_that_only_the_whole_says_is_tied_is_the_embedding(
+    kind: str, tied: bool, tmp_path: Path
+) -> None:
     """Its text_config says nothing of it, and transformers' default there is that the head is stored."""
     torch.manual_seed(0)
     factory: Any = AutoModelForImageTextToText
-    whole = factory.from_config(AutoConfig.for_model(kind, **QWEN3_5[kind], tie_word_embeddings=tied), dtype=torch.float32)
+    whole = factory.from_config(
+        AutoConfig.for_model(kind, **QWEN3_5[kind], tie_word_embeddings=tied), dtype=torch.float32
+    )
     whole.save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     written["text_config"].pop("tie_word_embeddings", None)
@@ -128,7 +180,11 @@ def test_a_head_that_only_the_whole_says_is_tied_is_the_embedding(kind: str, tie
     assert config.tie_word_embeddings == tied
     refuse(match(meta_model(config), read_index(tmp_path)), model)
     answer: dict[str, Any] = list(describe({"model": str(tmp_path)}))[-1]
-    tensors = [tensor for block in msgspec.convert(answer["model"], ModelSpec).parameters for tensor in block.tensors]
+    tensors = [
+        tensor
+        for block in msgspec.convert(answer["model"], ModelSpec).parameters
+        for tensor in block.tensors
+    ]
     assert [bool(tensor.tied) for tensor in tensors if tensor.name == "lm_head.weight"] == [tied]
 
 
@@ -137,13 +193,20 @@ def test_it_is_described_as_its_language_part(kind: str, tmp_path: Path) -> None
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **KINDS[kind]}))
     answer: dict[str, Any] = list(describe({"model": str(tmp_path)}))[-1]
     model = msgspec.convert(answer["model"], ModelSpec)
-    assert model.config["model_type"] == {"gemma3": "gemma3_text", "mistral3": "mistral", "llama4": "llama4_text"}[kind]
-    assert not any("vision" in tensor.name for block in model.parameters for tensor in block.tensors)
+    assert (
+        model.config["model_type"]
+        == {"gemma3": "gemma3_text", "mistral3": "mistral", "llama4": "llama4_text"}[kind]
+    )
+    assert not any(
+        "vision" in tensor.name for block in model.parameters for tensor in block.tensors
+    )
     assert any("multimodal" in note and "exported" in note for note in answer["notes"])
 
 
 def test_one_without_a_model_for_its_language_part_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl", "text_config": {"hidden_size": 32}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "qwen2_5_vl", "text_config": {"hidden_size": 32}})
+    )
     with pytest.raises(InputError) as refused:
         list(describe({"model": str(tmp_path)}))
     (problem,) = refused.value.problems
@@ -152,7 +215,11 @@ def test_one_without_a_model_for_its_language_part_is_refused(tmp_path: Path) ->
 
 
 def test_quantised_weights_are_found_of_the_whole(tmp_path: Path) -> None:
-    config = {"model_type": "gemma3", **KINDS["gemma3"], "quantization_config": {"quant_method": "fp8"}}
+    config = {
+        "model_type": "gemma3",
+        **KINDS["gemma3"],
+        "quantization_config": {"quant_method": "fp8"},
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputError) as refused:
         list(describe({"model": str(tmp_path)}))

@@ -31,7 +31,9 @@ def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A small gpt-oss in two files, its experts in blocks and scales, some scales in the other file than their blocks."""
     (tmp_path / "cache").mkdir()
     compiled = [Path(extensions_folder(os.environ)), *Path(get_default_build_root()).glob("*_cpu")]
-    if found := next((path for path in compiled if (path / "cpu_adam" / "cpu_adam.so").exists()), None):  # compiling takes a minute
+    if found := next(
+        (path for path in compiled if (path / "cpu_adam" / "cpu_adam.so").exists()), None
+    ):  # compiling takes a minute
         shutil.copytree(found, tmp_path / "extensions")
         (tmp_path / "extensions").chmod(0o700)
         monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
@@ -42,14 +44,28 @@ def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "model.safetensors").unlink()
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
         experts, inputs, rows = tensors.pop(name).shape
-        tensors[f"{name}_blocks"] = torch.randint(256, (experts, rows, inputs // 32, 16), dtype=torch.uint8)
-        tensors[f"{name}_scales"] = torch.randint(100, 130, (experts, rows, inputs // 32), dtype=torch.uint8)
-    halves = {name: f"model-0000{1 + (index % 3 == 0)}-of-00002.safetensors" for index, name in enumerate(sorted(tensors))}
+        tensors[f"{name}_blocks"] = torch.randint(
+            256, (experts, rows, inputs // 32, 16), dtype=torch.uint8
+        )
+        tensors[f"{name}_scales"] = torch.randint(
+            100, 130, (experts, rows, inputs // 32), dtype=torch.uint8
+        )
+    halves = {
+        name: f"model-0000{1 + (index % 3 == 0)}-of-00002.safetensors"
+        for index, name in enumerate(sorted(tensors))
+    }
     for file in set(halves.values()):
-        save_file({name: tensor for name, tensor in tensors.items() if halves[name] == file}, folder / file, metadata={"format": "pt"})
+        save_file(
+            {name: tensor for name, tensor in tensors.items() if halves[name] == file},
+            folder / file,
+            metadata={"format": "pt"},
+        )
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": halves}))
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    config["quantization_config"] = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
+    }
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -62,9 +78,14 @@ def test_every_weight_is_what_transformers_makes_of_it(packed: Path) -> None:
         if name in source:
             assert torch.equal(tensor, source[name]), name
         else:
-            expected = convert_moe_packed_tensors(source[f"{name}_blocks"], source[f"{name}_scales"])
+            expected = convert_moe_packed_tensors(
+                source[f"{name}_blocks"], source[f"{name}_scales"]
+            )
             assert torch.equal(tensor, expected), name
-    refuse(match(meta_model(load_config(ModelSpec(id=str(packed)))), read_index(folder)), ModelSpec(id=str(packed)))
+    refuse(
+        match(meta_model(load_config(ModelSpec(id=str(packed)))), read_index(folder)),
+        ModelSpec(id=str(packed)),
+    )
     model, info = load_pretrained(folder)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
@@ -90,7 +111,9 @@ def test_what_was_interrupted_goes_on_and_what_is_done_is_not_done_again(packed:
     assert list(convert(packed, target)) == []
 
 
-def test_a_full_disk_is_reported_before_anything_is_written(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_before_anything_is_written(
+    packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})())
     assert refusal(lambda: weights_folder(ModelSpec(id=str(packed)))).code == "disk-full"
     assert not list(converted_folder(packed).parent.rglob("*.safetensors"))
@@ -110,7 +133,9 @@ def test_prepare_does_what_a_first_run_would(packed: Path) -> None:
 
     def answers(tool: str) -> list[dict[str, object]]:
         command = [sys.executable, "-m", f"so_tui_trainer.tools.{tool}"]
-        done = subprocess.run(command, input=request, capture_output=True, text=True, check=True, timeout=300)
+        done = subprocess.run(
+            command, input=request, capture_output=True, text=True, check=True, timeout=300
+        )
         return [json.loads(line) for line in done.stdout.splitlines()]
 
     assert "so-tui prepare" in str(answers("check_inputs")[-1]["warnings"])

@@ -27,10 +27,15 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
-    ("latency_s", "bytes_per_s", "whole_bytes"), [(0.0, 1e9, 1 << 26), (0.0, 1e7, 1 << 20), (0.0, 1e12, 1 << 28), (1e-3, 1e10, 1 << 28)]
+    ("latency_s", "bytes_per_s", "whole_bytes"),
+    [(0.0, 1e9, 1 << 26), (0.0, 1e7, 1 << 20), (0.0, 1e12, 1 << 28), (1e-3, 1e10, 1 << 28)],
 )
 def test_the_rate_is_that_of_a_tensor_that_takes_long_enough(
-    latency_s: float, bytes_per_s: float, whole_bytes: int, single_rank: Ranks, monkeypatch: pytest.MonkeyPatch
+    latency_s: float,
+    bytes_per_s: float,
+    whole_bytes: int,
+    single_rank: Ranks,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[int] = []
 
@@ -39,7 +44,9 @@ def test_the_rate_is_that_of_a_tensor_that_takes_long_enough(
         return latency_s + 2 * size * 11 / 12 / bytes_per_s
 
     monkeypatch.setattr(network_rate, "_both_s", both_s)
-    assert network_rate.measure(single_rank._replace(size=12)) == pytest.approx(bytes_per_s, rel=0.05)
+    assert network_rate.measure(single_rank._replace(size=12)) == pytest.approx(
+        bytes_per_s, rel=0.05
+    )
     assert asked[-1] == whole_bytes
 
 
@@ -49,7 +56,10 @@ def test_two_ranks_measure_and_the_first_one_records_it(tmp_path: Path) -> None:
     attempt = new_attempt(run)
     meeting = f"file://{tmp_path / 'meeting'}"
     python = [sys.executable, "-W", "error::FutureWarning"]  # of older names of torch's functions
-    ranks = [subprocess.Popen([*python, "-c", _RANK, meeting, str(rank), str(run.path)]) for rank in range(2)]
+    ranks = [
+        subprocess.Popen([*python, "-c", _RANK, meeting, str(rank), str(run.path)])
+        for rank in range(2)
+    ]
     assert [rank.wait(120) for rank in ranks] == [0, 0]
     rate = read_network_rate(run, attempt)
     assert rate is not None

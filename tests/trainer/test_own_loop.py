@@ -41,17 +41,30 @@ def loop(folder: Path) -> list[float]:
     train = spec.train
     matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": train.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": train.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
     settings = superoffload.Settings(
-        learning_rate=train.learning_rate, beta1=train.beta1, beta2=train.beta2, epsilon=train.epsilon, ratio=0.7, speculation_bytes=1 << 40
+        learning_rate=train.learning_rate,
+        beta1=train.beta1,
+        beta2=train.beta2,
+        epsilon=train.epsilon,
+        ratio=0.7,
+        speculation_bytes=1 << 40,
     )
     config = ds_config("superoffload", train.gradient_clipping)
-    config |= {"train_micro_batch_size_per_gpu": train.micro_batch, "gradient_accumulation_steps": 1}
+    config |= {
+        "train_micro_batch_size_per_gpu": train.micro_batch,
+        "gradient_accumulation_steps": 1,
+    }
     engine, *_ = superoffload.initialize(model, groups, settings, config)
     losses = []
     for step in range(1, STEPS + 1):
         (batch,) = batches.micro_batches(step)
-        loss = engine(input_ids=batch.input_ids, attention_mask=batch.real.long(), labels=labels(batch)).loss
+        loss = engine(
+            input_ids=batch.input_ids, attention_mask=batch.real.long(), labels=labels(batch)
+        ).loss
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
@@ -66,11 +79,24 @@ def test_an_outsiders_loop_has_the_losses_of_the_trainer(tmp_path: Path) -> None
 
     torch.manual_seed(0)
     shape = dict(tiny().model.config)
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(shape.pop("model_type"), **shape), dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+    model: Any = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(shape.pop("model_type"), **shape), dtype=torch.bfloat16
+    )  # type: ignore[no-untyped-call]
     model.save_pretrained(tmp_path / "model")
-    weights = {"model__id": str(tmp_path / "model"), "model__weights": "pretrained", "model__tokenizer": "builtin:tiny"}
-    training = {"train__steps": str(STEPS), "train__schedule": "constant", "train__warmup_ratio": "0", "data__packing": "false"}
-    spec = tiny(gpus="1", offload__mode="superoffload", checkpoint__at_end="false", **weights, **training)
+    weights = {
+        "model__id": str(tmp_path / "model"),
+        "model__weights": "pretrained",
+        "model__tokenizer": "builtin:tiny",
+    }
+    training = {
+        "train__steps": str(STEPS),
+        "train__schedule": "constant",
+        "train__warmup_ratio": "0",
+        "data__packing": "false",
+    }
+    spec = tiny(
+        gpus="1", offload__mode="superoffload", checkpoint__at_end="false", **weights, **training
+    )
     run = create_run(spec, tmp_path / "runs")
     assert start(run, spec).wait(timeout=400) == 0, log(run)
     trainers = [record.loss for record in records(run) if isinstance(record, StepRecord)]
@@ -80,7 +106,9 @@ def test_an_outsiders_loop_has_the_losses_of_the_trainer(tmp_path: Path) -> None
     inherited = {name: value for name, value in os.environ.items() if name not in GROUP}
     environment = inherited | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": checkout_path()}
     script = [sys.executable, __file__, str(tmp_path)]
-    done = subprocess.run(script, env=environment, capture_output=True, text=True, check=False, timeout=400)
+    done = subprocess.run(
+        script, env=environment, capture_output=True, text=True, check=False, timeout=400
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     losses = json.loads(done.stdout.splitlines()[-1])
     assert losses == pytest.approx(trainers, rel=1e-3)

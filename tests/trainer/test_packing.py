@@ -23,7 +23,10 @@ def test_best_fit_decreasing_leaves_little_room() -> None:
 
 def test_a_document_goes_where_it_leaves_least() -> None:
     sequences = pack(np.array([6, 5, 4, 5]), 10)
-    assert [sorted(sequences.of(index).tolist()) for index in range(len(sequences))] == [[0, 2], [1, 3]]
+    assert [sorted(sequences.of(index).tolist()) for index in range(len(sequences))] == [
+        [0, 2],
+        [1, 3],
+    ]
 
 
 def test_equal_input_packs_equally() -> None:
@@ -37,7 +40,9 @@ def test_without_packing_each_document_is_a_sequence() -> None:
 
 
 def test_a_million_documents_are_packed_within_seconds() -> None:
-    lengths = np.clip(np.random.default_rng(0).lognormal(5.5, 0.9, 1_000_000).astype(np.int64), 1, 4096)
+    lengths = np.clip(
+        np.random.default_rng(0).lognormal(5.5, 0.9, 1_000_000).astype(np.int64), 1, 4096
+    )
     began = time.process_time()
     sequences = pack(lengths, 4096)
     assert time.process_time() - began < 8  # about 1

@@ -17,7 +17,9 @@ CPU = torch.device("cpu")
 
 def test_everything_comes_in_order() -> None:
     batches = Batches(documents(), spec(), 0)
-    expected = [(step, batch.input_ids) for step in range(3, 6) for batch in batches.micro_batches(step)]
+    expected = [
+        (step, batch.input_ids) for step in range(3, 6) for batch in batches.micro_batches(step)
+    ]
     with Prefetcher(batches.iterate(3, 5), CPU) as prefetcher:
         found = list(prefetcher)
     assert len(found) == len(expected) == 9

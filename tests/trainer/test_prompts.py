@@ -28,19 +28,30 @@ TEXTS = ("One?", "Which process uses a port on this machine?", "Show the disks."
 
 def spec(**changes: str) -> Any:
     texts = msgspec.json.encode(TEXTS).decode()
-    return tiny(**({"prompts__texts": texts, "prompts__max_tokens": "10", "data__sequence_length": "128"} | changes))
+    return tiny(
+        **(
+            {"prompts__texts": texts, "prompts__max_tokens": "10", "data__sequence_length": "128"}
+            | changes
+        )
+    )
 
 
 @pytest.fixture(scope="module")
 def model() -> TrainedModel:
     torch.manual_seed(1)
     shape = tiny().model
-    config = load_config(msgspec.structs.replace(shape, config=shape.config | {"num_hidden_layers": 2, "initializer_range": 0.3}))
+    config = load_config(
+        msgspec.structs.replace(
+            shape, config=shape.config | {"num_hidden_layers": 2, "initializer_range": 0.3}
+        )
+    )
     return TrainedModel(causal_model(config), "sdpa")
 
 
 @pytest.mark.parametrize("micro_batch", ["1", "4"])
-def test_answers_are_what_the_model_writes_alone(micro_batch: str, model: TrainedModel, single_rank: Ranks) -> None:
+def test_answers_are_what_the_model_writes_alone(
+    micro_batch: str, model: TrainedModel, single_rank: Ranks
+) -> None:
     chat = chat_of(load_tokenizer(tiny()))
     eos = chat.tokenizer.eos_token_id
     assert isinstance(eos, int)
@@ -51,15 +62,23 @@ def test_answers_are_what_the_model_writes_alone(micro_batch: str, model: Traine
     assert model.training
     assert asked.step == 7
     for text, answer in zip(TEXTS, asked.answers, strict=True):
-        *_, alone = writer.write(Prompt(turns=(Turn("user", text),)), Sampling(temperature=0, max_tokens=10))
+        *_, alone = writer.write(
+            Prompt(turns=(Turn("user", text),)), Sampling(temperature=0, max_tokens=10)
+        )
         assert isinstance(alone, Written)
         assert (answer.prompt, answer.text, answer.tokens) == (text, alone.text, alone.tokens)
 
 
-def test_ranks_that_share_sequences_answer_no_more_tokens_than_they_train(model: TrainedModel, single_rank: Ranks) -> None:
-    shared = spec(train__micro_batch="4", train__sequence_parallel="2", gpus="2", prompts__max_tokens="100")
+def test_ranks_that_share_sequences_answer_no_more_tokens_than_they_train(
+    model: TrainedModel, single_rank: Ranks
+) -> None:
+    shared = spec(
+        train__micro_batch="4", train__sequence_parallel="2", gpus="2", prompts__max_tokens="100"
+    )
     sizes: list[int] = []
-    watch = model.register_forward_pre_hook(lambda _, given: sizes.append(given[0].input_ids.numel()))
+    watch = model.register_forward_pre_hook(
+        lambda _, given: sizes.append(given[0].input_ids.numel())
+    )
     try:
         Prompts(shared, single_rank, end_to_end=False).ask(model, attempt=1, step=1)
     finally:
@@ -75,7 +94,9 @@ def test_the_seed_decides_where_tokens_are_drawn(model: TrainedModel, single_ran
     torch.manual_seed(5)
     before = torch.random.get_rng_state()
     assert answers("1") == answers("1") != answers("2")
-    assert torch.equal(torch.random.get_rng_state(), before), "training draws the same numbers as without prompts"
+    assert torch.equal(torch.random.get_rng_state(), before), (
+        "training draws the same numbers as without prompts"
+    )
 
 
 def test_a_prompt_needs_room_for_its_answer(single_rank: Ranks) -> None:
@@ -97,7 +118,13 @@ def test_documents_of_one_row_are_told_apart() -> None:
 
 
 def asked_at(step: int, text: str = "a") -> Asked:
-    return Asked(attempt=1, time=0.0, step=step, seconds=0.1, answers=(AnsweredPrompt(prompt="p", text=text, tokens=1, stopped=True),))
+    return Asked(
+        attempt=1,
+        time=0.0,
+        step=step,
+        seconds=0.1,
+        answers=(AnsweredPrompt(prompt="p", text=text, tokens=1, stopped=True),),
+    )
 
 
 def test_answers_are_bounded_and_replaced_after_a_resume(tmp_path: Path) -> None:

@@ -19,7 +19,14 @@ from so_tui.machine import inspect_machine
 from so_tui.plan import make_plan
 from so_tui.runs import MetricsWriter, RunDirectory
 from so_tui.runs.codec import decode_metric
-from so_tui.runs.records import EndRecord, MetricRecord, PhaseRecord, RankBindingReport, StepRecord, WarningRecord
+from so_tui.runs.records import (
+    EndRecord,
+    MetricRecord,
+    PhaseRecord,
+    RankBindingReport,
+    StepRecord,
+    WarningRecord,
+)
 from so_tui.spec import InputError
 from so_tui_trainer import failures
 from so_tui_trainer.checkpoint import all_ranks
@@ -63,7 +70,9 @@ leave(3)
 
 
 def test_a_rank_leaves_with_its_exit_handlers_and_output_but_takes_no_interpreter_apart() -> None:
-    done = subprocess.run([sys.executable, "-c", LEAVE], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVE], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout.splitlines()) == (3, ["last words", "exit handler"])
 
 
@@ -71,7 +80,12 @@ def test_binding_moves_every_thread_and_reports_what_it_found() -> None:
     cpu = min(os.sched_getaffinity(0))
     planned = make_plan(tiny(offload__mode="zerooffload"), inspect_machine()).binding[0]
     wanted = msgspec.structs.replace(planned, cpus=(cpu,), main_cpus=(cpu,))
-    done = subprocess.run([sys.executable, "-c", BIND], input=msgspec.json.encode(wanted), capture_output=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", BIND],
+        input=msgspec.json.encode(wanted),
+        capture_output=True,
+        check=True,
+    )
     report = msgspec.json.decode(done.stdout, type=RankBindingReport)
     assert report.cpus == (cpu,)
     assert report.found_cpus == tuple(sorted(os.sched_getaffinity(0)))
@@ -82,7 +96,12 @@ def test_a_binding_that_cannot_be_had_is_reported_not_fatal() -> None:
     planned = make_plan(tiny(offload__mode="zerooffload"), inspect_machine()).binding[0]
     wanted = msgspec.structs.replace(planned, cpus=(4000,), main_cpus=(4000,))
     script = BIND.replace("assert masks == {report.cpus}, masks", "")
-    done = subprocess.run([sys.executable, "-c", script], input=msgspec.json.encode(wanted), capture_output=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        input=msgspec.json.encode(wanted),
+        capture_output=True,
+        check=True,
+    )
     report = msgspec.json.decode(done.stdout, type=RankBindingReport)
     assert "4000" in report.problem
     assert report.cpus == report.found_cpus
@@ -104,13 +123,21 @@ def test_the_parts_of_a_step_add_up_to_it() -> None:
 
 
 def _step(number: int, loss: float) -> Step:
-    counts = StepCounts(useful_tokens=10, trained_tokens=5, document_lengths=np.array([4, 6]), computed_tokens=16, sequences=1)
+    counts = StepCounts(
+        useful_tokens=10,
+        trained_tokens=5,
+        document_lengths=np.array([4, 6]),
+        computed_tokens=16,
+        sequences=1,
+    )
     clock = StepClock(torch.device("cpu"))
     clock.lap("forward")
     return Step(number, counts, 1e-3, torch.tensor(loss), clock.end_step())
 
 
-def test_the_first_step_that_was_not_finite_is_named_however_late_it_is_looked_at(single_rank: Ranks) -> None:
+def test_the_first_step_that_was_not_finite_is_named_however_late_it_is_looked_at(
+    single_rank: Ranks,
+) -> None:
     metrics = Metrics(tiny(), single_rank, Recorder(None, 1), parameters=1000)
     for number, loss in enumerate((2.0, 1.5, float("nan"), 1.0, float("inf")), start=1):
         metrics.watch(_step(number, loss))
@@ -142,13 +169,21 @@ def test_waiting_for_weights_in_forward_is_the_optimizers_time(single_rank: Rank
 
 def test_failures_have_codes_and_suggestions() -> None:
     spec = tiny(train__micro_batch="4", offload__mode="superoffload")
-    out_of_memory = failures.explain(torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), spec, 0, 7)
+    out_of_memory = failures.explain(
+        torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), spec, 0, 7
+    )
     assert out_of_memory.code == "gpu-out-of-memory"
-    assert re.search(r"train\.micro_batch 4 -> 2 with train\.gradient_accumulation 2 needs \d+ MiB less", out_of_memory.suggestion)
+    assert re.search(
+        r"train\.micro_batch 4 -> 2 with train\.gradient_accumulation 2 needs \d+ MiB less",
+        out_of_memory.suggestion,
+    )
     disk = failures.explain(OSError(errno.ENOSPC, "No space left on device", "/data/x"), spec, 0, 7)
     assert disk.code == "disk-full"
     assert "/data/x" in disk.reason
-    assert failures.explain(RuntimeError("Connection closed by peer [127.0.0.1]"), spec, 0, 7).code == "rank-lost"
+    assert (
+        failures.explain(RuntimeError("Connection closed by peer [127.0.0.1]"), spec, 0, 7).code
+        == "rank-lost"
+    )
     with pytest.raises(RuntimeError) as too_large:
         torch.empty(2**50, dtype=torch.uint8)
     assert failures.explain(too_large.value, spec, 0, 7).code == "host-out-of-memory"
@@ -157,27 +192,41 @@ def test_failures_have_codes_and_suggestions() -> None:
     failure = failures.explain(wrong.value, spec, 0, 7)
     assert "train.steps = -1" in failure.reason
     assert failure.suggestion == wrong.value.problems[0].remedy
-    spoilt = NonFiniteGradientError("The gradient of step 8 is not finite", step=8, sub_group=0, poisoned=False)
+    spoilt = NonFiniteGradientError(
+        "The gradient of step 8 is not finite", step=8, sub_group=0, poisoned=False
+    )
     assert failures.explain(spoilt, spec, 0, 7).code == "not-finite"
     assert (
-        failures.explain(WorkerLostError("The Adam worker was ended by SIGKILL", code="worker-ended"), spec, 0, 7).code
+        failures.explain(
+            WorkerLostError("The Adam worker was ended by SIGKILL", code="worker-ended"), spec, 0, 7
+        ).code
         == "adam-worker-lost"
     )
-    stuck = failures.explain(WorkerLostError("The Adam worker made no progress", code="worker-stuck"), spec, 0, 7)
+    stuck = failures.explain(
+        WorkerLostError("The Adam worker made no progress", code="worker-stuck"), spec, 0, 7
+    )
     assert stuck.code == "adam-timeout"
     assert "offload.cpu_adam_cores_fraction" in stuck.suggestion
-    no_memory = failures.explain(OffloadError("Lower offload.ratio.", code="host-memory"), spec, 0, 7)
+    no_memory = failures.explain(
+        OffloadError("Lower offload.ratio.", code="host-memory"), spec, 0, 7
+    )
     assert (no_memory.code, no_memory.reason) == ("host-memory", "Lower offload.ratio.")
     unknown = failures.explain(ZeroDivisionError("division by zero"), spec, 0, 7)
     assert (unknown.code, unknown.reason) == ("unexpected", "ZeroDivisionError: division by zero")
 
 
 def test_a_save_that_the_adam_worker_breaks_off_does_not_blame_the_disk(single_rank: Ranks) -> None:
-    with pytest.raises(failures.TrainingError) as raised, all_ranks(single_rank, "the checkpoint could not be written"):
+    with (
+        pytest.raises(failures.TrainingError) as raised,
+        all_ranks(single_rank, "the checkpoint could not be written"),
+    ):
         raise WorkerLostError("The Adam worker made no progress", code="worker-stuck")
     assert raised.value.code == "adam-timeout"
     assert "offload.cpu_adam_cores_fraction" in raised.value.suggestion
-    assert raised.value.reason == "the checkpoint could not be written: The Adam worker made no progress"
+    assert (
+        raised.value.reason
+        == "the checkpoint could not be written: The Adam worker made no progress"
+    )
 
 
 class Held(MetricsWriter):
@@ -202,7 +251,11 @@ def test_a_disk_that_does_not_answer_holds_up_no_step(tmp_path: Path) -> None:
     writer.free.set()
     recorder.write(EndRecord(attempt=1, time=0.0, state="finished", step=5))
     recorder.close()
-    assert [record.step for record in records(RunDirectory(tmp_path)) if isinstance(record, StepRecord | EndRecord)] == [1, 2, 3, 4, 5, 5]
+    assert [
+        record.step
+        for record in records(RunDirectory(tmp_path))
+        if isinstance(record, StepRecord | EndRecord)
+    ] == [1, 2, 3, 4, 5, 5]
 
 
 def test_a_record_of_another_attempt_is_an_error_where_records_are_written(tmp_path: Path) -> None:
@@ -229,9 +282,14 @@ def test_a_full_disk_costs_records_and_not_the_run(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     recorder.write(PhaseRecord(attempt=1, time=0.0, phase="training", detail="after"))
     recorder.close()
-    lines = b"".join(path.read_bytes() for path in sorted(RunDirectory(tmp_path).metrics_dir.glob("*.jsonl"))).splitlines()
+    lines = b"".join(
+        path.read_bytes() for path in sorted(RunDirectory(tmp_path).metrics_dir.glob("*.jsonl"))
+    ).splitlines()
     found = [record for line in lines if (record := decode_metric(line)) is not None]
-    assert [record.detail for record in found if isinstance(record, PhaseRecord)] == ["before", "after"]
+    assert [record.detail for record in found if isinstance(record, PhaseRecord)] == [
+        "before",
+        "after",
+    ]
     (warning,) = (record for record in found if isinstance(record, WarningRecord))
     assert warning.code == "records-lost"
     assert warning.message.startswith("3 records could not be written (File too large)")
@@ -250,6 +308,8 @@ def test_the_failure_that_came_first_is_the_reason(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("memory", "unit"), [(None, "TFLOPS/rank"), (80 << 30, "TFLOPS/GPU")])
-def test_the_log_gives_the_speed_by_gpu_only_where_there_are_gpus(memory: int | None, unit: str) -> None:
+def test_the_log_gives_the_speed_by_gpu_only_where_there_are_gpus(
+    memory: int | None, unit: str
+) -> None:
     line = log_line(step_record(3, gpu_memory_peak_bytes=memory), 10)
     assert re.findall(r"TFLOPS/\w+", line) == [unit]

@@ -23,12 +23,23 @@ from so_tui_trainer.model.config import load_config
 from so_tui_trainer.model.host_activations import HostActivations, Room
 from tests.support.attention import PLAIN
 from tests.support.models import another, causal_model, grad_of
-from tests.support.small_training import EXPERTS, MIXTURES, QUERIES, SHAPE, Products, forward, model_of, trained
+from tests.support.small_training import (
+    EXPERTS,
+    MIXTURES,
+    QUERIES,
+    SHAPE,
+    Products,
+    forward,
+    model_of,
+    trained,
+)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "llama", "phi3", "seed_oss", *MIXTURES])
 @pytest.mark.parametrize("policy", ["full", "attention", "selective"])
-def test_loss_and_gradients_are_those_of_keeping_everything(policy: recompute.Policy, model_type: str) -> None:
+def test_loss_and_gradients_are_those_of_keeping_everything(
+    policy: recompute.Policy, model_type: str
+) -> None:
     expected, gradients = trained("none", model_type)
     found, ours = trained(policy, model_type)
     assert found == expected
@@ -36,10 +47,16 @@ def test_loss_and_gradients_are_those_of_keeping_everything(policy: recompute.Po
         torch.testing.assert_close(ours[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
 
 
-@pytest.mark.parametrize(("kind", "noise"), [("phimoe", {}), ("mixtral", {"router_jitter_noise": 0.1})])
-def test_routers_that_draw_random_numbers_draw_the_same_again(kind: str, noise: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "noise"), [("phimoe", {}), ("mixtral", {"router_jitter_noise": 0.1})]
+)
+def test_routers_that_draw_random_numbers_draw_the_same_again(
+    kind: str, noise: dict[str, float]
+) -> None:
     """Else backward has the gradients of experts that forward did not choose."""
-    config = AutoConfig.for_model(kind, **SHAPE, **{key: value for key, value in EXPERTS.items() if key not in SHAPE}, **noise)
+    config = AutoConfig.for_model(
+        kind, **SHAPE, **{key: value for key, value in EXPERTS.items() if key not in SHAPE}, **noise
+    )
 
     def trained_with(policy: recompute.Policy) -> tuple[float, dict[str, Tensor]]:
         torch.manual_seed(0)
@@ -48,7 +65,9 @@ def test_routers_that_draw_random_numbers_draw_the_same_again(kind: str, noise: 
         causal.train()
         loss = forward(causal)
         torch.autograd.backward(loss)
-        return loss.item(), {name: grad_of(parameter) for name, parameter in causal.named_parameters()}
+        return loss.item(), {
+            name: grad_of(parameter) for name, parameter in causal.named_parameters()
+        }
 
     expected, gradients = trained_with("none")
     found, ours = trained_with("full")
@@ -78,7 +97,9 @@ def test_attentions_results_in_host_memory_change_no_bit(model_type: str) -> Non
         assert torch.equal(ours[name], gradient), name
 
 
-def test_a_layer_that_runs_twice_in_a_pass_is_refused_where_its_inputs_would_be_in_host_memory() -> None:
+def test_a_layer_that_runs_twice_in_a_pass_is_refused_where_its_inputs_would_be_in_host_memory() -> (
+    None
+):
     """There is memory for one input of each layer."""
     causal = model_of("full", "qwen3", offloaded=True)
     layers: Any = causal.model.layers
@@ -116,15 +137,23 @@ def test_attentions_results_go_to_pinned_memory_and_come_back_in_order_on_a_gpu(
     causal = model_of("attention", "qwen3", device="cuda", offloaded=True, with_kernels=PLAIN)
     batch_bytes: list[int] = []
     for layer in recompute.checkpointed_layers(causal):
-        layer.register_forward_pre_hook(lambda module, arguments: batch_bytes.append(arguments[0].nbytes))
+        layer.register_forward_pre_hook(
+            lambda module, arguments: batch_bytes.append(arguments[0].nbytes)
+        )
     with BetweenHostAndGpu() as copies:
         torch.autograd.backward(forward(causal))
     inputs = batch_bytes[0]
-    sizes = [inputs, inputs * QUERIES // SHAPE["hidden_size"], inputs * SHAPE["num_attention_heads"] // SHAPE["hidden_size"]]
+    sizes = [
+        inputs,
+        inputs * QUERIES // SHAPE["hidden_size"],
+        inputs * SHAPE["num_attention_heads"] // SHAPE["hidden_size"],
+    ]
     layers = SHAPE["num_hidden_layers"]
     apart = [copy for copy in copies.seen if copy.apart]
     assert [copy.nbytes for copy in apart if copy.to_host] == sizes * layers
-    assert [copy.nbytes for copy in apart if not copy.to_host] == sizes * (layers - 1), "the last layer's are still on the GPU"
+    assert [copy.nbytes for copy in apart if not copy.to_host] == sizes * (layers - 1), (
+        "the last layer's are still on the GPU"
+    )
     assert all(copy.pinned for copy in apart)
 
 
@@ -133,9 +162,13 @@ def test_between_forward_and_backward_only_the_last_layers_input_is_on_the_gpu()
     causal = model_of("full", "qwen3", offloaded=True)
     seen: list[weakref.ref[torch.UntypedStorage]] = []
     for layer in recompute.checkpointed_layers(causal):
-        layer.register_forward_pre_hook(lambda module, arguments: seen.append(weakref.ref(arguments[0].untyped_storage())))
+        layer.register_forward_pre_hook(
+            lambda module, arguments: seen.append(weakref.ref(arguments[0].untyped_storage()))
+        )
     loss = forward(causal)
-    assert [storage() is None for storage in seen] == [True] * (SHAPE["num_hidden_layers"] - 1) + [False]
+    assert [storage() is None for storage in seen] == [True] * (SHAPE["num_hidden_layers"] - 1) + [
+        False
+    ]
     torch.autograd.backward(loss)
     assert not any(storage() for storage in seen)
 
@@ -149,7 +182,9 @@ def test_between_forward_and_backward_only_the_last_layers_results_are_on_the_gp
         seen.extend(weakref.ref(tensor.untyped_storage()) for tensor in results)
         return results
 
-    causal = model_of("attention", "qwen3", offloaded=True, with_kernels=PLAIN._replace(forward=noted))
+    causal = model_of(
+        "attention", "qwen3", offloaded=True, with_kernels=PLAIN._replace(forward=noted)
+    )
     loss = forward(causal)
     layers = SHAPE["num_hidden_layers"]
     assert [storage() is None for storage in seen] == [True] * 2 * (layers - 1) + [False] * 2
@@ -164,20 +199,32 @@ def test_backward_fetches_what_a_layer_kept_while_the_one_after_it_is_computed()
     layers = SHAPE["num_hidden_layers"]
     with Copies() as copies:
         for layer in causal.model.layers:
-            layer.self_attn.register_forward_pre_hook(lambda module, arguments: copies.seen.append("attention"))
+            layer.self_attn.register_forward_pre_hook(
+                lambda module, arguments: copies.seen.append("attention")
+            )
             layer.mlp.register_forward_pre_hook(lambda module, arguments: copies.seen.append("mlp"))
         loss = forward(causal)
-        assert copies.seen[: 5 * layers] == ["input", "attention", "result", "log-sum-exp", "mlp"] * layers
+        assert (
+            copies.seen[: 5 * layers]
+            == ["input", "attention", "result", "log-sum-exp", "mlp"] * layers
+        )
         copies.seen.clear()
         torch.autograd.backward(loss)
-    assert copies.seen == ["input", "attention", "result", "log-sum-exp", "mlp"] * (layers - 1) + ["attention", "mlp"]
+    assert copies.seen == ["input", "attention", "result", "log-sum-exp", "mlp"] * (layers - 1) + [
+        "attention",
+        "mlp",
+    ]
 
 
 def test_more_attention_in_a_layer_than_is_planned_is_refused() -> None:
     rooms = [Room(SHAPE["num_hidden_layers"], 1 << 20), Room(1, 1 << 20), Room(1, 1 << 20)]
     host = HostActivations(rooms[0], rooms[1:], torch.device("cpu"))
     torch.manual_seed(0)
-    causal = causal_model(AutoConfig.for_model("qwen3", **SHAPE), dtype=torch.float32, attention=attention.register(PLAIN))
+    causal = causal_model(
+        AutoConfig.for_model("qwen3", **SHAPE),
+        dtype=torch.float32,
+        attention=attention.register(PLAIN),
+    )
     recompute.install(causal, "attention", host)
     causal.train()
     with pytest.raises(TrainingError) as refused:
@@ -196,8 +243,12 @@ def test_evaluation_leaves_nothing_in_host_memory() -> None:
     torch.autograd.backward(forward(causal))
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "llama", "mistral", "qwen2", "seed_oss", *MIXTURES])
-def test_plans_count_queries_and_keys_before_rotation_where_backward_keeps_them(model_type: str) -> None:
+@pytest.mark.parametrize(
+    "model_type", ["qwen3", "llama", "mistral", "qwen2", "seed_oss", *MIXTURES]
+)
+def test_plans_count_queries_and_keys_before_rotation_where_backward_keeps_them(
+    model_type: str,
+) -> None:
     causal = model_of("none", model_type)
     products: list[Tensor] = []
     for name, module in causal.named_modules():
@@ -215,8 +266,12 @@ def test_plans_count_queries_and_keys_before_rotation_where_backward_keeps_them(
 
     shape = architecture(causal.config.to_dict())
     normed = msgspec.structs.replace(shape, model_type="qwen3")
-    least = stored_bytes(normed, "none", fused=True) - 2 * (shape.query_width + shape.key_value_width)
-    assert stored_bytes(shape, "none", fused=True) == (stored_bytes(normed, "none", fused=True) if found == {True} else least)
+    least = stored_bytes(normed, "none", fused=True) - 2 * (
+        shape.query_width + shape.key_value_width
+    )
+    assert stored_bytes(shape, "none", fused=True) == (
+        stored_bytes(normed, "none", fused=True) if found == {True} else least
+    )
     assert len(found) == 1
 
 
@@ -229,7 +284,9 @@ class Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen: list[str] = []
 
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
         if function is torch.ops.aten.copy_.default:
             self.seen.append(self.NAMES.get(arguments[0].shape[-1], "log-sum-exp"))
         return function(*arguments, **(keywords or {}))
@@ -250,7 +307,9 @@ class BetweenHostAndGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen: list[CopyBetween] = []
 
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
         if function is torch.ops.aten.copy_.default and arguments[0].device != arguments[1].device:
             target, source = arguments[:2]
             host = source if target.is_cuda else target
@@ -264,7 +323,9 @@ def products_of_a_step(causal: PreTrainedModel, policy: recompute.Policy) -> Cou
     recompute.install(causal, policy)
     causal.train()
     with Products() as products:
-        hidden = causal.base_model(input_ids=torch.arange(16)[None], use_cache=False).last_hidden_state
+        hidden = causal.base_model(
+            input_ids=torch.arange(16)[None], use_cache=False
+        ).last_hidden_state
         products.label = "backward"
         torch.autograd.backward(hidden.sum())
     counts: Counter[str] = products.counts
@@ -272,14 +333,23 @@ def products_of_a_step(causal: PreTrainedModel, policy: recompute.Policy) -> Cou
 
 
 @pytest.mark.parametrize("linear", [torch._C._nn.linear, zero3_linear_wrap])
-@pytest.mark.parametrize(("policy", "repeated"), [("none", 0), ("selective", 0), ("attention", 6), ("full", 6)])
+@pytest.mark.parametrize(
+    ("policy", "repeated"), [("none", 0), ("selective", 0), ("attention", 6), ("full", 6)]
+)
 def test_selective_repeats_no_matrix_product(
-    policy: recompute.Policy, repeated: int, linear: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+    policy: recompute.Policy,
+    repeated: int,
+    linear: Callable[..., Tensor],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A layer of Qwen3 has seven products; their gradients are two each. The last one of a layer feeds nothing that backward needs."""
-    monkeypatch.setattr(torch.nn.functional, "linear", linear)  # DeepSpeed puts its own there under ZeRO-3
+    monkeypatch.setattr(
+        torch.nn.functional, "linear", linear
+    )  # DeepSpeed puts its own there under ZeRO-3
     torch.manual_seed(0)
-    causal = causal_model(AutoConfig.for_model("qwen3", **SHAPE), dtype=torch.float32, attention="sdpa")
+    causal = causal_model(
+        AutoConfig.for_model("qwen3", **SHAPE), dtype=torch.float32, attention="sdpa"
+    )
     products = products_of_a_step(causal, policy)
     layers = SHAPE["num_hidden_layers"]
     assert products["forward"] == 7 * layers
@@ -303,11 +373,17 @@ def test_the_last_product_is_not_repeated_where_a_layer_lists_attention_after_it
 
 
 @pytest.mark.parametrize("model_type", MIXTURES)
-@pytest.mark.parametrize(("policy", "repeated"), [("none", 0), ("selective", 0), ("attention", 1), ("full", 1)])
-def test_selective_repeats_no_product_of_experts(policy: recompute.Policy, repeated: int, model_type: str) -> None:
+@pytest.mark.parametrize(
+    ("policy", "repeated"), [("none", 0), ("selective", 0), ("attention", 1), ("full", 1)]
+)
+def test_selective_repeats_no_product_of_experts(
+    policy: recompute.Policy, repeated: int, model_type: str
+) -> None:
     """Theirs are two a layer. The second one, whose result backward does not need, is never repeated."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **SHAPE, **{key: value for key, value in EXPERTS.items() if key not in SHAPE})
+    config = AutoConfig.for_model(
+        model_type, **SHAPE, **{key: value for key, value in EXPERTS.items() if key not in SHAPE}
+    )
     causal = causal_model(config, dtype=torch.float32, attention="eager")
     kernels.install(causal, [kernels.EXPERTS])
     products = products_of_a_step(causal, policy)

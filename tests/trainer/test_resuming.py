@@ -66,7 +66,12 @@ def test_the_newest_is_taken_and_one_that_cannot_be_read_is_renamed(run: RunDire
     assert (paths[2].parent / "step-000003.damaged").exists()
 
 
-READ = ("checkpoints", "step-000003/checkpoint.json", "step-000003/optimizer/rank_00000.json", "rank_00000.states")
+READ = (
+    "checkpoints",
+    "step-000003/checkpoint.json",
+    "step-000003/optimizer/rank_00000.json",
+    "rank_00000.states",
+)
 """How the paths end that are read."""
 
 
@@ -91,7 +96,9 @@ class Away:
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ETIMEDOUT, errno.EACCES])
 @pytest.mark.parametrize("name", READ)
-def test_one_that_cannot_be_read_for_a_moment_is_taken(name: str, code: int, run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_cannot_be_read_for_a_moment_is_taken(
+    name: str, code: int, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     paths, told = saved(run, 1, 3), Warnings()
     Away(monkeypatch, name, code, tries=1)
     found = resuming.newest(run, SPEC, told, start_over=False)
@@ -122,7 +129,9 @@ def test_one_of_another_run_is_named_and_left(run: RunDirectory) -> None:
     assert other.exists()
 
 
-def test_what_was_saved_and_is_gone_is_a_warning_or_where_all_is_gone_an_error(run: RunDirectory) -> None:
+def test_what_was_saved_and_is_gone_is_a_warning_or_where_all_is_gone_an_error(
+    run: RunDirectory,
+) -> None:
     paths, told = saved(run, 1, 2), Warnings()
     paths[1].rename(paths[1].with_name("elsewhere"))
     found = resuming.newest(run, SPEC, told, start_over=False)
@@ -139,16 +148,31 @@ def test_what_was_saved_and_is_gone_is_a_warning_or_where_all_is_gone_an_error(r
     [((1.0, 2.0), []), ((2.0, 4.0), []), ((2.0, 1.0), ["data-changed"])],
 )
 def test_other_shares_of_a_mixture_are_another_order(
-    weights: tuple[float, float], codes: list[str], run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+    weights: tuple[float, float],
+    codes: list[str],
+    run: RunDirectory,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def mixture(*weights: float) -> RunSpec:
-        sources = tuple(DataSource(source=f"part-{number}", weight=weight) for number, weight in enumerate(weights))
-        return msgspec.structs.replace(SPEC, data=msgspec.structs.replace(SPEC.data, source=sources))
+        sources = tuple(
+            DataSource(source=f"part-{number}", weight=weight)
+            for number, weight in enumerate(weights)
+        )
+        return msgspec.structs.replace(
+            SPEC, data=msgspec.structs.replace(SPEC.data, source=sources)
+        )
 
     monkeypatch.setattr(checkpoint, "load", lambda *unused: Rounded(0, 0))
     path = written(claim(run, SPEC), 1, run_id(run), mixture(1.0, 2.0))
     found, told = Found(path, checkpoint_folder.verify(path), ()), Warnings()
-    resuming.restore(found, None, mixture(*weights), found.manifest.data, Ranks(0, 1, torch.device("cpu"), None), told)  # type: ignore[arg-type]
+    resuming.restore(
+        found,
+        None,
+        mixture(*weights),
+        found.manifest.data,
+        Ranks(0, 1, torch.device("cpu"), None),
+        told,
+    )  # type: ignore[arg-type]
     assert told == codes
 
 
@@ -156,4 +180,7 @@ def test_starting_over_sets_them_all_aside(run: RunDirectory) -> None:
     paths, told = saved(run, 1, 2), Warnings()
     assert resuming.newest(run, SPEC, told, start_over=True) is None
     assert told == []
-    assert sorted(path.name for path in paths[0].parent.glob("step-*")) == ["step-000001.superseded", "step-000002.superseded"]
+    assert sorted(path.name for path in paths[0].parent.glob("step-*")) == [
+        "step-000001.superseded",
+        "step-000002.superseded",
+    ]

@@ -22,24 +22,35 @@ POSITIONS, FACTOR = 64, 4.0
 
 @pytest.mark.parametrize("kind", ["yarn", "linear"])
 @pytest.mark.parametrize("name", ["qwen3-14b", "seed-oss-36b"])
-def test_positions_are_scaled_as_transformers_does_and_exported(name: str, kind: Any, tmp_path: Path) -> None:
+def test_positions_are_scaled_as_transformers_does_and_exported(
+    name: str, kind: Any, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     plain = scaled_down(name)
     shape = plain.config | {"max_position_embeddings": POSITIONS}
-    model = msgspec.structs.replace(plain, id="builtin:tiny", config=shape, rope_scaling=kind, rope_factor=FACTOR)
+    model = msgspec.structs.replace(
+        plain, id="builtin:tiny", config=shape, rope_scaling=kind, rope_factor=FACTOR
+    )
     assert model.positions == POSITIONS * FACTOR
     ours: Any = causal_model(load_config(model))
     # As in a config.json of transformers 4.56.
     original = {"original_max_position_embeddings": POSITIONS} if kind == "yarn" else {}
-    asked = shape | {"rope_scaling": {"rope_type": kind, "factor": FACTOR, **original}, "max_position_embeddings": int(POSITIONS * FACTOR)}
+    asked = shape | {
+        "rope_scaling": {"rope_type": kind, "factor": FACTOR, **original},
+        "max_position_embeddings": int(POSITIONS * FACTOR),
+    }
     asked.pop("model_type")
     theirs: Any = causal_model(AutoConfig.for_model(shape["model_type"], **asked))
-    unscaled: Any = causal_model(load_config(msgspec.structs.replace(model, rope_scaling="model", rope_factor=1.0)))
+    unscaled: Any = causal_model(
+        load_config(msgspec.structs.replace(model, rope_scaling="model", rope_factor=1.0))
+    )
     for other in (theirs, unscaled):
         other.load_state_dict(ours.state_dict())
     ids = torch.arange(5, 5 + 2 * POSITIONS)[None]
     with torch.no_grad():
-        found, wanted, without = (each.eval()(input_ids=ids).logits for each in (ours, theirs, unscaled))
+        found, wanted, without = (
+            each.eval()(input_ids=ids).logits for each in (ours, theirs, unscaled)
+        )
     assert torch.equal(found, wanted)
     assert not torch.allclose(found, without)
 
@@ -47,10 +58,15 @@ def test_positions_are_scaled_as_transformers_does_and_exported(name: str, kind:
     checkpoint_of(ours, spec, tmp_path / "checkpoint")
     export(tmp_path / "checkpoint", tmp_path / "model", "r", spec)
     written = json.loads((tmp_path / "model" / "config.json").read_text())
-    assert (written["rope_parameters"]["rope_type"], written["rope_parameters"]["factor"]) == (kind, FACTOR)
+    assert (written["rope_parameters"]["rope_type"], written["rope_parameters"]["factor"]) == (
+        kind,
+        FACTOR,
+    )
     assert written["max_position_embeddings"] == POSITIONS * FACTOR
     loaded, _ = load_pretrained(tmp_path / "model")
-    torch.testing.assert_close(loaded.get_submodule("model.rotary_emb").inv_freq, ours.model.rotary_emb.inv_freq)
+    torch.testing.assert_close(
+        loaded.get_submodule("model.rotary_emb").inv_freq, ours.model.rotary_emb.inv_freq
+    )
     assert loaded.model.rotary_emb.attention_scaling == ours.model.rotary_emb.attention_scaling
 
 
@@ -58,18 +74,41 @@ def test_positions_are_scaled_as_transformers_does_and_exported(name: str, kind:
 def test_positions_that_cannot_be_scaled_are_refused(kind: str) -> None:
     model = another("gemma3_text") if kind == "several" else scaled_down("llama-3.1-8b")
     if kind == "llama3":
-        rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        rope = {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        }
         model = msgspec.structs.replace(
-            model, config=model.config | {"rope_scaling": rope | {"original_max_position_embeddings": 32}, "max_position_embeddings": 256}
+            model,
+            config=model.config
+            | {
+                "rope_scaling": rope | {"original_max_position_embeddings": 32},
+                "max_position_embeddings": 256,
+            },
         )
     if kind == "none":
-        model = msgspec.structs.replace(model, config={"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 4, "vocab_size": 99})
+        model = msgspec.structs.replace(
+            model,
+            config={
+                "model_type": "gpt2",
+                "n_embd": 32,
+                "n_layer": 1,
+                "n_head": 4,
+                "vocab_size": 99,
+            },
+        )
     if kind == "own":
         model = scaled_down("phi-4")
     if kind == "own-of-experts":
         model = msgspec.structs.replace(model, config=model.config | {"model_type": "phimoe"})
     if kind == "unused":  # described, but no layer turns anything by its position
-        hybrid = {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"], "num_hidden_layers": 2}
+        hybrid = {
+            "model_type": "granitemoehybrid",
+            "layer_types": ["mamba", "attention"],
+            "num_hidden_layers": 2,
+        }
         model = msgspec.structs.replace(model, config=hybrid)
     scaled = msgspec.structs.replace(model, rope_scaling="yarn", rope_factor=2.0)
     problem = refusal(lambda: load_config(scaled))
@@ -79,12 +118,26 @@ def test_positions_that_cannot_be_scaled_are_refused(kind: str) -> None:
 @pytest.mark.parametrize("given", [{"rope_scaling": "yarn"}, {"rope_factor": 2.0}])
 def test_a_scaling_needs_its_factor(given: dict[str, Any]) -> None:
     with pytest.raises(InputError) as caught:
-        check_tree({"name": "x", "model": {"id": "m", **given}, "data": {"source": "x"}, "train": {"steps": 1}})
+        check_tree(
+            {
+                "name": "x",
+                "model": {"id": "m", **given},
+                "data": {"source": "x"},
+                "train": {"steps": 1},
+            }
+        )
     assert [problem.code for problem in caught.value.problems] == ["rope-factor"]
 
 
 def test_hybrids_with_rotary_positions_are_scaled() -> None:
-    shape = {"model_type": "granitemoehybrid", "position_embedding_type": "rope", "layer_types": ["attention"], "num_hidden_layers": 1}
-    model = msgspec.structs.replace(scaled_down("qwen3-14b"), config=shape, rope_scaling="linear", rope_factor=2.0)
+    shape = {
+        "model_type": "granitemoehybrid",
+        "position_embedding_type": "rope",
+        "layer_types": ["attention"],
+        "num_hidden_layers": 1,
+    }
+    model = msgspec.structs.replace(
+        scaled_down("qwen3-14b"), config=shape, rope_scaling="linear", rope_factor=2.0
+    )
     rope: Any = load_config(model)
     assert rope.rope_parameters["factor"] == 2.0

@@ -15,7 +15,10 @@ NONE, BOTH = Rounded(blocks=0, numel=0), Rounded(blocks=3, numel=2_000_000)
 def codes(before: dict[str, str], now: dict[str, str], rounded: Rounded) -> list[str]:
     ours = {"offload__mode": "superoffload"}
     saved = support.manifest(5, spec_of("tiny", **{**ours, **before}), ranks=2)
-    return [warning.code for warning in rounding_warnings(saved, spec_of("tiny", **{**ours, **now}), rounded)]
+    return [
+        warning.code
+        for warning in rounding_warnings(saved, spec_of("tiny", **{**ours, **now}), rounded)
+    ]
 
 
 @pytest.mark.parametrize("states", ["bf16-moments", "int8-moments"])
@@ -33,4 +36,6 @@ def test_without_offload_moments_are_fp32_whatever_the_spec_says() -> None:
 
 
 def test_moments_that_begin_anew_are_all_there_is_to_say() -> None:
-    assert codes({"offload__engine": "deepspeed"}, {}, Rounded(blocks=0, numel=0, restarted=5)) == ["moments-restarted"]
+    assert codes({"offload__engine": "deepspeed"}, {}, Rounded(blocks=0, numel=0, restarted=5)) == [
+        "moments-restarted"
+    ]

@@ -45,7 +45,11 @@ SMALL: dict[str, Any] = {
 def mixture(name: str) -> PreTrainedModel:
     torch.manual_seed(0)
     full = load_catalog().presets[name].spec.model
-    shape = {key: SMALL.get(key, value) for key, value in full.config.items() if key not in ("rope_scaling", "rope_parameters")}
+    shape = {
+        key: SMALL.get(key, value)
+        for key, value in full.config.items()
+        if key not in ("rope_scaling", "rope_parameters")
+    }
     shape.pop("layer_types", None)
     config = load_config(type(full)(id=full.id, weights="random", config=shape))
     causal = causal_model(config, dtype=torch.float32, attention="eager")
@@ -55,12 +59,18 @@ def mixture(name: str) -> PreTrainedModel:
 
 
 def gradients_of(causal: PreTrainedModel) -> dict[str, torch.Tensor]:
-    return {name: parameter.grad.clone() for name, parameter in causal.named_parameters() if parameter.grad is not None}
+    return {
+        name: parameter.grad.clone()
+        for name, parameter in causal.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b"])
 @pytest.mark.parametrize("policy", ["none", "full", "selective"])
-def test_it_is_that_of_transformers_whatever_is_packed_padded_or_computed_again(name: str, policy: recompute.Policy) -> None:
+def test_it_is_that_of_transformers_whatever_is_packed_padded_or_computed_again(
+    name: str, policy: recompute.Policy
+) -> None:
     causal = mixture(name)
     docs = documents(30)
     batch = next(Batches(docs, spec(data__sequence_length="100"), 0).micro_batches(1))
@@ -69,10 +79,14 @@ def test_it_is_that_of_transformers_whatever_is_packed_padded_or_computed_again(
     sequences = Batches(docs, spec(data__sequence_length="100"), 0).sequences
     alone: list[list[torch.Tensor]] = []
     for document in (document for index in indices for document in sequences.of(int(index))):
-        ids = torch.tensor(docs.tokens[docs.offsets[document] : docs.offsets[document + 1]], dtype=torch.int64)[None]
+        ids = torch.tensor(
+            docs.tokens[docs.offsets[document] : docs.offsets[document + 1]], dtype=torch.int64
+        )[None]
         alone.append(list(causal.model(input_ids=ids, output_router_logits=True).router_logits))
     reference: Any = load_balancing_loss_func  # its annotation allows one layer only
-    by_layer = tuple(torch.cat([logits[layer].reshape(-1, 4) for logits in alone]) for layer in range(3))
+    by_layer = tuple(
+        torch.cat([logits[layer].reshape(-1, 4) for logits in alone]) for layer in range(3)
+    )
     expected: torch.Tensor = reference(by_layer, 4, 2)
     torch.autograd.backward(expected)
     wanted = gradients_of(causal)
@@ -92,18 +106,24 @@ def test_it_is_that_of_transformers_whatever_is_packed_padded_or_computed_again(
     torch.testing.assert_close(total, plain + 0.5 * expected)
     torch.autograd.backward(total)
     for key, gradient in gradients_of(causal).items():
-        torch.testing.assert_close(gradient, language[key] + 0.5 * wanted.get(key, 0.0), rtol=1e-4, atol=1e-6, msg=key)
+        torch.testing.assert_close(
+            gradient, language[key] + 0.5 * wanted.get(key, 0.0), rtol=1e-4, atol=1e-6, msg=key
+        )
 
 
 def test_it_is_that_of_transformers_where_logits_are_not_what_a_router_returns_first() -> None:
     """Llama 4's returns the scores of the chosen experts first."""
     torch.manual_seed(0)
-    causal = causal_model(load_config(another("llama4_text")), dtype=torch.float32, attention="eager")
+    causal = causal_model(
+        load_config(another("llama4_text")), dtype=torch.float32, attention="eager"
+    )
     for parameter in causal.parameters():  # routers that choose
         parameter.data.add_(0.1 * torch.randn_like(parameter))
     router = RouterLoss(causal, 0.5)
     with torch.no_grad(), router.watching() as logits:
-        recorded = causal.get_submodule("model")(input_ids=torch.arange(5, 45)[None], output_router_logits=True).router_logits
+        recorded = causal.get_submodule("model")(
+            input_ids=torch.arange(5, 45)[None], output_router_logits=True
+        ).router_logits
     reference: Any = load_balancing_loss_func
     expected = reference(tuple(layer.reshape(-1, 4) for layer in recorded), 4, 1)
     torch.testing.assert_close(router(logits, torch.ones(1, 40, dtype=torch.bool)) / 40, expected)
@@ -118,8 +138,15 @@ def test_a_model_without_experts_is_refused() -> None:
 def hunyuan(chosen: int | list[int]) -> PreTrainedModel:
     torch.manual_seed(0)
     names = ("num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "sliding_window")
-    shape = {key: value for key, value in SMALL.items() if key not in names} | {"model_type": "hunyuan_v1_moe", "moe_topk": chosen}
-    return causal_model(load_config(ModelSpec(id="h", weights="random", config=shape)), dtype=torch.float32, attention="eager")
+    shape = {key: value for key, value in SMALL.items() if key not in names} | {
+        "model_type": "hunyuan_v1_moe",
+        "moe_topk": chosen,
+    }
+    return causal_model(
+        load_config(ModelSpec(id="h", weights="random", config=shape)),
+        dtype=torch.float32,
+        attention="eager",
+    )
 
 
 def test_experts_that_are_chosen_may_be_listed_layer_by_layer() -> None:
@@ -141,23 +168,39 @@ def test_routers_that_are_recorded_in_several_ways_are_refused() -> None:
 
 
 def small_mixture(**changes: str) -> RunSpec:
-    shape = {"model__config": "{" + ", ".join(f"{key} = {_toml(value)}" for key, value in _config().items()) + "}"}
+    shape = {
+        "model__config": "{"
+        + ", ".join(f"{key} = {_toml(value)}" for key, value in _config().items())
+        + "}"
+    }
     spec = tiny(**shape, model__leaf_modules='["Qwen3MoeSparseMoeBlock"]', **changes)
     return replace(spec, model=replace(spec.model, parameters=parameter_table(spec.model)))
 
 
 def _config() -> dict[str, Any]:
     names = ("sliding_window", "num_local_experts", "pad_token_id", "bos_token_id", "eos_token_id")
-    return {"model_type": "qwen3_moe", "norm_topk_prob": True} | {key: value for key, value in SMALL.items() if key not in names}
+    return {"model_type": "qwen3_moe", "norm_topk_prob": True} | {
+        key: value for key, value in SMALL.items() if key not in names
+    }
 
 
 def _toml(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else str(value)
+    return (
+        str(value).lower()
+        if isinstance(value, bool)
+        else f'"{value}"'
+        if isinstance(value, str)
+        else str(value)
+    )
 
 
 @pytest.mark.slow
 def test_a_mixture_trains_with_it_through_zero3_with_and_without_recompute(tmp_path: Path) -> None:
-    settings = {"train__steps": "4", "train__router_loss_coefficient": "0.1", "checkpoint__at_end": "false"}
+    settings = {
+        "train__steps": "4",
+        "train__router_loss_coefficient": "0.1",
+        "checkpoint__at_end": "false",
+    }
     started = {}
     for policy in ("full", "none"):  # In parallel: much of a launch is one process that imports.
         spec = small_mixture(model__activation_checkpointing=policy, **settings)

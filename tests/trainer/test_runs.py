@@ -72,9 +72,17 @@ def test_the_loss_starts_at_that_of_random_weights_and_falls(finished_run: RunDi
 
 def test_the_figures_of_a_step_agree_with_each_other(finished_run: RunDirectory) -> None:
     for record in steps_of(records(finished_run)):
-        parts = record.data_s + record.forward_s + record.backward_s + record.exposed_optimizer_s + record.other_s
+        parts = (
+            record.data_s
+            + record.forward_s
+            + record.backward_s
+            + record.exposed_optimizer_s
+            + record.other_s
+        )
         assert parts == pytest.approx(record.step_s, rel=0.02)
-        assert record.useful_tokens_per_s_total == pytest.approx(record.useful_tokens / record.step_s)
+        assert record.useful_tokens_per_s_total == pytest.approx(
+            record.useful_tokens / record.step_s
+        )
         assert 0 < record.trained_tokens < record.useful_tokens <= 2048
         assert 0 < record.model_tflops_per_gpu < record.hw_tflops_per_gpu
         assert record.gradient_norm is not None
@@ -84,9 +92,15 @@ def test_the_figures_of_a_step_agree_with_each_other(finished_run: RunDirectory)
 
 
 def test_old_checkpoints_go_and_nothing_partial_stays(finished_run: RunDirectory) -> None:
-    saved = [record.step for record in records(finished_run) if isinstance(record, CheckpointRecord)]
+    saved = [
+        record.step for record in records(finished_run) if isinstance(record, CheckpointRecord)
+    ]
     assert saved == [5, 10, 12]
-    assert sorted(path.name for path in finished_run.checkpoints_dir.iterdir()) == ["run.json", "step-000010", "step-000012"]
+    assert sorted(path.name for path in finished_run.checkpoints_dir.iterdir()) == [
+        "run.json",
+        "step-000010",
+        "step-000012",
+    ]
 
 
 def test_the_export_loads_and_computes_what_the_checkpoint_says(finished_run: RunDirectory) -> None:
@@ -99,7 +113,9 @@ def test_the_export_loads_and_computes_what_the_checkpoint_says(finished_run: Ru
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     tokenizer = AutoTokenizer.from_pretrained(finished_run.path / "export")
-    ids = tokenizer("### Instruction:\nSay hello.\n\n### Response:\n", return_tensors="pt")["input_ids"]
+    ids = tokenizer("### Instruction:\nSay hello.\n\n### Response:\n", return_tensors="pt")[
+        "input_ids"
+    ]
     found = checkpoint.newest(finished_run.checkpoints_dir, run_id(finished_run))
     assert found is not None
     other = causal_model(model.config, dtype=torch.bfloat16)
@@ -111,16 +127,32 @@ def test_the_export_loads_and_computes_what_the_checkpoint_says(finished_run: Ru
     assert logits.std() > 0.5  # it learned something: random weights give 0.28
 
 
-def test_training_goes_on_from_exported_weights_as_from_any_pretrained_model(finished_run: RunDirectory, tmp_path: Path) -> None:
+def test_training_goes_on_from_exported_weights_as_from_any_pretrained_model(
+    finished_run: RunDirectory, tmp_path: Path
+) -> None:
     """The weights come from the hub's cache, on a node without a network: nothing waits for the hub."""
     cached = tmp_path / "hub" / "models--someone--tiny"
     (cached / "refs").mkdir(parents=True)
     (cached / "refs" / "main").write_text("0123")
     shutil.copytree(finished_run.path / "export", cached / "snapshots" / "0123")
-    changes = {"model__id": "someone/tiny", "model__tokenizer": "someone/tiny", "model__weights": "pretrained"}
-    spec = tiny(**changes, train__steps="2", train__learning_rate="1e-5", checkpoint__at_end="false", data__held_out="0.1")
+    changes = {
+        "model__id": "someone/tiny",
+        "model__tokenizer": "someone/tiny",
+        "model__weights": "pretrained",
+    }
+    spec = tiny(
+        **changes,
+        train__steps="2",
+        train__learning_rate="1e-5",
+        checkpoint__at_end="false",
+        data__held_out="0.1",
+    )
     run = create_run(spec, tmp_path / "runs")
-    cut_off = {"HF_HOME": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_ENDPOINT": "http://127.0.0.1:9"}
+    cut_off = {
+        "HF_HOME": str(tmp_path),
+        "HF_HUB_CACHE": str(tmp_path / "hub"),
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+    }
     assert start(run, spec, cut_off).wait(timeout=400) == 0, log(run)
     assert "Retrying" not in log(run)
     learned = steps_of(records(finished_run))
@@ -140,10 +172,15 @@ def test_the_export_tool_answers_in_json(finished_run: RunDirectory, tmp_path: P
     assert answer["done"]
     assert answer["step"] == 12
     assert (tmp_path / "model" / "model.safetensors").stat().st_size <= answer["bytes"]
-    assert json.loads((tmp_path / "model" / "so_tui_export.json").read_text())["run"] == finished_run.name
+    assert (
+        json.loads((tmp_path / "model" / "so_tui_export.json").read_text())["run"]
+        == finished_run.name
+    )
 
 
-def test_stopped_saved_and_resumed_it_trains_as_if_it_had_never_stopped(finished_run: RunDirectory, tmp_path: Path) -> None:
+def test_stopped_saved_and_resumed_it_trains_as_if_it_had_never_stopped(
+    finished_run: RunDirectory, tmp_path: Path
+) -> None:
     spec = tiny(**TWELVE_STEPS, **SUPEROFFLOAD)
     run = create_run(spec, tmp_path)
     process = start(run, spec)
@@ -165,44 +202,72 @@ def test_stopped_saved_and_resumed_it_trains_as_if_it_had_never_stopped(finished
     # The request still stands for another attempt: it ends where it would go on, and the checkpoint is not written again.
     assert start(run, spec).wait(timeout=120) == 0, log(run, 2)
     early = end_of(records(run))
-    assert (early.attempt, early.state, early.step, early.saved) == (2, "stopped", end.step, end.saved)
-    assert not [record for record in records(run) if record.attempt == 2 and isinstance(record, StepRecord | CheckpointRecord)]
+    assert (early.attempt, early.state, early.step, early.saved) == (
+        2,
+        "stopped",
+        end.step,
+        end.saved,
+    )
+    assert not [
+        record
+        for record in records(run)
+        if record.attempt == 2 and isinstance(record, StepRecord | CheckpointRecord)
+    ]
     control.clear(run, "stop")
     assert start(run, spec).wait(timeout=300) == 0, log(run, 3)
     second = [record for record in records(run) if record.attempt == 3]
     assert next(record for record in second if isinstance(record, ResumedRecord)).step == end.step
     assert [record.step for record in steps_of(second)] == list(range(end.step + 1, 13))
     straight = {record.step: record.loss for record in steps_of(records(finished_run))}
-    assert {record.step: record.loss for record in steps_of(second)} == {step: loss for step, loss in straight.items() if step > end.step}
+    assert {record.step: record.loss for record in steps_of(second)} == {
+        step: loss for step, loss in straight.items() if step > end.step
+    }
 
 
-def test_one_rank_goes_on_where_two_were_and_a_damaged_checkpoint_is_named(finished_run: RunDirectory, tmp_path: Path) -> None:
+def test_one_rank_goes_on_where_two_were_and_a_damaged_checkpoint_is_named(
+    finished_run: RunDirectory, tmp_path: Path
+) -> None:
     """With two micro-batches, one rank trains the sequences of two ranks: the same losses, from the newest readable checkpoint."""
-    spec = tiny(**TWELVE_STEPS, gpus="1", train__gradient_accumulation="2", offload__mode="zerooffload")
+    spec = tiny(
+        **TWELVE_STEPS, gpus="1", train__gradient_accumulation="2", offload__mode="zerooffload"
+    )
     run = create_run(spec, tmp_path)
     shutil.copytree(finished_run.checkpoints_dir, run.checkpoints_dir)
-    shutil.copyfile(finished_run.manifest_path, run.manifest_path)  # the checkpoints of another run would be refused
+    shutil.copyfile(
+        finished_run.manifest_path, run.manifest_path
+    )  # the checkpoints of another run would be refused
     states = run.checkpoints_dir / "step-000012" / "optimizer" / "rank_00001.states"
     states.write_bytes(states.read_bytes()[:-100])
     assert start(run, spec).wait(timeout=300) == 0, log(run)
     found = records(run)
     warning = next(record for record in found if isinstance(record, WarningRecord))
     assert warning.code == "checkpoint-damaged"
-    assert all(name in warning.message for name in ("step-000012", "rank_00001.states", "step-000010"))
+    assert all(
+        name in warning.message for name in ("step-000012", "rank_00001.states", "step-000010")
+    )
     assert next(record for record in found if isinstance(record, ResumedRecord)).step == 10
     expected = {record.step: record for record in steps_of(records(finished_run))}
     assert [record.step for record in steps_of(found)] == [11, 12]
     for record in steps_of(found):
         assert record.useful_tokens == expected[record.step].useful_tokens
         assert record.loss == pytest.approx(expected[record.step].loss, rel=1e-2)
-    assert sorted(path.name for path in run.checkpoints_dir.glob("step-*")) == ["step-000010", "step-000012", "step-000012.damaged"]
+    assert sorted(path.name for path in run.checkpoints_dir.glob("step-*")) == [
+        "step-000010",
+        "step-000012",
+        "step-000012.damaged",
+    ]
 
 
-def test_stopped_while_it_loads_it_ends_before_the_first_step_and_saves_nothing(tmp_path: Path) -> None:
+def test_stopped_while_it_loads_it_ends_before_the_first_step_and_saves_nothing(
+    tmp_path: Path,
+) -> None:
     spec = tiny(train__steps="12")
     run = create_run(spec, tmp_path)
     process = start(run, spec)
-    while not any(isinstance(record, PhaseRecord) and record.detail == "preparing the optimizer" for record in records(run)):
+    while not any(
+        isinstance(record, PhaseRecord) and record.detail == "preparing the optimizer"
+        for record in records(run)
+    ):
         assert process.poll() is None, log(run)
         time.sleep(0.02)
     control.request(run, "stop")
@@ -214,7 +279,9 @@ def test_stopped_while_it_loads_it_ends_before_the_first_step_and_saves_nothing(
     assert not any(run.checkpoints_dir.glob("step-*"))
 
 
-def test_ranks_and_accumulation_do_not_change_what_a_step_is(finished_run: RunDirectory, tmp_path: Path) -> None:
+def test_ranks_and_accumulation_do_not_change_what_a_step_is(
+    finished_run: RunDirectory, tmp_path: Path
+) -> None:
     """One rank with two micro-batches trains the sequences of two ranks with one, with the same loss and gradient.
 
     The run is a deterministic benchmark of one step after one warm-up step, without a checkpoint.
@@ -234,7 +301,10 @@ def test_ranks_and_accumulation_do_not_change_what_a_step_is(finished_run: RunDi
     assert code == 0, log(run)
     first, second = steps_of(records(run))
     expected = steps_of(records(finished_run))[0]
-    assert (first.useful_tokens, first.trained_tokens) == (expected.useful_tokens, expected.trained_tokens)
+    assert (first.useful_tokens, first.trained_tokens) == (
+        expected.useful_tokens,
+        expected.trained_tokens,
+    )
     assert first.loss == pytest.approx(expected.loss, rel=5e-3)
     assert first.gradient_norm == pytest.approx(expected.gradient_norm, rel=2e-2)
     end = end_of(records(run))
@@ -248,7 +318,11 @@ def test_weights_that_are_not_finite_end_the_run_and_nothing_is_saved(tmp_path: 
     causal = causal_model(load_config(tiny().model), dtype=torch.bfloat16)
     causal.model.norm.weight.data[3] = float("nan")
     causal.save_pretrained(tmp_path / "spoilt")
-    shape = {"model__id": str(tmp_path / "spoilt"), "model__tokenizer": "builtin:tiny", "model__weights": "pretrained"}
+    shape = {
+        "model__id": str(tmp_path / "spoilt"),
+        "model__tokenizer": "builtin:tiny",
+        "model__weights": "pretrained",
+    }
     spec = tiny(**shape, train__steps="3", gpus="1")
     run, code = train(spec, tmp_path / "runs")
     assert code == 1
@@ -264,16 +338,36 @@ def test_a_step_whose_gradient_is_not_finite_is_skipped_with_a_warning(tmp_path:
     token = load_tokenizer(tiny()).encode("~", add_special_tokens=False)[-1]
     causal.model.embed_tokens.weight.data[token] = float("nan")
     causal.save_pretrained(tmp_path / "spoilt")
-    rows = [{"instruction": f"Add {number} and {number}.", "input": "", "output": str(2 * number)} for number in range(12)]
+    rows = [
+        {"instruction": f"Add {number} and {number}.", "input": "", "output": str(2 * number)}
+        for number in range(12)
+    ]
     rows[2]["instruction"] += " ~"
     (tmp_path / "rows.json").write_text(json.dumps(rows))
-    shape = {"model__id": str(tmp_path / "spoilt"), "model__tokenizer": "builtin:tiny", "model__weights": "pretrained"}
-    data = {"data__source": str(tmp_path / "rows.json"), "data__format": "alpaca", "data__packing": "false"}
-    train_it = {"train__steps": "6", "train__micro_batch": "2", "train__gradient_clipping": "1000", "gpus": "1"}
+    shape = {
+        "model__id": str(tmp_path / "spoilt"),
+        "model__tokenizer": "builtin:tiny",
+        "model__weights": "pretrained",
+    }
+    data = {
+        "data__source": str(tmp_path / "rows.json"),
+        "data__format": "alpaca",
+        "data__packing": "false",
+    }
+    train_it = {
+        "train__steps": "6",
+        "train__micro_batch": "2",
+        "train__gradient_clipping": "1000",
+        "gpus": "1",
+    }
     run, code = train(tiny(**shape, **data, **train_it, train__seed="3"), tmp_path / "runs")
     found = records(run)
     assert code == 0, log(run)
-    skips = [record for record in found if isinstance(record, WarningRecord) and record.code == "step-skipped"]
+    skips = [
+        record
+        for record in found
+        if isinstance(record, WarningRecord) and record.code == "step-skipped"
+    ]
     steps = steps_of(found)
     assert len(skips) == 1
     assert [record.skipped_steps for record in steps][-1] == 1
@@ -283,7 +377,9 @@ def test_a_step_whose_gradient_is_not_finite_is_skipped_with_a_warning(tmp_path:
     assert (end.state, end.step, Path(end.saved).name) == ("finished", 6, "step-000006")
 
 
-def test_a_gradient_that_is_not_finite_ends_a_run_that_cannot_skip_steps_though_its_loss_is(tmp_path: Path) -> None:
+def test_a_gradient_that_is_not_finite_ends_a_run_that_cannot_skip_steps_though_its_loss_is(
+    tmp_path: Path,
+) -> None:
     """What the first layer's feed-forward block computes is huge and comes to nothing, until the first step changes what it reads."""
     causal = causal_model(load_config(tiny().model), dtype=torch.bfloat16)
     layer = causal.model.layers[0]
@@ -291,8 +387,17 @@ def test_a_gradient_that_is_not_finite_ends_a_run_that_cannot_skip_steps_though_
     layer.mlp.up_proj.weight.data.zero_()[:, 0] = 1e30
     layer.mlp.down_proj.weight.data.zero_()
     causal.save_pretrained(tmp_path / "spoilt")
-    shape = {"model__id": str(tmp_path / "spoilt"), "model__tokenizer": "builtin:tiny", "model__weights": "pretrained"}
-    often = {"train__steps": "5", "train__log_interval": "5", "gpus": "1", "offload__mode": "zerooffload"}
+    shape = {
+        "model__id": str(tmp_path / "spoilt"),
+        "model__tokenizer": "builtin:tiny",
+        "model__weights": "pretrained",
+    }
+    often = {
+        "train__steps": "5",
+        "train__log_interval": "5",
+        "gpus": "1",
+        "offload__mode": "zerooffload",
+    }
     run, code = train(tiny(**shape, **often), tmp_path / "runs")
     end = end_of(records(run))
     assert (code, end.state, end.code, end.step) == (1, "failed", "not-finite", 2)
@@ -314,7 +419,10 @@ def test_prompts_are_answered_before_during_and_after_training(finished_run: Run
     asked = read_answers(finished_run).asked
     assert [each.step for each in asked] == [0, 5, 10, 12]
     for each in asked:
-        assert [answer.prompt for answer in each.answers] == ["Which process uses a port?", "Show the disks."]
+        assert [answer.prompt for answer in each.answers] == [
+            "Which process uses a port?",
+            "Show the disks.",
+        ]
         assert all(answer.stopped or answer.tokens == 12 for answer in each.answers)
     assert asked[0].answers != asked[-1].answers
     assert "'Show the disks.' -> " in log(finished_run)

@@ -6,7 +6,9 @@ from so_tui.spec import TrainSpec
 from so_tui_trainer.schedule import learning_rate
 
 
-def _rates(schedule: str, total: int = 100, warmup: float = 0.1, decay: float = 0.1, floor: float = 0.0) -> list[float]:
+def _rates(
+    schedule: str, total: int = 100, warmup: float = 0.1, decay: float = 0.1, floor: float = 0.0
+) -> list[float]:
     train = TrainSpec(
         learning_rate=1.0,
         schedule=schedule,  # type: ignore[arg-type]

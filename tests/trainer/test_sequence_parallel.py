@@ -14,7 +14,12 @@ from tests.support.documents import documents, spec
 
 def parts(ranks: int, **changes: str) -> tuple[Batch, list[Batch]]:
     """The whole first micro-batch, and its parts."""
-    shared = spec(gpus=str(ranks), train__sequence_parallel=str(ranks), train__gradient_accumulation="1", **changes)
+    shared = spec(
+        gpus=str(ranks),
+        train__sequence_parallel=str(ranks),
+        train__gradient_accumulation="1",
+        **changes,
+    )
     found = []
     for rank in range(ranks):
         batches = Batches(documents(), shared, rank)
@@ -33,13 +38,20 @@ def test_the_parts_of_a_row_are_equal_and_make_it_up(ranks: int, packing: str) -
     assert len({part.input_ids.shape for part in found}) == 1
     joined = torch.cat([part.input_ids for part in found], dim=1)
     assert torch.equal(joined[:, :width], whole.input_ids[:, : joined.shape[1]])
-    assert torch.equal(torch.cat([part.position_ids for part in found], dim=1)[whole_real(found)], whole.position_ids[whole.real])
+    assert torch.equal(
+        torch.cat([part.position_ids for part in found], dim=1)[whole_real(found)],
+        whole.position_ids[whole.real],
+    )
     each = found[0].input_ids.shape[1]
-    predictors = torch.cat([part.predictors + position * each for position, part in enumerate(found)])
+    predictors = torch.cat(
+        [part.predictors + position * each for position, part in enumerate(found)]
+    )
     assert torch.equal(predictors, whole.predictors)
     assert torch.equal(torch.cat([part.targets for part in found]), whole.targets)
     ids = joined.flatten()
-    assert torch.equal(ids[predictors + 1], whole.targets)  # also where the target is the next part's first token
+    assert torch.equal(
+        ids[predictors + 1], whole.targets
+    )  # also where the target is the next part's first token
     for part in found:
         assert (part.is_part, part.longest) == (True, found[0].longest)
         assert int(part.boundaries[-1]) == ranks * each
@@ -59,7 +71,10 @@ def test_groups_of_ranks_share_the_sequences_of_a_step() -> None:
     assert groups[0].counts(1).useful_tokens == alone[0].counts(1).useful_tokens
     for replica, whole in enumerate(alone):
         for first, second, expected in zip(
-            groups[2 * replica].micro_batches(1), groups[2 * replica + 1].micro_batches(1), whole.micro_batches(1), strict=True
+            groups[2 * replica].micro_batches(1),
+            groups[2 * replica + 1].micro_batches(1),
+            whole.micro_batches(1),
+            strict=True,
         ):
             assert torch.equal(torch.cat([first.targets, second.targets]), expected.targets)
 
@@ -67,4 +82,6 @@ def test_groups_of_ranks_share_the_sequences_of_a_step() -> None:
 @pytest.mark.slow
 def test_loss_and_gradients_are_those_of_whole_sequences() -> None:
     """In float64: packed and not, fewer key heads than ranks, windows, sinks, every recomputation, layers that keep all in host memory."""
-    rank_processes.finish(rank_processes.start(Path(rank_processes.__file__).with_name("sequence_ranks.py"), [], 2))
+    rank_processes.finish(
+        rank_processes.start(Path(rank_processes.__file__).with_name("sequence_ranks.py"), [], 2)
+    )

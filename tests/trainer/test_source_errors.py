@@ -17,8 +17,14 @@ from tests.support.rows import ROWS, lines, source_refusal
 
 def test_a_source_with_nothing_to_train_is_refused(tmp_path: Path) -> None:
     long_prompt = lines(tmp_path, [{"instruction": "1 2 3 4 5 6 7 8 9 " * 30, "output": "Yes."}])
-    assert source_refusal(long_prompt, tmp_path, data__sequence_length="64").code == "data-prompts-too-long"
-    assert source_refusal(lines(tmp_path, [{"instruction": "a", "output": ""}]), tmp_path).code == "data-nothing-trained"
+    assert (
+        source_refusal(long_prompt, tmp_path, data__sequence_length="64").code
+        == "data-prompts-too-long"
+    )
+    assert (
+        source_refusal(lines(tmp_path, [{"instruction": "a", "output": ""}]), tmp_path).code
+        == "data-nothing-trained"
+    )
 
 
 GOOD = json.dumps(ROWS["alpaca"])
@@ -38,13 +44,23 @@ NARRATOR = '{"messages": [{"role": "user", "content": "a"}]}\n{"messages": [{"ro
         ("rows.json", "[]", "data-source-empty"),
         ("rows.csv", "instruction,output\n", "data-source-empty"),
         ("rows.jsonl", f"{GOOD}\n{GOOD.replace('5', 'ü')}".encode("latin-1"), "data-not-utf8"),
-        ("rows.jsonl.gz", gzip.compress(GOOD.encode() * 100, mtime=0)[:60], "data-source-unreadable"),
+        (
+            "rows.jsonl.gz",
+            gzip.compress(GOOD.encode() * 100, mtime=0)[:60],
+            "data-source-unreadable",
+        ),
     ],
 )
-def test_an_unusable_file_is_named(tmp_path: Path, name: str, content: str | bytes, code: str) -> None:
+def test_an_unusable_file_is_named(
+    tmp_path: Path, name: str, content: str | bytes, code: str
+) -> None:
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     problem = source_refusal(tmp_path / name, tmp_path)
-    assert (problem.code, problem.field, problem.value) == (code, "data.source", str(tmp_path / name))
+    assert (problem.code, problem.field, problem.value) == (
+        code,
+        "data.source",
+        str(tmp_path / name),
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,11 +79,18 @@ def test_a_row_that_is_not_json_is_named(tmp_path: Path, name: str, content: str
 
 @pytest.mark.parametrize("opening", ["[", '{"a":'])
 @pytest.mark.parametrize("levels", [3_000, 50_000])
-def test_a_row_that_is_nested_too_deeply_is_named(tmp_path: Path, opening: str, levels: int) -> None:
+def test_a_row_that_is_nested_too_deeply_is_named(
+    tmp_path: Path, opening: str, levels: int
+) -> None:
     closing = {"[": "]", '{"a":': "}"}[opening]
-    (tmp_path / "rows.jsonl").write_text(f'{GOOD}\n{GOOD}\n{{"messages": {opening * levels}1{closing * levels}}}\n')
+    (tmp_path / "rows.jsonl").write_text(
+        f'{GOOD}\n{GOOD}\n{{"messages": {opening * levels}1{closing * levels}}}\n'
+    )
     problem = source_refusal(tmp_path / "rows.jsonl", tmp_path)
-    assert (problem.code, problem.value) == ("data-row-too-deep", f"{tmp_path / 'rows.jsonl'}, row 3")
+    assert (problem.code, problem.value) == (
+        "data-row-too-deep",
+        f"{tmp_path / 'rows.jsonl'}, row 3",
+    )
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
@@ -84,9 +107,16 @@ def test_a_row_that_is_too_long_is_named_at_once(tmp_path: Path, name: str) -> N
 DEEP = f'{{"messages": {"[" * 5_000}1{"]" * 5_000}}}'
 
 
-@pytest.mark.parametrize(("name", "content"), [("rows.json", f"[{GOOD},\n{GOOD},\n{DEEP}]"), ("rows.json.gz", f"[\n{DEEP}]")])
-def test_a_list_that_is_nested_too_deeply_is_refused(tmp_path: Path, name: str, content: str) -> None:
-    (tmp_path / name).write_bytes(gzip.compress(content.encode()) if name.endswith(".gz") else content.encode())
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("rows.json", f"[{GOOD},\n{GOOD},\n{DEEP}]"), ("rows.json.gz", f"[\n{DEEP}]")],
+)
+def test_a_list_that_is_nested_too_deeply_is_refused(
+    tmp_path: Path, name: str, content: str
+) -> None:
+    (tmp_path / name).write_bytes(
+        gzip.compress(content.encode()) if name.endswith(".gz") else content.encode()
+    )
     problem = source_refusal(tmp_path / name, tmp_path)
     assert (problem.code, problem.value) == ("data-row-too-deep", str(tmp_path / name))
 
@@ -117,7 +147,9 @@ NINES = "9" * 5000
         (f'{{"instruction": "a", "output": {NINES}}}\n{{"instruction"', "data-number-too-long"),
     ],
 )
-def test_a_row_with_a_number_of_thousands_of_digits_is_named(tmp_path: Path, content: str, code: str) -> None:
+def test_a_row_with_a_number_of_thousands_of_digits_is_named(
+    tmp_path: Path, content: str, code: str
+) -> None:
     (tmp_path / "rows.jsonl").write_text(f"{content}\n")
     problem = source_refusal(tmp_path / "rows.jsonl", tmp_path)
     assert (problem.code, problem.value) == (code, f"{tmp_path / 'rows.jsonl'}, row 1")
@@ -142,16 +174,25 @@ def test_a_file_of_blank_lines_is_empty(tmp_path: Path) -> None:
         ('{"instruction": {"a": 1}, "output": "b"}', 1, "instruction"),
         (NARRATOR, 2, "messages[0].role"),
         ('{"messages": [{"speaker": "a", "words": "b"}]}', 1, "messages[0]"),
-        ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', 1, "messages[0].content"),
+        (
+            '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}',
+            1,
+            "messages[0].content",
+        ),
         (json.dumps(ROWS["messages"] | {"tools": "a"}), 1, "tools"),
         (f'{GOOD[:-1]}, "history": [["a"]]}}', 1, "history[0]"),
         ('{"messages": "a"}', 1, "messages"),
     ],
 )
-def test_an_unreadable_row_is_named_with_its_column(tmp_path: Path, content: str, row: int, column: str) -> None:
+def test_an_unreadable_row_is_named_with_its_column(
+    tmp_path: Path, content: str, row: int, column: str
+) -> None:
     (tmp_path / "rows.jsonl").write_text(content)
     problem = source_refusal(tmp_path / "rows.jsonl", tmp_path)
-    assert (problem.code, problem.value) == ("data-row-unreadable", f"{tmp_path / 'rows.jsonl'}, row {row}")
+    assert (problem.code, problem.value) == (
+        "data-row-unreadable",
+        f"{tmp_path / 'rows.jsonl'}, row {row}",
+    )
     assert problem.message.startswith(f"column {column}: ")
 
 
@@ -168,14 +209,20 @@ def test_in_a_folder_the_file_and_the_row_are_named(tmp_path: Path) -> None:
     assert source_refusal(folder, tmp_path).code == "data-source-unreadable"
 
 
-def test_a_cache_that_cannot_be_written_is_not_blamed_on_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written_is_not_blamed_on_the_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", "/proc/none/datasets")
     monkeypatch.delenv("HF_DATASETS_CACHE", raising=False)
     for variable, named in (("HF_HOME", "HF_HOME"), ("HF_HUB_CACHE", "XDG_CACHE_HOME")):
         monkeypatch.delenv("HF_HOME", raising=False)
         monkeypatch.setenv(variable, "/proc/none")
         problem = source_refusal(lines(tmp_path, [ROWS["alpaca"]]), tmp_path)
-        assert (problem.code, problem.field, problem.value) == ("cache-unwritable", named, "/proc/none/datasets")
+        assert (problem.code, problem.field, problem.value) == (
+            "cache-unwritable",
+            named,
+            "/proc/none/datasets",
+        )
 
 
 def test_a_missing_path_is_not_taken_for_a_hub_id(tmp_path: Path) -> None:
@@ -192,4 +239,7 @@ def test_a_model_folder_without_tokenizer_files_is_refused(tmp_path: Path) -> No
     rows = lines(tmp_path, [ROWS["alpaca"]])
     problem = source_refusal(rows, tmp_path, model__tokenizer=str(tmp_path / "model"))
     assert (problem.code, problem.field) == ("tokenizer-files-missing", "model.tokenizer")
-    assert source_refusal(rows, tmp_path, model__tokenizer=str(tmp_path / "absent")).code == "tokenizer-folder-missing"
+    assert (
+        source_refusal(rows, tmp_path, model__tokenizer=str(tmp_path / "absent")).code
+        == "tokenizer-folder-missing"
+    )

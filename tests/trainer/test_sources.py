@@ -70,18 +70,42 @@ def test_every_kind_of_file_and_folder_gives_the_same_documents(tmp_path: Path, 
     rows = [ROWS["alpaca"], ROWS["alpaca"] | {"output": "Five."}]
     WRITERS[name](tmp_path / name, rows)
     documents = documents_of(tmp_path, tmp_path / name)
-    assert [texts(documents, index)[1] for index in range(2)] == ["They make 5.<|eos|>", "Five.<|eos|>"]
+    assert [texts(documents, index)[1] for index in range(2)] == [
+        "They make 5.<|eos|>",
+        "Five.<|eos|>",
+    ]
 
 
 def test_no_text_of_a_file_becomes_a_number_a_date_or_nothing(tmp_path: Path) -> None:
     answers = ["007", "5", "None", "NA", "true", "1.50"]
     dates = ["2021-01-01", "2022-02-02"]
     write_csv(tmp_path / "rows.csv", [{"instruction": "a", "output": answer} for answer in answers])
-    write_csv(tmp_path / "gaps.csv", [{"instruction": "a", "output": answer} for answer in ("5", "", "7")])
+    write_csv(
+        tmp_path / "gaps.csv", [{"instruction": "a", "output": answer} for answer in ("5", "", "7")]
+    )
     lines(tmp_path, [ROWS["alpaca"] | {"output": date} for date in dates], "dates.jsonl")
-    lines(tmp_path, [{"messages": [{"role": "user", "content": "When?"}, {"role": "assistant", "content": dates[0]}]}], "turns.jsonl")
-    lines(tmp_path, [{"instruction": "a", "output": answer} for answer in (5, 2.5, 1e-3)], "numbers.jsonl")
-    lines(tmp_path, [{"instruction": "a", "output": answer} for answer in (True, False)], "truths.jsonl")
+    lines(
+        tmp_path,
+        [
+            {
+                "messages": [
+                    {"role": "user", "content": "When?"},
+                    {"role": "assistant", "content": dates[0]},
+                ]
+            }
+        ],
+        "turns.jsonl",
+    )
+    lines(
+        tmp_path,
+        [{"instruction": "a", "output": answer} for answer in (5, 2.5, 1e-3)],
+        "numbers.jsonl",
+    )
+    lines(
+        tmp_path,
+        [{"instruction": "a", "output": answer} for answer in (True, False)],
+        "truths.jsonl",
+    )
     said_numbers = [{"role": "user", "content": 1.5}, {"role": "assistant", "content": 3}]
     lines(tmp_path, [{"messages": said_numbers}], "said.jsonl")
     folder = tmp_path / "folder"
@@ -98,18 +122,30 @@ def test_no_text_of_a_file_becomes_a_number_a_date_or_nothing(tmp_path: Path) ->
         ("folder", answers),
     ):
         documents = documents_of(tmp_path, tmp_path / name)
-        assert [texts(documents, index)[1] for index in range(len(documents.lengths))] == [f"{answer}<|eos|>" for answer in said]
+        assert [texts(documents, index)[1] for index in range(len(documents.lengths))] == [
+            f"{answer}<|eos|>" for answer in said
+        ]
 
 
-@pytest.mark.parametrize("later", [{"input": "1 and 4"}, {"output": "five"}, {"system": "Be kind."}])
-def test_what_a_later_row_has_is_read_too_however_long_the_file(tmp_path: Path, later: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "later", [{"input": "1 and 4"}, {"output": "five"}, {"system": "Be kind."}]
+)
+def test_what_a_later_row_has_is_read_too_however_long_the_file(
+    tmp_path: Path, later: dict[str, str]
+) -> None:
     """``datasets`` takes the columns of a JSON file and their types from its first 10 MB."""
     early: dict[str, Any] = {"instruction": "Add.", "input": None, "output": 5}
     rows = [early | {"filler": "x" * 1_000_000}] * 11 + [early | {"filler": ""} | later]
     documents = documents_of(tmp_path, lines(tmp_path, rows))
-    assert [texts(documents, index)[1] for index in (0, 11)] == ["5<|eos|>", f"{later.get('output', 5)}<|eos|>"]
+    assert [texts(documents, index)[1] for index in (0, 11)] == [
+        "5<|eos|>",
+        f"{later.get('output', 5)}<|eos|>",
+    ]
     context = texts(documents, 11)[0]
-    assert ("1 and 4" in context, context.startswith("Be kind.")) == ("input" in later, "system" in later)
+    assert ("1 and 4" in context, context.startswith("Be kind.")) == (
+        "input" in later,
+        "system" in later,
+    )
 
 
 def test_files_of_a_folder_may_differ_in_their_columns(tmp_path: Path) -> None:
@@ -118,7 +154,10 @@ def test_files_of_a_folder_may_differ_in_their_columns(tmp_path: Path) -> None:
     lines(folder, [ROWS["alpaca"]], "a.jsonl")
     (folder / "b.json").write_text(json.dumps([ROWS["alpaca"] | {"id": 7, "output": "Five."}]))
     documents = documents_of(tmp_path, folder)
-    assert [texts(documents, index)[1] for index in (0, 1)] == ["They make 5.<|eos|>", "Five.<|eos|>"]
+    assert [texts(documents, index)[1] for index in (0, 1)] == [
+        "They make 5.<|eos|>",
+        "Five.<|eos|>",
+    ]
 
 
 def test_files_of_a_folder_may_differ_in_their_layout(tmp_path: Path) -> None:
@@ -155,10 +194,17 @@ def test_ignored_files_of_a_folder_are_warned_of(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("split", "code"), [("train[:10", "data-split-unknown"), ("train[:1%]", "data-split-empty"), ("nothing", "data-split-unknown")]
+    ("split", "code"),
+    [
+        ("train[:10", "data-split-unknown"),
+        ("train[:1%]", "data-split-empty"),
+        ("nothing", "data-split-unknown"),
+    ],
 )
 def test_a_wrong_split_is_named(tmp_path: Path, split: str, code: str) -> None:
-    problem = source_refusal(lines(tmp_path, [ROWS["alpaca"] | {"split": "a"}]), tmp_path, data__split=split)
+    problem = source_refusal(
+        lines(tmp_path, [ROWS["alpaca"] | {"split": "a"}]), tmp_path, data__split=split
+    )
     assert (problem.code, problem.field, problem.value) == (code, "data.split", split)
 
 
@@ -170,15 +216,28 @@ def test_split_and_subset_choose_the_rows(tmp_path: Path) -> None:
     lines(folder / "hard", [ROWS["alpaca"] | {"output": "Five."}] * 6, "train.jsonl")
     lines(folder / "hard", [ROWS["alpaca"] | {"output": "Held out."}], "test.jsonl")
     subsets = [
-        {"config_name": name, "data_files": [{"split": split, "path": f"{name}/{split}.jsonl"} for split in splits]}
+        {
+            "config_name": name,
+            "data_files": [{"split": split, "path": f"{name}/{split}.jsonl"} for split in splits],
+        }
         for name, splits in (("easy", ["train"]), ("hard", ["train", "test"]))
     ]
     (folder / "README.md").write_text(f"---\nconfigs: {json.dumps(subsets)}\n---\n")
     half = documents_of(tmp_path, folder, data__subset="hard", data__split="train[:50%]")
     assert half.counts.rows == 3
     assert texts(half)[1] == "Five.<|eos|>"
-    assert texts(documents_of(tmp_path, folder, data__subset="hard", data__split="test"))[1] == "Held out.<|eos|>"
+    assert (
+        texts(documents_of(tmp_path, folder, data__subset="hard", data__split="test"))[1]
+        == "Held out.<|eos|>"
+    )
     assert source_refusal(folder, tmp_path).code == "data-subset-unknown"
-    assert source_refusal(folder, tmp_path, data__subset="easy", data__split="validation").code == "data-split-unknown"
+    assert (
+        source_refusal(folder, tmp_path, data__subset="easy", data__split="validation").code
+        == "data-split-unknown"
+    )
     of_file = source_refusal(folder / "hard" / "test.jsonl", tmp_path, data__subset="hard")
-    assert (of_file.code, of_file.field, of_file.value) == ("data-subset-of-file", "data.subset", "hard")
+    assert (of_file.code, of_file.field, of_file.value) == (
+        "data-subset-of-file",
+        "data.subset",
+        "hard",
+    )

@@ -20,7 +20,9 @@ from tests.support.small_training import MIXTURES, SHAPE, TOKENS, forward, model
 
 @pytest.mark.parametrize("model_type", ["qwen3", "phi3", "gemma3_text", "gpt2"])
 @pytest.mark.parametrize("policy", ["full", "attention"])
-def test_tiles_of_tokens_change_no_loss_and_no_gradient(policy: recompute.Policy, model_type: str) -> None:
+def test_tiles_of_tokens_change_no_loss_and_no_gradient(
+    policy: recompute.Policy, model_type: str
+) -> None:
     """Of 256 tokens, 100 at a time."""
     expected, gradients = trained(policy, model_type)
     found, ours = trained(policy, model_type, tile=100)
@@ -34,7 +36,9 @@ def test_tiles_of_tokens_change_no_loss_and_no_gradient(policy: recompute.Policy
     [((kernels.NORM,), torch.float32), ((), torch.bfloat16)],
     ids=["whole norms", "norms too"],
 )
-def test_a_tile_that_holds_all_tokens_changes_no_bit(fused: tuple[str, ...], dtype: torch.dtype) -> None:
+def test_a_tile_that_holds_all_tokens_changes_no_bit(
+    fused: tuple[str, ...], dtype: torch.dtype
+) -> None:
     """In float32 the two parts of a norm's gradient are added to the layer's in another order."""
     expected, gradients = trained("full", fused=fused, dtype=dtype)
     found, ours = trained("full", tile=1000, fused=fused, dtype=dtype)
@@ -44,7 +48,9 @@ def test_a_tile_that_holds_all_tokens_changes_no_bit(fused: tuple[str, ...], dty
 
 def norms_of(causal: PreTrainedModel) -> list[torch.nn.Module]:
     """Return the norms around the blocks of all layers."""
-    children = [module for layer in recompute.checkpointed_layers(causal) for module in layer.children()]
+    children = [
+        module for layer in recompute.checkpointed_layers(causal) for module in layer.children()
+    ]
     return [module for module in children if type(module).__name__.endswith("Norm")]
 
 
@@ -62,7 +68,9 @@ def test_norms_in_tiles_are_the_same_to_the_bit(model_type: str, norms: int) -> 
     for norm in found:
         norm.forward = partial(_noted, norm.forward, sizes)
     tiles.install(causal, 100)
-    assert all(torch.equal(norm(hidden), whole) for norm, whole in zip(found, expected, strict=True))
+    assert all(
+        torch.equal(norm(hidden), whole) for norm, whole in zip(found, expected, strict=True)
+    )
     assert sizes == [100, 100, TOKENS - 200] * len(found)
 
 
@@ -104,9 +112,15 @@ class WholeCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.elements, self.count = elements, 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
         result = function(*arguments, **(keywords or {}))
-        if isinstance(result, Tensor) and result.dtype is torch.float32 and result.numel() == self.elements:
+        if (
+            isinstance(result, Tensor)
+            and result.dtype is torch.float32
+            and result.numel() == self.elements
+        ):
             self.count += 1
         return result
 
@@ -116,10 +130,16 @@ def test_norms_in_tiles_make_no_whole_float32_copy(policy: recompute.Policy) -> 
     """In forward, recomputation and backward of a micro-batch in bf16. No tensor of attention is as wide as the hidden states."""
     counts = {}
     for tile in (0, 32):
-        causal: Any = model_of(policy, "llama", tile=tile, fused=(), dtype=torch.bfloat16, head_dim=24)
+        causal: Any = model_of(
+            policy, "llama", tile=tile, fused=(), dtype=torch.bfloat16, head_dim=24
+        )
         causal.model.norm = torch.nn.Identity()  # the last norm belongs to no layer
         with WholeCopies(256 * SHAPE["hidden_size"]) as found:
-            torch.autograd.backward(causal.model(input_ids=torch.arange(256)[None], use_cache=False).last_hidden_state.sum())
+            torch.autograd.backward(
+                causal.model(
+                    input_ids=torch.arange(256)[None], use_cache=False
+                ).last_hidden_state.sum()
+            )
         counts[tile] = found.count
     assert counts[0] > 0
     assert counts[32] == 0
@@ -137,7 +157,9 @@ class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
         if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
             one, other = arguments[-2:]
             self.count += one.numel() * other.shape[1]
@@ -164,7 +186,9 @@ def test_attention_is_not_cut_where_a_layer_lists_it_last() -> None:
     """Tokens meet in it."""
     causal = causal_model(load_config(another("falcon_h1")), dtype=torch.float32, attention="eager")
     layers: Any = recompute.checkpointed_layers(causal)
-    assert list(dict(layers[0].named_children())).index("self_attn") > list(dict(layers[0].named_children())).index("feed_forward")
+    assert list(dict(layers[0].named_children())).index("self_attn") > list(
+        dict(layers[0].named_children())
+    ).index("feed_forward")
     before = [(layer.self_attn.forward, layer.feed_forward.forward) for layer in layers]
     assert tiles.install(causal, 100) == len(layers)
     for layer, (attention, feed_forward) in zip(layers, before, strict=True):
@@ -174,7 +198,9 @@ def test_attention_is_not_cut_where_a_layer_lists_it_last() -> None:
 
 def test_a_feed_forward_block_that_knows_its_layers_number_is_cut() -> None:
     """As attention does, HunYuan's does."""
-    causal = causal_model(load_config(another("hunyuan_v1_dense")), dtype=torch.float32, attention="eager")
+    causal = causal_model(
+        load_config(another("hunyuan_v1_dense")), dtype=torch.float32, attention="eager"
+    )
     layers: Any = recompute.checkpointed_layers(causal)
     assert all(hasattr(layer.mlp, "layer_idx") for layer in layers)
     attention = [layer.self_attn.forward for layer in layers]

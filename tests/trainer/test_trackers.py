@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 
 from so_tui.runs import MetricsWriter, RunDirectory
-from so_tui.runs.records import EndRecord, EvaluationRecord, MetricRecord, ResumedRecord, StepRecord, WarningRecord
+from so_tui.runs.records import (
+    EndRecord,
+    EvaluationRecord,
+    MetricRecord,
+    ResumedRecord,
+    StepRecord,
+    WarningRecord,
+)
 from so_tui_trainer import trackers
 from so_tui_trainer.recorder import Recorder
 from so_tui_trainer.tensorboard import EventFile, crc32c
@@ -57,7 +64,10 @@ def events(path: Path) -> list[Event]:
 
     def checked(size: int) -> bytes:
         nonlocal at
-        content, expected = data[at : at + size], struct.unpack("<I", data[at + size : at + size + 4])[0]
+        content, expected = (
+            data[at : at + size],
+            struct.unpack("<I", data[at + size : at + size + 4])[0],
+        )
         rotated = (expected - 0xA282EAD8) & 0xFFFFFFFF
         assert (rotated << 15 | rotated >> 17) & 0xFFFFFFFF == crc32c(content)
         at += size + 4
@@ -65,7 +75,11 @@ def events(path: Path) -> list[Event]:
 
     while at < len(data):
         message: dict[int, Any] = dict(fields(checked(struct.unpack("<Q", checked(8))[0])))
-        values: list[dict[int, Any]] = [dict(fields(value)) for _, value in fields(message.get(5, b"")) if isinstance(value, bytes)]
+        values: list[dict[int, Any]] = [
+            dict(fields(value))
+            for _, value in fields(message.get(5, b""))
+            if isinstance(value, bytes)
+        ]
         scalars = {value[1].decode(): struct.unpack("<f", value[2])[0] for value in values}
         found.append((int(message.get(2, 0)), scalars, message.get(7) == b"\x08\x01"))
     return found
@@ -90,20 +104,31 @@ def test_event_files_are_those_of_tensorboard(tmp_path: Path) -> None:
 def test_a_resume_takes_back_what_earlier_files_hold_of_later_steps(tmp_path: Path) -> None:
     tracker = TensorBoard(tmp_path)
     tracker.start()
-    for record in (ResumedRecord(attempt=1, time=0.0, step=5), step(6), EvaluationRecord(attempt=1, time=0.0, step=6, loss=1.5, tokens=9)):
+    for record in (
+        ResumedRecord(attempt=1, time=0.0, step=5),
+        step(6),
+        EvaluationRecord(attempt=1, time=0.0, step=6, loss=1.5, tokens=9),
+    ):
         tracker.write(record)
     tracker.close()
     (path,) = files_of(tmp_path)
     _, session, trained, evaluated = events(path)
     assert (session[0], session[2]) == (6, True)
     assert trained[1]["train/loss"] == 2.0
-    assert evaluated[1] == {"evaluation/loss": 1.5, "evaluation/tokens": 9.0, "evaluation/seconds": 0.0}
+    assert evaluated[1] == {
+        "evaluation/loss": 1.5,
+        "evaluation/tokens": 9.0,
+        "evaluation/seconds": 0.0,
+    }
 
 
 def test_figures_are_what_is_known_of_a_step() -> None:
     found = figures(step(3))
     assert found["train/loss"] == 2.0
-    assert not {"train/step", "train/time", "train/attempt", "train/mfu", "train/gradient_norm"} & found.keys()
+    assert (
+        not {"train/step", "train/time", "train/attempt", "train/mfu", "train/gradient_norm"}
+        & found.keys()
+    )
 
 
 class Fickle:
@@ -132,7 +157,9 @@ class Fickle:
         self._part("close")
 
 
-def recorded(run: RunDirectory, tracker: Fickle, count: int) -> tuple[Recorder, list[MetricRecord], float]:
+def recorded(
+    run: RunDirectory, tracker: Fickle, count: int
+) -> tuple[Recorder, list[MetricRecord], float]:
     recorder = Recorder(MetricsWriter(run, 1), 1, (tracker,))
     began = time.monotonic()
     for number in range(1, count + 1):
@@ -149,18 +176,24 @@ def recorded(run: RunDirectory, tracker: Fickle, count: int) -> tuple[Recorder, 
 def test_a_tracker_that_fails_is_one_warning_and_no_more(tmp_path: Path, part: str) -> None:
     recorder, found, _ = recorded(RunDirectory(tmp_path), Fickle(fails=part), 20)
     warnings = [record for record in found if isinstance(record, WarningRecord)]
-    assert [warning.message for warning in warnings] == [f"Fickle ConnectionError: no {part}; nothing more is sent there"]
+    assert [warning.message for warning in warnings] == [
+        f"Fickle ConnectionError: no {part}; nothing more is sent there"
+    ]
     assert [record.step for record in found if isinstance(record, StepRecord)] == list(range(1, 21))
     assert isinstance(found[-1], EndRecord)
     assert not recorder.hanging
 
 
 @pytest.mark.parametrize("part", ["start", "write", "close"])
-def test_a_tracker_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+def test_a_tracker_that_hangs_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
     monkeypatch.setattr(trackers, "QUEUE_RECORDS", 10)
     monkeypatch.setattr(Sidecars.close, "__defaults__", (0.2,))
     tracker = Fickle(hangs=part)
-    recorder, found, seconds = recorded(RunDirectory(tmp_path), tracker, 9 if part == "close" else 50)
+    recorder, found, seconds = recorded(
+        RunDirectory(tmp_path), tracker, 9 if part == "close" else 50
+    )
     warnings = [record for record in found if isinstance(record, WarningRecord)]
     assert len(warnings) == 1
     assert ("did not finish" if part == "close" else "has not answered") in warnings[0].message
@@ -179,22 +212,35 @@ def test_a_tracker_gets_every_record_in_order(tmp_path: Path) -> None:
 def test_only_what_was_asked_for(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     assert trackers_of(run, tiny()) == ()
-    assert [tracker.name for tracker in trackers_of(run, tiny(tracking__wandb="true", tracking__tensorboard="true"))] == [
+    assert [
+        tracker.name
+        for tracker in trackers_of(run, tiny(tracking__wandb="true", tracking__tensorboard="true"))
+    ] == [
         "Weights & Biases",
         "TensorBoard",
     ]
 
 
 @pytest.mark.slow
-def test_a_run_with_tensorboard_and_a_broken_wandb_trains_to_its_end(finished_run: RunDirectory) -> None:
+def test_a_run_with_tensorboard_and_a_broken_wandb_trains_to_its_end(
+    finished_run: RunDirectory,
+) -> None:
     found = records(finished_run)
-    failed = [record.message for record in found if isinstance(record, WarningRecord) and record.code == "tracker-failed"]
+    failed = [
+        record.message
+        for record in found
+        if isinstance(record, WarningRecord) and record.code == "tracker-failed"
+    ]
     assert len(failed) == 1
     assert "Weights & Biases ConnectionError: no route to host" in failed[0]
     assert isinstance(found[-1], EndRecord)
     assert found[-1].state == "finished"
     (file,) = files_of(finished_run.path / "tensorboard")
-    written = {number: scalars["train/loss"] for number, scalars, _ in events(file) if "train/loss" in scalars}
+    written = {
+        number: scalars["train/loss"]
+        for number, scalars, _ in events(file)
+        if "train/loss" in scalars
+    }
     losses = {record.step: record.loss for record in found if isinstance(record, StepRecord)}
     assert written == {number: pytest.approx(loss, rel=1e-6) for number, loss in losses.items()}
     assert len(losses) == 12

@@ -5,7 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.trust.ownership import Distrust, NotOwnError, distrust_of_file, distrust_of_folder, private_folder
+from so_tui.trust.ownership import (
+    Distrust,
+    NotOwnError,
+    distrust_of_file,
+    distrust_of_folder,
+    private_folder,
+)
 
 
 def test_a_file_of_ones_own_is_trusted_until_others_can_write_it(tmp_path: Path) -> None:

@@ -6,7 +6,15 @@ import sys
 
 import pytest
 
-from so_tui.trust.printable import brief_line, printable, printable_line, printable_source, quoted, same_cells, so_tui_command
+from so_tui.trust.printable import (
+    brief_line,
+    printable,
+    printable_line,
+    printable_source,
+    quoted,
+    same_cells,
+    so_tui_command,
+)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +38,9 @@ def test_a_line_has_no_breaks_and_a_text_keeps_them() -> None:
     assert printable_line("a\n\tb") == "a\\n\\tb"
 
 
-@pytest.mark.parametrize("argument", ["a", "a b", "$(id)", "it's", "a\nb", "\x1b]0;x\x07", "\udcff", "-rf; id", "\\x41'"])
+@pytest.mark.parametrize(
+    "argument", ["a", "a b", "$(id)", "it's", "a\nb", "\x1b]0;x\x07", "\udcff", "-rf; id", "\\x41'"]
+)
 def test_a_quoted_argument_arrives_in_a_shell_as_it_was(argument: str) -> None:
     command = quoted("printf", "%s", argument)
     assert command.isprintable()
@@ -39,10 +49,16 @@ def test_a_quoted_argument_arrives_in_a_shell_as_it_was(argument: str) -> None:
 
 
 def test_the_quick_test_of_harmless_text_lets_nothing_unsafe_pass() -> None:
-    unsafe = [chr(code) for code in range(sys.maxunicode + 1) if printable_line(f"{chr(code)}\r") != f"{chr(code)}\\r"]
+    unsafe = [
+        chr(code)
+        for code in range(sys.maxunicode + 1)
+        if printable_line(f"{chr(code)}\r") != f"{chr(code)}\\r"
+    ]
     assert len(unsafe) > 2000
     assert [character for character in unsafe if character.isprintable()] == []
-    assert [character for character in unsafe if same_cells(character, lambda _: 1) != "\ufffd"] == []
+    assert [
+        character for character in unsafe if same_cells(character, lambda _: 1) != "\ufffd"
+    ] == []
 
 
 def test_programs_read_back_the_value_of_a_text_in_json() -> None:
@@ -64,4 +80,7 @@ def test_a_laid_out_line_has_as_many_cells_as_before() -> None:
 
 def test_an_argument_that_looks_like_an_option_stays_an_argument() -> None:
     assert so_tui_command("logs", "a-run") == "so-tui logs a-run"
-    assert so_tui_command("resume", "--to", "--set", "a.b=c d") == "so-tui resume --set 'a.b=c d' -- --to"
+    assert (
+        so_tui_command("resume", "--to", "--set", "a.b=c d")
+        == "so-tui resume --set 'a.b=c d' -- --to"
+    )

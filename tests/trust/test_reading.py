@@ -17,7 +17,11 @@ def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
     assert read_bounded(path, 10) == b"x" * 10
     with pytest.raises(UnfitFileError) as error:
         read_bounded(path, 9)
-    assert (error.value.unfit, error.value.path, error.value.limit_bytes) == (Unfit.TOO_LARGE, path, 9)
+    assert (error.value.unfit, error.value.path, error.value.limit_bytes) == (
+        Unfit.TOO_LARGE,
+        path,
+        9,
+    )
 
 
 def test_devices_pipes_and_folders_are_not_read(tmp_path: Path) -> None:
@@ -47,5 +51,12 @@ from so_tui.trust.reading import read_bounded
 print({read(Path(sys.argv[1])) for read in (read_own, lambda path: read_bounded(path, 100)) for _ in range(3)})
 """
     argv = [sys.executable, "-c", code, str(path)]
-    done = subprocess.run(argv, env=os.environ | faults.environment(), capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        argv,
+        env=os.environ | faults.environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
     assert done.stdout == "{b'{}'}\n"

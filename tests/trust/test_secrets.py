@@ -23,12 +23,22 @@ SECRETS = {
 
 
 def test_only_listed_variables_are_recorded() -> None:
-    harmless = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "71", "SLURM_JOB_ID": "7", "HF_HOME": "/scratch/hf"}
+    harmless = {
+        "NCCL_DEBUG": "INFO",
+        "OMP_NUM_THREADS": "71",
+        "SLURM_JOB_ID": "7",
+        "HF_HOME": "/scratch/hf",
+    }
     assert recordable(harmless | SECRETS) == harmless
 
 
 def test_values_lose_their_credentials_and_stay_bounded() -> None:
-    recorded = recordable({"HF_ENDPOINT": "https://user:pw@mirror.example/hf?token=x#y", "LD_LIBRARY_PATH": "x" * 9999})
+    recorded = recordable(
+        {
+            "HF_ENDPOINT": "https://user:pw@mirror.example/hf?token=x#y",
+            "LD_LIBRARY_PATH": "x" * 9999,
+        }
+    )
     assert recorded["HF_ENDPOINT"] == f"https://{HIDDEN}@mirror.example/hf?{HIDDEN}"
     assert len(recorded["LD_LIBRARY_PATH"]) == 4096
 
@@ -38,7 +48,10 @@ def test_values_lose_their_credentials_and_stay_bounded() -> None:
     [
         ("no URL: a@b.example?", "no URL: a@b.example?"),
         ("via http://u:p@proxy:8080 failed", f"via http://{HIDDEN}@proxy:8080 failed"),
-        ("git+https://token@host/x and s3://key:secret@bucket/y", f"git+https://{HIDDEN}@host/x and s3://{HIDDEN}@bucket/y"),
+        (
+            "git+https://token@host/x and s3://key:secret@bucket/y",
+            f"git+https://{HIDDEN}@host/x and s3://{HIDDEN}@bucket/y",
+        ),
         ("'https://host/a?sig=1' 404", f"'https://host/a?{HIDDEN}' 404"),
         ("https://host/a@b", "https://host/a@b"),
         ("https://host:8080/a@b", "https://host:8080/a@b"),

@@ -36,5 +36,9 @@ def test_a_folder_of_an_older_version_is_closed_and_a_shared_one_stays(tmp_path:
 
 
 def test_only_one_value_shares() -> None:
-    assert [wanted({"SO_TUI_SHARE": value}) for value in ("group", "", "world")] == [True, False, False]
+    assert [wanted({"SO_TUI_SHARE": value}) for value in ("group", "", "world")] == [
+        True,
+        False,
+        False,
+    ]
     assert not wanted({})

@@ -36,7 +36,9 @@ class Drawn(Widget):
 
     def show(self, rows: list[str]) -> None:
         """Show other rows."""
-        self.rows = tuple(Strip([Segment(row, STYLE)]).adjust_cell_length(self.size.width) for row in rows)
+        self.rows = tuple(
+            Strip([Segment(row, STYLE)]).adjust_cell_length(self.size.width) for row in rows
+        )
         self.refresh()
 
 
@@ -56,7 +58,9 @@ class BareApp(App[None]):
         self.count = FIRST
         self._tick_s, self._begun = tick_s, begun
         self._noise = np.random.default_rng(0)
-        self._curve = 8 * np.exp(-np.arange(20_000) / 5000) + 1.5 + 0.15 * self._noise.standard_normal(20_000)
+        self._curve = (
+            8 * np.exp(-np.arange(20_000) / 5000) + 1.5 + 0.15 * self._noise.standard_normal(20_000)
+        )
 
     def compose(self) -> ComposeResult:
         yield Drawn(id="title")
@@ -94,5 +98,7 @@ class BareApp(App[None]):
         np.maximum.at(bottom, column, dot)
         row = np.arange(4 * height)[:, None]
         lit = (row >= top) & (row <= bottom)
-        cells = (lit.reshape(height, 4, width, 2) * DOTS[None, :, None, :]).sum(axis=(1, 3)) + 0x2800
+        cells = (lit.reshape(height, 4, width, 2) * DOTS[None, :, None, :]).sum(
+            axis=(1, 3)
+        ) + 0x2800
         return ["".join(map(chr, line)) for line in cells.tolist()]

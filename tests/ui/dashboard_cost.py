@@ -46,7 +46,20 @@ FAST_TICK_S = 0.2
 WARMUP_S = 4.0
 QUIET_S = 0.04
 """Seconds without output after which the frame that a key asked for is complete."""
-KEYS = (b"i", *[b"\x1b[D"] * 8, b"z", b"z", *[b"\x1b[C"] * 6, b"Z", b"x", b"x", b"L", b"L", b"0", b"\x1b")
+KEYS = (
+    b"i",
+    *[b"\x1b[D"] * 8,
+    b"z",
+    b"z",
+    *[b"\x1b[C"] * 6,
+    b"Z",
+    b"x",
+    b"x",
+    b"L",
+    b"L",
+    b"0",
+    b"\x1b",
+)
 """A cursor on all charts and along them, zoom in and out, other axes: pressed one after the other."""
 
 
@@ -76,15 +89,43 @@ class Cost(NamedTuple):
 class _Terminal:
     """A program in a pty, and what is heard of it."""
 
-    def __init__(self, kind: str, seconds: float, tick_s: float, arguments: tuple[str, ...], state: Path, size: Size) -> None:
+    def __init__(
+        self,
+        kind: str,
+        seconds: float,
+        tick_s: float,
+        arguments: tuple[str, ...],
+        state: Path,
+        size: Size,
+    ) -> None:
         self._controller, terminal = pty.openpty()
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", size[1], size[0], 0, 0))
         terminal_is = {"TERM": "xterm-256color", "COLORTERM": "truecolor", "LC_ALL": "C.UTF-8"}
-        environment = {**os.environ, **terminal_is, "PYTHONPATH": checkout_path(), "XDG_STATE_HOME": str(state)}
+        environment = {
+            **os.environ,
+            **terminal_is,
+            "PYTHONPATH": checkout_path(),
+            "XDG_STATE_HOME": str(state),
+        }
         self._hearing, telling = os.pipe()
-        command = [sys.executable, "-m", "tests.ui.dashboard_cost", kind, str(seconds), str(tick_s), str(telling), *arguments]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.ui.dashboard_cost",
+            kind,
+            str(seconds),
+            str(tick_s),
+            str(telling),
+            *arguments,
+        ]
         self._run = subprocess.Popen(
-            command, stdin=terminal, stdout=terminal, stderr=terminal, pass_fds=[telling], env=environment, start_new_session=True
+            command,
+            stdin=terminal,
+            stdout=terminal,
+            stderr=terminal,
+            pass_fds=[telling],
+            env=environment,
+            start_new_session=True,
         )
         os.close(terminal)
         os.close(telling)
@@ -152,12 +193,21 @@ def measure(
             took_s = time.monotonic() - begun
             _, cpu, memory, ticks, _ = terminal.said.split()
             sent = terminal.sent_bytes - sent
-            return Cost(float(cpu), sent / took_s, int(memory), int(ticks), took_s, tuple(map(terminal.key_cost_s, keys)))
+            return Cost(
+                float(cpu),
+                sent / took_s,
+                int(memory),
+                int(ticks),
+                took_s,
+                tuple(map(terminal.key_cost_s, keys)),
+            )
         finally:
             terminal.close()
 
 
-def dashboard(seconds: float, size: Size = SIZE, tick_s: float = TICK_S, keys: tuple[bytes, ...] = KEYS) -> Cost:
+def dashboard(
+    seconds: float, size: Size = SIZE, tick_s: float = TICK_S, keys: tuple[bytes, ...] = KEYS
+) -> Cost:
     """The dashboard of a run that is written meanwhile."""
     from msgspec.structs import replace
 
@@ -178,10 +228,14 @@ def dashboard(seconds: float, size: Size = SIZE, tick_s: float = TICK_S, keys: t
             metrics.append(make_run.step_record(chance, 1, now, step, 5000, range(0)))
             samples.append(make_run.sample(chance, 1, now, machine, plan))
             with run.log_path(1, machine.hostname).open("a") as log:
-                log.write(f"rank 0  step {step}/5000  loss {1.42 + math.exp(-step / 260):.4f}  3.10 s\n")
+                log.write(
+                    f"rank 0  step {step}/5000  loss {1.42 + math.exp(-step / 260):.4f}  3.10 s\n"
+                )
             write_state(run, replace(read_state(run), step=step, heartbeat=step))
 
-        return measure("ours", seconds, str(run.path), size=size, tick_s=tick_s, feed=feed, keys=keys)
+        return measure(
+            "ours", seconds, str(run.path), size=size, tick_s=tick_s, feed=feed, keys=keys
+        )
 
 
 def million(seconds: float) -> Cost:
@@ -219,7 +273,9 @@ def empty() -> Cost:
     return measure("empty", 1.0)
 
 
-def _timed(app: App[None], seconds: float, telling: int, ticks: Callable[[], int] = lambda: 0) -> None:
+def _timed(
+    app: App[None], seconds: float, telling: int, ticks: Callable[[], int] = lambda: 0
+) -> None:
     """Tell on a pipe when measuring begins, and after ``seconds`` the share of a core since then, the memory in bytes, and the ticks."""
     spent: list[tuple[float, float, int]] = []
 
@@ -228,9 +284,16 @@ def _timed(app: App[None], seconds: float, telling: int, ticks: Callable[[], int
         os.write(telling, b"begin ")
 
     def end() -> None:
-        cpu, wall, ticked = time.process_time() - spent[0][0], time.monotonic() - spent[0][1], ticks() - spent[0][2]
+        cpu, wall, ticked = (
+            time.process_time() - spent[0][0],
+            time.monotonic() - spent[0][1],
+            ticks() - spent[0][2],
+        )
         pages = int(Path("/proc/self/statm").read_text().split()[1])
-        os.write(telling, f"{100 * cpu / wall:.3f} {pages * os.sysconf('SC_PAGE_SIZE')} {ticked} end".encode())
+        os.write(
+            telling,
+            f"{100 * cpu / wall:.3f} {pages * os.sysconf('SC_PAGE_SIZE')} {ticked} end".encode(),
+        )
 
     app.set_timer(WARMUP_S, begin)
     app.set_timer(WARMUP_S + seconds, end)
@@ -326,15 +389,26 @@ def table(nothing: Cost, reference: Cost, real: Cost, million_s: float, long: Co
             f"{(long.memory_bytes - nothing.memory_bytes) / mib:+.1f} MiB",
         ),
     ]
-    return "\n".join(f"{name:<18}{first:>9}{second:>9}{third:>11}   {note}" for name, first, second, third, note in rows)
+    return "\n".join(
+        f"{name:<18}{first:>9}{second:>9}{third:>11}   {note}"
+        for name, first, second, third, note in rows
+    )
 
 
 def bytes_table(seconds: float) -> str:
     """Return how many bytes a terminal is sent with each tick, in each size."""
     lines = [f"{'bytes a tick':<14}{'cells':>8}{'bare':>9}{'dashboard':>11}"]
     for size in SIZES:
-        sent = [cost.bytes_per_tick for cost in (bare(seconds, size, FAST_TICK_S), dashboard(seconds, size, FAST_TICK_S, ()))]
-        lines.append(f"{f'{size[0]}x{size[1]}':<14}{size[0] * size[1]:>8}{sent[0]:>9.0f}{sent[1]:>11.0f}")
+        sent = [
+            cost.bytes_per_tick
+            for cost in (
+                bare(seconds, size, FAST_TICK_S),
+                dashboard(seconds, size, FAST_TICK_S, ()),
+            )
+        ]
+        lines.append(
+            f"{f'{size[0]}x{size[1]}':<14}{size[0] * size[1]:>8}{sent[0]:>9.0f}{sent[1]:>11.0f}"
+        )
     return "\n".join(lines)
 
 

@@ -49,19 +49,39 @@ class Terminal:
             "TERM": "tmux-256color",
             "COLORTERM": "truecolor",
             "LANG": "C.UTF-8",
-            **{f"XDG_{kind.upper()}_HOME": str(self.home / kind) for kind in ("config", "state", "data", "cache")},
+            **{
+                f"XDG_{kind.upper()}_HOME": str(self.home / kind)
+                for kind in ("config", "state", "data", "cache")
+            },
         }
-        self._server = {"PATH": os.environ["PATH"], "LANG": "C.UTF-8", "TMUX_TMPDIR": str(sockets), "HOME": str(self.home)}
+        self._server = {
+            "PATH": os.environ["PATH"],
+            "LANG": "C.UTF-8",
+            "TMUX_TMPDIR": str(sockets),
+            "HOME": str(self.home),
+        }
 
     def run(self, *command: str) -> None:
         """Run a command in the pane. Its last screen stays when it has ended."""
-        exactly = ["env", "-i", *(f"{name}={value}" for name, value in self._environment.items()), *command]
+        exactly = [
+            "env",
+            "-i",
+            *(f"{name}={value}" for name, value in self._environment.items()),
+            *command,
+        ]
         keep = ("start-server", ";", "set-option", "-g", "remain-on-exit", "on", ";")
-        self._tmux(*keep, "new-session", "-d", *self._size, "-c", str(self.work), shlex.join(exactly))
+        self._tmux(
+            *keep, "new-session", "-d", *self._size, "-c", str(self.work), shlex.join(exactly)
+        )
 
     def close(self) -> None:
         """End the tmux server and what runs in it."""
-        subprocess.run(["tmux", "-f", "/dev/null", "kill-server"], env=self._server, capture_output=True, check=False)
+        subprocess.run(
+            ["tmux", "-f", "/dev/null", "kill-server"],
+            env=self._server,
+            capture_output=True,
+            check=False,
+        )
 
     def rows(self) -> list[str]:
         """Return the rows of the screen."""
@@ -69,8 +89,14 @@ class Terminal:
 
     def exit_status(self) -> int | None:
         """Return the command's exit status; None while it runs, and until tmux knows it: the end of the output comes first."""
-        dead, server, status = self._tmux("display-message", "-p", "#{pane_dead}:#{pid}:#{pane_dead_status}").strip().split(":")
-        if dead == "1" and not status:  # tmux 3.3 now and then misses that its child has ended, and looks only when it is told
+        dead, server, status = (
+            self._tmux("display-message", "-p", "#{pane_dead}:#{pid}:#{pane_dead_status}")
+            .strip()
+            .split(":")
+        )
+        if (
+            dead == "1" and not status
+        ):  # tmux 3.3 now and then misses that its child has ended, and looks only when it is told
             os.kill(int(server), signal.SIGCHLD)
         return int(status) if status else None
 
@@ -85,7 +111,9 @@ class Terminal:
             rows = self.rows()
             if happened(rows):
                 return rows
-            assert time.monotonic() < deadline, "\n".join([f"waited {GIVE_UP_S:.0f} s for {what}", *rows])
+            assert time.monotonic() < deadline, "\n".join(
+                [f"waited {GIVE_UP_S:.0f} s for {what}", *rows]
+            )
             time.sleep(LOOK_EVERY_S)
 
     def shown(self, text: str) -> list[str]:
@@ -94,12 +122,16 @@ class Terminal:
 
     def matched(self, pattern: str) -> re.Match[str]:
         """Wait until a row of the screen matches a regular expression, and return the match."""
-        rows = self.until(lambda rows: any(re.search(pattern, row) for row in rows), f"a match of {pattern}")
+        rows = self.until(
+            lambda rows: any(re.search(pattern, row) for row in rows), f"a match of {pattern}"
+        )
         return next(match for row in rows if (match := re.search(pattern, row)))
 
     def _tmux(self, *arguments: str) -> str:
         command = ["tmux", "-f", "/dev/null", *arguments]
-        return subprocess.run(command, env=self._server, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            command, env=self._server, capture_output=True, text=True, check=True
+        ).stdout
 
 
 class Keyboard(Terminal):
@@ -139,7 +171,10 @@ class Mouse(Terminal):
         while not any(text in row for row in rows):
             self._report(f"{WHEEL_DOWN};{x};{y}M")
             before = rows
-            rows = self.until(partial(ne, before), f"a turn of the wheel to move the screen, on the way to {text!r}")
+            rows = self.until(
+                partial(ne, before),
+                f"a turn of the wheel to move the screen, on the way to {text!r}",
+            )
 
     def _cell_of(self, text: str) -> tuple[int, int]:
         """Return column and row, counted from 1, of the middle of a text."""

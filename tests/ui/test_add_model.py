@@ -21,7 +21,13 @@ async def test_a_model_is_added_and_selected(runs_dir: Path, tmp_path: Path) -> 
     pytest.importorskip("transformers")
     model = tmp_path / "Small-Llama"
     model.mkdir()
-    shape = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 80,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     (model / "config.json").write_text(json.dumps({"model_type": "llama", **shape}))
     async with opened(runs_dir, (80, 24)) as ui:
         table = await ui.presets()
@@ -53,7 +59,9 @@ async def test_leaving_the_dialog_adds_nothing(runs_dir: Path) -> None:
         assert table.row_count == before
 
 
-async def test_after_a_failure_the_next_name_is_taken_at_once(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_after_a_failure_the_next_name_is_taken_at_once(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[str] = []
 
     def describe(model: str, **_: object) -> None:
@@ -71,6 +79,10 @@ async def test_after_a_failure_the_next_name_is_taken_at_once(runs_dir: Path, mo
             await ui.press("enter")
             if model == "broken":
                 threads.release()
-            await ui.until(lambda: model in ui.shown("#said") and "reading" not in ui.shown("#said"))  # noqa: B023 - called before the next one
+            await ui.until(
+                lambda model=model: (
+                    model in ui.shown("#said") and "reading" not in ui.shown("#said")
+                )
+            )
         assert "ZeroDivisionError" in ui.shown("#said")
     assert asked == ["first", "second", "broken"]

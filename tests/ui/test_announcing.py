@@ -15,14 +15,18 @@ from so_tui.ui.announcing import AnnouncingApp, notification
 from tests.support.make_run import write_run
 from tests.support.screen import opened
 
-CONTROLS = re.compile(r"\x1b\[22;2t|\x1b\[23;2t|\x07|\x1b\]2;[^\x00-\x1f\x7f]*\x1b\\|\x1b\]9;[^\x00-\x1f\x7f;]*\x1b\\")
+CONTROLS = re.compile(
+    r"\x1b\[22;2t|\x1b\[23;2t|\x07|\x1b\]2;[^\x00-\x1f\x7f]*\x1b\\|\x1b\]9;[^\x00-\x1f\x7f;]*\x1b\\"
+)
 """All that an announcement may send."""
 
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     written: list[str] = []
-    monkeypatch.setattr(AnnouncingApp, "write_to_terminal", lambda self, sequence: written.append(sequence))
+    monkeypatch.setattr(
+        AnnouncingApp, "write_to_terminal", lambda self, sequence: written.append(sequence)
+    )
     monkeypatch.setattr("so_tui.ui.app.RUNS_POLL_S", 0.1)
     for name in ("TMUX", "VTE_VERSION"):
         monkeypatch.delenv(name, raising=False)
@@ -39,7 +43,9 @@ async def test_an_alert_is_announced_once_in_fixed_words(runs_dir: Path, sent: l
         assert not ui.notes()
         made_up = Alert(kind="\x1b[2J", attempt=1, time=3.0, step=3)
         new = Alert(kind="not-finite", attempt=1, time=2.0, step=3)
-        write_state(run, replace(read_state(run), reason="\x1b]0;x\x07", alerts=(old, made_up, new)))
+        write_state(
+            run, replace(read_state(run), reason="\x1b]0;x\x07", alerts=(old, made_up, new))
+        )
         await ui.until(lambda: "\a" in "".join(sent))
         await ui.until(lambda: any("not finite" in note for note in ui.notes()))
         write_state(run, replace(read_state(run), heartbeat=99))
@@ -62,7 +68,9 @@ async def test_nothing_is_announced_of_another_users_run_or_if_it_is_not_wanted(
     async with opened(runs_dir, settings=quiet) as ui:
         await ui.until(lambda: len(ui.app.runs) == 2)
         for run in (mine, theirs):
-            alerts = tuple(Alert(kind=kind, attempt=1, time=2.0, step=3) for kind in ("loss", "failed"))
+            alerts = tuple(
+                Alert(kind=kind, attempt=1, time=2.0, step=3) for kind in ("loss", "failed")
+            )
             write_state(run, replace(read_state(run), state="failed", alerts=alerts))
         await ui.until(lambda: ui.notes())
         await ui.pilot.pause(0.3)
@@ -76,16 +84,24 @@ async def test_nothing_is_announced_of_another_users_run_or_if_it_is_not_wanted(
         ("auto", {"TERM": "xterm-kitty"}, "\x1b]9;so-tui: x\x1b\\"),
         ("auto", {"TERM": "foot"}, "\x1b]777;notify;so-tui;so-tui: x\x1b\\"),
         ("osc777", {"TERM": "xterm"}, "\x1b]777;notify;so-tui;so-tui: x\x1b\\"),
-        ("auto", {"TERM": "tmux-256color", "TMUX": "1"}, "\x1bPtmux;\x1b\x1b]9;so-tui: x\x1b\x1b\\\x1b\\"),
+        (
+            "auto",
+            {"TERM": "tmux-256color", "TMUX": "1"},
+            "\x1bPtmux;\x1b\x1b]9;so-tui: x\x1b\x1b\\\x1b\\",
+        ),
         ("auto", {"TERM": "linux"}, ""),
         ("off", {"TERM": "xterm"}, ""),
     ],
 )
-def test_each_terminal_gets_what_it_understands(how: str, environ: dict[str, str], expected: str) -> None:
+def test_each_terminal_gets_what_it_understands(
+    how: str, environ: dict[str, str], expected: str
+) -> None:
     assert notification("so-tui: x", how, environ) == expected
 
 
-async def test_a_run_that_cannot_be_read_for_a_moment_has_not_failed(runs_dir: Path, sent: list[str]) -> None:
+async def test_a_run_that_cannot_be_read_for_a_moment_has_not_failed(
+    runs_dir: Path, sent: list[str]
+) -> None:
     run = write_run(runs_dir, steps=3, seconds_of_samples=1, name="away")
     async with opened(runs_dir) as ui:
         await ui.until(lambda: ui.app.runs and ui.app.runs[0].live)

@@ -46,6 +46,8 @@ async def test_a_run_without_prompts_says_how_to_have_some(runs_dir: Path) -> No
         await ui.state_shown("training")
         await ui.press("p")
         await ui.until(lambda: "prompts.every_steps=100" in ui.text())
-        assert [button.id for button in ui.screen.query(Button) if button.display] == ["close"], "there is nowhere to go"
+        assert [button.id for button in ui.screen.query(Button) if button.display] == ["close"], (
+            "there is nowhere to go"
+        )
         add_answers(run, asked(5, "It arrived meanwhile."))
         await ui.until(lambda: "It arrived meanwhile." in ui.text())

@@ -37,7 +37,9 @@ async def value(ui: Driver, selector: str, expected: str) -> None:
 async def test_a_name_typed_after_find_in_configure(runs_dir: Path) -> None:
     async with opened(runs_dir) as ui:
         await ui.configure()
-        burst(ui, "slash", *typed("micro batch"), "enter", *typed("3"))  # a field is selected when it is entered
+        burst(
+            ui, "slash", *typed("micro batch"), "enter", *typed("3")
+        )  # a field is selected when it is entered
         await value(ui, "#field-train-micro_batch Input", "3")
 
 
@@ -45,7 +47,9 @@ async def test_a_filter_typed_at_once(runs_dir: Path) -> None:
     write_run(runs_dir, steps=5, seconds_of_samples=2)
     async with opened(runs_dir) as ui:
         await ui.presets()
-        burst(ui, "slash", *typed("qlo"))  # letters that are commands otherwise, one of them to leave
+        burst(
+            ui, "slash", *typed("qlo")
+        )  # letters that are commands otherwise, one of them to leave
         await value(ui, "#filter", "qlo")
         await ui.press("escape")
         await ui.until(lambda: ui.app.runs)

@@ -16,7 +16,15 @@ from textual.widgets import Input
 
 from so_tui.runs import MetricsWriter
 from so_tui.runs.records import EvaluationRecord, State
-from so_tui.ui.chart_layout import EMAS, GRIDS, ChartLayout, layout_path, load_layout, page_of, save_layout
+from so_tui.ui.chart_layout import (
+    EMAS,
+    GRIDS,
+    ChartLayout,
+    layout_path,
+    load_layout,
+    page_of,
+    save_layout,
+)
 from so_tui.ui.chart_metrics import METRICS, STEP_METRICS
 from so_tui.ui.dialogs.choose_metrics import ChooseMetrics, matching, weight_of
 from so_tui.ui.line_looks import RUN_ROLES, SIGNS, look_of
@@ -85,9 +93,13 @@ async def test_escape_leaves_the_choice_of_metrics_without_a_change(runs_dir: Pa
         assert not layout_path().exists()
 
 
-async def test_the_choice_of_metrics_of_a_run_without_gpus_ticks_what_is_shown(runs_dir: Path) -> None:
+async def test_the_choice_of_metrics_of_a_run_without_gpus_ticks_what_is_shown(
+    runs_dir: Path,
+) -> None:
     machine = msgspec.structs.replace(quad_machine(), gpus=())
-    run = write_run(runs_dir, machine=machine, preset="tiny", gpus=2, steps=20, seconds_of_samples=2)
+    run = write_run(
+        runs_dir, machine=machine, preset="tiny", gpus=2, steps=20, seconds_of_samples=2
+    )
     async with opened(runs_dir, open_run=run) as ui:
         await ui.state_shown("training")
         await ui.press("M")
@@ -99,21 +111,34 @@ async def test_the_choice_of_metrics_of_a_run_without_gpus_ticks_what_is_shown(r
         await ui.type_text("0.5", replace=True)
         await ui.press("enter")
         await ui.until(layout_path().is_file)
-        assert load_layout() == ChartLayout(ema=0.5), "for runs with GPUs, their memory is shown as before"
+        assert load_layout() == ChartLayout(ema=0.5), (
+            "for runs with GPUs, their memory is shown as before"
+        )
 
 
 @pytest.mark.parametrize("state", ["training", "finished"])
-async def test_mfu_has_room_where_three_charts_stand_beside_each_other(runs_dir: Path, state: State) -> None:
+async def test_mfu_has_room_where_three_charts_stand_beside_each_other(
+    runs_dir: Path, state: State
+) -> None:
     run = write_run(runs_dir, steps=60, seconds_of_samples=2, state=state)
     async with opened(runs_dir, (160, 45), open_run=run) as ui:
         await ui.until(lambda: len(shown(ui)) == 3)
-        await ui.until(lambda: re.search(r"^speed +\d.* tok/s +MFU \d+\.\d %$", ui.heading("#throughput")))
+        await ui.until(
+            lambda: re.search(r"^speed +\d.* tok/s +MFU \d+\.\d %$", ui.heading("#throughput"))
+        )
 
 
 def test_every_name_is_whole_in_the_details_of_a_step() -> None:
     record = step_record(1)
-    known = {field: 1.0 for metric in STEP_METRICS for field in metric.fields if getattr(record, field) is None}
-    names = " ".join(line.plain for line in detail_lines(msgspec.structs.replace(record, **known), 40))
+    known = {
+        field: 1.0
+        for metric in STEP_METRICS
+        for field in metric.fields
+        if getattr(record, field) is None
+    }
+    names = " ".join(
+        line.plain for line in detail_lines(msgspec.structs.replace(record, **known), 40)
+    )
     assert all(metric.title in names for metric in STEP_METRICS if len(metric.fields) == 1)
 
 
@@ -143,7 +168,17 @@ def laid_out(panel: ChartPanel) -> bool:
 async def test_a_mean_always_has_its_span_and_the_evaluation_gives_way(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=60, seconds_of_samples=2)
     writer = MetricsWriter(run, 1)
-    writer.append(EvaluationRecord(attempt=1, time=time.time(), step=60, loss=1.118, perplexity=3.06, tokens=1000, seconds=1.0))
+    writer.append(
+        EvaluationRecord(
+            attempt=1,
+            time=time.time(),
+            step=60,
+            loss=1.118,
+            perplexity=3.06,
+            tokens=1000,
+            seconds=1.0,
+        )
+    )
     writer.close()
     for width in (80, 100, 160):
         async with opened(runs_dir, (width, 30), open_run=run) as ui:
@@ -177,18 +212,26 @@ async def test_smoothing_and_scales_are_adjusted(runs_dir: Path) -> None:
         await ui.state_shown("training")
         await ui.until(lambda: "mean of" in ui.heading("#loss"))
         await ui.press("w")
-        await ui.until(lambda: "mean" not in ui.heading("#loss") and "EMA" not in ui.heading("#loss"))
+        await ui.until(
+            lambda: "mean" not in ui.heading("#loss") and "EMA" not in ui.heading("#loss")
+        )
         await ui.press("w", "w", "w")
-        await ui.until(lambda: "EMA 0.9 " in ui.heading("#loss") and "EMA 0.9 " in ui.heading("#throughput"))
+        await ui.until(
+            lambda: "EMA 0.9 " in ui.heading("#loss") and "EMA 0.9 " in ui.heading("#throughput")
+        )
         await ui.press("W")
         await ui.until(lambda: "EMA 0.8 " in ui.heading("#loss"))
         ui.find("#throughput", Chart).focus()
         await ui.press("L", "R")
         assert "log y" not in ui.heading("#loss")
-        await ui.until(lambda: "log y" in ui.heading("#throughput") and "robust y" in ui.heading("#throughput"))
+        await ui.until(
+            lambda: "log y" in ui.heading("#throughput") and "robust y" in ui.heading("#throughput")
+        )
 
 
-async def test_an_ema_that_is_approximate_early_on_says_so_in_its_name(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_ema_that_is_approximate_early_on_says_so_in_its_name(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("so_tui.ui.follow.CLOSE_STEPS", 100)
     save_layout(ChartLayout(shown=("loss",), grid=(1, 1), ema=0.93))
     run = write_run(runs_dir, steps=8010, seconds_of_samples=2)
@@ -228,27 +271,40 @@ async def test_the_mouse_zooms_pans_and_points(runs_dir: Path) -> None:
 async def test_evaluations_and_samples_of_other_runs_are_laid_over(runs_dir: Path) -> None:
     save_layout(ChartLayout(shown=("evaluation", "gpu-power"), grid=(1, 2)))
     run = write_run(runs_dir, steps=60, seconds_of_samples=60, name="this", gpus=2)
-    other = write_run(runs_dir, steps=60, seconds_of_samples=60, name="other", gpus=2, state="finished", now=1e9)
+    other = write_run(
+        runs_dir, steps=60, seconds_of_samples=60, name="other", gpus=2, state="finished", now=1e9
+    )
     write_run(runs_dir, steps=40, seconds_of_samples=60, name="without", gpus=2, state="finished")
     for one, losses in ((run, (1.5,)), (other, (1.25, 1.125))):
         writer = MetricsWriter(one, 1)
         for at, loss in enumerate(losses):
-            writer.append(EvaluationRecord(attempt=1, time=1e9 + at, step=30 + 30 * at, loss=loss, tokens=9))
+            writer.append(
+                EvaluationRecord(attempt=1, time=1e9 + at, step=30 + 30 * at, loss=loss, tokens=9)
+            )
         writer.close()
     async with opened(runs_dir, (120, 36), open_run=run) as ui:
         await ui.until(lambda: len(ui.app.runs) == 3)
         await ui.state_shown("training")
         await ui.press("v", "a", "enter")
-        await ui.until(lambda: ui.screen.query(RunLegend) and len(ui.find("#evaluation", Chart).lines) == 2)
+        await ui.until(
+            lambda: ui.screen.query(RunLegend) and len(ui.find("#evaluation", Chart).lines) == 2
+        )
         own, laid = ui.find("#evaluation", Chart).lines
         assert laid.steps is not None
         assert list(laid.steps) == [30, 60]
         assert [laid.series.value(at) for at in range(laid.length)] == [1.25, 1.125]
         assert laid.role != own.role
         legend = ui.find("RunLegend", RunLegend)
-        await ui.until(lambda: "other 1.12" in legend.content.plain and "without not measured" in legend.content.plain)
+        await ui.until(
+            lambda: (
+                "other 1.12" in legend.content.plain
+                and "without not measured" in legend.content.plain
+            )
+        )
         power = ui.find("#gpu-power", Chart)
-        await ui.until(lambda: len([line for line in power.lines if line.role.startswith("run-")]) > 2)
+        await ui.until(
+            lambda: len([line for line in power.lines if line.role.startswith("run-")]) > 2
+        )
         others = {line.role: line for line in power.lines if line.role.startswith("run-")}
         assert len(others) == 2, "a colour for each run, not for each GPU"
         for line in others.values():
@@ -279,21 +335,37 @@ async def test_the_legend_has_no_more_rows_than_it_takes_when_it_appears(
 
 
 @pytest.mark.parametrize("colours", [True, False])
-async def test_runs_that_no_colour_tells_apart_have_letters(runs_dir: Path, monkeypatch: pytest.MonkeyPatch, colours: bool) -> None:
+async def test_runs_that_no_colour_tells_apart_have_letters(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch, colours: bool
+) -> None:
     if not colours:
         monkeypatch.setenv("NO_COLOR", "1")
         monkeypatch.setenv("SO_TUI_GLYPHS", "ascii")
     for number in range(10):
-        write_run(runs_dir, steps=30 + number, seconds_of_samples=1, seed=number, state="finished", name=f"run-{number}")
+        write_run(
+            runs_dir,
+            steps=30 + number,
+            seconds_of_samples=1,
+            seed=number,
+            state="finished",
+            name=f"run-{number}",
+        )
     run = write_run(runs_dir, steps=40, seconds_of_samples=1)
     async with opened(runs_dir, (160, 45), open_run=run) as ui:
         await ui.until(lambda: len(ui.app.runs) == 11)
         await ui.state_shown("training")
         await ui.press("v", "a", "enter")
-        await ui.until(lambda: "reading" not in (text := ui.find("RunLegend", RunLegend).content.plain) and text.count("run-") == 10)
+        await ui.until(
+            lambda: (
+                "reading" not in (text := ui.find("RunLegend", RunLegend).content.plain)
+                and text.count("run-") == 10
+            )
+        )
         loss = ui.find("#loss", Chart)
         await ui.until(lambda: len({(line.role, line.sign) for line in loss.lines[2:]}) == 10)
-        ordered = [ui.app.runs[at].run.name for at in range(11) if ui.app.runs[at].run.path != run.path]
+        ordered = [
+            ui.app.runs[at].run.name for at in range(11) if ui.app.runs[at].run.path != run.path
+        ]
         signs = ["●"] * 8 + ["a", "b"] if colours else list("abcdefghij")
         legend = ui.find("RunLegend", RunLegend).content.plain
         for name, sign in zip(ordered, signs, strict=True):
@@ -312,13 +384,20 @@ def test_no_two_of_many_lines_look_alike() -> None:
     assert not any(look_of(index, coloured=True).sign for index in range(len(RUN_ROLES)))
 
 
-async def test_a_chart_is_exported_as_a_picture_and_its_values_as_a_table(runs_dir: Path, tmp_path: Path) -> None:
+async def test_a_chart_is_exported_as_a_picture_and_its_values_as_a_table(
+    runs_dir: Path, tmp_path: Path
+) -> None:
     save_layout(ChartLayout(shown=("loss", "gpu-power"), grid=(1, 2)))
     run = write_run(runs_dir, steps=60, seconds_of_samples=30, name="one", gpus=2)
     async with opened(runs_dir, (120, 36), open_run=run) as ui:
         await ui.state_shown("training")
         await ui.until(lambda: ui.find("#gpu-power", Chart).lines and ui.find("#loss", Chart).lines)
-        for key, file in (("loss", "loss.svg"), ("loss", "loss.csv"), ("gpu-power", "power.svg"), ("gpu-power", "power.csv")):
+        for key, file in (
+            ("loss", "loss.svg"),
+            ("loss", "loss.csv"),
+            ("gpu-power", "power.svg"),
+            ("gpu-power", "power.csv"),
+        ):
             ui.find(f"#{key}", Chart).focus()
             await ui.press("E")
             await ui.until(lambda: isinstance(ui.app.focused, Input))
@@ -335,30 +414,55 @@ async def test_a_chart_is_exported_as_a_picture_and_its_values_as_a_table(runs_d
     assert list(rows[0]) == ["host", "gpu", "time", "power_w"]
     assert {row["gpu"] for row in rows} == {"0", "1", "2", "3"}
     assert all(float(row["power_w"]) > 0 for row in rows)
-    for file, words in (("loss.svg", ("loss", "mean of 50 steps")), ("power.svg", ("GPU 0", "GPU 3", "limit"))):
+    for file, words in (
+        ("loss.svg", ("loss", "mean of 50 steps")),
+        ("power.svg", ("GPU 0", "GPU 3", "limit")),
+    ):
         text = (tmp_path / file).read_text()
         assert "nan" not in text
         assert all(f">{word}</text>" in text for word in words)
-        assert [element.tag for element in ElementTree.fromstring(text).iter() if element.tag.endswith("polyline")]
+        assert [
+            element.tag
+            for element in ElementTree.fromstring(text).iter()
+            if element.tag.endswith("polyline")
+        ]
 
 
 def test_samples_of_another_run_stand_at_its_own_steps() -> None:
     series = StepSeries(5)
     for number, at in ((1, 100.0), (2, 110.0), (4, 130.0)):
         series.add(step_record(number, time=at))
-    assert list(steps_at([90.0, 100.0, 105.0, 120.0, 130.0, 131.0], 6, series)) == [-math.inf, 1, 1.5, 3, 4, math.inf]
+    assert list(steps_at([90.0, 100.0, 105.0, 120.0, 130.0, 131.0], 6, series)) == [
+        -math.inf,
+        1,
+        1.5,
+        3,
+        4,
+        math.inf,
+    ]
 
 
-async def test_any_number_of_runs_is_laid_over_and_none_is_missing_in_the_legend(runs_dir: Path) -> None:
+async def test_any_number_of_runs_is_laid_over_and_none_is_missing_in_the_legend(
+    runs_dir: Path,
+) -> None:
     names = [f"other-run-number-{number}" for number in range(12)]
     for number, name in enumerate(names):
-        write_run(runs_dir, steps=20 + 10 * number, seconds_of_samples=1, seed=number, name=name, state="finished")
+        write_run(
+            runs_dir,
+            steps=20 + 10 * number,
+            seconds_of_samples=1,
+            seed=number,
+            name=name,
+            state="finished",
+        )
     run = write_run(runs_dir, steps=60, seconds_of_samples=1, name="this")
     async with opened(runs_dir, (80, 36), open_run=run) as ui:
         await ui.until(lambda: len(ui.app.runs) == 13)
         await ui.state_shown("training")
         await ui.press("v", "a", "enter")
-        await ui.until(lambda: ui.screen.query(RunLegend) and len(ui.find("#loss", Chart).lines) == 14)
+        await ui.until(
+            lambda: ui.screen.query(RunLegend) and len(ui.find("#loss", Chart).lines) == 14
+        )
         text = " ".join(ui.find("RunLegend", RunLegend).content.plain.split())
         for name in ("this", *names):
             assert name in text
@@ -366,16 +470,29 @@ async def test_any_number_of_runs_is_laid_over_and_none_is_missing_in_the_legend
         axis = ui.find("#loss", Chart).axis
         assert axis is not None
         assert axis.high == 130
-        marks = [entry.split()[0] for entry in ui.find("RunLegend", RunLegend).content.plain.replace("\n", "   ").split("   ")]
+        marks = [
+            entry.split()[0]
+            for entry in ui.find("RunLegend", RunLegend)
+            .content.plain.replace("\n", "   ")
+            .split("   ")
+        ]
         assert marks == ["●"] * 9 + list("abcd")
         await ui.press("x")
-        await ui.until(lambda: (now := ui.find("#loss", Chart).axis) and now.unit == "time" and now.high - now.low > 390)
+        await ui.until(
+            lambda: (
+                (now := ui.find("#loss", Chart).axis)
+                and now.unit == "time"
+                and now.high - now.low > 390
+            )
+        )
 
 
 def test_what_is_remembered_and_unknown_is_left_out(tmp_path: Path) -> None:
     assert load_layout() == ChartLayout()
     layout_path().parent.mkdir(parents=True)
-    layout_path().write_text('{"shown": ["loss", "gone", "loss"], "grid": [9, 9], "ema": 7, "log": ["gone", "norm"], "new": 1}')
+    layout_path().write_text(
+        '{"shown": ["loss", "gone", "loss"], "grid": [9, 9], "ema": 7, "log": ["gone", "norm"], "new": 1}'
+    )
     assert load_layout() == ChartLayout(shown=("loss",), ema=0.99, log=("norm",))
     layout_path().write_text("[")
     assert load_layout() == ChartLayout()
@@ -383,7 +500,12 @@ def test_what_is_remembered_and_unknown_is_left_out(tmp_path: Path) -> None:
 
 def test_pages_and_smoothing_go_round() -> None:
     layout = ChartLayout()
-    assert [page_of(layout, number, 80).metrics[0].key for number in range(4)] == ["loss", "norm", "parts", "loss"]
+    assert [page_of(layout, number, 80).metrics[0].key for number in range(4)] == [
+        "loss",
+        "norm",
+        "parts",
+        "loss",
+    ]
     assert page_of(layout, 0, 200).columns == 3
     seen = []
     for _ in range(len(EMAS) + 1):
@@ -416,7 +538,9 @@ def test_an_exponential_mean_is_corrected_for_its_beginning() -> None:
     once, block = ExponentialMean(0.9), ExponentialMean(0.9)
     for step in range(10):
         once.add(step, float(step))
-    assert once.at(9) == pytest.approx(sum(weight * step for step, weight in enumerate(weights)) / sum(weights))
+    assert once.at(9) == pytest.approx(
+        sum(weight * step for step, weight in enumerate(weights)) / sum(weights)
+    )
     block.add(9, 45.0, 10)
     assert block.at(9) == pytest.approx(4.5)
 

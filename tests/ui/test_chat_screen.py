@@ -24,7 +24,10 @@ GREEDY = Sampling(temperature=0, max_tokens=8)
 
 def test_each_model_goes_on_from_its_own_answers() -> None:
     conversation = Conversation("Be brief.")
-    assert conversation.ask("tuned", "One?").turns == (Turn("system", "Be brief."), Turn("user", "One?"))
+    assert conversation.ask("tuned", "One?").turns == (
+        Turn("system", "Be brief."),
+        Turn("user", "One?"),
+    )
     conversation.ask("base", "One?")
     conversation.answered("tuned", "1")
     conversation.take_back("base")
@@ -50,7 +53,9 @@ async def talk(ui: Driver, load: LoadModel) -> ChatScreen:
 
 
 @pytest.mark.parametrize("size", [(80, 24)])
-async def test_both_models_answer_side_by_side(size: tuple[int, int], runs_dir: Path, tmp_path: Path) -> None:
+async def test_both_models_answer_side_by_side(
+    size: tuple[int, int], runs_dir: Path, tmp_path: Path
+) -> None:
     pytest.importorskip("transformers")
     from so_tui_trainer.tools.export import export_run
     from tests.support.model_checkpoints import run_with_checkpoints
@@ -58,7 +63,9 @@ async def test_both_models_answer_side_by_side(size: tuple[int, int], runs_dir: 
     run = run_with_checkpoints(runs_dir, 5)
     list(export_run({"run": str(run.path), "to": str(tmp_path / "model")}))
     async with opened(runs_dir, size) as ui:
-        screen = await talk(ui, named_model(str(run.path), base=str(tmp_path / "model"), device="cpu"))
+        screen = await talk(
+            ui, named_model(str(run.path), base=str(tmp_path / "model"), device="cpu")
+        )
         question = screen.query_one("#question", Input)
         assert question.disabled
         await ui.until(lambda: not question.disabled, SLOW_S)
@@ -98,4 +105,6 @@ async def test_why_a_run_cannot_be_asked_is_shown(runs_dir: Path) -> None:
         await ui.until(lambda: "has no checkpoint yet" in ui.text(), SLOW_S)
         assert run.name in ui.text()
         await ui.press("escape")
-        await ui.until(lambda: ui.app.current_mode == "runs" and not isinstance(ui.screen, ChatScreen))
+        await ui.until(
+            lambda: ui.app.current_mode == "runs" and not isinstance(ui.screen, ChatScreen)
+        )

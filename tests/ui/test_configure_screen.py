@@ -48,7 +48,9 @@ async def test_a_field_that_is_as_it_was_says_nothing_of_its_change(runs_dir: Pa
         assert not str(note.content), "as before: there is nothing to say of it"
 
 
-async def test_a_refused_launch_is_said_where_the_wrong_field_is_described_and_nothing_covers_it(runs_dir: Path) -> None:
+async def test_a_refused_launch_is_said_where_the_wrong_field_is_described_and_nothing_covers_it(
+    runs_dir: Path,
+) -> None:
     async with opened(runs_dir) as ui:
         await ui.configure()
         await ui.press("slash")
@@ -67,10 +69,14 @@ async def test_a_refused_launch_is_said_where_the_wrong_field_is_described_and_n
         assert "not launched" not in ui.shown("#about")
 
 
-async def test_launching_right_after_a_key_press_uses_the_new_value(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_launching_right_after_a_key_press_uses_the_new_value(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[Launch] = []
     async with opened(runs_dir) as ui:
-        monkeypatch.setattr("so_tui.ui.launching.ask_to_launch", lambda app, launch: asked.append(launch))
+        monkeypatch.setattr(
+            "so_tui.ui.launching.ask_to_launch", lambda app, launch: asked.append(launch)
+        )
         await ui.configure()
         row = await ui.edit("train.warmup_ratio", "0.0")
         await ui.until(lambda: row.has_class("-changed"))
@@ -80,7 +86,9 @@ async def test_launching_right_after_a_key_press_uses_the_new_value(runs_dir: Pa
         assert [launch.plan.spec.train.warmup_ratio for launch in asked] == [0.07]
 
 
-async def test_edits_survive_other_screens_and_are_saved_as_a_preset(runs_dir: Path, tmp_path: Path) -> None:
+async def test_edits_survive_other_screens_and_are_saved_as_a_preset(
+    runs_dir: Path, tmp_path: Path
+) -> None:
     async with opened(runs_dir) as ui:
         await ui.configure()
         await ui.edit("train.learning_rate", "2e-4")
@@ -133,7 +141,9 @@ def titled(ui: Driver, text: str) -> Callable[[], bool]:
     return lambda: text in ui.shown("#form-title")
 
 
-async def test_a_preset_is_not_saved_over_another_and_nothing_typed_is_lost(runs_dir: Path, tmp_path: Path) -> None:
+async def test_a_preset_is_not_saved_over_another_and_nothing_typed_is_lost(
+    runs_dir: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "config" / "so-tui" / "presets"
     folder.mkdir(parents=True)
     taken = folder / "taken.toml"
@@ -168,10 +178,14 @@ async def test_a_preset_is_not_saved_over_another_and_nothing_typed_is_lost(runs
         await ui.type_text("taken", replace=True)
         await ui.press("enter", "y")
         await ui.until(lambda: "learning_rate = 0.0002" in taken.read_text())
-        await ui.until(titled(ui, "preset taken, no changes"))  # what was typed over it before is gone as well
+        await ui.until(
+            titled(ui, "preset taken, no changes")
+        )  # what was typed over it before is gone as well
 
 
-async def test_the_exact_command_is_shown_and_copied(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_exact_command_is_shown_and_copied(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     copied: list[str] = []
     async with opened(runs_dir, (200, 50)) as ui:
         monkeypatch.setattr(ui.app, "copy_to_clipboard", copied.append)
@@ -197,13 +211,20 @@ async def test_the_plan_follows_the_width_of_the_terminal(runs_dir: Path) -> Non
         await ui.until(lambda: bars() == wide)
 
 
-async def test_keys_reach_fields_in_order_and_tab_goes_on_from_the_field_that_was_left(runs_dir: Path) -> None:
+async def test_keys_reach_fields_in_order_and_tab_goes_on_from_the_field_that_was_left(
+    runs_dir: Path,
+) -> None:
     async with opened(runs_dir) as ui:
         await ui.configure()
         await ui.press("tab")
         field = ui.app.focused
         assert isinstance(field, Input)
-        for key, character in [("backspace", "\x7f")] * 4 + [("3", "3"), ("4", "4"), ("left", ""), ("1", "1")]:
+        for key, character in [("backspace", "\x7f")] * 4 + [
+            ("3", "3"),
+            ("4", "4"),
+            ("left", ""),
+            ("1", "1"),
+        ]:
             ui.app.post_message(events.Key(key, character or None))
         await ui.until(lambda: field.value == "314")
         await ui.press("tab", "tab")
@@ -231,4 +252,8 @@ async def test_without_slurm_one_greyed_line_says_so(runs_dir: Path) -> None:
         await ui.press("2")
         await ui.until(lambda: "no Slurm here" in ui.text())
         assert ui.find("#field-slurm-partition", FieldRow).disabled
-        assert not [row for row in ui.screen.query(FieldRow) if row.path.startswith("slurm.") and row.path != "slurm.partition"]
+        assert not [
+            row
+            for row in ui.screen.query(FieldRow)
+            if row.path.startswith("slurm.") and row.path != "slurm.partition"
+        ]

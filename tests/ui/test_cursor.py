@@ -21,14 +21,18 @@ NOW = 1_700_000_000.0
 
 
 def at_second(run_end: float, second: float, load: int) -> Sample:
-    node = NodeSample(id=0, cores=(load,) * 72, memory_used_bytes=load, memory_total_bytes=100, file_cache_bytes=0)
+    node = NodeSample(
+        id=0, cores=(load,) * 72, memory_used_bytes=load, memory_total_bytes=100, file_cache_bytes=0
+    )
     foreign = (ForeignProcess(pid=1, name="backup", cores=1.0, cpu=3),) if load > 50 else ()
     return Sample(
         attempt=1,
         time=run_end + second,
         interval_s=1.0,
         nodes=(node,),
-        gpus=(GpuSample(index=0, clock_mhz=1000 + load, throttling=("heat",) if load > 50 else ()),),
+        gpus=(
+            GpuSample(index=0, clock_mhz=1000 + load, throttling=("heat",) if load > 50 else ()),
+        ),
         foreign=foreign,
     )
 
@@ -65,7 +69,9 @@ def test_nodes_and_gpus_show_the_mean_of_the_step_at_the_cursor(run: RunDirector
     assert after.examined == after.recent
 
 
-def test_a_cursor_before_all_samples_shows_the_step_and_the_newest_samples(run: RunDirectory) -> None:
+def test_a_cursor_before_all_samples_shows_the_step_and_the_newest_samples(
+    run: RunDirectory,
+) -> None:
     follower = RunFollower(run)
     follower.poll()
     snapshot = follower.poll(cursor=(1.0, NOW - 99 * STEP_S - 10_000))
@@ -102,20 +108,28 @@ def test_a_position_is_a_step_and_a_time_on_either_axis(run: RunDirectory) -> No
 
 
 @pytest.mark.parametrize("size", [*SIZES, (200, 50)])
-async def test_everything_follows_the_cursor_and_comes_back(runs_dir: Path, size: tuple[int, int]) -> None:
+async def test_everything_follows_the_cursor_and_comes_back(
+    runs_dir: Path, size: tuple[int, int]
+) -> None:
     run = write_run(runs_dir, steps=120, seconds_of_samples=300)
     async with opened(runs_dir, size, open_run=run) as ui:
         await ui.state_shown("training")
         screen, log = ui.screen, ui.find("#log", LogView)
         assert isinstance(screen, DashboardScreen)
-        await ui.until(lambda: screen.snapshot is not None and screen.snapshot.recent and len(log.lines) > 100)
+        await ui.until(
+            lambda: screen.snapshot is not None and screen.snapshot.recent and len(log.lines) > 100
+        )
         await ui.press("i", "shift+left", "shift+left")
         await ui.until(lambda: screen.view.cursor is not None and screen.view.cursor < 118)
         step = round(screen.view.cursor or 0)
         await ui.until(lambda: ui.shown("StepPanel").startswith(f"step {step} "))
-        await ui.until(lambda: screen.snapshot is not None and screen.snapshot.inspected is not None)
+        await ui.until(
+            lambda: screen.snapshot is not None and screen.snapshot.inspected is not None
+        )
         assert not log.following
         assert f"step {step}/" in "".join(log.render_line(y).text for y in range(log.size.height))
         await ui.press("escape")
         await ui.until(lambda: screen.snapshot is not None and screen.snapshot.inspected is None)
-        await ui.until(lambda: log.following and not ui.shown("StepPanel").startswith(f"step {step} "))
+        await ui.until(
+            lambda: log.following and not ui.shown("StepPanel").startswith(f"step {step} ")
+        )

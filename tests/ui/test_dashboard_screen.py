@@ -67,7 +67,10 @@ async def test_several_hosts_are_told_apart(runs_dir: Path) -> None:
     run.log_path(1, "second").write_text("trained elsewhere\n")
     async with opened(runs_dir, (120, 50), open_run=run) as ui:
         await ui.until(lambda: len(ui.find("#nodes", NumaNodes).pictures) == 8)
-        assert {picture.host for picture in ui.find("#nodes", NumaNodes).pictures} == {"quad-gh200", "second"}
+        assert {picture.host for picture in ui.find("#nodes", NumaNodes).pictures} == {
+            "quad-gh200",
+            "second",
+        }
         assert "8 nodes of 2 hosts" in ui.text()
         assert "second GPU 3" in ui.shown("#gpus")
         await ui.until(lambda: "second: trained elsewhere" in ui.text())
@@ -78,7 +81,9 @@ async def test_every_value_of_the_loss_is_read_whole(runs_dir: Path, size: tuple
     run = write_run(runs_dir, steps=120, seconds_of_samples=5)
     writer = MetricsWriter(run, 1)
     for step, loss in ((60, 2.5), (110, 2.25)):
-        writer.append(EvaluationRecord(attempt=1, time=time.time(), step=step, loss=loss, tokens=100))
+        writer.append(
+            EvaluationRecord(attempt=1, time=time.time(), step=step, loss=loss, tokens=100)
+        )
     writer.close()
     async with opened(runs_dir, size, open_run=run) as ui:
         # What finds no room beside the others stands below the heading.
@@ -90,7 +95,9 @@ async def test_every_value_of_the_loss_is_read_whole(runs_dir: Path, size: tuple
 
 
 @pytest.mark.parametrize("size", SIZES)
-async def test_a_maximised_panel_keeps_the_run_and_the_keys_in_sight(runs_dir: Path, size: tuple[int, int]) -> None:
+async def test_a_maximised_panel_keeps_the_run_and_the_keys_in_sight(
+    runs_dir: Path, size: tuple[int, int]
+) -> None:
     run = write_run(runs_dir, steps=120, seconds_of_samples=5)
     async with opened(runs_dir, size, open_run=run) as ui:
         await ui.state_shown("training")
@@ -104,27 +111,37 @@ async def test_a_maximised_panel_keeps_the_run_and_the_keys_in_sight(runs_dir: P
                 assert word in text, word
             assert "╱" not in text, "the panel has the whole width"
             assert ui.screen.maximized.region.bottom == size[1] - 1
-            assert ("m", "All panels again") in [(key, more) for _, keys in key_groups(ui.screen) for key, _, more in keys]
+            assert ("m", "All panels again") in [
+                (key, more) for _, keys in key_groups(ui.screen) for key, _, more in keys
+            ]
             await ui.press("escape" if number % 2 else "m")
             await ui.until(lambda: "m Maximise" in ui.text())
         await ui.press("m", "slash")
         await ui.type_text("step 42/")
         await ui.until(lambda: "step 42/" in ui.lines()[-2])
         await ui.press("enter")
-        state = msgspec.structs.replace(read_state(run), state="failed", reason="rank 2 was lost", suggestion="so-tui resume it")
+        state = msgspec.structs.replace(
+            read_state(run), state="failed", reason="rank 2 was lost", suggestion="so-tui resume it"
+        )
         write_state(run, state)
         await ui.state_shown("✗ failed")
         assert "rank 2 was lost" in ui.lines()[2]
 
 
-async def test_time_left_and_newest_values_are_shown_only_while_the_run_trains(runs_dir: Path) -> None:
+async def test_time_left_and_newest_values_are_shown_only_while_the_run_trains(
+    runs_dir: Path,
+) -> None:
     run = write_run(runs_dir, steps=120, seconds_of_samples=5)
 
     def headings() -> str:
         return ui.heading("#loss") + "\n" + ui.heading("#throughput")
 
     async with opened(runs_dir, open_run=run) as ui:
-        await ui.until(lambda: "left " in ui.shown("#title") and "now " in headings() and "last " not in headings())
+        await ui.until(
+            lambda: (
+                "left " in ui.shown("#title") and "now " in headings() and "last " not in headings()
+            )
+        )
         request(run, "stop")
         await ui.state_shown("asked to stop")
         assert "left " not in ui.shown("#title")
@@ -151,19 +168,27 @@ async def test_news_that_come_again_are_drawn(runs_dir: Path) -> None:
     async with opened(runs_dir, open_run=run) as ui:
         news = ui.find("#news", StyledLines)
         training = read_state(run)
-        write_state(run, msgspec.structs.replace(training, state="saving", detail="checkpoint of step 60"))
+        write_state(
+            run, msgspec.structs.replace(training, state="saving", detail="checkpoint of step 60")
+        )
         await ui.until(lambda: "checkpoint of step 60" in ui.text())
         write_state(run, training)
         await ui.until(lambda: not news.display)
         writer = MetricsWriter(run, 1)
-        writer.append(CheckpointRecord(attempt=1, time=time.time(), step=60, path="/checkpoint", bytes=1, seconds=1.0))
+        writer.append(
+            CheckpointRecord(
+                attempt=1, time=time.time(), step=60, path="/checkpoint", bytes=1, seconds=1.0
+            )
+        )
         writer.close()
         write_state(run, msgspec.structs.replace(training, state="finished", saved_step=60))
         await ui.until(lambda: "E exports the model" in ui.text())
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 36)])
-async def test_the_log_follows_its_end_is_searched_and_follows_again(runs_dir: Path, size: tuple[int, int]) -> None:
+async def test_the_log_follows_its_end_is_searched_and_follows_again(
+    runs_dir: Path, size: tuple[int, int]
+) -> None:
     run = write_run(runs_dir, steps=150, seconds_of_samples=5)
     async with opened(runs_dir, size, open_run=run) as ui:
         log = ui.find("LogView", LogView)
@@ -187,14 +212,18 @@ async def test_the_log_follows_its_end_is_searched_and_follows_again(runs_dir: P
 
 async def test_the_speed_of_ranks_without_gpus_is_given_by_rank(runs_dir: Path) -> None:
     machine = msgspec.structs.replace(quad_machine(), gpus=())
-    run = write_run(runs_dir, steps=20, seconds_of_samples=5, machine=machine, preset="tiny", gpus=2)
+    run = write_run(
+        runs_dir, steps=20, seconds_of_samples=5, machine=machine, preset="tiny", gpus=2
+    )
     async with opened(runs_dir, open_run=run) as ui:
         await ui.until(lambda: "TFLOPS/rank" in ui.text())
         assert "TFLOPS/GPU" not in ui.text()
 
 
 @pytest.mark.parametrize("size", SIZES)
-async def test_steps_without_a_loss_are_marked_and_counted(runs_dir: Path, size: tuple[int, int]) -> None:
+async def test_steps_without_a_loss_are_marked_and_counted(
+    runs_dir: Path, size: tuple[int, int]
+) -> None:
     run = write_run(runs_dir, steps=120, seconds_of_samples=5, nan_steps=range(60, 63))
     async with opened(runs_dir, size, open_run=run) as ui:
         await ui.until(lambda: "3 NaN" in ui.heading("#loss"))
@@ -210,8 +239,13 @@ async def test_steps_without_a_loss_are_marked_and_counted(runs_dir: Path, size:
 
 
 @pytest.mark.parametrize("scrolled_up", [False, True])
-async def test_the_log_of_a_run_opened_second_is_followed_to_its_end(runs_dir: Path, scrolled_up: bool) -> None:
-    first, second = (write_run(runs_dir, preset=name, steps=120, seconds_of_samples=5) for name in ("phi-4", "qwen3-14b"))
+async def test_the_log_of_a_run_opened_second_is_followed_to_its_end(
+    runs_dir: Path, scrolled_up: bool
+) -> None:
+    first, second = (
+        write_run(runs_dir, preset=name, steps=120, seconds_of_samples=5)
+        for name in ("phi-4", "qwen3-14b")
+    )
     async with opened(runs_dir, open_run=first) as ui:
         log = ui.find("LogView", LogView)
         await ui.until(lambda: log.lines and log.scroll_y == log.max_scroll_y)
@@ -239,7 +273,9 @@ async def test_the_search_bar_moves_no_panel(runs_dir: Path, size: tuple[int, in
         assert panels.max_scroll_y == before[1]
 
 
-async def test_long_lines_of_the_log_are_cut_and_whole_where_it_is_maximised(runs_dir: Path) -> None:
+async def test_long_lines_of_the_log_are_cut_and_whole_where_it_is_maximised(
+    runs_dir: Path,
+) -> None:
     run = write_run(runs_dir, steps=20, seconds_of_samples=5)
     with run.log_path(1, "quad-gh200").open("a") as file:
         file.write(f"{'long ' * 40}end\n")
@@ -304,7 +340,9 @@ async def test_a_run_whose_folder_is_deleted_offers_nothing(runs_dir: Path, stat
         assert "so-tui resume" not in text
 
 
-async def test_a_run_that_may_be_lost_is_checked_before_it_is_called_training(runs_dir: Path) -> None:
+async def test_a_run_that_may_be_lost_is_checked_before_it_is_called_training(
+    runs_dir: Path,
+) -> None:
     run = write_run(runs_dir, steps=10, seconds_of_samples=2)
     before = time.time() - 120
     os.utime(run.state_path, (before, before))
@@ -317,7 +355,9 @@ async def test_a_run_that_may_be_lost_is_checked_before_it_is_called_training(ru
         await ui.state_shown("training")
 
 
-async def test_a_run_found_lost_is_resumed_by_the_users_word(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_run_found_lost_is_resumed_by_the_users_word(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = write_run(runs_dir, steps=10, seconds_of_samples=2, name="far")
     before = time.time() - 120
     os.utime(run.state_path, (before, before))
@@ -341,7 +381,9 @@ async def test_the_list_checks_a_run_that_may_be_lost(runs_dir: Path) -> None:
         await ui.until(lambda: "● training" in ui.text())
 
 
-async def test_the_scroll_bar_of_a_log_that_is_followed_stands_at_its_end_whenever_it_is_shown(runs_dir: Path) -> None:
+async def test_the_scroll_bar_of_a_log_that_is_followed_stands_at_its_end_whenever_it_is_shown(
+    runs_dir: Path,
+) -> None:
     run = write_run(runs_dir, steps=240, seconds_of_samples=2)
     async with opened(runs_dir, open_run=run) as ui:
         log = ui.find("LogView", LogView)

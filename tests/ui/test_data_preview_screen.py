@@ -66,12 +66,22 @@ def done(screen: DataPreviewScreen) -> bool:
     return not screen.query_one("#again", Button).disabled
 
 
-async def test_the_data_is_shown_as_the_model_will_see_it_and_more_on_demand(runs_dir: Path, asked: list[int]) -> None:
+async def test_the_data_is_shown_as_the_model_will_see_it_and_more_on_demand(
+    runs_dir: Path, asked: list[int]
+) -> None:
     async with opened(runs_dir) as ui:
         screen = await look(ui)
         await ui.until(lambda: done(screen))
         text = ui.text()
-        for part in ("355 are trained on", "% full", "documents by length", "do not see each other", "what is trained", "row 1", "<|eos|>"):
+        for part in (
+            "355 are trained on",
+            "% full",
+            "documents by length",
+            "do not see each other",
+            "what is trained",
+            "row 1",
+            "<|eos|>",
+        ):
             assert part in text
         assert len(screen.query(".preview-row")) == FIRST_ROWS
         await ui.pilot.click("#more")
@@ -81,7 +91,9 @@ async def test_the_data_is_shown_as_the_model_will_see_it_and_more_on_demand(run
         await ui.until(lambda: ui.screen is not screen)
 
 
-async def test_what_is_wrong_with_the_data_is_shown_with_the_remedy(runs_dir: Path, tmp_path: Path) -> None:
+async def test_what_is_wrong_with_the_data_is_shown_with_the_remedy(
+    runs_dir: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text('{"instruction": "Add.", "output": ["5"]}')
     async with opened(runs_dir) as ui:
@@ -109,12 +121,16 @@ async def test_leaving_ends_the_helper_process(runs_dir: Path, tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("asked")
-async def test_without_colour_what_is_trained_stands_between_marks(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_colour_what_is_trained_stands_between_marks(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     async with opened(runs_dir, (80, 24)) as ui:
         assert ui.app.no_color
         screen = await look(ui)
         await ui.until(lambda: done(screen))
-        assert any("«git fetch" in str(row.content) for row in screen.query(".preview-row").results(Static))
+        assert any(
+            "«git fetch" in str(row.content) for row in screen.query(".preview-row").results(Static)
+        )
         assert "«" in legend(marks=True).plain
         assert "«" not in legend(marks=False).plain

@@ -12,7 +12,11 @@ TINY = find_preset("tiny").spec
 
 def opened_with(**recommended: str) -> Drafts:
     drafts = Drafts()
-    drafts.open(TINY, with_values(TINY, {path.replace("__", "."): text for path, text in recommended.items()}), "this machine")
+    drafts.open(
+        TINY,
+        with_values(TINY, {path.replace("__", "."): text for path, text in recommended.items()}),
+        "this machine",
+    )
     return drafts
 
 
@@ -28,7 +32,9 @@ def test_what_was_recommended_is_no_change() -> None:
 def test_changes_are_counted_from_what_was_opened() -> None:
     drafts = opened_with(offload__ratio="0.25")
     drafts.enter("offload.ratio", drafts.base_values["offload.ratio"])
-    assert drafts.changes == {"offload.ratio": drafts.base_values["offload.ratio"]}, "also back to the preset's own value"
+    assert drafts.changes == {"offload.ratio": drafts.base_values["offload.ratio"]}, (
+        "also back to the preset's own value"
+    )
     assert drafts.was("offload.ratio") == "0.25"
     drafts.enter("train.learning_rate", "0.123")
     assert drafts.unsaved() == {"tiny": 2}
@@ -83,4 +89,6 @@ def test_the_title_names_the_machine_that_a_recommendation_was_for() -> None:
     drafts.open(TINY, with_values(TINY, {"offload.ratio": "0.5"}), "gh200-480")
     assert "recommended for gh200-480: offload ratio" in changes.title(drafts, 120).plain
     drafts.open(TINY)
-    assert "recommended for gh200-480: offload ratio" in changes.title(drafts, 120).plain, "nothing else was recommended since"
+    assert "recommended for gh200-480: offload ratio" in changes.title(drafts, 120).plain, (
+        "nothing else was recommended since"
+    )

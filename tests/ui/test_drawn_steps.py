@@ -39,17 +39,25 @@ Losses = Mapping[int, float]
 
 def mean_of(losses: Losses, step: int, span: int) -> float:
     """The definition of the mean, in plain words."""
-    finite = [loss for at in range(step - span + 1, step + 1) if math.isfinite(loss := losses.get(at, math.nan))]
+    finite = [
+        loss
+        for at in range(step - span + 1, step + 1)
+        if math.isfinite(loss := losses.get(at, math.nan))
+    ]
     return math.fsum(finite) / len(finite) if finite else math.nan
 
 
-def check_drawn(series: StepSeries, losses: Losses, columns: Iterable[int] = (1, 7, 80, 317)) -> None:
+def check_drawn(
+    series: StepSeries, losses: Losses, columns: Iterable[int] = (1, 7, 80, 317)
+) -> None:
     """Check that the raw line and the mean account for these losses, all of them and nothing else."""
     line = series.line("loss", "raw", series.lengths)
     steps = sorted(losses)
     assert series.begin[0] == steps[0]
     assert series.steps[line.length - 1] == steps[-1]
-    assert series.series["loss"].missing(line.length) == sum(not math.isfinite(loss) for loss in losses.values())
+    assert series.series["loss"].missing(line.length) == sum(
+        not math.isfinite(loss) for loss in losses.values()
+    )
     axis = Axis("step", steps[0], max(steps[-1], steps[0] + 1))
     for number in columns:
         found, gaps = spans(line, axis, number)
@@ -59,7 +67,9 @@ def check_drawn(series: StepSeries, losses: Losses, columns: Iterable[int] = (1,
         for step in steps:
             while series.steps[row] < step:
                 row += 1
-            column = min(number - 1, max(0, bisect_right(edges, series.steps[row]) - 1))  # where the row of this step is drawn
+            column = min(
+                number - 1, max(0, bisect_right(edges, series.steps[row]) - 1)
+            )  # where the row of this step is drawn
             assert series.steps[row] - step < 50
             if math.isfinite(losses[step]):
                 inside[column].append(losses[step])
@@ -84,7 +94,8 @@ def same(one: StepSeries, other: StepSeries) -> bool:
         and one.times == other.times
         and one.begin == other.begin
         and all(
-            repr([series.value(index) for index in range(len(series))]) == repr([again.value(index) for index in range(len(again))])
+            repr([series.value(index) for index in range(len(series))])
+            == repr([again.value(index) for index in range(len(again))])
             for series, again in zip(one.series.values(), other.series.values(), strict=True)
         )
     )
@@ -100,13 +111,16 @@ def fresh(run: RunDirectory, cache: Path, span: int, ema: float | None = None) -
     return steps.series
 
 
-def runs(steps: list[int], segment_bytes: list[int], chunks: list[int]) -> st.SearchStrategy[dict[str, object]]:
+def runs(
+    steps: list[int], segment_bytes: list[int], chunks: list[int]
+) -> st.SearchStrategy[dict[str, object]]:
     """What a run is made of, and how it is read."""
     return st.fixed_dictionaries(
         {
             "steps": st.sampled_from(steps),
             "interval": st.sampled_from([1, 1, 3, 10]),
-            "skipped": st.sets(st.integers(1, 10_000), max_size=30) | st.just({50, 100, 4000, 7950}),
+            "skipped": st.sets(st.integers(1, 10_000), max_size=30)
+            | st.just({50, 100, 4000, 7950}),
             "nan": st.sets(st.integers(1, 10_000), max_size=30),
             "resumed": st.sampled_from([None, None, 0, 33, 650, 5000, 9400]),
             "segment_bytes": st.sampled_from(segment_bytes),
@@ -126,14 +140,22 @@ CHECKS = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 
 @given(SMALL)
-@settings(max_examples=25, deadline=None, suppress_health_check=CHECKS, derandomize=True, phases=PHASES)
-def test_every_record_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: dict[str, object]) -> None:
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=CHECKS, derandomize=True, phases=PHASES
+)
+def test_every_record_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: dict[str, object]
+) -> None:
     try_run(tmp_path, monkeypatch, made)
 
 
 @given(LARGE)
-@settings(max_examples=3, deadline=None, suppress_health_check=CHECKS, derandomize=True, phases=PHASES)
-def test_every_record_of_ten_thousand_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: dict[str, object]) -> None:
+@settings(
+    max_examples=3, deadline=None, suppress_health_check=CHECKS, derandomize=True, phases=PHASES
+)
+def test_every_record_of_ten_thousand_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: dict[str, object]
+) -> None:
     try_run(tmp_path, monkeypatch, made)
 
 
@@ -143,7 +165,9 @@ def try_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: dict[str, obj
     run = create_run(SPEC, folder / "runs", "run")
     looks, look_s = count(), float(str(made["look_s"]))
     with monkeypatch.context() as patched:
-        patched.setattr("so_tui.runs.metrics.time", SimpleNamespace(monotonic=lambda: next(looks) * look_s))
+        patched.setattr(
+            "so_tui.runs.metrics.time", SimpleNamespace(monotonic=lambda: next(looks) * look_s)
+        )
         patched.setattr("so_tui.runs.metrics._CHUNK_BYTES", made["chunk"])
         _try(run, folder / "cache", **made)  # type: ignore[arg-type]
 
@@ -191,17 +215,23 @@ def _try(
     if not losses:
         return
     for _poll in range(100_000):
-        if not read_on(reader, followed, span) and not reader.unread_share:  # an index may have disappeared
+        if (
+            not read_on(reader, followed, span) and not reader.unread_share
+        ):  # an index may have disappeared
             break
     assert reader.unread_share == 0
     check_drawn(followed.series, losses)
     assert same(followed.series, fresh(run, cache, span))
 
 
-def test_every_record_of_a_million_is_drawn_and_opening_them_takes_less_than_a_second(run: RunDirectory, tmp_path: Path) -> None:
+def test_every_record_of_a_million_is_drawn_and_opening_them_takes_less_than_a_second(
+    run: RunDirectory, tmp_path: Path
+) -> None:
     last = write_long_run(run, 1_000_000)
     opened_s = math.inf
-    for _ in range(3):  # other programs empty the processor's caches: the least of a few is what it takes
+    for _ in range(
+        3
+    ):  # other programs empty the processor's caches: the least of a few is what it takes
         begun = time.process_time()
         reader = MetricsReader(run, IndexCache(tmp_path / "cache"))
         steps = FollowedSteps(reader)
@@ -214,7 +244,9 @@ def test_every_record_of_a_million_is_drawn_and_opening_them_takes_less_than_a_s
     assert reader.latest is not None
     assert reader.latest.step == last
     assert opened_s < 1.0
-    check_drawn(steps.series, {step: loss_at(step) for step in range(FIRST, last + 1)}, columns=(317,))
+    check_drawn(
+        steps.series, {step: loss_at(step) for step in range(FIRST, last + 1)}, columns=(317,)
+    )
     assert not (tmp_path / "cache").exists()  # all but the newest have an index
     draw = random.Random(0)
     for _ in range(4):
@@ -223,16 +255,25 @@ def test_every_record_of_a_million_is_drawn_and_opening_them_takes_less_than_a_s
 
 def read_anyhow(run: RunDirectory, cache: Path, draw: random.Random) -> StepSeries:
     """Read a long run in chunks of any size, by a clock of any speed, drawing now and then, with the index of a real segment gone."""
-    reader, looks, look_s = MetricsReader(run, IndexCache(cache)), count(), draw.choice([0.002, 0.004, 0.01, 0.03])
+    reader, looks, look_s = (
+        MetricsReader(run, IndexCache(cache)),
+        count(),
+        draw.choice([0.002, 0.004, 0.01, 0.03]),
+    )
     steps = FollowedSteps(reader)
     index_path(segments(run.metrics_dir)[draw.choice([198, 199])]).unlink(missing_ok=True)
     polls, more = 0, True
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("so_tui.runs.metrics.time", SimpleNamespace(monotonic=lambda: next(looks) * look_s))
+        patched.setattr(
+            "so_tui.runs.metrics.time", SimpleNamespace(monotonic=lambda: next(looks) * look_s)
+        )
         patched.setattr("so_tui.runs.metrics._CHUNK_BYTES", draw.randrange(700, 1 << 18))
         while more or reader.unread_share:
             progress = reader.poll(limit_records=draw.randrange(1, 5000), limit_s=0.1)
-            steps.take([record for record in progress.records if isinstance(record, StepRecord)], redraw=progress.redraw)
+            steps.take(
+                [record for record in progress.records if isinstance(record, StepRecord)],
+                redraw=progress.redraw,
+            )
             polls, more = polls + 1, progress.more
             if draw.random() < 0.1:
                 steps.update(50)
@@ -246,7 +287,9 @@ def run(tmp_path: Path) -> RunDirectory:
     return create_run(SPEC, tmp_path / "runs")
 
 
-def test_a_run_looks_the_same_at_every_time_live_and_opened_again(run: RunDirectory, tmp_path: Path) -> None:
+def test_a_run_looks_the_same_at_every_time_live_and_opened_again(
+    run: RunDirectory, tmp_path: Path
+) -> None:
     writer = MetricsWriter(run, 1, segment_bytes=300_000)
     reader = MetricsReader(run, IndexCache(tmp_path / "cache"))
     live = FollowedSteps(reader)
@@ -260,7 +303,9 @@ def test_a_run_looks_the_same_at_every_time_live_and_opened_again(run: RunDirect
 
 
 @pytest.mark.parametrize("ema", [EMAS[1], EMAS[3], EMAS[-1]])
-def test_an_ema_at_a_step_is_the_same_at_every_time_and_exact(run: RunDirectory, tmp_path: Path, ema: float) -> None:
+def test_an_ema_at_a_step_is_the_same_at_every_time_and_exact(
+    run: RunDirectory, tmp_path: Path, ema: float
+) -> None:
     """Also with steps without a number, with a resume inside a block, and with a segment without an index."""
     draw = random.Random(int(100 * ema))
     exact: dict[int, float] = {}
@@ -290,12 +335,16 @@ def test_an_ema_at_a_step_is_the_same_at_every_time_and_exact(run: RunDirectory,
                 assert shown.steps is not None
                 assert shown.length > 250
                 for row in range(shown.length):
-                    assert shown.series.value(row) == pytest.approx(exact[int(shown.steps[row])], rel=1e-9), shown.steps[row]
+                    assert shown.series.value(row) == pytest.approx(
+                        exact[int(shown.steps[row])], rel=1e-9
+                    ), shown.steps[row]
                 assert series.approximate_until == 0
     writer.close()
 
 
-def test_an_ema_of_another_weight_says_up_to_which_step_it_is_approximate(run: RunDirectory, tmp_path: Path) -> None:
+def test_an_ema_of_another_weight_says_up_to_which_step_it_is_approximate(
+    run: RunDirectory, tmp_path: Path
+) -> None:
     writer = MetricsWriter(run, 1)
     for step in range(1, 12_101):
         writer.append(step_record(step, loss=float(step % 7)))
@@ -303,7 +352,9 @@ def test_an_ema_of_another_weight_says_up_to_which_step_it_is_approximate(run: R
             assert fresh(run, tmp_path, 50, 0.93).approximate_until == 0
     writer.close()
     assert fresh(run, tmp_path, 50, 0.93).approximate_until == 8000
-    assert fresh(run, tmp_path, 50).approximate_until == 0, "the mean of 50 steps is exact at the ends of blocks"
+    assert fresh(run, tmp_path, 50).approximate_until == 0, (
+        "the mean of 50 steps is exact at the ends of blocks"
+    )
     closer = StepSeries(50, ema=0.93)
     reader = MetricsReader(run, IndexCache(tmp_path))
     reader.poll(limit_records=20_000, limit_s=60.0)
@@ -312,7 +363,9 @@ def test_an_ema_of_another_weight_says_up_to_which_step_it_is_approximate(run: R
     assert len(closer) == 1001
 
 
-def test_a_line_ends_where_records_are_still_to_be_read(run: RunDirectory, tmp_path: Path, step: Callable[..., StepRecord]) -> None:
+def test_a_line_ends_where_records_are_still_to_be_read(
+    run: RunDirectory, tmp_path: Path, step: Callable[..., StepRecord]
+) -> None:
     writer = MetricsWriter(run, 1, segment_bytes=50_000)
     for number in range(1, 2001):
         writer.append(step(number, loss=float(number)))

@@ -26,7 +26,9 @@ from tests.support.screen import Driver, opened
 def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launch:
     """A launch for a partition, from a terminal that can be lent to an editor."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setattr("so_tui.launch.executors.slurm.queue.cache_home", lambda: tmp_path / "cache")
+    monkeypatch.setattr(
+        "so_tui.launch.executors.slurm.queue.cache_home", lambda: tmp_path / "cache"
+    )
     monkeypatch.setattr(commands, "cluster_name", lambda: "here")
     monkeypatch.setattr(HeadlessDriver, "can_suspend", True)
     monkeypatch.delenv("VISUAL", raising=False)

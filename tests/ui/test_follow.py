@@ -13,7 +13,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from so_tui.runs import MetricsWriter, RunReader, SampleWriter, read_spec, read_state, write_spec, write_state
+from so_tui.runs import (
+    MetricsWriter,
+    RunReader,
+    SampleWriter,
+    read_spec,
+    read_state,
+    write_spec,
+    write_state,
+)
 from so_tui.runs.means import mean_steps
 from so_tui.runs.records import EvaluationRecord, ResumedRecord, RunState, StepRecord
 from so_tui.runs.samples import SampleReader
@@ -47,29 +55,40 @@ def test_a_run_is_taken_whole_and_then_followed(runs_dir: Path) -> None:
     assert first.nodes[1].cpus == tuple(range(72, 144))
     assert first.series["loss"].has_gap(99, 109)
     assert not first.series["loss"].has_gap(0, 99)
-    assert [line.text for line in first.log_lines][-1].startswith(time.strftime("%H")) or first.log_lines
+    assert [line.text for line in first.log_lines][-1].startswith(
+        time.strftime("%H")
+    ) or first.log_lines
     assert first.latest is not None
 
     writer = MetricsWriter(run, 1)
     writer.append(later(first.latest, step=301, time=first.latest.time + 3, loss=1.25))
     second = follower.poll()
-    assert (first.length, second.length) == (300, 301), "a snapshot does not grow after it was handed over"
+    assert (first.length, second.length) == (300, 301), (
+        "a snapshot does not grow after it was handed over"
+    )
     assert second.series["loss"].value(300) == 1.25
     assert second.log_lines == ()
     writer.close()
 
 
-def test_evaluations_are_a_line_of_their_own_and_a_resume_takes_later_ones_back(runs_dir: Path) -> None:
+def test_evaluations_are_a_line_of_their_own_and_a_resume_takes_later_ones_back(
+    runs_dir: Path,
+) -> None:
     run = write_run(runs_dir, steps=50, seconds_of_samples=5)
     follower = RunFollower(run)
     assert follower.poll().evaluations is None
     writer = MetricsWriter(run, 1)
     for step, loss in ((20, 2.5), (40, 2.0)):
-        writer.append(EvaluationRecord(attempt=1, time=time.time(), step=step, loss=loss, tokens=100))
+        writer.append(
+            EvaluationRecord(attempt=1, time=time.time(), step=step, loss=loss, tokens=100)
+        )
     line = follower.poll().evaluations
     assert line is not None
     assert line.steps is not None
-    assert [(line.steps[index], line.series.value(index)) for index in range(line.length)] == [(20, 2.5), (40, 2.0)]
+    assert [(line.steps[index], line.series.value(index)) for index in range(line.length)] == [
+        (20, 2.5),
+        (40, 2.0),
+    ]
     assert follower.poll().evaluations is line
     writer.close()
     writer = MetricsWriter(run, 2)
@@ -118,7 +137,9 @@ def test_a_run_without_a_step_has_no_step_axis_but_a_time_axis(runs_dir: Path) -
     assert axis.unit == "time"
 
 
-def test_a_heartbeat_that_stands_still_is_timed(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_heartbeat_that_stands_still_is_timed(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = write_run(runs_dir, steps=5, seconds_of_samples=3)
     follower = RunFollower(run)
     clock = [0.0]
@@ -150,7 +171,15 @@ def test_zoom_keeps_the_newest_in_sight_and_stays_inside_the_run() -> None:
 
 
 def test_rows_are_shared_so_that_everything_fits() -> None:
-    for height, nodes, gpus in ((21, 1, 0), (21, 1, 1), (21, 4, 2), (33, 4, 4), (33, 1, 1), (47, 4, 4), (47, 8, 8)):
+    for height, nodes, gpus in (
+        (21, 1, 0),
+        (21, 1, 1),
+        (21, 4, 2),
+        (33, 4, 4),
+        (33, 1, 1),
+        (47, 4, 4),
+        (47, 8, 8),
+    ):
         fixed = 3 if nodes > 3 and height < 24 else 4
         rows = rows_for(height, nodes, gpus, fixed)
         used = fixed + rows.charts + rows.log + nodes * (2 + rows.plot) + gpus
@@ -160,7 +189,15 @@ def test_rows_are_shared_so_that_everything_fits() -> None:
 
 
 def test_a_mean_covers_a_share_of_the_run() -> None:
-    assert [mean_steps(total) for total in (0, 60, 249, 250, 625, 1250, 10**6)] == [5, 5, 5, 10, 25, 50, 50]
+    assert [mean_steps(total) for total in (0, 60, 249, 250, 625, 1250, 10**6)] == [
+        5,
+        5,
+        5,
+        10,
+        25,
+        50,
+        50,
+    ]
     assert mean_steps(12_500, log_interval=10) == 500
     assert mean_steps(8500, log_interval=7) == 200  # of whole blocks, where blocks are drawn
 
@@ -187,7 +224,9 @@ def test_a_run_that_has_ended_shows_what_its_host_did_while_it_trained(runs_dir:
     last = RunReader(run).poll().samples["quad-gh200"][-1]
     import msgspec
 
-    idle = tuple(msgspec.structs.replace(gpu, busy_percent=0, memory_used_bytes=0) for gpu in last.gpus)
+    idle = tuple(
+        msgspec.structs.replace(gpu, busy_percent=0, memory_used_bytes=0) for gpu in last.gpus
+    )
     for second in range(2, 60):
         writer.append(msgspec.structs.replace(last, time=last.time + second, gpus=idle))
     writer.close()
@@ -197,7 +236,9 @@ def test_a_run_that_has_ended_shows_what_its_host_did_while_it_trained(runs_dir:
 
 
 def test_a_window_of_a_long_run_is_read_step_by_step_when_zoomed_in(runs_dir: Path) -> None:
-    run = write_run(runs_dir, steps=60_000, total=70_000, seconds_of_samples=1, preset="tiny", gpus=1)
+    run = write_run(
+        runs_dir, steps=60_000, total=70_000, seconds_of_samples=1, preset="tiny", gpus=1
+    )
     follower = RunFollower(run)
     whole = follower.poll()
     assert whole.length < 10_000
@@ -208,10 +249,15 @@ def test_a_window_of_a_long_run_is_read_step_by_step_when_zoomed_in(runs_dir: Pa
     close = follower.poll(axis.in_steps())
     line = close.line("loss", "raw", axis)
     assert line.steps is not None
-    assert [step for step in line.steps[: line.length] if 6000 <= step <= 6100] == list(range(6000, 6101))
+    assert [step for step in line.steps[: line.length] if 6000 <= step <= 6100] == list(
+        range(6000, 6101)
+    )
     in_time = axis_of(close, View("time", window=(whole.times[200], whole.times[202])))
     assert in_time is not None
-    assert follower.poll(in_time.in_steps()).line("loss", "raw", in_time).steps is not close.whole.steps
+    assert (
+        follower.poll(in_time.in_steps()).line("loss", "raw", in_time).steps
+        is not close.whole.steps
+    )
     assert follower.poll().line("loss", "raw", axis_of(whole, View())).length == whole.length
 
     # A window that reaches to the newest step follows it.
@@ -227,7 +273,9 @@ def test_a_window_of_a_long_run_is_read_step_by_step_when_zoomed_in(runs_dir: Pa
     assert line.steps is not newest.whole.steps
 
 
-def test_the_cursor_stands_where_blocks_end_so_that_its_values_are_those_of_its_step(runs_dir: Path) -> None:
+def test_the_cursor_stands_where_blocks_end_so_that_its_values_are_those_of_its_step(
+    runs_dir: Path,
+) -> None:
     run = write_run(runs_dir, steps=0, seconds_of_samples=0)
     writer = MetricsWriter(run, 1)
     for step in range(1, 60_001):
@@ -240,7 +288,9 @@ def test_the_cursor_stands_where_blocks_end_so_that_its_values_are_those_of_its_
         at = snapshot.standing(x, "step")
         assert abs(at - x) < 50
         assert value_at(snapshot.line("loss", "raw", axis), axis, at) == at
-        assert value_at(snapshot.mean_line("loss", "main", axis), axis, at) == pytest.approx(max((1 + at) / 2, at - 24.5))
+        assert value_at(snapshot.mean_line("loss", "main", axis), axis, at) == pytest.approx(
+            max((1 + at) / 2, at - 24.5)
+        )
         assert snapshot.standing(1e9 + x, "time") == 1e9 + at
     assert snapshot.standing(56_013.0, "step") == 56_013.0
 
@@ -253,7 +303,9 @@ def test_the_cursor_stands_on_a_recorded_step_so_that_number_and_value_agree() -
 
 
 @pytest.mark.parametrize("seconds_a_look", [0.0, 0.02, 0.06])
-def test_every_step_is_drawn_however_slowly_the_run_is_read(runs_dir: Path, monkeypatch: pytest.MonkeyPatch, seconds_a_look: float) -> None:
+def test_every_step_is_drawn_however_slowly_the_run_is_read(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch, seconds_a_look: float
+) -> None:
     """On a busy host, or from a slow disk, one poll reads a part of the segments that have an index. The next ones read the others."""
     run = write_run(runs_dir, steps=0, seconds_of_samples=0)
     writer = MetricsWriter(run, 1, segment_bytes=64_000)
@@ -262,25 +314,33 @@ def test_every_step_is_drawn_however_slowly_the_run_is_read(runs_dir: Path, monk
         writer.append(step_record(step, loss=float(step)))
     writer.close()
     clock = itertools.count()
-    monkeypatch.setattr("so_tui.runs.metrics.time", SimpleNamespace(monotonic=lambda: next(clock) * seconds_a_look))
+    monkeypatch.setattr(
+        "so_tui.runs.metrics.time", SimpleNamespace(monotonic=lambda: next(clock) * seconds_a_look)
+    )
 
     follower, reading = RunFollower(run), True
     while reading:
         snapshot = follower.poll()
-        reading = snapshot.latest is None or snapshot.latest.step < steps or snapshot.unread_share > 0
+        reading = (
+            snapshot.latest is None or snapshot.latest.step < steps or snapshot.unread_share > 0
+        )
         if not snapshot.length:
             continue
         drawn = snapshot.steps[: snapshot.length]
         loss = snapshot.series["loss"]
         first = snapshot.whole.begin[0]
         assert first == 1 or snapshot.unread_share, "what is missing is said"
-        assert max(after - before for before, after in itertools.pairwise(drawn)) <= 50  # steps of a block
+        assert (
+            max(after - before for before, after in itertools.pairwise(drawn)) <= 50
+        )  # steps of a block
         assert loss.extremes(0, snapshot.length) == (first, drawn[-1])
         assert not loss.has_gap(0, snapshot.length)
     assert snapshot.steps[snapshot.length - 1] == steps
 
 
-def test_records_of_a_poll_that_failed_later_are_drawn_by_the_next(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_of_a_poll_that_failed_later_are_drawn_by_the_next(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = write_run(runs_dir, steps=50, seconds_of_samples=3)
     follower = RunFollower(run)
     first = follower.poll()
@@ -307,7 +367,10 @@ def test_the_load_of_a_long_run_begins_with_its_first_step(runs_dir: Path) -> No
     write_long_run(run, 3 * SEGMENT_STEPS)
     machine, chance, began = quad_machine(), random.Random(1), 1e9 + FIRST
     plan = plan_for(machine, "qwen3-14b", 4, 5000)
-    for first, last in ((0, 40), (60, 65)):  # two segments: the newest is followed, the other one is history
+    for first, last in (
+        (0, 40),
+        (60, 65),
+    ):  # two segments: the newest is followed, the other one is history
         writer = SampleWriter(run, machine.hostname)
         for second in range(first, last):
             writer.append(sample(chance, 1, began + second, machine, plan))
@@ -318,7 +381,9 @@ def test_the_load_of_a_long_run_begins_with_its_first_step(runs_dir: Path) -> No
 
 
 @pytest.mark.parametrize("failing", [1, 2, 3])
-def test_samples_that_could_not_be_read_for_a_moment_are_shown_later(runs_dir: Path, monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
+def test_samples_that_could_not_be_read_for_a_moment_are_shown_later(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
     """No newer samples follow, as the run has ended."""
     run = write_run(runs_dir, steps=30, seconds_of_samples=60, state="finished")
     steps_only = Wanted(("loss",), ("loss",), None)

@@ -41,7 +41,9 @@ def in_view(form: FormPanel, row: FieldRow) -> bool:
     return form.fields.region.contains_region(row.region)
 
 
-async def test_going_on_styles_two_fields_and_not_the_whole_form(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_going_on_styles_two_fields_and_not_the_whole_form(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     styled: set[DOMNode] = set()
     apply = Stylesheet.apply
 
@@ -56,7 +58,12 @@ async def test_going_on_styles_two_fields_and_not_the_whole_form(runs_dir: Path,
         in_form, left = form.styles.border_top, focused_row(ui)
         monkeypatch.setattr(Stylesheet, "apply", noted)
         await ui.press("down")
-        rows = {row.path for node in styled for row in node.ancestors_with_self if isinstance(row, FieldRow)}
+        rows = {
+            row.path
+            for node in styled
+            for row in node.ancestors_with_self
+            if isinstance(row, FieldRow)
+        }
         assert rows == {left, focused_row(ui)}
         assert form.styles.border_top == in_form
         await ui.press("escape")
@@ -64,7 +71,9 @@ async def test_going_on_styles_two_fields_and_not_the_whole_form(runs_dir: Path,
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 36)])
-async def test_up_and_down_move_between_fields_and_keep_them_in_view(runs_dir: Path, size: tuple[int, int]) -> None:
+async def test_up_and_down_move_between_fields_and_keep_them_in_view(
+    runs_dir: Path, size: tuple[int, int]
+) -> None:
     async with opened(runs_dir, size) as ui:
         await ui.configure()
         form = ui.find("FormPanel", FormPanel)
@@ -73,7 +82,9 @@ async def test_up_and_down_move_between_fields_and_keep_them_in_view(runs_dir: P
             await ui.press("down")
             await ui.until(partial(reached, ui, path))
             row = ui.find(f"#field-{path.replace('.', '-')}", FieldRow)
-            await ui.until(partial(in_view, form, row))  # a longer description takes rows from the fields, once it is laid out
+            await ui.until(
+                partial(in_view, form, row)
+            )  # a longer description takes rows from the fields, once it is laid out
             assert path in ui.shown("#about")
             control = ui.app.focused
             if isinstance(control, Input):
@@ -115,9 +126,17 @@ async def test_a_field_to_find_with_takes_no_columns(runs_dir: Path) -> None:
     write_run(runs_dir, steps=5, seconds_of_samples=1, state="finished")
     async with opened(runs_dir, (80, 24)) as ui:
         await ui.presets()
-        for key, page, rows in (("1", "presets", "#table"), ("2", "configure", "#form"), ("4", "runs", "#table")):
+        for key, page, rows in (
+            ("1", "presets", "#table"),
+            ("2", "configure", "#form"),
+            ("4", "runs", "#table"),
+        ):
             await ui.press(key)
-            await ui.until(lambda: ui.app.current_mode == page and ui.find(rows, Widget).region.width > 0)  # noqa: B023 - called at once
+            await ui.until(
+                lambda page=page, rows=rows: (
+                    ui.app.current_mode == page and ui.find(rows, Widget).region.width > 0
+                )
+            )
             before = ui.find(rows, Widget).region
             await ui.press("slash")
             await ui.until(lambda: ui.screen.query_one(FindField).region.height == 1)
@@ -147,9 +166,13 @@ async def test_the_mouse_steps_a_number(runs_dir: Path, size: tuple[int, int]) -
         row = ui.find("#field-train-micro_batch", FieldRow)
         row.scroll_visible(animate=False)
         await ui.pilot.pause()
-        assert not any(stepper.region for stepper in row.query(Stepper)), "only on the selected field"
+        assert not any(stepper.region for stepper in row.query(Stepper)), (
+            "only on the selected field"
+        )
         await ui.pilot.click(row.query_one(".field-name"))
-        await ui.until(lambda: row.has_focus_within and all(stepper.region for stepper in row.query(Stepper)))
+        await ui.until(
+            lambda: row.has_focus_within and all(stepper.region for stepper in row.query(Stepper))
+        )
         number = row.query_one(Input)
         before = int(number.value)
         await clicked(ui, row, 1, 2)
@@ -169,7 +192,11 @@ async def test_the_note_of_the_selected_field_is_whole(runs_dir: Path) -> None:
         await ui.configure()
         for path in ("offload.cpu_adam_cores_fraction", "train.gradient_accumulation", "gpus"):
             row = ui.find(f"#field-{path.replace('.', '-')}", FieldRow)
-            row.show_status(was="a value of before", problem="", note="a note that is longer than what is left of the row beside it")
+            row.show_status(
+                was="a value of before",
+                problem="",
+                note="a note that is longer than what is left of the row beside it",
+            )
             row.focus_control()
             await ui.until(partial(reached, ui, path))
             await ui.until(partial(is_whole, row.query_one(".field-note")))
@@ -191,13 +218,19 @@ async def test_a_note_without_room_ends_with_a_whole_word(runs_dir: Path) -> Non
 
 
 def test_a_description_writes_numbers_as_the_row_does() -> None:
-    numbers = {path: FieldRow(path, info, path, "").about for path, info in field_index().items() if not info.choices}
+    numbers = {
+        path: FieldRow(path, info, path, "").about
+        for path, info in field_index().items()
+        if not info.choices
+    }
     assert numbers["train.micro_batch"].endswith("from 1 to 4,096 sequences.")
     assert not [about for about in numbers.values() if re.search(r"\d_\d", about)]
 
 
 @pytest.mark.parametrize("size", [(80, 24), (160, 45)])
-async def test_left_and_right_step_what_the_plan_is_compared_with(runs_dir: Path, size: tuple[int, int]) -> None:
+async def test_left_and_right_step_what_the_plan_is_compared_with(
+    runs_dir: Path, size: tuple[int, int]
+) -> None:
     async with opened(runs_dir, size) as ui:
         await ui.configure()
         form = ui.screen
@@ -223,7 +256,9 @@ def test_strips_say_what_other_values_cost(quad: Machine) -> None:
     ratio, cores = strips
     assert (ratio.path, ratio.present, cores.path) == (RATIO, plan.ratio, CORES)
     assert ratio.choices[ratio.at].step_s == pytest.approx(plan.step_s)
-    assert [choice.value for choice in ratio.choices] == sorted(choice.value for choice in ratio.choices)
+    assert [choice.value for choice in ratio.choices] == sorted(
+        choice.value for choice in ratio.choices
+    )
     # With nothing offloaded, the plan saves memory elsewhere to make it fit.
     gpu = [choice.gpu_bytes or 0 for choice in ratio.choices[1:]]
     assert gpu == sorted(gpu, reverse=True), "more offloaded, less on the GPU"
@@ -236,7 +271,10 @@ def test_strips_say_what_other_values_cost(quad: Machine) -> None:
 
 
 def test_a_strip_marks_the_present_value_and_what_does_not_fit() -> None:
-    choices = tuple(Choice(value, step, 10, 20, 5, verdict) for value, step, verdict in ((0.0, 2.0, "does not fit"), (0.5, 1.0, "fits")))
+    choices = tuple(
+        Choice(value, step, 10, 20, 5, verdict)
+        for value, step, verdict in ((0.0, 2.0, "does not fit"), (0.5, 1.0, "fits"))
+    )
     line, below = strip_lines(Strip(RATIO, choices, 0.5), 80, marked=True)
     assert "✗▸" in line.plain
     assert line.plain.startswith("▸ ratio")
@@ -249,7 +287,15 @@ def quad() -> Machine:
 
 
 def test_problems_are_sentences() -> None:
-    clause = Problem(code="range", field="gpus", value="9", message="is out of range", remedy="Give 1 to 4.")
-    whole = Problem(code="none", field="train.steps", value="", message="the run has no length", remedy="Give one.")
+    clause = Problem(
+        code="range", field="gpus", value="9", message="is out of range", remedy="Give 1 to 4."
+    )
+    whole = Problem(
+        code="none",
+        field="train.steps",
+        value="",
+        message="the run has no length",
+        remedy="Give one.",
+    )
     assert problem_text(clause) == "GPUs 9 is out of range. Give 1 to 4."
     assert problem_text(whole) == "steps: the run has no length. Give one."

@@ -18,7 +18,9 @@ from so_tui.ui.widgets.chart import Chart
 from tests.support.make_run import plan_for, quad_machine, sample, write_run
 from tests.support.screen import opened
 
-EVERY_NAME = tuple(name for metric in HARDWARE for name in (*metric.samples, metric.limit, metric.marked) if name)
+EVERY_NAME = tuple(
+    name for metric in HARDWARE for name in (*metric.samples, metric.limit, metric.marked) if name
+)
 
 
 @pytest.fixture(autouse=True)
@@ -27,8 +29,12 @@ def _own_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def one_sample(second: float, *gpus: GpuSample, run_cpu_s: float = 0.0) -> Sample:
-    node = NodeSample(id=0, cores=(100, 50), memory_used_bytes=3, memory_total_bytes=9, file_cache_bytes=2)
-    return Sample(attempt=1, time=second, interval_s=1.0, nodes=(node,), gpus=gpus, run_cpu_s=run_cpu_s)
+    node = NodeSample(
+        id=0, cores=(100, 50), memory_used_bytes=3, memory_total_bytes=9, file_cache_bytes=2
+    )
+    return Sample(
+        attempt=1, time=second, interval_s=1.0, nodes=(node,), gpus=gpus, run_cpu_s=run_cpu_s
+    )
 
 
 def test_every_number_is_kept_with_its_limit_and_the_marks_of_throttling() -> None:
@@ -48,27 +54,45 @@ def test_every_number_is_kept_with_its_limit_and_the_marks_of_throttling() -> No
         store.append("here", one_sample(second, gpu, run_cpu_s=0.5))
     sampled = store.sampled()
     lines = sampled_lines(BY_KEY["gpu-power"], sampled)
-    assert [(line.role, name, line.series.value(3)) for line, name in lines] == [("limit", "limit", 700.0), ("gpu", ".", 650.0)]
+    assert [(line.role, name, line.series.value(3)) for line, name in lines] == [
+        ("limit", "limit", 700.0),
+        ("gpu", ".", 650.0),
+    ]
     ((busy, _),) = sampled_lines(BY_KEY["gpu-busy"], sampled)
     assert [busy.series.value(at) for at in range(4)] == [90, 91, 92, 93]
     memory = sampled_lines(BY_KEY["gpu-used"], sampled)
-    assert [(line.role, line.series.value(3)) for line, _ in memory] == [("limit", 95 << 30), ("memory", 5 << 30)]
+    assert [(line.role, line.series.value(3)) for line, _ in memory] == [
+        ("limit", 95 << 30),
+        ("memory", 5 << 30),
+    ]
     ((clock, _),) = sampled_lines(BY_KEY["gpu-clock"], sampled)
     assert clock.series.value(3) == 1003
     (throttled,) = marked_lines(BY_KEY["gpu-clock"], sampled)
-    assert [throttled.series.extremes(at, at + 1) for at in range(4)] == [None, (1001, 1001), (1002, 1002), None]
+    assert [throttled.series.extremes(at, at + 1) for at in range(4)] == [
+        None,
+        (1001, 1001),
+        (1002, 1002),
+        None,
+    ]
     assert sampled["node.file_cache_bytes"][0].series.value(0) == 2
-    assert sampled["host.foreign_cores"][0].series.value(0) == 1.0, "one and a half cores are busy, half a core with the run"
+    assert sampled["host.foreign_cores"][0].series.value(0) == 1.0, (
+        "one and a half cores are busy, half a core with the run"
+    )
     assert sampled["gpu.module_power_w"][0].series.extremes(0, 4) is None
 
 
 def test_several_gpus_have_a_line_and_a_colour_each() -> None:
     store = LoadStore()
     store.want(("gpu.c2c_to_gpu_bytes_per_s", "gpu.c2c_to_host_bytes_per_s"))
-    store.append("here", one_sample(0, *(GpuSample(index=at, c2c_to_gpu_bytes_per_s=1e9 * at) for at in range(3))))
+    store.append(
+        "here",
+        one_sample(0, *(GpuSample(index=at, c2c_to_gpu_bytes_per_s=1e9 * at) for at in range(3))),
+    )
     lines = sampled_lines(BY_KEY["c2c"], store.sampled())
     assert [name for _, name in lines] == ["to GPU: GPU 0", "1", "2", "to host: GPU 0", "1", "2"]
-    assert [line.role for line, _ in lines] == [f"run-{number}" for number in range(1, 7)], "both directions of a GPU differ, too"
+    assert [line.role for line, _ in lines] == [f"run-{number}" for number in range(1, 7)], (
+        "both directions of a GPU differ, too"
+    )
 
 
 def test_gpus_of_several_hosts_are_named_with_their_host() -> None:
@@ -82,12 +106,20 @@ def test_gpus_of_several_hosts_are_named_with_their_host() -> None:
 
 def test_only_what_a_machine_reports_is_offered() -> None:
     assert hardware_keys([]) == ("cores", "node-memory", "file-cache", "foreign")
-    on_pcie = hardware_keys([GpuSample(index=0, busy_percent=0, power_w=70.0, pcie_to_gpu_bytes_per_s=0.0)])
+    on_pcie = hardware_keys(
+        [GpuSample(index=0, busy_percent=0, power_w=70.0, pcie_to_gpu_bytes_per_s=0.0)]
+    )
     assert on_pcie[:3] == ("gpu-busy", "gpu-power", "pcie")
-    assert all(sampled_value(metric.limit, GpuSample(index=0)) is None for metric in HARDWARE if metric.limit.startswith("gpu."))
+    assert all(
+        sampled_value(metric.limit, GpuSample(index=0)) is None
+        for metric in HARDWARE
+        if metric.limit.startswith("gpu.")
+    )
 
 
-def test_a_screen_that_is_open_for_weeks_keeps_few_rows(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_screen_that_is_open_for_weeks_keeps_few_rows(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(loads, "MOST_ROWS", 700)
     monkeypatch.setattr(loads, "HISTORY_ROWS", 50)
     machine = quad_machine(nodes=1, cores=2)
@@ -110,15 +142,21 @@ def test_a_screen_that_is_open_for_weeks_keeps_few_rows(runs_dir: Path, monkeypa
     writer.close()
 
 
-async def test_the_hardware_takes_the_place_of_the_metrics_and_gives_it_back(runs_dir: Path) -> None:
+async def test_the_hardware_takes_the_place_of_the_metrics_and_gives_it_back(
+    runs_dir: Path,
+) -> None:
     run = write_run(runs_dir, steps=120, seconds_of_samples=120)
     async with opened(runs_dir, (160, 45), open_run=run) as ui:
         await ui.state_shown("training")
         panel = ui.find("ChartPanel", ChartPanel)
         await ui.press("H")
-        await ui.until(lambda: panel.page.metrics[0].key == "gpu-busy" and ui.find("#gpu-clock", Chart).lines)
+        await ui.until(
+            lambda: panel.page.metrics[0].key == "gpu-busy" and ui.find("#gpu-clock", Chart).lines
+        )
         clock = ui.find("#gpu-clock", Chart)
-        await ui.until(lambda: "▼" in "".join(clock.render_line(y).text for y in range(clock.size.height)))
+        await ui.until(
+            lambda: "▼" in "".join(clock.render_line(y).text for y in range(clock.size.height))
+        )
         assert "limit 700" in ui.heading("#gpu-power")
         await ui.press("greater_than_sign")
         await ui.until(lambda: panel.page.metrics[0].key == "gpu-temperature")
@@ -128,7 +166,11 @@ async def test_the_hardware_takes_the_place_of_the_metrics_and_gives_it_back(run
 
 def test_numbers_of_samples_are_named_after_their_fields() -> None:
     gpu, sample_of_host = GpuSample(index=0, clock_mhz=1, throttling=("heat",)), one_sample(0)
-    parts: dict[str, GpuSample | NodeSample | Sample] = {"gpu": gpu, "node": sample_of_host.nodes[0], "host": sample_of_host}
+    parts: dict[str, GpuSample | NodeSample | Sample] = {
+        "gpu": gpu,
+        "node": sample_of_host.nodes[0],
+        "host": sample_of_host,
+    }
     for name in set(EVERY_NAME) - {"node.busy_percent"}:
         value = sampled_value(name, parts[name.partition(".")[0]])
         assert value is None or value > 0

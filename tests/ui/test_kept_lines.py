@@ -29,7 +29,9 @@ class Boxes(App[None]):
 def lines(app: Boxes) -> list[list[tuple[str, str]]]:
     """Return texts and styles of the lines of both widgets."""
     strips = [
-        strip for widget in (app.query_one("#outer", KeptVertical), app.query_one(Box)) for strip in widget.render_lines(widget.size.region)
+        strip
+        for widget in (app.query_one("#outer", KeptVertical), app.query_one(Box))
+        for strip in widget.render_lines(widget.size.region)
     ]
     return [[(segment.text, str(segment.style)) for segment in strip] for strip in strips]
 
@@ -37,14 +39,18 @@ def lines(app: Boxes) -> list[list[tuple[str, str]]]:
 CHANGES: dict[str, Callable[[Boxes], object]] = {
     "text": lambda app: app.query_one(Box).update("two"),
     "class": lambda app: app.query_one(Box).add_class("-marked"),
-    "colour of the container": lambda app: setattr(app.query_one("#outer").styles, "background", "red"),
+    "colour of the container": lambda app: setattr(
+        app.query_one("#outer").styles, "background", "red"
+    ),
     "size": lambda app: setattr(app.query_one("#outer").styles, "width", 30),
     "theme": lambda app: setattr(app, "theme", "textual-light"),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-async def test_lines_are_kept_until_something_changes_them(change: Callable[[Boxes], object]) -> None:
+async def test_lines_are_kept_until_something_changes_them(
+    change: Callable[[Boxes], object],
+) -> None:
     app = Boxes()
     async with app.run_test(size=(60, 20)) as pilot:
         await pilot.pause()

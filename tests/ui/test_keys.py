@@ -21,7 +21,19 @@ async def test_every_command_is_in_the_palette_and_the_help(runs_dir: Path) -> N
     async with opened(runs_dir, open_run=run) as ui:
         await ui.state_shown("training")
         names = {command.title for command in ui.app.get_system_commands(ui.screen)}
-        assert {"Stop", "Save now", "Axis", "Zoom", "Inspect", "Maximise", "Search", "Quit", "Go to Presets", "Help", "Theme"} <= names
+        assert {
+            "Stop",
+            "Save now",
+            "Axis",
+            "Zoom",
+            "Inspect",
+            "Maximise",
+            "Search",
+            "Quit",
+            "Go to Presets",
+            "Help",
+            "Theme",
+        } <= names
         await ui.press("ctrl+p")
         await ui.until(lambda: "Save now" in ui.text())
         await ui.press("escape", "question_mark")
@@ -32,7 +44,9 @@ async def test_every_command_is_in_the_palette_and_the_help(runs_dir: Path) -> N
         await ui.until(lambda: "Everywhere" in ui.text())
         await ui.press("escape", "1")
         await ui.presets()
-        assert {"Launch", "Filter"} <= {command.title for command in ui.app.get_system_commands(ui.screen)}
+        assert {"Launch", "Filter"} <= {
+            command.title for command in ui.app.get_system_commands(ui.screen)
+        }
 
 
 async def test_the_help_begins_with_what_a_screen_is_for(runs_dir: Path) -> None:
@@ -41,7 +55,11 @@ async def test_the_help_begins_with_what_a_screen_is_for(runs_dir: Path) -> None
         names = [name for _, name, _ in dict(key_groups(ui.screen))["This screen"]]
         assert names[0] == "Launch"
         assert names[-3:] == ["Larger panel", "Smaller panel", "Reset sizes"]
-        (to_runs,) = (command for command in ui.app.get_system_commands(ui.screen) if command.title == "Go to Runs")
+        (to_runs,) = (
+            command
+            for command in ui.app.get_system_commands(ui.screen)
+            if command.title == "Go to Runs"
+        )
         assert to_runs.help == "key 4", "its title says the rest"
 
 
@@ -56,7 +74,9 @@ async def test_one_key_means_one_thing_and_the_way_out_is_always_shown(runs_dir:
             assert not MULTIPLEXERS & set(ui.app._bindings.key_to_bindings)
             assert not MULTIPLEXERS & set(ui.screen._bindings.key_to_bindings)
             for key, bindings in ui.screen._bindings.key_to_bindings.items():
-                meaning.setdefault(key, set()).update(binding.action.partition("(")[0] for binding in bindings if binding.id)
+                meaning.setdefault(key, set()).update(
+                    binding.action.partition("(")[0] for binding in bindings if binding.id
+                )
         assert len(meaning) > 20
         assert {key: actions for key, actions in meaning.items() if len(actions) > 1} == {}
         await ui.press("1")
@@ -65,7 +85,9 @@ async def test_one_key_means_one_thing_and_the_way_out_is_always_shown(runs_dir:
 
 
 @pytest.mark.parametrize("width", [40, 60, 80])
-async def test_every_screen_and_the_help_are_named_however_narrow(runs_dir: Path, width: int) -> None:
+async def test_every_screen_and_the_help_are_named_however_narrow(
+    runs_dir: Path, width: int
+) -> None:
     async with opened(runs_dir, (width, 20)) as ui:
         await ui.press("5")
         await ui.until(lambda: re.search("1.* 2.* 3.* 4.* 5 Mach.* [?] help", ui.lines()[1]))
@@ -75,11 +97,32 @@ async def test_a_text_field_shows_no_keys_that_it_would_type(runs_dir: Path) -> 
     async with opened(runs_dir) as ui:
         await ui.presets()
         await ui.press("slash")
-        assert ui.key_line.split() == ["enter", "Go", "there", "esc", "Clear", "F5", "Launch", "^p", "commands"]
+        assert ui.key_line.split() == [
+            "enter",
+            "Go",
+            "there",
+            "esc",
+            "Clear",
+            "F5",
+            "Launch",
+            "^p",
+            "commands",
+        ]
         await ui.press("escape")
         await ui.configure()
         await ui.press("tab")
-        assert ui.key_line.split() == ["esc", "Leave", "the", "field", "F5", "Launch", "^s", "Save", "^p", "commands"]
+        assert ui.key_line.split() == [
+            "esc",
+            "Leave",
+            "the",
+            "field",
+            "F5",
+            "Launch",
+            "^s",
+            "Save",
+            "^p",
+            "commands",
+        ]
 
 
 async def test_the_mouse_reaches_screens_and_keys(runs_dir: Path) -> None:

@@ -19,7 +19,14 @@ def test_a_screen_that_lost_its_terminal_ends(tmp_path: Path) -> None:
     controller, terminal = pty.openpty()
     environment = {**os.environ, "TERM": "xterm-256color", "HOME": str(tmp_path)}
     command = [sys.executable, "-c", IGNORING_HANGUP]
-    screen = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment, start_new_session=True)
+    screen = subprocess.Popen(
+        command,
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        env=environment,
+        start_new_session=True,
+    )
     os.close(terminal)
     painted, deadline = 0, time.monotonic() + LIMIT_S
     while painted < 2_000 and time.monotonic() < deadline:

@@ -38,7 +38,9 @@ async def test_the_tree_shows_what_belongs_together(runs_dir: Path, size: tuple[
         assert not ui.find("HostPanel", HostPanel).display, "what is not this host is not sampled"
 
 
-async def test_findings_about_another_host_stand_beside_it_where_there_is_room(runs_dir: Path) -> None:
+async def test_findings_about_another_host_stand_beside_it_where_there_is_room(
+    runs_dir: Path,
+) -> None:
     async with opened(runs_dir, (120, 36)) as ui:
         await ui.press("5")
         await ui.until(lambda: ui.app.findings)
@@ -71,7 +73,9 @@ def bound_child() -> Iterator[tuple[int, int]]:
 
 def offered(ui: Driver) -> set[str]:
     """Return which keys of the half that describes the machine are in force, and the one that changes to the other half."""
-    actions = {active.binding.action for active in ui.screen.active_bindings.values() if active.enabled}
+    actions = {
+        active.binding.action for active in ui.screen.active_bindings.values() if active.enabled
+    }
     return actions & {"copy", "distances", "inspect_again", "hardware"}
 
 
@@ -80,7 +84,9 @@ def rows(nodes: NumaNodes) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [*SIZES, (200, 50)])
-async def test_this_host_is_sampled_while_it_is_shown(runs_dir: Path, size: tuple[int, int], bound_child: tuple[int, int]) -> None:
+async def test_this_host_is_sampled_while_it_is_shown(
+    runs_dir: Path, size: tuple[int, int], bound_child: tuple[int, int]
+) -> None:
     pid, core = bound_child
     async with opened(runs_dir, size, this_machine=True) as ui:
         await ui.press("5")
@@ -89,22 +95,32 @@ async def test_this_host_is_sampled_while_it_is_shown(runs_dir: Path, size: tupl
         assert max(load for picture in nodes.pictures for load in picture.view.sample.cores) > 0
         if len(os.sched_getaffinity(0)) > 1:
             await ui.until(lambda: str(pid) in ui.shown("#processes").split())
-            (line,) = (line for line in ui.shown("#processes").splitlines() if line.split()[:1] == [str(pid)])
+            (line,) = (
+                line
+                for line in ui.shown("#processes").splitlines()
+                if line.split()[:1] == [str(pid)]
+            )
             assert line.split()[-1] == str(core)
         if size[1] > 24:
             assert ui.find("HostPanel Chart", Chart).lines
         await ui.press("h")
-        await ui.until(lambda: nodes.plot == "cores" and any(row.startswith("o ") for row in rows(nodes)))
+        await ui.until(
+            lambda: nodes.plot == "cores" and any(row.startswith("o ") for row in rows(nodes))
+        )
         about = ui.find("#about", Vertical)
         both = size[0] >= 160
         assert about.display == both, "both halves where there is room"
-        assert offered(ui) == ({"copy", "distances", "inspect_again"} if both else {"hardware", "inspect_again"})
+        assert offered(ui) == (
+            {"copy", "distances", "inspect_again"} if both else {"hardware", "inspect_again"}
+        )
         await ui.press("H")
         await ui.until(lambda: about.display and ui.find("#tree", Static).region.area > 0)
         assert {"copy", "distances"} <= offered(ui)
 
 
-async def test_a_sample_that_comes_during_a_resize_is_drawn_after_it(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_sample_that_comes_during_a_resize_is_drawn_after_it(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("so_tui.ui.screens.machine.Monitor", FixedMonitor)
     machine = msgspec.structs.replace(quad_machine(), live=True)
     view = FixedMonitor(machine).poll()
@@ -137,19 +153,42 @@ async def test_a_screen_that_is_chosen_before_the_first_paint_is_loaded(runs_dir
 
 
 def test_users_of_gpus_are_listed_with_what_they_use() -> None:
-    training = HostProcess(7, "pyth\x1b[2Jon", "someone", 65.25, 90 << 30, tuple(range(72)), GpuUse({0: 40 << 30, 2: None}))
+    training = HostProcess(
+        7,
+        "pyth\x1b[2Jon",
+        "someone",
+        65.25,
+        90 << 30,
+        tuple(range(72)),
+        GpuUse({0: 40 << 30, 2: None}),
+    )
     other = HostProcess(8, "tar", "root", 1.0, None, (), None)
     lines = process_lines([training, other], 120, 5).plain.splitlines()
     assert len(lines) == 3
-    assert lines[1].split() == ["7", "someone", "pyth\\x1b[2Jon", "65.2", "90.0", "GiB", "0,2", "40.0", "GiB", "0-71"]
+    assert lines[1].split() == [
+        "7",
+        "someone",
+        "pyth\\x1b[2Jon",
+        "65.2",
+        "90.0",
+        "GiB",
+        "0,2",
+        "40.0",
+        "GiB",
+        "0-71",
+    ]
     assert lines[2].split() == ["8", "root", "tar", "1.0"]
-    assert process_lines([training, *[other] * 9], 120, 5).plain.splitlines()[-1].strip() == "7 more"
+    assert (
+        process_lines([training, *[other] * 9], 120, 5).plain.splitlines()[-1].strip() == "7 more"
+    )
     heading, *_ = process_lines([training, other], 78, 5).plain.splitlines()
     assert heading.endswith("GPU memory  bound"), "80 columns have room for the whole heading"
     assert max(map(len, process_lines([training, other], 78, 5).plain.splitlines())) <= 78
 
 
 def test_without_gpus_processes_have_no_columns_of_gpus() -> None:
-    heading, line = process_lines([HostProcess(8, "tar", "root", 1.0, None, (3,), None)], 78, 5).plain.splitlines()
+    heading, line = process_lines(
+        [HostProcess(8, "tar", "root", 1.0, None, (3,), None)], 78, 5
+    ).plain.splitlines()
     assert "GPU" not in heading
     assert heading.index("bound") == line.rindex("3")

@@ -45,7 +45,9 @@ MANY_LINES = "\n".join(map(str, range(200)))
 DIALOGS: dict[type[ModalScreen[Any]], Callable[[RunDirectory], ModalScreen[Any]]] = {
     AddModel: lambda _: AddModel(),
     AnswersScreen: AnswersScreen,
-    AskText: lambda _: AskText("Ask", "hint", "", yes="Yes", read=str, choices=[(str(n), "") for n in range(50)]),
+    AskText: lambda _: AskText(
+        "Ask", "hint", "", yes="Yes", read=str, choices=[(str(n), "") for n in range(50)]
+    ),
     ChooseMetrics: lambda _: ChooseMetrics(ChartLayout()),
     ChooseRuns: lambda _: ChooseRuns((), ()),
     KeysHelp: lambda _: KeysHelp("Keys", MANY_LINES, []),
@@ -54,7 +56,10 @@ DIALOGS: dict[type[ModalScreen[Any]], Callable[[RunDirectory], ModalScreen[Any]]
     SettingsDialog: lambda _: SettingsDialog(Settings(), ()),
     ValidationScreen: lambda run: ValidationScreen(run.path),
 }
-READ_FIRST: dict[type[ModalScreen[Any]], str] = {AnswersScreen: "#answers-title", ValidationScreen: "#report-status"}
+READ_FIRST: dict[type[ModalScreen[Any]], str] = {
+    AnswersScreen: "#answers-title",
+    ValidationScreen: "#report-status",
+}
 """What dialogs that read something fill then, which moves their buttons."""
 ELSEWHERE = {DataPreviewScreen}
 """Starts a process; it is closed by mouse in test_data_preview_screen.py."""
@@ -143,34 +148,73 @@ async def test_a_click_on_a_heading_sorts_and_the_sorted_column_is_marked(runs_d
         table = ui.find("#table", RunTable)
         await ui.until(lambda: [Path(str(key.value)).name for key in table.rows] == ["b", "a", "c"])
         assert "age ▴" in ui.text()
-        await ui.pilot.click(table, offset=(table.render_line(0).text.index("name") + table.gutter.left, table.gutter.top))
+        await ui.pilot.click(
+            table,
+            offset=(table.render_line(0).text.index("name") + table.gutter.left, table.gutter.top),
+        )
         await ui.until(lambda: [Path(str(key.value)).name for key in table.rows] == ["a", "b", "c"])
         assert "name ▴" in ui.text()
         assert "age ▴" not in ui.text()
         await ui.press("S")
         await ui.until(lambda: "model ▴" in ui.text())
-        await ui.pilot.click(table, offset=(table.render_line(0).text.index("step") + table.gutter.left, table.gutter.top))
+        await ui.pilot.click(
+            table,
+            offset=(table.render_line(0).text.index("step") + table.gutter.left, table.gutter.top),
+        )
         await ui.until(lambda: "step ▾" in ui.text())
-        assert [Path(str(key.value)).name for key in table.rows] == ["b", "a", "c"], "the furthest first"
+        assert [Path(str(key.value)).name for key in table.rows] == ["b", "a", "c"], (
+            "the furthest first"
+        )
 
 
 async def test_every_heading_of_the_list_of_runs_is_an_order(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=60, seconds_of_samples=1, state="failed", name="one")
     writer = MetricsWriter(run, 1)
-    writer.append(EvaluationRecord(attempt=1, time=time.time(), step=60, loss=1.118, perplexity=3.06, tokens=1000, seconds=1.0))
+    writer.append(
+        EvaluationRecord(
+            attempt=1,
+            time=time.time(),
+            step=60,
+            loss=1.118,
+            perplexity=3.06,
+            tokens=1000,
+            seconds=1.0,
+        )
+    )
     writer.close()
-    async with opened(runs_dir, (200, 50), settings=Settings(screen=ScreenSettings(layout="compact"))) as ui:
+    async with opened(
+        runs_dir, (200, 50), settings=Settings(screen=ScreenSettings(layout="compact"))
+    ) as ui:
         await ui.press("4")
         table = ui.find("#table", RunTable)
-        await ui.until(lambda: "evaluation loss" in table.render_line(0).text and "host" in table.render_line(0).text)
-        for heading in ("state", "name", "model", "step", "mean loss", "evaluation loss", "tokens/s", "MFU", "GPU memory", "age", "host"):
+        await ui.until(
+            lambda: (
+                "evaluation loss" in table.render_line(0).text
+                and "host" in table.render_line(0).text
+            )
+        )
+        for heading in (
+            "state",
+            "name",
+            "model",
+            "step",
+            "mean loss",
+            "evaluation loss",
+            "tokens/s",
+            "MFU",
+            "GPU memory",
+            "age",
+            "host",
+        ):
             at = table.render_line(0).text.index(f"{heading} ") + table.gutter.left
             await ui.pilot.click(table, offset=(at, table.gutter.top))
             await ui.until(lambda: re.search(rf"\b{heading} [▴▾]", table.render_line(0).text))  # noqa: B023 - called before the next one
 
 
 def refused(ui: Driver) -> bool:
-    return any("Runs start on this machine only" in str(line.content) for line in ui.screen.query(Static))
+    return any(
+        "Runs start on this machine only" in str(line.content) for line in ui.screen.query(Static)
+    )
 
 
 async def test_nothing_starts_while_another_machine_is_planned_for(runs_dir: Path) -> None:
@@ -220,7 +264,9 @@ async def test_no_tooltip_covers_an_open_list(runs_dir: Path) -> None:
         await ui.until(lambda: tooltip.display)
 
 
-async def test_pages_turn_the_log_follows_and_another_run_begins_with_the_first_page(runs_dir: Path) -> None:
+async def test_pages_turn_the_log_follows_and_another_run_begins_with_the_first_page(
+    runs_dir: Path,
+) -> None:
     run = write_run(runs_dir, steps=30, seconds_of_samples=1, name="one")
     other = write_run(runs_dir, steps=30, seconds_of_samples=1, name="two")
     async with opened(runs_dir, open_run=run) as ui:
@@ -231,7 +277,9 @@ async def test_pages_turn_the_log_follows_and_another_run_begins_with_the_first_
             return panel.charts[-1].render_line(panel.charts[-1].size.height - 1).text
 
         await ui.until(lambda: "page 1 of 3 ▸" in lower())
-        await ui.pilot.click(panel.charts[-1], offset=(lower().index("page 1") + 2, panel.charts[-1].size.height - 1))
+        await ui.pilot.click(
+            panel.charts[-1], offset=(lower().index("page 1") + 2, panel.charts[-1].size.height - 1)
+        )
         await ui.until(lambda: panel.page.number == 1)
         ui.app.open_run(other)
         await ui.until(lambda: panel.page.number == 0)
@@ -245,11 +293,20 @@ async def test_pages_turn_the_log_follows_and_another_run_begins_with_the_first_
 
 
 async def test_a_run_without_gpus_has_no_chart_of_their_memory(runs_dir: Path) -> None:
-    run = write_run(runs_dir, steps=30, seconds_of_samples=1, machine=replace(quad_machine(), gpus=()), preset="tiny", gpus=1)
+    run = write_run(
+        runs_dir,
+        steps=30,
+        seconds_of_samples=1,
+        machine=replace(quad_machine(), gpus=()),
+        preset="tiny",
+        gpus=1,
+    )
     async with opened(runs_dir, open_run=run) as ui:
         panel = ui.find("ChartPanel", ChartPanel)
         await ui.press("less_than_sign")
-        await ui.until(lambda: [metric.key for metric in panel.page.metrics] == ["parts", "host-memory"])
+        await ui.until(
+            lambda: [metric.key for metric in panel.page.metrics] == ["parts", "host-memory"]
+        )
 
 
 async def test_esc_in_a_filter_is_said_to_clear_it(runs_dir: Path) -> None:

@@ -25,7 +25,12 @@ from tests.support.screen import SIZES, opened
 def test_every_core_is_in_one_row_and_groups_do_not_mix(cores: int, height: int) -> None:
     adam, main = frozenset(range(cores - cores // 8)), frozenset(range(cores - cores // 8, cores))
     cpus = range(1000, 1000 + cores)
-    groups = group_cores([0.0] * cores, list(cpus), frozenset(cpu + 1000 for cpu in adam), frozenset(cpu + 1000 for cpu in main))
+    groups = group_cores(
+        [0.0] * cores,
+        list(cpus),
+        frozenset(cpu + 1000 for cpu in adam),
+        frozenset(cpu + 1000 for cpu in main),
+    )
     rows = heat_rows(groups, height)
     assert len(rows) == min(height, cores)
     seen = Counter(position for row in rows for position in row.positions)
@@ -42,18 +47,26 @@ def test_a_cell_is_the_mean_of_its_cores_over_its_time() -> None:
     assert [(row.role, row.positions) for row in rows] == [("adam", (0, 3)), ("main", (1, 2))]
     history = [bytes(loads) for loads in ((100, 0, 0, 100), (0, 50, 50, 0), (100, 0, 0, 0))]
     low, middle, high = LEVELS["ascii"][0], LEVELS["ascii"][4], LEVELS["ascii"][-1]
-    assert heat_texts(rows, history, [0, 1, 2, 3], "ascii") == [f"{high}{low}{middle}", f"{low}{middle}{low}"]
-    assert heat_texts(rows, history, [0, 2], "ascii") == [middle, LEVELS["ascii"][2]], "several samples are averaged"
-    assert heat_texts(rows, history, [0, 0, 1, 1, 3, 3, 3], "ascii")[0] == f" {high}{high}{LEVELS['ascii'][2]}  ", (
-        "what is not known is not drawn"
+    assert heat_texts(rows, history, [0, 1, 2, 3], "ascii") == [
+        f"{high}{low}{middle}",
+        f"{low}{middle}{low}",
+    ]
+    assert heat_texts(rows, history, [0, 2], "ascii") == [middle, LEVELS["ascii"][2]], (
+        "several samples are averaged"
     )
+    assert (
+        heat_texts(rows, history, [0, 0, 1, 1, 3, 3, 3], "ascii")[0]
+        == f" {high}{high}{LEVELS['ascii'][2]}  "
+    ), "what is not known is not drawn"
 
 
 def test_the_number_of_cores_in_a_sample_is_not_trusted() -> None:
     store = LoadStore()
     store.want((CORES,))
     for second, loads in enumerate([(10, 300), (5,), (1, 2, 3), (-4, 9)]):
-        node = NodeSample(id=0, cores=loads, memory_used_bytes=1, memory_total_bytes=2, file_cache_bytes=0)
+        node = NodeSample(
+            id=0, cores=loads, memory_used_bytes=1, memory_total_bytes=2, file_cache_bytes=0
+        )
         sample = Sample(attempt=1, time=float(second), interval_s=1.0, nodes=(node,))
         store.append("here", sample)
     view = store.node("here", sample, node, {})
@@ -66,14 +79,22 @@ def shown(nodes: NumaNodes) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [*SIZES, (200, 50)])
-async def test_one_key_goes_through_load_heat_and_memory(runs_dir: Path, size: tuple[int, int]) -> None:
+async def test_one_key_goes_through_load_heat_and_memory(
+    runs_dir: Path, size: tuple[int, int]
+) -> None:
     run = write_run(runs_dir, steps=60, seconds_of_samples=120)
     async with opened(runs_dir, size, open_run=run) as ui:
         await ui.state_shown("training")
         nodes = ui.find("#nodes", NumaNodes)
         await ui.until(lambda: nodes.pictures)
         await ui.press("h")
-        await ui.until(lambda: nodes.plot == "cores" and nodes.pictures[0].view.cores and nodes.size.height > 4 * (2 + 1))
+        await ui.until(
+            lambda: (
+                nodes.plot == "cores"
+                and nodes.pictures[0].view.cores
+                and nodes.size.height > 4 * (2 + 1)
+            )
+        )
         lines = shown(nodes)
         assert sum(line.startswith("A ") for line in lines) >= 4, lines
         assert sum(line.startswith("m ") for line in lines) >= 4, lines

@@ -26,7 +26,12 @@ PLAN = plan_for(MACHINE, "qwen3-14b", 4, 5000)
 
 def placed(binding: RankBinding, **changes: object) -> RankPlacement:
     node = binding.numa_node or 0
-    right = RankPlacement(rank=binding.rank, cpus=binding.main_cpus, adam_cpus=binding.adam_cpus, node_bytes={node: 80 * GIB})
+    right = RankPlacement(
+        rank=binding.rank,
+        cpus=binding.main_cpus,
+        adam_cpus=binding.adam_cpus,
+        node_bytes={node: 80 * GIB},
+    )
     return msgspec.structs.replace(right, **changes)
 
 
@@ -53,23 +58,33 @@ def run(runs_dir: Path) -> RunDirectory:
     return write_run(runs_dir, steps=20, seconds_of_samples=5)
 
 
-async def test_ranks_in_their_places_have_a_line_each_where_there_is_room(run: RunDirectory, runs_dir: Path) -> None:
+async def test_ranks_in_their_places_have_a_line_each_where_there_is_room(
+    run: RunDirectory, runs_dir: Path
+) -> None:
     assert await panel_of(run, runs_dir, (80, 24)) == []
     (line,) = await panel_of(run, runs_dir, (120, 36))
     assert line.startswith("✓ 4 ranks")
     lines = await panel_of(run, runs_dir, (200, 50))
-    assert [line.partition("  ")[0] for line in lines] == [f"✓ rank {rank} · GPU {rank}" for rank in range(4)]
+    assert [line.partition("  ")[0] for line in lines] == [
+        f"✓ rank {rank} · GPU {rank}" for rank in range(4)
+    ]
     for line, binding in zip(lines, PLAN.binding, strict=True):
         assert f"{binding.main_cpus[0]}-{binding.main_cpus[-1]}" in line
         assert f"{binding.adam_cpus[0]}-{binding.adam_cpus[-1]}" in line
         assert f"node {binding.numa_node} 99" in line
 
 
-async def test_ranks_elsewhere_are_named_first_however_small_the_screen(run: RunDirectory, runs_dir: Path) -> None:
+async def test_ranks_elsewhere_are_named_first_however_small_the_screen(
+    run: RunDirectory, runs_dir: Path
+) -> None:
     first, second, third, fourth = PLAN.binding
     write_placement(
         run,
-        placed(first, nice=19, mpam_groups=("so-tui-main-4026531836-812-99", "so-tui-adam-4026531836-812-99")),
+        placed(
+            first,
+            nice=19,
+            mpam_groups=("so-tui-main-4026531836-812-99", "so-tui-adam-4026531836-812-99"),
+        ),
         placed(second, cpus=(0, 1), adam_cpus=(0, 1)),
         placed(third, node_bytes={2: 20 * GIB, 3: 60 * GIB}),
         placed(fourth),
@@ -105,16 +120,22 @@ def write_report(run: RunDirectory, rank: int, host: str, problem: str = "") -> 
     writer.close()
 
 
-async def test_a_binding_that_failed_is_shown_before_the_first_sample_of_it(run: RunDirectory, runs_dir: Path) -> None:
+async def test_a_binding_that_failed_is_shown_before_the_first_sample_of_it(
+    run: RunDirectory, runs_dir: Path
+) -> None:
     write_report(run, 3, MACHINE.hostname, f"cannot run on cores 216-287 {HOSTILE}")
     lines = await panel_of(run, runs_dir, (120, 36))
     assert lines[0].startswith("✗ rank 3")
     assert not unsafe(lines[0])
 
 
-async def test_ranks_of_other_hosts_should_stay_where_they_were_bound(run: RunDirectory, runs_dir: Path) -> None:
+async def test_ranks_of_other_hosts_should_stay_where_they_were_bound(
+    run: RunDirectory, runs_dir: Path
+) -> None:
     write_report(run, 7, "another")
-    write_placement(run, *map(placed, PLAN.binding), RankPlacement(rank=7, cpus=(0,), adam_cpus=(1,)))
+    write_placement(
+        run, *map(placed, PLAN.binding), RankPlacement(rank=7, cpus=(0,), adam_cpus=(1,))
+    )
     lines = await panel_of(run, runs_dir, (120, 36))
     assert lines[0].startswith("✗ rank 7 · GPU 3")
     assert "0-3" in lines[0]
@@ -122,7 +143,14 @@ async def test_ranks_of_other_hosts_should_stay_where_they_were_bound(run: RunDi
 
 
 CAUSES = (
-    Cause(code="foreign-load", seconds=1.0, measured=0.4, planned=0.0, nice=20, processes=("make", HOSTILE)),
+    Cause(
+        code="foreign-load",
+        seconds=1.0,
+        measured=0.4,
+        planned=0.0,
+        nice=20,
+        processes=("make", HOSTILE),
+    ),
     Cause(code="data", seconds=0.3, measured=0.5, planned=0.01),
 )
 
@@ -133,7 +161,9 @@ async def test_a_slow_run_says_why_on_the_screen_and_in_lines(
     from so_tui.commands.progress import _Printer
 
     fine = read_state(run)
-    slow = msgspec.structs.replace(fine, slowdown=Slowdown(step=20, step_s=4.6, planned_s=3.1, causes=CAUSES))
+    slow = msgspec.structs.replace(
+        fine, slowdown=Slowdown(step=20, step_s=4.6, planned_s=3.1, causes=CAUSES)
+    )
     write_state(run, slow)
     async with opened(runs_dir, (120, 36), open_run=run) as ui:
         await ui.until(lambda: "slower than planned" in ui.shown("#news"))

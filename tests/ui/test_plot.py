@@ -24,7 +24,16 @@ from so_tui.ui.series import Axis, Line, Series, TrailingMean
 from so_tui.ui.text import significant
 from so_tui.ui.widgets.chart_frame import Figure, arranged
 from so_tui.ui.widgets.drawing import Mark, axis_row, changed_parts, gutter_text, plot_rows, x_text
-from so_tui.ui.widgets.plot import GLYPHS, Canvas, Scale, fit_scale, round_values, spans, ticks, time_values
+from so_tui.ui.widgets.plot import (
+    GLYPHS,
+    Canvas,
+    Scale,
+    fit_scale,
+    round_values,
+    spans,
+    ticks,
+    time_values,
+)
 
 
 def line_of(values: list[float]) -> tuple[Line, Axis]:
@@ -32,10 +41,19 @@ def line_of(values: list[float]) -> tuple[Line, Axis]:
     for step, value in enumerate(values, 1):
         series.append(value)
         steps.append(float(step))
-    return Line(series, len(series), steps, steps, "main"), Axis("step", 1.0, float(max(2, len(values))))
+    return Line(series, len(series), steps, steps, "main"), Axis(
+        "step", 1.0, float(max(2, len(values)))
+    )
 
 
-def drawn(values: list[float], width: int, height: int, glyphs: GlyphName = "braille", *, log: bool = False) -> list[str]:
+def drawn(
+    values: list[float],
+    width: int,
+    height: int,
+    glyphs: GlyphName = "braille",
+    *,
+    log: bool = False,
+) -> list[str]:
     line, axis = line_of(values)
     canvas = Canvas(width, height, GLYPHS[glyphs])
     found, gaps = spans(line, axis, canvas.columns)
@@ -81,7 +99,9 @@ def test_few_points_are_joined_by_a_line() -> None:
     rows = drawn([0.0, 10.0], 10, 4)
     assert all(row.strip() for row in rows)
     columns = ["".join(row[column] for row in rows) for column in range(10)]
-    assert all(column.strip() for column in columns), "no column may be empty between two joined points"
+    assert all(column.strip() for column in columns), (
+        "no column may be empty between two joined points"
+    )
 
 
 def test_log_scale_gives_equal_ratios_equal_heights_and_skips_what_is_not_positive() -> None:
@@ -101,7 +121,9 @@ def test_scales_without_spread_or_data_still_have_a_height() -> None:
 
 @pytest.mark.parametrize("glyphs", ["braille", "block", "ascii"])
 @pytest.mark.parametrize("size", [(4, 1), (13, 3), (80, 8), (200, 30)])
-def test_every_size_and_glyph_set_fills_its_rectangle(glyphs: GlyphName, size: tuple[int, int]) -> None:
+def test_every_size_and_glyph_set_fills_its_rectangle(
+    glyphs: GlyphName, size: tuple[int, int]
+) -> None:
     rows = drawn([math.sin(step / 9) for step in range(400)], *size, glyphs)
     assert [len(row) for row in rows] == [size[0]] * size[1]
     assert all(any(row[column] != " " for row in rows) for column in range(size[0]))
@@ -131,11 +153,20 @@ def test_the_load_of_a_node_is_visible_beside_that_of_its_gpu(rows: int) -> None
         return Line(series, len(series), at, None, role)
 
     styles = {role: Style(color=role) for role in ("red", "blue", "green")} | {"empty": Style()}
-    roles = {"band": styles["red"], "main": styles["blue"], "gpu": styles["green"], "empty": styles["empty"]}
+    roles = {
+        "band": styles["red"],
+        "main": styles["blue"],
+        "gpu": styles["green"],
+        "empty": styles["empty"],
+    }
     lines = (load(80, "band"), load(80, "main"), load(100, "gpu"))
-    drawn, _ = plot_rows(lines, Axis("time", 0, 39), Scale(0, 100), (20, rows), GLYPHS["braille"], roles)
+    drawn, _ = plot_rows(
+        lines, Axis("time", 0, 39), Scale(0, 100), (20, rows), GLYPHS["braille"], roles
+    )
     cells = [(character, segment.style) for segment in drawn[0] for character in segment.text]
-    alone = plot_rows(lines[:2], Axis("time", 0, 39), Scale(0, 100), (20, rows), GLYPHS["braille"], roles)[0][0]
+    alone = plot_rows(
+        lines[:2], Axis("time", 0, 39), Scale(0, 100), (20, rows), GLYPHS["braille"], roles
+    )[0][0]
     dots = ord(alone[0].text[0]) - 0x2800
     assert all((ord(character) - 0x2800) & dots == dots for character, _ in cells)
     assert {style for _, style in cells} == {roles["main"], roles["gpu"]}
@@ -179,7 +210,9 @@ def test_samples_without_steps_stand_at_the_step_of_their_time() -> None:
         at.append(float(second))
     line = Line(series, len(series), at, None, "main")
     found, _ = spans(line, axis, 2)
-    assert found == [(100.0, 140.0), (150.0, 200.0)], "what lies before and after the steps is not squeezed in"
+    assert found == [(100.0, 140.0), (150.0, 200.0)], (
+        "what lies before and after the steps is not squeezed in"
+    )
 
 
 def test_the_axis_names_places_and_keeps_labels_off_marks() -> None:
@@ -188,14 +221,18 @@ def test_the_axis_names_places_and_keeps_labels_off_marks() -> None:
     plain = "".join(segment.text for segment in axis_row(axis, 60, [], styles))
     assert len(plain) == 60
     assert " 500 " in plain
-    marked = "".join(segment.text for segment in axis_row(axis, 60, [Mark(500.0, 0.0, "◆", "mark")], styles))
+    marked = "".join(
+        segment.text for segment in axis_row(axis, 60, [Mark(500.0, 0.0, "◆", "mark")], styles)
+    )
     assert "◆" in marked
     assert "500" not in marked
     assert x_text(Axis("time", 0, 10_000, 100.0), 100.0 + 5400) == "1 h 30 m"
     assert x_text(axis, 1240.4) == "1,240"
 
 
-@pytest.mark.parametrize("lasted_s", [8, 40, 90, 100, 610, 5400, 40_000, 90_000, 400_000, 3_000_000])
+@pytest.mark.parametrize(
+    "lasted_s", [8, 40, 90, 100, 610, 5400, 40_000, 90_000, 400_000, 3_000_000]
+)
 @pytest.mark.parametrize("width", [29, 47, 110])
 def test_a_time_axis_tells_how_long_anything_took(lasted_s: float, width: int) -> None:
 
@@ -206,9 +243,14 @@ def test_a_time_axis_tells_how_long_anything_took(lasted_s: float, width: int) -
         axis = Axis("time", 1e9 + deep_s, 1e9 + deep_s + lasted_s, 1e9)
         for share in (0.5, 0.667, 0.9):
             at = axis.low + share * lasted_s
-            row = "".join(segment.text for segment in axis_row(axis, width, [Mark(0.0, at, "◆", "mark")], styles))
+            row = "".join(
+                segment.text
+                for segment in axis_row(axis, width, [Mark(0.0, at, "◆", "mark")], styles)
+            )
             assert len(row) == width
-            named = [words.strip() for words in re.split("[─◆]+", row) if re.search(r"\d [dhms]", words)]
+            named = [
+                words.strip() for words in re.split("[─◆]+", row) if re.search(r"\d [dhms]", words)
+            ]
             assert len(set(named)) == len(named), row
             assert len(named) >= 2 or deep_s, row
 
@@ -234,7 +276,13 @@ def test_hundreds_of_marks_leave_the_axis_its_labels() -> None:
 
 def test_labels_of_small_values_keep_their_leading_digits() -> None:
     labels = gutter_text(Scale(0.0, 0.022), 12, significant)
-    assert [label.strip() for label in labels if label.strip()] == ["0.0200", "0.0150", "0.0100", "0.005", "0"]
+    assert [label.strip() for label in labels if label.strip()] == [
+        "0.0200",
+        "0.0150",
+        "0.0100",
+        "0.005",
+        "0",
+    ]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -243,10 +291,17 @@ def test_what_is_repainted_of_a_row_is_all_that_changed(seed: int) -> None:
     styles = [Style(color=name) for name in ("red", "green")]
 
     def row(like: Strip | None = None) -> Strip:
-        texts = [segment.text for segment in like] if like is not None else ["".join(chance.choices("ab█⣿", k=5)) for _ in range(4)]
+        texts = (
+            [segment.text for segment in like]
+            if like is not None
+            else ["".join(chance.choices("ab█⣿", k=5)) for _ in range(4)]
+        )
         if like is not None:
             at = chance.randrange(len(texts))
-            texts[at] = "".join(chance.choice("ab█⣿") if chance.random() < 0.3 else character for character in texts[at])
+            texts[at] = "".join(
+                chance.choice("ab█⣿") if chance.random() < 0.3 else character
+                for character in texts[at]
+            )
         return Strip([Segment(text, chance.choice(styles)) for text in texts])
 
     before = [row() for _ in range(5)]
@@ -257,7 +312,9 @@ def test_what_is_repainted_of_a_row_is_all_that_changed(seed: int) -> None:
         cells = [(cell.text, cell.style) for cell in _cells(old)]
         for part in parts:
             if part.y == number:
-                cells[part.x : part.right] = [(cell.text, cell.style) for cell in _cells(new)[part.x : part.right]]
+                cells[part.x : part.right] = [
+                    (cell.text, cell.style) for cell in _cells(new)[part.x : part.right]
+                ]
         assert cells == [(cell.text, cell.style) for cell in _cells(new)]
     assert changed_parts(before, before[1:], 20) == [Region(0, 0, 20, 5)]
 
@@ -267,12 +324,19 @@ def _cells(strip: Strip) -> list[Segment]:
 
 
 @given(
-    figures=st.lists(st.tuples(st.integers(3, 24), st.sampled_from(["value", "raw", "note"])), max_size=6),
+    figures=st.lists(
+        st.tuples(st.integers(3, 24), st.sampled_from(["value", "raw", "note"])), max_size=6
+    ),
     room=st.integers(8, 80),
     height=st.integers(3, 20),
 )
-def test_no_figure_of_a_heading_is_cut(figures: list[tuple[int, str]], room: int, height: int) -> None:
-    made = [Figure([Segment(f"{index}".rjust(cells))], cast("Any", kind)) for index, (cells, kind) in enumerate(figures)]
+def test_no_figure_of_a_heading_is_cut(
+    figures: list[tuple[int, str]], room: int, height: int
+) -> None:
+    made = [
+        Figure([Segment(f"{index}".rjust(cells))], cast("Any", kind))
+        for index, (cells, kind) in enumerate(figures)
+    ]
     heading = arranged([Segment("loss")], made, room, height)
     assert Segment.get_line_length([*heading.title, *heading.beside]) <= room
     assert Segment.get_line_length(heading.below) <= room
@@ -280,13 +344,30 @@ def test_no_figure_of_a_heading_is_cut(figures: list[tuple[int, str]], room: int
     assert all(segment in whole for segment in (*heading.beside, *heading.below))
 
 
-EXTREMES = (0.0, 5e-324, 1e-310, 1e-45, 1.0, 1.0000000000000002, 1e16, 1e16 + 2, 3.4e38, 1.7e308, 1.79e308, -5e-324, -1.0, -1.79e308)
+EXTREMES = (
+    0.0,
+    5e-324,
+    1e-310,
+    1e-45,
+    1.0,
+    1.0000000000000002,
+    1e16,
+    1e16 + 2,
+    3.4e38,
+    1.7e308,
+    1.79e308,
+    -5e-324,
+    -1.0,
+    -1.79e308,
+)
 
 
 @pytest.mark.parametrize("ceiling", [None, 1.0])
 @pytest.mark.parametrize("robust", [False, True])
 @pytest.mark.parametrize("log", [False, True])
-def test_values_at_the_limits_of_floats_are_drawn(log: bool, robust: bool, ceiling: float | None) -> None:
+def test_values_at_the_limits_of_floats_are_drawn(
+    log: bool, robust: bool, ceiling: float | None
+) -> None:
     """A record may hold any value: it is another user's, or training has diverged."""
     for low, high in itertools.combinations_with_replacement(sorted(EXTREMES), 2):
         found = [(low, low), (low, high), (high, high)]
@@ -294,7 +375,12 @@ def test_values_at_the_limits_of_floats_are_drawn(log: bool, robust: bool, ceili
         assert scale.low < scale.high
         canvas = Canvas(10, 8, GLYPHS["braille"])
         canvas.draw(found, [], scale, 0)
-        assert log or all(0 <= row < canvas.dots for pair in scale.heights(found, canvas.dots) if pair is not None for row in pair)
+        assert log or all(
+            0 <= row < canvas.dots
+            for pair in scale.heights(found, canvas.dots)
+            if pair is not None
+            for row in pair
+        )
         assert all(len(text) == 7 for text in gutter_text(scale, 8, significant))
 
 

@@ -35,12 +35,22 @@ def never(*_: object, **__: object) -> RunDirectory:
 
 
 @pytest.mark.parametrize("size", SIZES)
-async def test_presets_say_what_fits_and_what_to_do_first(runs_dir: Path, size: tuple[int, int]) -> None:
+async def test_presets_say_what_fits_and_what_to_do_first(
+    runs_dir: Path, size: tuple[int, int]
+) -> None:
     async with opened(runs_dir, size) as ui:
         table = await ui.presets()
         assert table.row_count == len(load_catalog().presets)
         text = ui.text()
-        for word in ("quad-gh200", "4 GPUs", "tiny (embedded)", "✓", "✗ too big", "First time here?", "no live runs"):
+        for word in (
+            "quad-gh200",
+            "4 GPUs",
+            "tiny (embedded)",
+            "✓",
+            "✗ too big",
+            "First time here?",
+            "no live runs",
+        ):
             assert word in text, word
         await ui.until(lambda: re.search(r" on \d GPU", ui.shown("#detail-title")))
         assert "each GPU" in ui.shown("#detail")
@@ -65,7 +75,9 @@ async def test_the_plan_under_the_cursor_says_how_fast_the_run_will_be(runs_dir:
             assert f"backward {duration(plan.step.backward_s)}" in detail
 
 
-async def test_the_filter_keeps_the_chosen_model_and_says_when_there_is_none(runs_dir: Path) -> None:
+async def test_the_filter_keeps_the_chosen_model_and_says_when_there_is_none(
+    runs_dir: Path,
+) -> None:
     async with opened(runs_dir) as ui:
         table = await ui.presets()
         await ui.press("slash")
@@ -90,7 +102,9 @@ async def test_a_preset_that_does_not_fit_says_why_and_is_not_started(runs_dir: 
         assert "needs" in ui.text()
 
 
-async def test_a_bad_preset_of_the_user_is_reported_and_stops_nothing(runs_dir: Path, tmp_path: Path) -> None:
+async def test_a_bad_preset_of_the_user_is_reported_and_stops_nothing(
+    runs_dir: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "config" / "so-tui" / "presets"
     folder.mkdir(parents=True)
     (folder / "broken.toml").write_text('extends = "tiny"\n[offload]\nratoi = 0.5\n')
@@ -102,7 +116,9 @@ async def test_a_bad_preset_of_the_user_is_reported_and_stops_nothing(runs_dir: 
         assert "broken.toml" in reported
 
 
-async def test_another_machine_is_planned_for_but_nothing_is_started_there(runs_dir: Path, tmp_path: Path) -> None:
+async def test_another_machine_is_planned_for_but_nothing_is_started_there(
+    runs_dir: Path, tmp_path: Path
+) -> None:
     file = tmp_path / "quad.json"
     file.write_bytes(machine_json(quad_machine()))
     async with opened(runs_dir, this_machine=True, start=never) as ui:
@@ -129,7 +145,9 @@ async def test_another_machine_is_planned_for_but_nothing_is_started_there(runs_
         await ui.until(lambda: len(ui.find("#table", DataTable).columns) == here)
 
 
-async def test_a_late_inspection_of_this_machine_does_not_replace_another(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_late_inspection_of_this_machine_does_not_replace_another(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begun, late = threading.Event(), threading.Event()
     answers: list[Machine] = []
     make = messages.Loaded.__init__
@@ -165,7 +183,9 @@ async def test_the_first_run_ends_the_first_visit(runs_dir: Path) -> None:
         assert not ui.screen.query_one("#first-visit").display
 
 
-async def test_no_key_is_offered_before_it_can_do_anything(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_key_is_offered_before_it_can_do_anything(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Planning takes seconds on a busy machine: what is pressed meanwhile is not offered, or waits."""
     planned = threading.Event()
 
@@ -190,7 +210,9 @@ async def test_no_key_is_offered_before_it_can_do_anything(runs_dir: Path, monke
             assert key in ui.key_line
 
 
-async def test_a_machine_without_a_gpu_says_what_to_do_and_trains_tiny_with_one_key(runs_dir: Path) -> None:
+async def test_a_machine_without_a_gpu_says_what_to_do_and_trains_tiny_with_one_key(
+    runs_dir: Path,
+) -> None:
     async with opened(runs_dir, machine=CPU_ONLY, start=never) as ui:
         await ui.presets()
         assert "no GPU" in ui.shown("#about-machine")
@@ -210,17 +232,25 @@ async def test_a_machine_without_a_gpu_says_what_to_do_and_trains_tiny_with_one_
         await ui.pilot.click(offset=(ui.lines()[row].index("gh200-120"), row))
         assert entry.value == "gh200-120"
         listed = ui.text()
-        assert all(word in listed for word in (MACHINES["gh200-120"].title, MACHINES["gh200-120"].source, "not measured"))
+        assert all(
+            word in listed
+            for word in (MACHINES["gh200-120"].title, MACHINES["gh200-120"].source, "not measured")
+        )
         await ui.type_text("gh200-q", replace=True)
         await ui.until(lambda: entry._suggestion == "gh200-quad-120")
         await ui.press("right", "enter")
         await ui.until(lambda: ui.app.machine_file == "gh200-quad-120")
         await ui.until(lambda: "4 GPUs" in ui.text())
         told = ui.shown("#about-machine")
-        assert all(word in told for word in ("gh200-quad-120", "not measured", MACHINES["gh200-quad-120"].source))
+        assert all(
+            word in told
+            for word in ("gh200-quad-120", "not measured", MACHINES["gh200-quad-120"].source)
+        )
         await ui.resize(80, 24)
         await ui.until(lambda: ui.find("#about-machine", Static).size.height == 1)
-        assert all(word in ui.shown("#about-machine") for word in ("gh200-quad-120", "not measured"))
+        assert all(
+            word in ui.shown("#about-machine") for word in ("gh200-quad-120", "not measured")
+        )
 
 
 async def test_models_that_need_gpus_are_one_line_on_a_machine_without(runs_dir: Path) -> None:
@@ -249,14 +279,18 @@ async def test_models_that_need_gpus_are_one_line_on_a_machine_without(runs_dir:
 
 
 @pytest.mark.parametrize("memory_gib", [16, 512])
-async def test_what_fits_in_memory_but_would_take_hours_a_step_needs_gpus_too(runs_dir: Path, memory_gib: int) -> None:
+async def test_what_fits_in_memory_but_would_take_hours_a_step_needs_gpus_too(
+    runs_dir: Path, memory_gib: int
+) -> None:
     async with opened(runs_dir, machine=x86(cores=64, memory_mib=memory_gib * 1024)) as ui:
         table = await ui.presets()
         assert [row.key.value for row in table.ordered_rows] == ["tiny"]
 
 
 @pytest.mark.parametrize("slurm", [True, False])
-async def test_a_login_node_leads_to_the_field_for_the_partition(runs_dir: Path, monkeypatch: pytest.MonkeyPatch, slurm: bool) -> None:
+async def test_a_login_node_leads_to_the_field_for_the_partition(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch, slurm: bool
+) -> None:
     monkeypatch.setattr("so_tui.ui.slurm.has_slurm", lambda: slurm)
     async with opened(runs_dir, machine=CPU_ONLY) as ui:
         await ui.presets()
@@ -265,13 +299,17 @@ async def test_a_login_node_leads_to_the_field_for_the_partition(runs_dir: Path,
         await ui.type_text("phi-4")
         await ui.press("enter", "P")
         if slurm:
-            await ui.until(lambda: [row for row in ui.screen.query(FieldRow) if row.has_focus_within])
+            await ui.until(
+                lambda: [row for row in ui.screen.query(FieldRow) if row.has_focus_within]
+            )
             assert ui.find("#field-slurm-partition", FieldRow).has_focus_within
             assert "phi-4" in ui.shown("#form-title")
         assert ui.app.current_mode == ("configure" if slurm else "presets")
 
 
-async def test_plans_of_another_machine_are_not_shown_under_the_name_of_this_one(runs_dir: Path) -> None:
+async def test_plans_of_another_machine_are_not_shown_under_the_name_of_this_one(
+    runs_dir: Path,
+) -> None:
     async with opened(runs_dir, machine=CPU_ONLY) as ui:
         table = await ui.presets()
         rows: list[int] = []
@@ -282,7 +320,9 @@ async def test_plans_of_another_machine_are_not_shown_under_the_name_of_this_one
 
 
 @pytest.mark.parametrize("page", ["1", "4"])
-async def test_tables_that_are_drawn_before_they_are_measured_are_whole(runs_dir: Path, page: str) -> None:
+async def test_tables_that_are_drawn_before_they_are_measured_are_whole(
+    runs_dir: Path, page: str
+) -> None:
     run = write_run(runs_dir, steps=2, seconds_of_samples=2, name="a-run-with-a-name")
     async with opened(runs_dir, open_run=run) as ui:
         await ui.press(page)

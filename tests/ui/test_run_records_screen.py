@@ -28,7 +28,10 @@ def names(ui: Driver) -> list[str]:
 
 
 async def test_runs_are_sorted_grouped_compared_and_annotated(runs_dir: Path) -> None:
-    runs = [write_run(runs_dir, steps=20 * n, total=99, seconds_of_samples=1, state="failed", name=name) for n, name in enumerate("cab", 1)]
+    runs = [
+        write_run(runs_dir, steps=20 * n, total=99, seconds_of_samples=1, state="failed", name=name)
+        for n, name in enumerate("cab", 1)
+    ]
     write_notes(runs[0], RunNotes(tags=("paper",)))
     async with opened(runs_dir) as ui:
         await ui.press("4")
@@ -47,11 +50,18 @@ async def test_runs_are_sorted_grouped_compared_and_annotated(runs_dir: Path) ->
         assert "paper a" in ui.text()
         await ui.until(lambda: "too short" in ui.shown("#facts"))
         await ui.press("space", "down", "space", "down", "space", "equals_sign")
-        await ui.until(lambda: any("3 runs: " in str(title.content) for title in ui.screen.query(".dialog-title").results(Static)))
+        await ui.until(
+            lambda: any(
+                "3 runs: " in str(title.content)
+                for title in ui.screen.query(".dialog-title").results(Static)
+            )
+        )
         await ui.until(lambda: "tokens/s" in ui.text())
 
 
-async def test_metrics_and_the_chart_are_exported_and_nothing_is_overwritten(runs_dir: Path, tmp_path: Path) -> None:
+async def test_metrics_and_the_chart_are_exported_and_nothing_is_overwritten(
+    runs_dir: Path, tmp_path: Path
+) -> None:
     write_run(runs_dir, steps=30, seconds_of_samples=1, state="finished", name="one")
     async with opened(runs_dir) as ui:
         await ui.press("4")
@@ -97,7 +107,10 @@ async def test_a_preset_of_ones_own_is_deleted_after_a_question(runs_dir: Path) 
         await ui.press("D")
         await ui.until(
             lambda: (
-                "Delete your preset aa-mine?" in "".join(str(title.content) for title in ui.screen.query(".dialog-title").results(Static))
+                "Delete your preset aa-mine?"
+                in "".join(
+                    str(title.content) for title in ui.screen.query(".dialog-title").results(Static)
+                )
             )
         )
         await ui.press("enter")
@@ -116,7 +129,12 @@ async def test_the_logs_of_earlier_attempts_are_shown(runs_dir: Path) -> None:
         await ui.press("4")
         await ui.until(lambda: names(ui) == ["again"])
         await ui.press("A")
-        await ui.until(lambda: any("earlier attempts" in str(title.content) for title in ui.screen.query(".dialog-title").results(Static)))
+        await ui.until(
+            lambda: any(
+                "earlier attempts" in str(title.content)
+                for title in ui.screen.query(".dialog-title").results(Static)
+            )
+        )
         text = ui.text()
         assert "said by 2" in text
         assert "said by 1" in text

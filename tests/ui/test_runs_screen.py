@@ -26,9 +26,20 @@ from tests.support.screen import SIZES, opened
 
 
 @pytest.mark.parametrize("size", SIZES)
-async def test_runs_are_listed_previewed_compared_deleted_and_opened(runs_dir: Path, size: tuple[int, int]) -> None:
+async def test_runs_are_listed_previewed_compared_deleted_and_opened(
+    runs_dir: Path, size: tuple[int, int]
+) -> None:
     live = write_run(runs_dir, steps=40, seconds_of_samples=2, name="live")
-    old = write_run(runs_dir, steps=60, total=60, seconds_of_samples=2, state="finished", preset="tiny", gpus=2, name="old")
+    old = write_run(
+        runs_dir,
+        steps=60,
+        total=60,
+        seconds_of_samples=2,
+        state="finished",
+        preset="tiny",
+        gpus=2,
+        name="old",
+    )
     async with opened(runs_dir, size) as ui:
         await ui.press("4")
         table: DataTable[Text] = ui.screen.query_one("#table", DataTable)
@@ -59,8 +70,12 @@ async def test_runs_are_listed_previewed_compared_deleted_and_opened(runs_dir: P
         await ui.state_shown("live")
 
 
-async def test_a_run_whose_folder_is_gone_is_reported_as_gone(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("so_tui.ui.app.RUNS_POLL_S", 1e6)  # the list does not notice in the middle of this
+async def test_a_run_whose_folder_is_gone_is_reported_as_gone(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "so_tui.ui.app.RUNS_POLL_S", 1e6
+    )  # the list does not notice in the middle of this
     run = write_run(runs_dir, steps=10, seconds_of_samples=2, state="failed")
     async with opened(runs_dir, open_run=run) as ui:
         await ui.state_shown("failed")
@@ -69,12 +84,22 @@ async def test_a_run_whose_folder_is_gone_is_reported_as_gone(runs_dir: Path, mo
         shutil.rmtree(run.path)
         for screen, key in (("4", "r"), ("3", "equals_sign")):
             await ui.press(screen, key)
-            await ui.until(lambda: "was deleted or moved" in " ".join(ui.text().replace("▌", "").split()))
+            await ui.until(
+                lambda: "was deleted or moved" in " ".join(ui.text().replace("▌", "").split())
+            )
             await ui.press("escape")
 
 
 async def test_a_resume_without_what_was_saved_asks_before_it_starts_over(runs_dir: Path) -> None:
-    run = write_run(runs_dir, steps=10, seconds_of_samples=2, state="failed", preset="tiny", gpus=2, name="moved")
+    run = write_run(
+        runs_dir,
+        steps=10,
+        seconds_of_samples=2,
+        state="failed",
+        preset="tiny",
+        gpus=2,
+        name="moved",
+    )
     write_state(run, replace(read_state(run), saved_step=9))
     async with opened(runs_dir) as ui:
         await ui.press("4")
@@ -83,7 +108,12 @@ async def test_a_resume_without_what_was_saved_asks_before_it_starts_over(runs_d
         await ui.until(lambda: "Resume moved?" in ui.text())
         await ui.press("y")
         # A screen that was just pushed has no lines yet.
-        await ui.until(lambda: any("from step 0" in str(title.content) for title in ui.screen.query(".dialog-title").results(Static)))
+        await ui.until(
+            lambda: any(
+                "from step 0" in str(title.content)
+                for title in ui.screen.query(".dialog-title").results(Static)
+            )
+        )
         assert "no checkpoint is there" in " ".join(ui.text().replace("│", "").split())
         await ui.press("n")
         await ui.until(lambda: not ui.screen.query(".dialog-title"))
@@ -101,9 +131,13 @@ async def test_an_empty_dashboard_and_an_empty_list_say_how_to_begin(runs_dir: P
 
 
 @pytest.mark.parametrize("answer", ["n", "y"])
-async def test_the_user_may_say_that_a_run_has_ended_whose_host_cannot_be_asked(runs_dir: Path, answer: str) -> None:
+async def test_the_user_may_say_that_a_run_has_ended_whose_host_cannot_be_asked(
+    runs_dir: Path, answer: str
+) -> None:
     run = write_run(runs_dir, steps=10, seconds_of_samples=2, name="far")
-    write_state(run, replace(read_state(run), state="training", host="elsewhere", boot_id="another"))
+    write_state(
+        run, replace(read_state(run), state="training", host="elsewhere", boot_id="another")
+    )
     before = time.time() - (STALE_S + OLD_S) / 2
     os.utime(run.state_path, (before, before))
     async with opened(runs_dir) as ui:
@@ -120,14 +154,18 @@ async def test_the_user_may_say_that_a_run_has_ended_whose_host_cannot_be_asked(
         await ui.until(lambda: read_state(run).state == "lost")
 
 
-async def test_a_run_that_only_seemed_to_have_ended_is_deleted_by_the_users_word(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_run_that_only_seemed_to_have_ended_is_deleted_by_the_users_word(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The list counted it as lost; its heartbeat has moved since."""
     monkeypatch.setattr("so_tui.ui.app.RUNS_POLL_S", 1e6)
     run = write_run(runs_dir, steps=10, seconds_of_samples=2, name="far", state="lost")
     async with opened(runs_dir) as ui:
         await ui.press("4")
         await ui.until(lambda: "D Delete" in ui.key_line)
-        write_state(run, replace(read_state(run), state="training", host="elsewhere", boot_id="another"))
+        write_state(
+            run, replace(read_state(run), state="training", host="elsewhere", boot_id="another")
+        )
         await ui.press("D", "y")
         await ui.until(lambda: "Has far ended?" in ui.text())
         assert run.path.exists()
@@ -135,7 +173,9 @@ async def test_a_run_that_only_seemed_to_have_ended_is_deleted_by_the_users_word
         await ui.until(lambda: not run.path.exists())
 
 
-async def test_a_long_curve_is_read_on_while_nothing_else_happens(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_long_curve_is_read_on_while_nothing_else_happens(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("so_tui.ui.app.RUNS_POLL_S", 1e6)
     run = write_run(runs_dir, steps=0, seconds_of_samples=2, state="finished", name="long")
     shutil.rmtree(run.metrics_dir)
@@ -146,22 +186,38 @@ async def test_a_long_curve_is_read_on_while_nothing_else_happens(runs_dir: Path
     for path in segments(run.metrics_dir).values():
         index_path(path).unlink()
     looks = count()
-    for module in ("so_tui.runs.metrics", "so_tui.ui.loss_curve"):  # a slow machine: one segment at a look
+    for module in (
+        "so_tui.runs.metrics",
+        "so_tui.ui.loss_curve",
+    ):  # a slow machine: one segment at a look
         monkeypatch.setattr(f"{module}.time", SimpleNamespace(monotonic=lambda: 0.6 * next(looks)))
     async with opened(runs_dir) as ui:
         await ui.press("4")
         await ui.until(lambda: ui.find("#overlay", Chart).lines)
-        await ui.until(lambda: (line := ui.find("#overlay", Chart).lines[0]).steps is not None and line.steps[0] < 10)
+        await ui.until(
+            lambda: (
+                (line := ui.find("#overlay", Chart).lines[0]).steps is not None
+                and line.steps[0] < 10
+            )
+        )
 
 
 async def test_a_run_that_was_resumed_and_ended_elsewhere_has_a_curve_to_its_new_end(
     runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("so_tui.ui.app.RUNS_POLL_S", 0.1)
-    run = write_run(runs_dir, steps=10, total=30, seconds_of_samples=2, state="stopped", name="again")
+    run = write_run(
+        runs_dir, steps=10, total=30, seconds_of_samples=2, state="stopped", name="again"
+    )
     async with opened(runs_dir) as ui:
         await ui.press("4")
-        await ui.until(lambda: (lines := ui.find("#overlay", Chart).lines) and lines[0].steps and lines[0].steps[-1] == 10)
+        await ui.until(
+            lambda: (
+                (lines := ui.find("#overlay", Chart).lines)
+                and lines[0].steps
+                and lines[0].steps[-1] == 10
+            )
+        )
         await ui.press("3")
         writer = MetricsWriter(run, 2)
         for step in range(11, 31):
@@ -170,7 +226,13 @@ async def test_a_run_that_was_resumed_and_ended_elsewhere_has_a_curve_to_its_new
         write_state(run, replace(read_state(run), state="finished", attempt=2, step=30))
         await ui.until(lambda: ui.app.runs and ui.app.runs[0].state.step == 30)
         await ui.press("4")
-        await ui.until(lambda: (lines := ui.find("#overlay", Chart).lines) and lines[0].steps and lines[0].steps[-1] == 30)
+        await ui.until(
+            lambda: (
+                (lines := ui.find("#overlay", Chart).lines)
+                and lines[0].steps
+                and lines[0].steps[-1] == 30
+            )
+        )
 
 
 async def test_a_run_whose_settings_cannot_be_read_is_not_resumed(runs_dir: Path) -> None:

@@ -77,13 +77,24 @@ def state(name: str, keys: str = "", **more: str) -> Picture:
 def looks(*named: tuple[str, str]) -> tuple[Picture, ...]:
     """Return dashboard and Configure, with a wrong field, in looks: each has a name and a theme."""
     dashboard = [state(f"dashboard-{name}", theme=theme) for name, theme in named]
-    configure = [state(f"configure-{name}", "" if at else "1 enter tab 9 escape", theme=theme) for at, (name, theme) in enumerate(named)]
+    configure = [
+        state(f"configure-{name}", "" if at else "1 enter tab 9 escape", theme=theme)
+        for at, (name, theme) in enumerate(named)
+    ]
     return (*dashboard, *configure)
 
 
 LIVE, DARK = "qwen3-14b-a", "so-tui-dark"
 WALKS = (
-    Walk("preset", (Picture("presets"), Picture("launch", "l"), Picture("data", "d"), Picture("configure", "enter k right"))),
+    Walk(
+        "preset",
+        (
+            Picture("presets"),
+            Picture("launch", "l"),
+            Picture("data", "d"),
+            Picture("configure", "enter k right"),
+        ),
+    ),
     Walk(
         "run",
         (
@@ -115,11 +126,33 @@ WALKS = (
         ),
     ),
     Walk("machine", (Picture("machine", "5"), state("validation", "e"))),
-    Walk("first start", (state("first-start-without-gpu"), state("empty", "3")), machine=LOGIN_NODE, runs="none"),
+    Walk(
+        "first start",
+        (state("first-start-without-gpu"), state("empty", "3")),
+        machine=LOGIN_NODE,
+        runs="none",
+    ),
     Walk("silence", (state("stale"),), run=LIVE, silent_s=42.0),
-    Walk("themes", looks(("light", "so-tui-light"), ("contrast", "so-tui-contrast")), run=LIVE, short_form=True),
-    Walk("no colour", looks(("no-colour", DARK)), run=LIVE, short_form=True, environment={"NO_COLOR": "1"}),
-    Walk("ASCII", looks(("ascii", DARK)), run=LIVE, short_form=True, environment={"SO_TUI_GLYPHS": "ascii"}),
+    Walk(
+        "themes",
+        looks(("light", "so-tui-light"), ("contrast", "so-tui-contrast")),
+        run=LIVE,
+        short_form=True,
+    ),
+    Walk(
+        "no colour",
+        looks(("no-colour", DARK)),
+        run=LIVE,
+        short_form=True,
+        environment={"NO_COLOR": "1"},
+    ),
+    Walk(
+        "ASCII",
+        looks(("ascii", DARK)),
+        run=LIVE,
+        short_form=True,
+        environment={"SO_TUI_GLYPHS": "ascii"},
+    ),
 )
 
 
@@ -149,14 +182,19 @@ def _same_everywhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     for name in ("CONFIG", "STATE", "DATA", "CACHE"):
         monkeypatch.setenv(f"XDG_{name}_HOME", str(HERE / name.lower()))
-    monkeypatch.setattr("so_tui.machine.doctor.findings", lambda machine, **_: pictured.FINDINGS if machine.gpus else ())
+    monkeypatch.setattr(
+        "so_tui.machine.doctor.findings",
+        lambda machine, **_: pictured.FINDINGS if machine.gpus else (),
+    )
     monkeypatch.setattr("so_tui.runs.liveness._age_s", lambda _: 0.0)
     monkeypatch.setattr("so_tui.ui.screens.machine.Monitor", pictured.FixedMonitor)
     monkeypatch.setattr("so_tui.launch.data_preview.preview_data", pictured.preview_data)
     monkeypatch.setattr("so_tui.launch.writing.ModelProcess", pictured.FixedModel)
     monkeypatch.setattr("so_tui.validation.report.read", lambda _: pictured.validation_report())
     monkeypatch.setattr("textual.widgets.Input.cursor_blink", False)
-    monkeypatch.setattr("so_tui.ui.panels.form.advanced_paths", tuple)  # a third of the form, which is never in view
+    monkeypatch.setattr(
+        "so_tui.ui.panels.form.advanced_paths", tuple
+    )  # a third of the form, which is never in view
 
 
 def measured(table: FittedTable) -> bool:
@@ -167,7 +205,11 @@ def measured(table: FittedTable) -> bool:
 def complete(ui: Driver) -> bool:
     """Return whether the page on the screen has everything that it will show."""
     app = ui.app
-    if app.findings is None or app.starting or any(worker.is_running and worker.name not in STANDING for worker in app.workers):
+    if (
+        app.findings is None
+        or app.starting
+        or any(worker.is_running and worker.name not in STANDING for worker in app.workers)
+    ):
         return False
     if ui.screen._layout_required:
         return False
@@ -179,9 +221,13 @@ def complete(ui: Driver) -> bool:
         case ConfigureScreen() as page:
             return page._planned is not None and page._planned.serial == page._serial
         case DashboardScreen() as page:
-            return page.run_shown is None or (page.snapshot is not None and not page.snapshot.unread_share)
+            return page.run_shown is None or (
+                page.snapshot is not None and not page.snapshot.unread_share
+            )
         case RunsScreen() as page:
-            return all(row.run in page._curves or not row.state.step for row in app.runs) and measured(page.table)
+            return all(
+                row.run in page._curves or not row.state.step for row in app.runs
+            ) and measured(page.table)
         case MachineScreen() as page:
             return page._view is not None or not page.host.display
     return False
@@ -210,7 +256,9 @@ async def at_rest(ui: Driver) -> None:
     drawn = False
     while not drawn:
         await ui.until(lambda: complete(ui))
-        for screen in ui.app.screen_stack[:-1]:  # Textual lays out what is under a dialog only if it happens to be in time
+        for screen in ui.app.screen_stack[
+            :-1
+        ]:  # Textual lays out what is under a dialog only if it happens to be in time
             while screen._layout_required:
                 screen._layout_required = False
                 screen._refresh_layout()
@@ -244,7 +292,12 @@ async def go_to(ui: Driver, picture: Picture) -> None:
 
 
 @pytest.mark.parametrize("walk", WALKS, ids=lambda walk: walk.name)
-async def test_pictures(walk: Walk, snapshot: SnapshotAssertion, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+async def test_pictures(
+    walk: Walk,
+    snapshot: SnapshotAssertion,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
     for name, value in walk.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("so_tui.runs.HeartbeatWatch.unchanged_s", lambda *_: walk.silent_s)
@@ -252,7 +305,9 @@ async def test_pictures(walk: Walk, snapshot: SnapshotAssertion, monkeypatch: py
         request.getfixturevalue("_short_form")
     run = RunDirectory(HERE / walk.runs / walk.run) if walk.run else None
     differ = []
-    async with opened(HERE / walk.runs, walk.pictures[0].sizes[0], machine=walk.machine, open_run=run) as ui:
+    async with opened(
+        HERE / walk.runs, walk.pictures[0].sizes[0], machine=walk.machine, open_run=run
+    ) as ui:
         await ui.until(lambda: complete(ui))
         for picture in walk.pictures:
             await go_to(ui, picture)

@@ -15,7 +15,9 @@ from tests.support.make_run import write_run
 from tests.support.screen import opened
 
 
-def phase(at: float, detail: str, kind: Literal["loading", "training"] = "loading", attempt: int = 2) -> PhaseRecord:
+def phase(
+    at: float, detail: str, kind: Literal["loading", "training"] = "loading", attempt: int = 2
+) -> PhaseRecord:
     return PhaseRecord(attempt=attempt, time=at, phase=kind, detail=detail)
 
 
@@ -38,9 +40,22 @@ def test_stages_are_those_of_the_attempt_and_the_last_one_runs() -> None:
 
 def test_records_of_a_stage_are_one_row_with_its_count_and_the_checks_come_first() -> None:
     def loading(at: float, stage: str, done: int = 0, total: int = 0) -> PhaseRecord:
-        return PhaseRecord(attempt=2, time=at, phase="loading", detail=f"doing {stage}", stage=stage, done=done, total=total)
+        return PhaseRecord(
+            attempt=2,
+            time=at,
+            phase="loading",
+            detail=f"doing {stage}",
+            stage=stage,
+            done=done,
+            total=total,
+        )
 
-    begun = [loading(103, "ranks"), loading(105, "data"), loading(106, "data"), loading(110, "weights")]
+    begun = [
+        loading(103, "ranks"),
+        loading(105, "data"),
+        loading(106, "data"),
+        loading(110, "weights"),
+    ]
     counted = [loading(110 + done, "weights", done, 8) for done in range(4)]
     found = stages([*begun, *counted], 2, 100.0, 120.0, checks_s=7.5)
     assert [(stage.name, stage.seconds) for stage in found] == [
@@ -51,8 +66,24 @@ def test_records_of_a_stage_are_one_row_with_its_count_and_the_checks_come_first
         ("weights 3 of 8", 10.0),
     ]
     assert [stage.detail for stage in found] == ["", "", "", "", "doing weights"]
-    last = stages([*begun, *counted, loading(130, "optimizer"), loading(131, "checkpoint"), phase(140, "", "training")], 2, 100.0, 141.0)
-    assert [stage.name for stage in last][3:] == ["weights 3 of 8", "optimizer", "saved states", FIRST_STEP]
+    last = stages(
+        [
+            *begun,
+            *counted,
+            loading(130, "optimizer"),
+            loading(131, "checkpoint"),
+            phase(140, "", "training"),
+        ],
+        2,
+        100.0,
+        141.0,
+    )
+    assert [stage.name for stage in last][3:] == [
+        "weights 3 of 8",
+        "optimizer",
+        "saved states",
+        FIRST_STEP,
+    ]
 
 
 def test_the_lines_fit_and_their_bars_follow_each_other() -> None:
@@ -72,7 +103,15 @@ async def test_the_dashboard_shows_it_until_the_first_step(runs_dir: Path) -> No
     run = write_run(runs_dir, steps=0, seconds_of_samples=5, state="loading")
     started = read_state(run).started or 0.0
     writer = MetricsWriter(run, 1)
-    writer.append(PhaseRecord(attempt=1, time=started + 12, phase="loading", detail="preparing the optimizer", stage="optimizer"))
+    writer.append(
+        PhaseRecord(
+            attempt=1,
+            time=started + 12,
+            phase="loading",
+            detail="preparing the optimizer",
+            stage="optimizer",
+        )
+    )
     writer.close()
     async with opened(runs_dir, (80, 24), open_run=run) as ui:
         await ui.state_shown("loading")

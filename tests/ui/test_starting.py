@@ -52,7 +52,9 @@ async def test_from_preset_to_configure_to_launch(runs_dir: Path, size: tuple[in
     async with opened(runs_dir, size, start=start) as ui:
         await ui.presets()
         await ui.press("enter")
-        await ui.until(lambda: ui.app.current_mode == "configure" and "fits" in ui.shown("#verdict"))
+        await ui.until(
+            lambda: ui.app.current_mode == "configure" and "fits" in ui.shown("#verdict")
+        )
         assert "Llama 3.1 8B" in ui.shown("#form-title")
         await ui.press("f5")
         assert "Launch" in ui.text()
@@ -65,14 +67,18 @@ async def test_from_preset_to_configure_to_launch(runs_dir: Path, size: tuple[in
         await ui.until(lambda: ui.find("#loss", Chart).lines)
 
 
-async def test_a_run_is_launched_stopped_and_resumed_from_the_screen(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_run_is_launched_stopped_and_resumed_from_the_screen(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     resumed: list[tuple[RunDirectory, str]] = []
 
     def resume(run: RunDirectory, prepared: str) -> None:
         resumed.append((run, prepared))
         write_state(run, replace(read_state(run), state="training", attempt=2))
 
-    monkeypatch.setattr("so_tui.launch.prepare_resume", lambda run, *_, **__: f"attempt 2 of {run.name}")
+    monkeypatch.setattr(
+        "so_tui.launch.prepare_resume", lambda run, *_, **__: f"attempt 2 of {run.name}"
+    )
     monkeypatch.setattr("so_tui.launch.resume", resume)
     start = Starter(runs_dir)
     async with opened(runs_dir, start=start) as ui:
@@ -116,7 +122,9 @@ async def test_a_run_is_named_where_it_is_confirmed(runs_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("typing", [False, True])
-async def test_one_start_at_a_time_which_takes_nobody_out_of_a_field(runs_dir: Path, typing: bool) -> None:
+async def test_one_start_at_a_time_which_takes_nobody_out_of_a_field(
+    runs_dir: Path, typing: bool
+) -> None:
     start = Starter(runs_dir, ready=False)
     async with opened(runs_dir, start=start) as ui:
         await ui.presets()
@@ -175,7 +183,9 @@ async def test_the_checks_are_shown_on_the_dashboard_until_the_run_exists(runs_d
         assert ui.app.opened != before
 
 
-async def test_a_launch_that_is_refused_leads_back_to_where_it_was_confirmed(runs_dir: Path) -> None:
+async def test_a_launch_that_is_refused_leads_back_to_where_it_was_confirmed(
+    runs_dir: Path,
+) -> None:
     ready = threading.Event()
 
     def start(*_: object, **__: object) -> RunDirectory:
@@ -194,7 +204,9 @@ async def test_a_launch_that_is_refused_leads_back_to_where_it_was_confirmed(run
         assert "No run yet" in ui.text()
 
 
-async def test_a_launch_that_was_refused_is_started_anyway_before_its_thread_has_ended(runs_dir: Path) -> None:
+async def test_a_launch_that_was_refused_is_started_anyway_before_its_thread_has_ended(
+    runs_dir: Path,
+) -> None:
     anyway = Starter(runs_dir, ready=False)
 
     def start(launch: Launch, **_: object) -> RunDirectory:
@@ -232,7 +244,11 @@ async def test_quitting_asks_before_it_loses_what_was_typed(runs_dir: Path) -> N
     async with opened(runs_dir) as ui:
         await ui.presets()
         await ui.press("enter")  # takes a recommendation over
-        await ui.until(lambda: ui.app.current_mode == "configure" and "no changes   ★" in ui.shown("#form-title"))
+        await ui.until(
+            lambda: (
+                ui.app.current_mode == "configure" and "no changes   ★" in ui.shown("#form-title")
+            )
+        )
         screen = ui.screen
         await ui.edit("train.learning_rate", "2e-4")
         await ui.press("escape", "1")
@@ -240,11 +256,15 @@ async def test_quitting_asks_before_it_loses_what_was_typed(runs_dir: Path) -> N
             await ui.press(*keys)
             assert "1 change to preset llama-3.1-8b" in ui.text()
             await ui.press("enter")
-            assert isinstance(ui.screen.query_one("#table"), DataTable), "no is the default, and the question came once"
+            assert isinstance(ui.screen.query_one("#table"), DataTable), (
+                "no is the default, and the question came once"
+            )
         await ui.press("2", "u", "y")
         await ui.until(lambda: "no changes" in ui.shown("#form-title"))
         await ui.press("1", "enter")
-        await ui.until(lambda: ui.screen is screen and "no changes   ★ recommended" in ui.shown("#form-title"))
+        await ui.until(
+            lambda: ui.screen is screen and "no changes   ★ recommended" in ui.shown("#form-title")
+        )
         await ui.press("q")
         await ui.until(lambda: not ui.app.is_running)
 
@@ -271,7 +291,9 @@ async def test_a_command_shows_the_checks_at_once_and_then_the_run(
 ) -> None:
     ready = threading.Event()
 
-    def check(launch: Launch, *, begins: Callable[[Check], object], **_: object) -> tuple[Launch, tuple[str, ...]]:
+    def check(
+        launch: Launch, *, begins: Callable[[Check], object], **_: object
+    ) -> tuple[Launch, tuple[str, ...]]:
         begins("files")
         begins("inputs")
         ready.wait(LIMIT_S)
@@ -290,7 +312,9 @@ async def test_a_command_shows_the_checks_at_once_and_then_the_run(
         assert app.opened == app.launched
 
 
-async def test_what_a_command_cannot_start_ends_the_screen(runs_dir: Path, tiny_launch: Launch) -> None:
+async def test_what_a_command_cannot_start_ends_the_screen(
+    runs_dir: Path, tiny_launch: Launch
+) -> None:
     error = Refused([Refusal("gpu-in-use", "GPU 0 is used by another run")], forceable=True)
 
     def start(*_: object, **__: object) -> RunDirectory:

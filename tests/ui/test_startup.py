@@ -31,7 +31,14 @@ def first_paint_s(*arguments: str) -> float:
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 36, 120, 0, 0))
     environment = {**os.environ, "TERM": "xterm-256color"}
     command = [sys.executable, str(SCRIPT), *arguments]
-    with subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment, start_new_session=True):
+    with subprocess.Popen(
+        command,
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        env=environment,
+        start_new_session=True,
+    ):
         os.close(terminal)
         written = b""
         while True:
@@ -74,13 +81,20 @@ def imports_own_modules(package: Path) -> bool:
     """Return whether importing a package imports modules of it."""
     name = str(package.relative_to(ROOT)).replace("/", ".")
     statements = ast.parse((package / "__init__.py").read_bytes()).body
-    return any(isinstance(statement, ast.ImportFrom) and f"{statement.module}.".startswith(f"{name}.") for statement in statements)
+    return any(
+        isinstance(statement, ast.ImportFrom) and f"{statement.module}.".startswith(f"{name}.")
+        for statement in statements
+    )
 
 
 def test_packages_that_import_their_own_modules_are_known() -> None:
     """Two threads that import such a package and one of its modules may both fail, now and then, on a busy machine."""
     packages = [init.parent for init in (ROOT / "so_tui").rglob("__init__.py")]
-    eager = {str(package.relative_to(ROOT)).replace("/", ".") for package in packages if imports_own_modules(package)}
+    eager = {
+        str(package.relative_to(ROOT)).replace("/", ".")
+        for package in packages
+        if imports_own_modules(package)
+    }
     assert eager == set(PACKAGES)
 
 
@@ -112,11 +126,18 @@ asyncio.run(main())
 print(bool(missing), [name for name, packages in missing if packages])
 """
     run = create_run(tiny(), tmp_path)
-    done = subprocess.run([sys.executable, "-c", code, str(run.path), str(tmp_path)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(run.path), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout.strip() == "True []"
 
 
-def test_looking_at_a_run_imports_neither_planner_nor_driver_until_another_screen_needs_them(tmp_path: Path) -> None:
+def test_looking_at_a_run_imports_neither_planner_nor_driver_until_another_screen_needs_them(
+    tmp_path: Path,
+) -> None:
     code = """
 import asyncio, sys
 from so_tui.runs.directory import RunDirectory
@@ -141,5 +162,10 @@ async def main():
 asyncio.run(main())
 """
     run = create_run(tiny(), tmp_path)
-    done = subprocess.run([sys.executable, "-c", code, str(run.path), str(tmp_path)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(run.path), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout.split("\n")[:2] == ["[] None", "True"]

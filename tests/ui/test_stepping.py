@@ -8,7 +8,11 @@ from so_tui.spec import FieldInfo, field_index, parse_value
 from so_tui.ui.form import LENGTH_KEYS
 from so_tui.ui.stepping import Direction, beyond, can_step, next_text
 
-NUMBERS = [path for path, info in field_index().items() if can_step(info) and not path.startswith("benchmark.")]
+NUMBERS = [
+    path
+    for path, info in field_index().items()
+    if can_step(info) and not path.startswith("benchmark.")
+]
 
 
 def walk(path: str, text: str, direction: Direction, most: int = 60) -> list[str]:
@@ -22,7 +26,12 @@ def walk(path: str, text: str, direction: Direction, most: int = 60) -> list[str
 @pytest.mark.parametrize(
     ("path", "text", "direction", "after"),
     [
-        ("train.steps", "60", -1, ["50", "40", "30", "20", "10", "9", "8", "7", "6", "5", "4", "3", "2", "1"]),
+        (
+            "train.steps",
+            "60",
+            -1,
+            ["50", "40", "30", "20", "10", "9", "8", "7", "6", "5", "4", "3", "2", "1"],
+        ),
         ("train.steps", "12,431", 1, ["20000", "30000"]),
         ("train.steps", "12_431", -1, ["10000", "9000"]),
         ("train.tokens", "5000000", -1, ["4000000", "3000000", "2000000", "1000000"]),
@@ -44,12 +53,17 @@ def walk(path: str, text: str, direction: Direction, most: int = 60) -> list[str
         ("train.beta2", "0.999", -1, ["0.998"]),
     ],
 )
-def test_the_next_value_is_one_that_is_used(path: str, text: str, direction: Direction, after: list[str]) -> None:
+def test_the_next_value_is_one_that_is_used(
+    path: str, text: str, direction: Direction, after: list[str]
+) -> None:
     found = walk(path, text, direction)
     assert found[: len(after)] == after
 
 
-@pytest.mark.parametrize(("path", "text", "direction"), [("train.micro_batch", "1", -1), ("offload.ratio", "1.0", 1), ("gpus", "16", 1)])
+@pytest.mark.parametrize(
+    ("path", "text", "direction"),
+    [("train.micro_batch", "1", -1), ("offload.ratio", "1.0", 1), ("gpus", "16", 1)],
+)
 def test_there_is_none_at_a_limit(path: str, text: str, direction: Direction) -> None:
     assert next_text(path, text, direction) is None
 
@@ -61,8 +75,13 @@ def test_there_is_none_of_what_is_no_number(text: str) -> None:
 
 
 def in_range(info: FieldInfo, value: float) -> bool:
-    above = info.minimum is None or (value > info.minimum if info.excludes_minimum else value >= info.minimum)
-    return above and (info.maximum is None or (value < info.maximum if info.excludes_maximum else value <= info.maximum))
+    above = info.minimum is None or (
+        value > info.minimum if info.excludes_minimum else value >= info.minimum
+    )
+    return above and (
+        info.maximum is None
+        or (value < info.maximum if info.excludes_maximum else value <= info.maximum)
+    )
 
 
 @pytest.mark.parametrize("path", NUMBERS)

@@ -17,21 +17,36 @@ pytestmark = pytest.mark.usefixtures("_short_form")
 def filtered(ui: Driver) -> list[Strip]:
     """Return the rows of the screen as the terminal gets them, through the application's own filter."""
     strips = ui.screen._compositor.render_strips(ui.app.size)
-    return [strip.apply_filter(ui.app._filters[-1], ui.screen.background_colors[1]) for strip in strips]
+    return [
+        strip.apply_filter(ui.app._filters[-1], ui.screen.background_colors[1]) for strip in strips
+    ]
 
 
-async def test_without_colour_only_shades_of_grey_are_used(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_colour_only_shades_of_grey_are_used(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     run = write_run(runs_dir, steps=20, seconds_of_samples=3)
     async with opened(runs_dir, open_run=run) as ui:
         await ui.state_shown("● training")
-        colours = [segment.style.color for strip in filtered(ui) for segment in strip if segment.style is not None]
-        triplets = [colour.triplet for colour in colours if colour is not None and colour.triplet is not None]
+        colours = [
+            segment.style.color
+            for strip in filtered(ui)
+            for segment in strip
+            if segment.style is not None
+        ]
+        triplets = [
+            colour.triplet
+            for colour in colours
+            if colour is not None and colour.triplet is not None
+        ]
         assert triplets
         assert all(len(set(triplet)) == 1 for triplet in triplets)
 
 
-async def test_plain_characters_where_the_locale_has_no_others(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_plain_characters_where_the_locale_has_no_others(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SO_TUI_GLYPHS", "ascii")
     run = write_run(runs_dir, steps=20, seconds_of_samples=3)
     async with opened(runs_dir, open_run=run) as ui:
@@ -44,7 +59,9 @@ async def test_plain_characters_where_the_locale_has_no_others(runs_dir: Path, m
                 assert strip.text.isascii(), strip.text
 
 
-async def test_parts_of_a_step_differ_without_colour_and_unicode(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_parts_of_a_step_differ_without_colour_and_unicode(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SO_TUI_GLYPHS", "ascii")
     monkeypatch.setenv("NO_COLOR", "1")
     run = write_run(runs_dir, steps=20, seconds_of_samples=3)

@@ -24,14 +24,36 @@ from so_tui.runs import RunDirectory
 from so_tui.spec import field_index, find_preset, with_values
 from so_tui.ui.dialogs.basic import key_lines
 from so_tui.ui.findings import finding_content
-from so_tui.ui.form import GROUPS, HINTS, LENGTH, advanced_paths, edits_between, hint, length_of, values_of, with_edit
+from so_tui.ui.form import (
+    GROUPS,
+    HINTS,
+    LENGTH,
+    advanced_paths,
+    edits_between,
+    hint,
+    length_of,
+    values_of,
+    with_edit,
+)
 from so_tui.ui.glyphs import chosen_glyphs
 from so_tui.ui.loss_curve import LossCurve
 from so_tui.ui.panels.run_preview import drawn_looks
 from so_tui.ui.run_columns import COLUMNS, fitted, with_room
 from so_tui.ui.run_details import Comparison
 from so_tui.ui.summary import machine_facts
-from so_tui.ui.text import Content, count, disk, distinct, duration, mark_duration, memory, memory_of, rate, shorten_path, significant
+from so_tui.ui.text import (
+    Content,
+    count,
+    disk,
+    distinct,
+    duration,
+    mark_duration,
+    memory,
+    memory_of,
+    rate,
+    shorten_path,
+    significant,
+)
 from so_tui.ui.widgets import plan_view
 from so_tui.ui.widgets.bars import Part, cells_of, fill, stacked
 from so_tui.ui.widgets.heat import group_cores, heat_cells
@@ -55,7 +77,11 @@ def test_numbers_have_units_and_no_noise() -> None:
     assert significant(float("nan")) == "NaN"
     assert (rate(31234), rate(4730), rate(940)) == ("31.2k", "4.73k", "940")
     assert (count(14_768_307_200, 1), count(3_100_000, 1)) == ("14.8 B", "3.1 M")
-    assert (memory(512 << 20), memory(117 << 30), memory(3 << 29)) == ("512 MiB", "117 GiB", "1.5 GiB")
+    assert (memory(512 << 20), memory(117 << 30), memory(3 << 29)) == (
+        "512 MiB",
+        "117 GiB",
+        "1.5 GiB",
+    )
     assert memory_of(30 << 30, 95 << 30) == "30.0 of 95.0 GiB"
     assert disk(207_000_000_000) == "207 GB"
     assert [duration(seconds) for seconds in (0.045, 3.1, 42.5, 364, 11_520, 200_000)] == [
@@ -66,7 +92,12 @@ def test_numbers_have_units_and_no_noise() -> None:
         "3 h 12 m",
         "2 d 7 h",
     ]
-    assert [mark_duration(seconds) for seconds in (0, 45, 900, 5400)] == ["0", "45 s", "15 m", "1 h 30 m"]
+    assert [mark_duration(seconds) for seconds in (0, 45, 900, 5400)] == [
+        "0",
+        "45 s",
+        "15 m",
+        "1 h 30 m",
+    ]
 
 
 def test_bars_fill_their_width_and_hide_no_part() -> None:
@@ -86,12 +117,16 @@ def test_pieces_of_a_content_have_the_styles_of_each_of_their_characters() -> No
         content = Content("".join(chance.choice("ab\n") for _ in range(chance.randrange(12))))
         for style in ("bold", "$accent", "$faint", "italic")[: chance.randrange(5)]:
             start = chance.randrange(13)
-            content = Content(content.plain, [*content.spans, Span(start, start + chance.randrange(6), style)])
+            content = Content(
+                content.plain, [*content.spans, Span(start, start + chance.randrange(6), style)]
+            )
         expected = [
             (character, tuple(span.style for span in content.spans if span.start <= at < span.end))
             for at, character in enumerate(content.plain)
         ]
-        assert [(character, styles) for text, styles in pieces(content) for character in text] == expected
+        assert [
+            (character, styles) for text, styles in pieces(content) for character in text
+        ] == expected
 
 
 def test_cores_are_grouped_by_what_they_do_and_folded_where_there_is_no_room() -> None:
@@ -170,32 +205,54 @@ def test_a_plan_says_its_verdict_in_a_word_and_fits_its_width() -> None:
     plan = plan_for(quad_machine(), "qwen3-14b", 4, 100)
     assert plan.verdict in plan_view.headline(plan, 120).plain
     for width in (40, 78, 120):
-        lines = [*plan_view.memory_lines(plan, width), *plan_view.step_lines(plan, width), *plan_view.reason_lines(plan, width)]
+        lines = [
+            *plan_view.memory_lines(plan, width),
+            *plan_view.step_lines(plan, width),
+            *plan_view.reason_lines(plan, width),
+        ]
         assert max(line.cell_length for line in lines) <= width
     reasons = [plan_view.reason_lines(plan, width) for width in range(40, 120)]
     assert len({" ".join(" ".join(line.plain for line in lines).split()) for lines in reasons}) == 1
-    assert not any(re.match(r" +(GiB|s)\b", line.plain) for lines in reasons for line in lines), "a unit stands beside its figure"
+    assert not any(re.match(r" +(GiB|s)\b", line.plain) for lines in reasons for line in lines), (
+        "a unit stands beside its figure"
+    )
 
 
 def test_a_plan_says_what_states_second_states_and_copies_take_of_the_hosts_memory() -> None:
     spec = with_values(
         find_preset("llama-3.1-8b").spec,
-        {"gpus": "4", "checkpoint.every_minutes": "30", "offload.mode": "superoffload", "offload.speculation": "on"},
+        {
+            "gpus": "4",
+            "checkpoint.every_minutes": "30",
+            "offload.mode": "superoffload",
+            "offload.speculation": "on",
+        },
     )
     plan = make_plan(spec, quad_machine())
     parts = plan_view.host_parts(plan)
     assert list(parts) == ["states", "second states", "copies", "other"]
-    assert (parts["second states"] + parts["copies"]) * 4 == pytest.approx(plan.host_optional_bytes, rel=1e-6)
-    assert sum(parts.values()) == sum(term.bytes for term in plan.breakdown if term.location == "node" and term.rank is None)
+    assert (parts["second states"] + parts["copies"]) * 4 == pytest.approx(
+        plan.host_optional_bytes, rel=1e-6
+    )
+    assert sum(parts.values()) == sum(
+        term.bytes for term in plan.breakdown if term.location == "node" and term.rank is None
+    )
     for width in (60, 78, 120):
-        (shown,) = (line for line in plan_view.summary(plan, width) if line.plain.lstrip().startswith("each rank: "))
+        (shown,) = (
+            line
+            for line in plan_view.summary(plan, width)
+            if line.plain.lstrip().startswith("each rank: ")
+        )
         assert shown.cell_length <= width
         assert f"states {memory(parts['states'])}" in shown.plain
     assert f"copies {memory(parts['copies'])}" in shown.plain
 
 
 def test_what_a_key_does_stands_beside_it_on_every_line() -> None:
-    rows = [("s", "Stop", "Save and stop the run"), ("shift+tab", "Back", "The panel before this one, in the order of the screen")]
+    rows = [
+        ("s", "Stop", "Save and stop the run"),
+        ("shift+tab", "Back", "The panel before this one, in the order of the screen"),
+    ]
     lines = key_lines(rows, 40).plain.splitlines()
     assert max(map(len, lines)) <= 40
     assert lines[0] == "  s          Stop  Save and stop the run"
@@ -205,9 +262,15 @@ def test_what_a_key_does_stands_beside_it_on_every_line() -> None:
 
 @pytest.mark.parametrize("width", range(40, 125, 3))
 def test_no_line_ends_between_a_figure_and_its_unit(width: int) -> None:
-    lines = plan_view.headline(plan_for(quad_machine(), "qwen3-14b", 4, 100), width, Content("Qwen3 14B on 4 GPUs")).plain.splitlines()
+    lines = plan_view.headline(
+        plan_for(quad_machine(), "qwen3-14b", 4, 100), width, Content("Qwen3 14B on 4 GPUs")
+    ).plain.splitlines()
     assert max(map(len, lines)) <= width
-    assert not any(re.search(r"[0-9.]k?$", line) for line in lines if "ratio" not in re.split(" {2,}", line)[-1])
+    assert not any(
+        re.search(r"[0-9.]k?$", line)
+        for line in lines
+        if "ratio" not in re.split(" {2,}", line)[-1]
+    )
     assert lines[-1].endswith("predicted")
     assert len(lines[-1].split()) > 1
 
@@ -216,7 +279,9 @@ def test_no_line_ends_between_a_figure_and_its_unit(width: int) -> None:
 def test_what_is_too_much_is_said_in_the_line_of_its_bar(width: int) -> None:
     plan = plan_for(quad_machine(), "qwen3-14b", 4, 100)
     assert plan.gpu_capacity_bytes
-    lines = plan_view.memory_lines(msgspec.structs.replace(plan, gpu_bytes=2 * plan.gpu_capacity_bytes), width)
+    lines = plan_view.memory_lines(
+        msgspec.structs.replace(plan, gpu_bytes=2 * plan.gpu_capacity_bytes), width
+    )
     assert "✗" in lines[0].plain
     assert max(line.cell_length for line in lines) <= width
 
@@ -226,11 +291,15 @@ def test_the_question_before_a_launch_says_how_long_and_on_what() -> None:
     lengths = {"train.steps": "1200", "train.epochs": "1", "train.tokens": "5000000"}
     told = [plan_view.run_length(with_values(spec, {key: value})) for key, value in lengths.items()]
     assert told == ["1,200 steps", "1 epoch", "5,000,000 tokens"]
-    facts = [line.plain for line in plan_view.launch_facts(plan_for(quad_machine(), "tiny", 2, 100))]
+    facts = [
+        line.plain for line in plan_view.launch_facts(plan_for(quad_machine(), "tiny", 2, 100))
+    ]
     assert "100 steps on builtin:tiny/rows.jsonl" in facts
     assert not any("partition" in fact for fact in facts)
     elsewhere = plan_for(quad_machine(), "tiny", 2, 100)
-    elsewhere = msgspec.structs.replace(elsewhere, spec=with_values(elsewhere.spec, {"slurm.partition": "gh"}))
+    elsewhere = msgspec.structs.replace(
+        elsewhere, spec=with_values(elsewhere.spec, {"slurm.partition": "gh"})
+    )
     assert any("partition gh" in line.plain for line in plan_view.launch_facts(elsewhere))
 
 
@@ -241,7 +310,11 @@ def test_a_plan_that_does_not_fit_shows_no_speed() -> None:
     too_large = msgspec.structs.replace(plan, fits=False, verdict="does not fit")
     text = "\n".join(
         line.plain
-        for line in (plan_view.headline(too_large, 120), *plan_view.launch_facts(too_large), *plan_view.step_lines(too_large, 120))
+        for line in (
+            plan_view.headline(too_large, 120),
+            *plan_view.launch_facts(too_large),
+            *plan_view.step_lines(too_large, 120),
+        )
     )
     for figure in ("tokens/s", "TFLOPS", "in about", "forward"):
         assert figure not in text, figure
@@ -262,7 +335,11 @@ def test_glyphs_follow_setting_locale_and_terminal() -> None:
     assert chosen_glyphs({}, "UTF-8") == "braille"
     assert chosen_glyphs({}, "ANSI_X3.4-1968") == "ascii"
     assert chosen_glyphs({"TERM": "linux"}, "utf-8") == "block"
-    assert chosen_glyphs({"LANG": "C"}, "utf-8") == chosen_glyphs({"LC_ALL": "POSIX", "LANG": "en_US.UTF-8"}, "utf-8") == "ascii"
+    assert (
+        chosen_glyphs({"LANG": "C"}, "utf-8")
+        == chosen_glyphs({"LC_ALL": "POSIX", "LANG": "en_US.UTF-8"}, "utf-8")
+        == "ascii"
+    )
     assert chosen_glyphs({"LC_CTYPE": "C.UTF-8", "LANG": "C"}, "utf-8") == "braille"
     assert chosen_glyphs({"SO_TUI_GLYPHS": "block"}, "ascii") == "block"
     assert chosen_glyphs({"SO_TUI_GLYPHS": "nonsense"}, "utf-8") == "braille"
@@ -281,8 +358,14 @@ def test_findings_fold_under_their_own_words(width: int) -> None:
     first, *lines = str(finding_content(finding, width)).splitlines()
     assert first == "~ warning Memory is short"
     assert all(len(line) <= width for line in lines)
-    assert all(line[12] != " " and (line[:12].strip() in ("evidence", "cost", "remedy", "")) for line in lines)
-    assert " ".join(line[12:] for line in lines) == f"{finding.evidence} {finding.cost} {finding.remedy}"
+    assert all(
+        line[12] != " " and (line[:12].strip() in ("evidence", "cost", "remedy", ""))
+        for line in lines
+    )
+    assert (
+        " ".join(line[12:] for line in lines)
+        == f"{finding.evidence} {finding.cost} {finding.remedy}"
+    )
 
 
 def test_hints_say_what_a_number_means_and_fit_beside_the_field() -> None:
@@ -295,8 +378,18 @@ def test_hints_say_what_a_number_means_and_fit_beside_the_field() -> None:
 
 @pytest.mark.parametrize("width", [8, 12, 20, 34])
 def test_names_that_are_shortened_together_stay_different(width: int) -> None:
-    alike = ["alpaca-wsd-lr3e5-1125-a3f09c", "alpaca-wsd-lr3e5-1125-a3f0ff", "alpaca-wsd-lr1e5-1125-a3f09c", "b"]
-    for names in (alike, alike[:2], [f"{'x' * 30}{number}{'y' * 30}" for number in range(12)], ["模型" * 20 + "一", "模型" * 20 + "二"]):
+    alike = [
+        "alpaca-wsd-lr3e5-1125-a3f09c",
+        "alpaca-wsd-lr3e5-1125-a3f0ff",
+        "alpaca-wsd-lr1e5-1125-a3f09c",
+        "b",
+    ]
+    for names in (
+        alike,
+        alike[:2],
+        [f"{'x' * 30}{number}{'y' * 30}" for number in range(12)],
+        ["模型" * 20 + "一", "模型" * 20 + "二"],
+    ):
         shown = distinct(names, width)
         assert len(set(shown)) == len(names)
         assert max(map(cell_len, shown)) <= width
@@ -322,14 +415,33 @@ def test_marked_runs_have_the_colours_of_their_lines() -> None:
 
 
 def test_columns_of_the_list_of_runs_are_whole_or_absent() -> None:
-    widths = {"state": 10, "name": 21, "model": 15, "step": 13, "mean loss": 9, " ": 12, "tokens/s": 8, "MFU": 6, "age": 4, "host": 10}
+    widths = {
+        "state": 10,
+        "name": 21,
+        "model": 15,
+        "step": 13,
+        "mean loss": 9,
+        " ": 12,
+        "tokens/s": 8,
+        "MFU": 6,
+        "age": 4,
+        "host": 10,
+    }
     widths |= {"GPU memory": 10, "evaluation loss": 15}
     rows = [{name: Text("x" * widths.get(name, 1)) for name in COLUMNS}]
     whole = sum(widths.values()) + 1 + 2 * len(COLUMNS)
     assert with_room(rows, whole, 1) == list(COLUMNS)
     assert with_room(rows, whole - 1, 1) == [name for name in COLUMNS if name != "host"]
     assert with_room(rows, 80, 1) == ["", "state", "name", "step", "mean loss", "age"]
-    assert with_room(rows, 88, 1, kept="MFU") == ["", "state", "name", "step", "mean loss", "MFU", "age"], "what it is sorted by"
+    assert with_room(rows, 88, 1, kept="MFU") == [
+        "",
+        "state",
+        "name",
+        "step",
+        "mean loss",
+        "MFU",
+        "age",
+    ], "what it is sorted by"
     for row in rows:
         row["MFU"] = Text("")
     assert "MFU" not in with_room(rows, whole, 1)
@@ -349,7 +461,13 @@ def test_a_curve_without_room_for_all_of_it_is_half_as_wide() -> None:
 @pytest.mark.parametrize("width", [50, 71, 140])
 def test_settings_side_by_side_fit_their_place_and_show_what_differs(width: int) -> None:
     folder = "/data/rows/of/many/kinds/"
-    compared = Comparison(("a", "b"), ({"data.source": f"{folder}one", "gpus": "2"}, {"data.source": f"{folder}two", "gpus": "2"}))
+    compared = Comparison(
+        ("a", "b"),
+        (
+            {"data.source": f"{folder}one", "gpus": "2"},
+            {"data.source": f"{folder}two", "gpus": "2"},
+        ),
+    )
     lines = compared.table(width).splitlines()
     assert max(map(len, lines)) <= width
     assert ["one" in line or "two" in line for line in lines].count(True) == 1
@@ -358,21 +476,40 @@ def test_settings_side_by_side_fit_their_place_and_show_what_differs(width: int)
 
 def test_the_thumb_of_a_log_that_is_followed_is_where_textual_draws_it() -> None:
     def drawn(rows: int, lines: int) -> tuple[str, ...]:
-        bar = ScrollBarRender.render_bar(size=rows, virtual_size=lines, window_size=rows, position=lines - rows)
+        bar = ScrollBarRender.render_bar(
+            size=rows, virtual_size=lines, window_size=rows, position=lines - rows
+        )
         return tuple(f"{segment.text} {segment.style}" for segment in bar.segments)
 
     for rows in (3, 5, 17):
         for lines in range(rows + 1, 400):
             same = thumb_top(rows, lines) == thumb_top(rows, lines + 1)
             assert not same or drawn(rows, lines) == drawn(rows, lines + 1), (rows, lines)
-    assert len({thumb_top(5, lines) for lines in range(1000, 2000)}) == 1, "a long log's hardly ever moves"
+    assert len({thumb_top(5, lines) for lines in range(1000, 2000)}) == 1, (
+        "a long log's hardly ever moves"
+    )
 
 
-@pytest.mark.parametrize(("variables", "expected"), [({"LANG": "C"}, "ascii"), ({"LANG": "C.UTF-8"}, "braille"), ({}, "braille")])
-def test_pythons_own_locale_is_not_taken_for_the_terminals(variables: dict[str, str], expected: str) -> None:
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [({"LANG": "C"}, "ascii"), ({"LANG": "C.UTF-8"}, "braille"), ({}, "braille")],
+)
+def test_pythons_own_locale_is_not_taken_for_the_terminals(
+    variables: dict[str, str], expected: str
+) -> None:
     code = "from so_tui.ui.glyphs import *; print(chosen_glyphs(environment_at_start()))"
-    kept = {name: value for name, value in os.environ.items() if name != "LANG" and not name.startswith(("LC_", "SO_TUI_GLYPHS", "TERM"))}
-    done = subprocess.run([sys.executable, "-c", code], env=kept | variables, capture_output=True, text=True, check=True)
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name != "LANG" and not name.startswith(("LC_", "SO_TUI_GLYPHS", "TERM"))
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=kept | variables,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout.strip() == expected
 
 

@@ -24,7 +24,13 @@ FULL = replace(
         *REPORT.outcomes,
         trained("losses-gpu", (8.0, 7.0), 1.0, losses_only=True),
         trained("losses-2", (8.0, None), 1.0, losses_only=True),
-        Outcome(key="hung", title="one that hung", estimate_s=9, state="timed-out", reason="\x1b[31mtook longer than 165 s " * 9),
+        Outcome(
+            key="hung",
+            title="one that hung",
+            estimate_s=9,
+            state="timed-out",
+            reason="\x1b[31mtook longer than 165 s " * 9,
+        ),
     ),
 )
 FULL = replace(FULL, agreement=reports.agreement_of(FULL.outcomes))
@@ -43,15 +49,25 @@ def test_every_line_fits_and_every_failure_is_named(width: int) -> None:
 
 @pytest.mark.parametrize("width", [74, 114])
 def test_parts_that_begin_alike_are_told_apart(width: int) -> None:
-    report = read_json(Path(__file__).parents[2] / "benchmarks" / "results" / "validate-h200.json", reports.Report)
+    report = read_json(
+        Path(__file__).parents[2] / "benchmarks" / "results" / "validate-h200.json", reports.Report
+    )
     lines = [line.plain for line in report_lines(report, width)]
-    training, losses = (next(index for index, line in enumerate(lines) if line.startswith(name)) for name in ("training", "losses"))
-    speeds, agreement = ({line.split("  ")[0] for line in part} for part in (lines[training + 1 : losses - 1], lines[losses + 1 :]))
+    training, losses = (
+        next(index for index, line in enumerate(lines) if line.startswith(name))
+        for name in ("training", "losses")
+    )
+    speeds, agreement = (
+        {line.split("  ")[0] for line in part}
+        for part in (lines[training + 1 : losses - 1], lines[losses + 1 :])
+    )
     assert len(speeds) == 12
     assert len(agreement) == len(report.agreement)
 
 
-async def test_a_report_that_is_read_slowly_is_shown(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_report_that_is_read_slowly_is_shown(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Reading takes longer than the time after which it is read again, as on a file system that hardly answers."""
     begun, ended = threading.Event(), threading.Event()
     calls = []
@@ -74,7 +90,9 @@ async def test_a_report_that_is_read_slowly_is_shown(runs_dir: Path, monkeypatch
 
 
 @pytest.mark.parametrize("size", SIZES)
-async def test_the_report_is_shown_and_read_again_when_it_changes(runs_dir: Path, size: tuple[int, int]) -> None:
+async def test_the_report_is_shown_and_read_again_when_it_changes(
+    runs_dir: Path, size: tuple[int, int]
+) -> None:
     async with opened(runs_dir, size) as ui:
         await ui.press("5", "e")
         await ui.until(lambda: "no report yet" in ui.shown("#report-status"))

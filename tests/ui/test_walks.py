@@ -26,7 +26,9 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed"),
-    pytest.mark.skipif(bool(inspect_machine().gpus), reason="the walks begin on a machine without a GPU"),
+    pytest.mark.skipif(
+        bool(inspect_machine().gpus), reason="the walks begin on a machine without a GPU"
+    ),
 ]
 SO_TUI = (sys.executable, "-m", "so_tui")
 KEYBOARD_STEPS = 6
@@ -78,10 +80,17 @@ def watched_to_its_end(user: Terminal, steps: int) -> RunDirectory:
     user.matched(rf"✓ finished +step {steps} / {steps}\b")
     losses = losses_of(run)
     assert len(losses) == steps, log(run)
-    assert float(user.matched(r"loss[ ─]+last (\d+\.\d+)")[1]) == pytest.approx(losses[-1], abs=0.006)
+    assert float(user.matched(r"loss[ ─]+last (\d+\.\d+)")[1]) == pytest.approx(
+        losses[-1], abs=0.006
+    )
 
     state = read_state(run)
-    assert (state.state, state.step, state.saved_step, state.total_steps) == ("finished", steps, steps, steps)
+    assert (state.state, state.step, state.saved_step, state.total_steps) == (
+        "finished",
+        steps,
+        steps,
+        steps,
+    )
     spec = read_spec(run)
     assert (spec.name, spec.train.steps, spec.model.weights) == ("tiny", steps, "random")
     return run
@@ -95,13 +104,18 @@ def check_export(user: Terminal, run: RunDirectory) -> None:
     config = AutoConfig.from_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
     assert weights["model.embed_tokens.weight"].shape == (config.vocab_size, config.hidden_size)
-    assert len({name.split(".")[2] for name in weights if name.startswith("model.layers.")}) == config.num_hidden_layers
+    assert (
+        len({name.split(".")[2] for name in weights if name.startswith("model.layers.")})
+        == config.num_hidden_layers
+    )
     assert all(torch.isfinite(weight).all() and weight.any() for weight in weights.values())
 
 
 def test_by_keyboard_alone(tmp_path: Path) -> None:
     with first_start(Keyboard(tmp_path)) as user:
-        user.press("enter", named="enter Configure")  # the cursor stands on the model that this machine can train
+        user.press(
+            "enter", named="enter Configure"
+        )  # the cursor stands on the model that this machine can train
         user.shown("tiny (embedded)   preset tiny")
         user.press("/", named="/ Find")
         user.type("train for")

@@ -41,7 +41,11 @@ async def test_details_and_log_stand_at_the_right_and_nodes_in_two_columns(runs_
     run = write_run(runs_dir, steps=60, seconds_of_samples=30, name="one")
     async with opened(runs_dir, (220, 50), open_run=run) as ui:
         await ui.until(lambda: "step 60" in ui.text())
-        nodes, details, log = ui.find("#nodes", NumaNodes), ui.find("StepDetails", StepDetails), ui.find("#log", LogView)
+        nodes, details, log = (
+            ui.find("#nodes", NumaNodes),
+            ui.find("StepDetails", StepDetails),
+            ui.find("#log", LogView),
+        )
         assert "node 0" in nodes.render_line(0).text
         assert "node 1" in nodes.render_line(0).text
         newest = details.lines.content.plain
@@ -50,7 +54,12 @@ async def test_details_and_log_stand_at_the_right_and_nodes_in_two_columns(runs_
         assert log.region.y > details.region.y
         assert log.region.x == details.lines.region.x > nodes.region.right
         await ui.press("i", "left", "left")
-        await ui.until(lambda: "at the cursor" in str(details.heading.render()) and details.lines.content.plain != newest)
+        await ui.until(
+            lambda: (
+                "at the cursor" in str(details.heading.render())
+                and details.lines.content.plain != newest
+            )
+        )
         await ui.resize(120, 36)
         await ui.until(lambda: not details.display)
         assert log.region.y > nodes.region.y
@@ -62,7 +71,9 @@ async def test_details_and_log_stand_at_the_right_and_nodes_in_two_columns(runs_
 
 
 async def test_panels_are_resized_by_keys_and_mouse_kept_and_reset(runs_dir: Path) -> None:
-    run = write_run(runs_dir, steps=60, total=60, seconds_of_samples=2, state="finished", name="one")
+    run = write_run(
+        runs_dir, steps=60, total=60, seconds_of_samples=2, state="finished", name="one"
+    )
     async with opened(runs_dir, (220, 50), open_run=run) as ui:
         await ui.until(lambda: "step 60" in ui.text())
         charts = ui.find("ChartPanel", ChartPanel)
@@ -74,14 +85,18 @@ async def test_panels_are_resized_by_keys_and_mouse_kept_and_reset(runs_dir: Pat
         await pull(ui, "#panels > Divider", -8, 0)
         await ui.until(lambda: kept("side") == side_columns(220) + 8)
         await ui.press("vertical_line")
-        await ui.until(lambda: kept("charts") is kept("side") is None and charts.size.height == before)
+        await ui.until(
+            lambda: kept("charts") is kept("side") is None and charts.size.height == before
+        )
         await ui.press("4")
         await ui.until(lambda: ui.find("RunPreview", RunPreview).size.width)
         preview = ui.find("RunPreview", RunPreview)
         columns = preview.size.width
         await ui.until(lambda: "tokens/s" in ui.shown("#facts"))  # its losses are read in a thread
         await ui.press("right_curly_bracket")  # the list has the focus
-        await ui.until(lambda: preview.size.width == columns - 4 and kept("run_beside") == columns - 3)
+        await ui.until(
+            lambda: preview.size.width == columns - 4 and kept("run_beside") == columns - 3
+        )
         await ui.resize(120, 36)
         body = ui.find("#preview", Container)
         await ui.until(lambda: body.region.y > ui.screen.query_one("#table").region.y)
@@ -127,5 +142,13 @@ def test_sections_stand_beside_each_other_only_if_they_are_whole() -> None:
     assert beside_each_other(sections, 52) == list(sections.items())
     [(title, lines)] = beside_each_other(sections, 53)
     assert title == ""
-    assert [line.plain.split() for line in lines] == [[], ["left", "right"], ["a" * 20, "c" * 30], ["b" * 10]]
-    assert beside_each_other({"left": [Content("a")], "right": []}, 99) == [("left", [Content("a")]), ("right", [])]
+    assert [line.plain.split() for line in lines] == [
+        [],
+        ["left", "right"],
+        ["a" * 20, "c" * 30],
+        ["b" * 10],
+    ]
+    assert beside_each_other({"left": [Content("a")], "right": []}, 99) == [
+        ("left", [Content("a")]),
+        ("right", []),
+    ]

@@ -41,7 +41,9 @@ def machine_of(found: MachineFound) -> Machine:
     nodes, first = [], 0
     for node in found.nodes:
         cpus = tuple(range(first, first + node.cores))
-        nodes.append(NumaNode(id=node.id, kind="cpu", cpus=cpus, memory_total_bytes=node.memory_bytes))
+        nodes.append(
+            NumaNode(id=node.id, kind="cpu", cpus=cpus, memory_total_bytes=node.memory_bytes)
+        )
         first += node.cores
     near = {node.id: node.cpus for node in nodes}
     gpus = [
@@ -90,18 +92,38 @@ def test_what_was_measured_is_planned(path: Path) -> None:
         # Plans are for bound ranks. A model so small that its speed says nothing is not predicted by it.
         if found.placed != "bound" or found.losses_only or found.workload is None:
             continue
-        plan = make_plan(probe_spec(spec_of(shape, parts[outcome.key]), "random"), machine, workload=found.workload, probed=False)
+        plan = make_plan(
+            probe_spec(spec_of(shape, parts[outcome.key]), "random"),
+            machine,
+            workload=found.workload,
+            probed=False,
+        )
         planned = predicted_for(
-            Measured(figures=found.measured, workload=found.workload, steps=found.steps, held_back_steps=found.held_back_steps or 0),
+            Measured(
+                figures=found.measured,
+                workload=found.workload,
+                steps=found.steps,
+                held_back_steps=found.held_back_steps or 0,
+            ),
             plan,
             machine,
         )
         figures = {"step_s": STEP, "gpu_reserved_bytes": GPU_MEMORY, "host_bytes": HOST_MEMORY}
-        if found.settings.get("offload.engine") == "so-tui" and found.clipping and found.held_back_steps is None:
-            del figures["step_s"]  # An older report: how many of its steps waited for the norm is not known.
+        if (
+            found.settings.get("offload.engine") == "so-tui"
+            and found.clipping
+            and found.held_back_steps is None
+        ):
+            del figures[
+                "step_s"
+            ]  # An older report: how many of its steps waited for the norm is not known.
         for figure, most in figures.items():
             expected, measured = getattr(planned, figure), getattr(found.measured, figure)
-            if expected and measured and abs(expected / measured - 1) > KNOWN.get((path.stem, outcome.key, figure), most):
+            if (
+                expected
+                and measured
+                and abs(expected / measured - 1) > KNOWN.get((path.stem, outcome.key, figure), most)
+            ):
                 wrong.append((outcome.key, figure, expected, measured))
     assert not wrong
 
@@ -109,7 +131,11 @@ def test_what_was_measured_is_planned(path: Path) -> None:
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_losses_agree_whatever_the_offload_and_the_number_of_gpus(path: Path) -> None:
     report = read_json(path, Report)
-    ours = {outcome.key for outcome, found in trained(report.outcomes) if not found.settings.get("as-published")}
+    ours = {
+        outcome.key
+        for outcome, found in trained(report.outcomes)
+        if not found.settings.get("as-published")
+    }
     for one in report.agreement:
         if one.key in ours:
             assert one.largest is not None, one.key
@@ -117,7 +143,9 @@ def test_losses_agree_whatever_the_offload_and_the_number_of_gpus(path: Path) ->
 
 
 def test_the_docs_show_the_losses_of_one_and_two_gpus() -> None:
-    drawn = render.figures(read_json(RESULTS[0].with_name("validate-h100-x2-second.json"), Report))["losses.svg"]
+    drawn = render.figures(read_json(RESULTS[0].with_name("validate-h100-x2-second.json"), Report))[
+        "losses.svg"
+    ]
     assert (DOCS / "figures" / "losses-of-1-and-2-gpus.svg").read_text() == drawn
     assert drawn.count("<polyline") == 3
 
@@ -125,7 +153,12 @@ def test_the_docs_show_the_losses_of_one_and_two_gpus() -> None:
 def test_a_figure_that_was_not_planned_is_noticed(tmp_path: Path) -> None:
     report = read_json(RESULTS[0], Report)
     outcomes = tuple(
-        replace(outcome, result=replace(outcome.result, measured=replace(outcome.result.measured, host_bytes=1 << 50)))
+        replace(
+            outcome,
+            result=replace(
+                outcome.result, measured=replace(outcome.result.measured, host_bytes=1 << 50)
+            ),
+        )
         if isinstance(outcome.result, TrainingFound)
         else outcome
         for outcome in report.outcomes

@@ -32,13 +32,25 @@ RECORDS = (
     step_record(3, time=18.0),
     PhaseRecord(attempt=1, time=18.1, phase="saving"),
 )
-LENGTHS = {"preparation": 1, "launcher": 4, "imports": 3, "ranks": 1, "data": 0.5, "weights": 2.5, "optimizer": 1, "first_step": 2}
+LENGTHS = {
+    "preparation": 1,
+    "launcher": 4,
+    "imports": 3,
+    "ranks": 1,
+    "data": 0.5,
+    "weights": 2.5,
+    "optimizer": 1,
+    "first_step": 2,
+}
 
 
 def test_every_second_from_planning_to_the_end_belongs_to_a_phase() -> None:
-    found: dict[str, Any] = msgspec.structs.asdict(phase_seconds(RECORDS, begun=0.0, started=1.0, ended=20.0, over=20.5))
+    found: dict[str, Any] = msgspec.structs.asdict(
+        phase_seconds(RECORDS, begun=0.0, started=1.0, ended=20.0, over=20.5)
+    )
     assert found == pytest.approx(
-        {f"{name}_s": seconds for name, seconds in LENGTHS.items()} | {"steps_s": 3, "end_s": 2, "cleaning_s": 0.5}
+        {f"{name}_s": seconds for name, seconds in LENGTHS.items()}
+        | {"steps_s": 3, "end_s": 2, "cleaning_s": 0.5}
     )
     assert sum(found.values()) == pytest.approx(20.5)
 
@@ -50,15 +62,29 @@ def test_what_an_older_trainer_did_not_record_took_no_time() -> None:
 
 def test_a_run_without_a_step_has_only_a_start_and_an_end() -> None:
     found = phase_seconds((), begun=0.0, started=1.0, ended=4.0, over=5.0)
-    assert (found.launcher_s, found.first_step_s, found.steps_s, found.end_s, found.cleaning_s) == (3.0, 0.0, 0.0, 0.0, 1.0)
+    assert (found.launcher_s, found.first_step_s, found.steps_s, found.end_s, found.cleaning_s) == (
+        3.0,
+        0.0,
+        0.0,
+        0.0,
+        1.0,
+    )
 
 
 def test_a_report_shows_them_in_one_row_a_part() -> None:
     phases = phase_seconds(RECORDS, begun=0.0, started=1.0, ended=20.0, over=20.5)
     outcome = next(one for one in REPORT.outcomes if one.key == "gpu")
     assert outcome.result is not None
-    report = REPORT.with_outcome(msgspec.structs.replace(outcome, result=msgspec.structs.replace(outcome.result, phases=phases)))
-    rows = [line for line in markdown(report).partition("## Where the time went")[2].splitlines() if line.startswith("| <")]
+    report = REPORT.with_outcome(
+        msgspec.structs.replace(
+            outcome, result=msgspec.structs.replace(outcome.result, phases=phases)
+        )
+    )
+    rows = [
+        line
+        for line in markdown(report).partition("## Where the time went")[2].splitlines()
+        if line.startswith("| <")
+    ]
     cells = ["1.0", "4.0", "3.0", "1.0", "0.5", "2.5", "1.0", "2.0", "3.0", "2.0", "0.5", "20.5"]
     assert rows == [f"| {outcome.title} | {' | '.join(cells)} |"]
     assert "Where the time went" not in markdown(REPORT)

@@ -16,18 +16,33 @@ from so_tui.machine import inspect_machine
 from so_tui.plan.calibration import Figures
 from so_tui.validation import machine_parts, render
 from so_tui.validation import report as reports
-from so_tui.validation.report import CopiesFound, CopyRates, Found, Outcome, TrainingFound, machine_found
+from so_tui.validation.report import (
+    CopiesFound,
+    CopyRates,
+    Found,
+    Outcome,
+    TrainingFound,
+    machine_found,
+)
 from so_tui.validation.sharing import HIDDEN, hidden, shared
 from so_tui.validation.validate import validate
 from tests.support.schemas import valid
 from tests.validation.test_runner import EMPTY
 
 FIGURES = Figures(
-    step_s=2.0, forward_s=0.5, backward_s=1.0, exposed_optimizer_s=0.4, gpu_reserved_bytes=10**10, gpu_device_bytes=0, host_bytes=10**11
+    step_s=2.0,
+    forward_s=0.5,
+    backward_s=1.0,
+    exposed_optimizer_s=0.4,
+    gpu_reserved_bytes=10**10,
+    gpu_device_bytes=0,
+    host_bytes=10**11,
 )
 
 
-def trained(key: str, losses: tuple[float | None, ...], clipping: float = 0.0, *, losses_only: bool = False) -> Outcome:
+def trained(
+    key: str, losses: tuple[float | None, ...], clipping: float = 0.0, *, losses_only: bool = False
+) -> Outcome:
     result = TrainingFound(
         settings={},
         ranks=1,
@@ -45,15 +60,32 @@ def trained(key: str, losses: tuple[float | None, ...], clipping: float = 0.0, *
     return Outcome(key=key, title=f"<{key}> & more", estimate_s=1, state="measured", result=result)
 
 
-COPIES = CopyRates(node=0, gpu=0, all_at_once=False, pinned_d2h=3e11, pinned_h2d=3e11, pageable_d2h=1e11, pageable_h2d=1e11, both_ways=2e11)
+COPIES = CopyRates(
+    node=0,
+    gpu=0,
+    all_at_once=False,
+    pinned_d2h=3e11,
+    pinned_h2d=3e11,
+    pageable_d2h=1e11,
+    pageable_h2d=1e11,
+    both_ways=2e11,
+)
 REPORT = replace(
     EMPTY,
     outcomes=(
-        Outcome(key="copies", title="copies", estimate_s=1, state="measured", result=CopiesFound(copies=(COPIES,))),
+        Outcome(
+            key="copies",
+            title="copies",
+            estimate_s=1,
+            state="measured",
+            result=CopiesFound(copies=(COPIES,)),
+        ),
         trained("gpu", (8.0, 7.0, 6.0)),
         trained("ours", (8.0, 7.07, 6.0)),
         trained("clipped", (8.0, 7.5, 7.0), clipping=1.0),
-        Outcome(key="left", title="another", estimate_s=99, state="left-out", reason="takes about 99 s"),
+        Outcome(
+            key="left", title="another", estimate_s=99, state="left-out", reason="takes about 99 s"
+        ),
     ),
 )
 
@@ -71,8 +103,13 @@ def test_losses_are_compared_step_by_step_with_those_of_the_same_clipping(tmp_pa
     valid("validate", (tmp_path / reports.FILE).read_text())
 
 
-@pytest.mark.parametrize(("clipping", "engine", "shown"), [(1.0, "so-tui", True), (0.0, "so-tui", False), (1.0, "deepspeed", False)])
-def test_steps_that_waited_for_the_norm_are_told_where_our_engine_clips(clipping: float, engine: str, shown: bool) -> None:
+@pytest.mark.parametrize(
+    ("clipping", "engine", "shown"),
+    [(1.0, "so-tui", True), (0.0, "so-tui", False), (1.0, "deepspeed", False)],
+)
+def test_steps_that_waited_for_the_norm_are_told_where_our_engine_clips(
+    clipping: float, engine: str, shown: bool
+) -> None:
     outcome = trained("clipped", (8.0, 7.0), clipping)
     assert isinstance(outcome.result, TrainingFound)
     found = replace(outcome.result, settings={"offload.engine": engine}, held_back_steps=3)
@@ -86,10 +123,21 @@ def test_a_loss_that_is_not_finite_agrees_with_nothing() -> None:
 
 
 def test_losses_of_many_steps_have_a_figure_of_their_own_and_no_speed() -> None:
-    outcomes = (trained("gpu", (8.0, 7.0)), trained("losses-gpu", (8.0, 6.0, 5.0), 1.0, losses_only=True))
-    more = (trained("losses-1", (8.0, 6.0, 5.0), 1.0, losses_only=True), trained("losses-2", (8.0, None, 5.0), 1.0, losses_only=True))
-    report = replace(EMPTY, outcomes=(*outcomes, *more), agreement=reports.agreement_of((*outcomes, *more)))
-    assert [(one.key, one.reference) for one in report.agreement] == [("losses-1", "losses-gpu"), ("losses-2", "losses-gpu")]
+    outcomes = (
+        trained("gpu", (8.0, 7.0)),
+        trained("losses-gpu", (8.0, 6.0, 5.0), 1.0, losses_only=True),
+    )
+    more = (
+        trained("losses-1", (8.0, 6.0, 5.0), 1.0, losses_only=True),
+        trained("losses-2", (8.0, None, 5.0), 1.0, losses_only=True),
+    )
+    report = replace(
+        EMPTY, outcomes=(*outcomes, *more), agreement=reports.agreement_of((*outcomes, *more))
+    )
+    assert [(one.key, one.reference) for one in report.agreement] == [
+        ("losses-1", "losses-gpu"),
+        ("losses-2", "losses-gpu"),
+    ]
     drawn = render.figures(report)
     assert "losses-2" in drawn["losses.svg"]
     assert ";gpu" not in drawn["losses.svg"]
@@ -109,11 +157,29 @@ def test_the_figures_are_xml_and_show_every_part(tmp_path: Path) -> None:
 
 def test_a_shared_report_names_neither_host_nor_user_nor_folder() -> None:
     home, host, user = str(Path.home()), socket.gethostname(), getpass.getuser()
-    named = Found(code="a", severity="note", title=f"{host.upper()}: {home}/.cache is full, says {user}@{host}")
+    named = Found(
+        code="a",
+        severity="note",
+        title=f"{host.upper()}: {home}/.cache is full, says {user}@{host}",
+    )
     machine = machine_found(inspect_machine(), (named,))
-    machine = replace(machine, software=replace(machine.software, compiler=f"c++ (built in {home}/gcc) 12"))
-    failed = Outcome(key="b", title="b", estimate_s=1, state="failed", reason=f"`so-tui logs {home}/.local/state/x` shows; alps says no")
-    report = replace(EMPTY, outcomes=(Outcome(key="m", title="m", estimate_s=1, state="measured", result=machine), failed))
+    machine = replace(
+        machine, software=replace(machine.software, compiler=f"c++ (built in {home}/gcc) 12")
+    )
+    failed = Outcome(
+        key="b",
+        title="b",
+        estimate_s=1,
+        state="failed",
+        reason=f"`so-tui logs {home}/.local/state/x` shows; alps says no",
+    )
+    report = replace(
+        EMPTY,
+        outcomes=(
+            Outcome(key="m", title="m", estimate_s=1, state="measured", result=machine),
+            failed,
+        ),
+    )
     nameless = shared(report)
     text = reports.encoded(nameless).decode() + render.markdown(nameless)
     names = [home, "alps", *([user] if user != "root" else [])]
@@ -151,7 +217,11 @@ def test_a_shared_report_names_neither_host_nor_user_nor_folder() -> None:
 )
 def test_nothing_that_names_somebody_is_left_of_a_reason(text: str) -> None:
     left = hidden(text, {"alps.cscs.example", "alice", "Alice Example"}).casefold()
-    assert not [name for name in ("alps", "cscs", "alice", "größe", "scratch", "opt", "10.0.17", "fe80", "01b9") if name in left]
+    assert not [
+        name
+        for name in ("alps", "cscs", "alice", "größe", "scratch", "opt", "10.0.17", "fe80", "01b9")
+        if name in left
+    ]
 
 
 def test_what_names_nobody_is_left() -> None:
@@ -164,9 +234,20 @@ def test_copies_are_measured_between_every_gpu_and_node() -> None:
     """The GPU's part runs the same code on small sizes, on the CPU."""
     nodes = request_of(inspect_machine())["nodes"][:1]
     gpus = [{"index": 0, "node": nodes[0]["id"]}, {"index": 1, "node": None}]
-    *told, last = stream_tool("copies", {"nodes": nodes, "gpus": gpus, "scale": 0.01, "device": "cpu"})
-    assert [(found["gpu"], found["all_at_once"]) for found in last["copies"]] == [(0, False), (1, False), (0, True), (1, True)]
-    assert all(found[rate] > 1e6 for found in last["copies"] for rate in ("pinned_d2h", "pageable_h2d", "both_ways"))
+    *told, last = stream_tool(
+        "copies", {"nodes": nodes, "gpus": gpus, "scale": 0.01, "device": "cpu"}
+    )
+    assert [(found["gpu"], found["all_at_once"]) for found in last["copies"]] == [
+        (0, False),
+        (1, False),
+        (0, True),
+        (1, True),
+    ]
+    assert all(
+        found[rate] > 1e6
+        for found in last["copies"]
+        for rate in ("pinned_d2h", "pageable_h2d", "both_ways")
+    )
     assert len(told) == 3
 
 
@@ -174,7 +255,14 @@ def test_copies_are_measured_between_every_gpu_and_node() -> None:
 def test_a_machine_without_gpus_is_validated_with_tiny(tmp_path: Path) -> None:
     machine = replace(inspect_machine(), gpus=())
     told: list[str] = []
-    report = validate(machine, tmp_path, seconds=170.0, gpus=0, share=True, tell=lambda text, share: told.append(text))
+    report = validate(
+        machine,
+        tmp_path,
+        seconds=170.0,
+        gpus=0,
+        share=True,
+        tell=lambda text, share: told.append(text),
+    )
     states = {outcome.key: (outcome.state, outcome.reason) for outcome in report.outcomes}
     assert states.keys() == {"machine", "rates", "ours", "zerooffload", "ours-clipped"}
     assert {key: state for key, (state, _) in states.items()}["ours"] == "measured", states
@@ -187,11 +275,15 @@ def test_a_machine_without_gpus_is_validated_with_tiny(tmp_path: Path) -> None:
     assert valid("validate", (tmp_path / reports.FILE).read_text())["host"] == machine.hostname
     assert "TFLOPS by DeepSpeed's example" in (tmp_path / "report.md").read_text()
     assert machine.hostname not in (tmp_path / "shared" / "report.md").read_text()
-    assert bool(report.agreement) == ("zerooffload" in found)  # on a busy host it may have been left out
+    assert bool(report.agreement) == (
+        "zerooffload" in found
+    )  # on a busy host it may have been left out
     for one in report.agreement:
         assert one.largest is not None
         assert one.largest < 0.02
 
 
 def test_the_machines_parts_are_those_that_it_has(tmp_path: Path) -> None:
-    assert [one.key for one in machine_parts.measurements(replace(inspect_machine(), gpus=()), tmp_path)] == ["machine", "rates"]
+    assert [
+        one.key for one in machine_parts.measurements(replace(inspect_machine(), gpus=()), tmp_path)
+    ] == ["machine", "rates"]

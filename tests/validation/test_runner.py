@@ -18,9 +18,23 @@ from so_tui.validation.report import MachineFound, Report
 from so_tui.validation.runner import Measurement, run
 
 FOUND = MachineFound(
-    cpu="Neoverse-V2", architecture="aarch64", page_size_bytes=65536, cores=72, nodes=(), gpus=(), software=Software(), findings=()
+    cpu="Neoverse-V2",
+    architecture="aarch64",
+    page_size_bytes=65536,
+    cores=72,
+    nodes=(),
+    gpus=(),
+    software=Software(),
+    findings=(),
 )
-EMPTY = Report(so_tui="1", begun="2026-11-25T00:00:00+00:00", host="alps", gpus=1, shape="tiny, 6 layers", outcomes=())
+EMPTY = Report(
+    so_tui="1",
+    begun="2026-11-25T00:00:00+00:00",
+    host="alps",
+    gpus=1,
+    shape="tiny, 6 layers",
+    outcomes=(),
+)
 
 
 def part(
@@ -104,15 +118,25 @@ def test_time_that_measurements_take_counts() -> None:
     assert [outcome.state for outcome in found.outcomes] == ["measured", "left-out"]
 
 
-@pytest.mark.parametrize("error", [SoTuiError("no"), OSError("no"), ValueError("no"), KeyError("no")])
+@pytest.mark.parametrize(
+    "error", [SoTuiError("no"), OSError("no"), ValueError("no"), KeyError("no")]
+)
 def test_whatever_stands_in_the_way_of_a_part_is_only_its_own_failure(error: Exception) -> None:
     done: list[str] = []
-    found = run(EMPTY, [part("a", 1, done, lambda: error), part("b", 1, done)], 60.0, lambda _: None, lambda *_: None)
+    found = run(
+        EMPTY,
+        [part("a", 1, done, lambda: error), part("b", 1, done)],
+        60.0,
+        lambda _: None,
+        lambda *_: None,
+    )
     assert [outcome.state for outcome in found.outcomes] == ["failed", "measured"]
     assert "no" in found.outcomes[0].reason
 
 
-def test_a_part_that_hangs_is_given_up_at_its_limit_and_the_next_one_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_hangs_is_given_up_at_its_limit_and_the_next_one_follows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     limits: list[float] = []
 
     def hang(_tell: Callable[[str], None], limit_s: float) -> MachineFound:
@@ -122,7 +146,13 @@ def test_a_part_that_hangs_is_given_up_at_its_limit_and_the_next_one_follows(mon
 
     monkeypatch.setattr(runner, "OVERRUN_S", 0.1)
     done: list[str] = []
-    found = run(EMPTY, [Measurement("a", "a", 0.05, hang), part("b", 0.1, done)], 60.0, lambda _: None, lambda *_: None)
+    found = run(
+        EMPTY,
+        [Measurement("a", "a", 0.05, hang), part("b", 0.1, done)],
+        60.0,
+        lambda _: None,
+        lambda *_: None,
+    )
     assert limits == [pytest.approx(0.25)]
     assert [outcome.state for outcome in found.outcomes] == ["timed-out", "measured"]
     assert found.complete

@@ -45,9 +45,14 @@ def test_every_part_plans_and_has_the_same_global_batch() -> None:
         trained = find_preset("tiny").spec if one.losses_only else SHAPE
         sequences = trained.train.micro_batch * trained.gradient_accumulation_steps
         assert plan.tokens_per_step == sequences * trained.data.sequence_length
-        assert plan.spec.train.learning_rate == (3e-4 if one.losses_only else trained.train.learning_rate)
+        assert plan.spec.train.learning_rate == (
+            3e-4 if one.losses_only else trained.train.learning_rate
+        )
     with CpuAdam() as cpu_adam:
-        assert all(measurement.estimate_s > 60 for measurement in measurements(QUAD, SHAPE, parts, cpu_adam))
+        assert all(
+            measurement.estimate_s > 60
+            for measurement in measurements(QUAD, SHAPE, parts, cpu_adam)
+        )
 
 
 def test_fewer_gpus_have_fewer_parts() -> None:
@@ -61,11 +66,15 @@ def test_fewer_gpus_have_fewer_parts() -> None:
 
 def test_a_job_with_the_cores_of_one_node_is_not_bound_to_another() -> None:
     job = replace(QUAD, allowed_cpus=QUAD.cpu_nodes[0].cpus, gpus=QUAD.gpus[:1])
-    assert "wrong-node" in {one.key for one in parts_of(replace(job, allowed_cpus=QUAD.allowed_cpus), 1)}
+    assert "wrong-node" in {
+        one.key for one in parts_of(replace(job, allowed_cpus=QUAD.allowed_cpus), 1)
+    }
     assert "wrong-node" not in {one.key for one in parts_of(job, 1)}
 
 
-@pytest.mark.parametrize(("shown", "gpus", "copies"), [("1", 1, True), ("0,2", 2, True), ("", 0, False)])
+@pytest.mark.parametrize(
+    ("shown", "gpus", "copies"), [("1", 1, True), ("0,2", 2, True), ("", 0, False)]
+)
 def test_only_gpus_that_the_environment_shows_are_validated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shown: str, gpus: int, copies: bool
 ) -> None:
@@ -81,14 +90,23 @@ def test_only_gpus_that_the_environment_shows_are_validated(
 def test_the_wrong_node_is_the_farthest_also_where_node_ids_have_gaps() -> None:
     plan = make_plan(spec_of(SHAPE, part("ours", gpus=1)), QUAD)
     (rank,) = plan.binding
-    home, near, far = (replace(node, id=id, distances=row) for node, id, row in zip(QUAD.cpu_nodes, GAPS, GAP_DISTANCES, strict=False))
+    home, near, far = (
+        replace(node, id=id, distances=row)
+        for node, id, row in zip(QUAD.cpu_nodes, GAPS, GAP_DISTANCES, strict=False)
+    )
     machine = replace(QUAD, numa_nodes=(home, near, far))
-    (moved,) = placed(replace(plan, binding=(replace(rank, numa_node=home.id),)), machine, "wrong-node").binding
+    (moved,) = placed(
+        replace(plan, binding=(replace(rank, numa_node=home.id),)), machine, "wrong-node"
+    ).binding
     assert moved.memory_policy.nodes == (far.id,)
 
 
-@pytest.mark.parametrize(("gpus", "expected"), [(1, ["gpu", "1"]), (2, ["gpu", "1", "2"]), (4, ["gpu", "1", "2", "4"])])
-def test_losses_over_many_steps_are_of_no_offload_and_of_ours_on_every_number_of_gpus(gpus: int, expected: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("gpus", "expected"), [(1, ["gpu", "1"]), (2, ["gpu", "1", "2"]), (4, ["gpu", "1", "2", "4"])]
+)
+def test_losses_over_many_steps_are_of_no_offload_and_of_ours_on_every_number_of_gpus(
+    gpus: int, expected: list[str]
+) -> None:
     every = [one for one in parts_of(QUAD, gpus) if one.losses_only]
     parts = [one for one in every if not one.published]
     assert [one.ranks for one in every if one.published] == ([1, 2] if gpus > 1 else [])
@@ -102,18 +120,25 @@ def test_losses_over_many_steps_are_of_no_offload_and_of_ours_on_every_number_of
 def test_the_most_telling_parts_come_first_and_the_compiler_works_beside_losses() -> None:
     keys = [one.key for one in parts_of(QUAD, 1)]
     assert keys[:4] == ["gpu", "ours", "unbound", "wrong-node"]
-    compiled = next(position for position, one in enumerate(parts_of(QUAD, 1)) if one.needs_deepspeeds_adam)
+    compiled = next(
+        position for position, one in enumerate(parts_of(QUAD, 1)) if one.needs_deepspeeds_adam
+    )
     assert keys[compiled - 1] == "losses-1"
 
 
 def test_partitions_are_a_part_where_runs_may_make_them() -> None:
-    added = [one for one in parts_of(QUAD, 4, partitions=True) if one not in list(parts_of(QUAD, 4))]
+    added = [
+        one for one in parts_of(QUAD, 4, partitions=True) if one not in list(parts_of(QUAD, 4))
+    ]
     assert [(one.key, one.partitioned) for one in added] == [("ours-partitioned", True)]
     assert spec_of(SHAPE, added[0]) == spec_of(SHAPE, part("ours"))
 
 
 def test_as_published_means_deepspeeds_block_with_and_without_a_clipping_key() -> None:
-    left_out, explicit = (ds_config(make_plan(spec_of(SHAPE, part(key)), QUAD)) for key in ("published", "published-unclipped"))
+    left_out, explicit = (
+        ds_config(make_plan(spec_of(SHAPE, part(key)), QUAD))
+        for key in ("published", "published-unclipped")
+    )
     assert "gradient_clipping" not in left_out
     assert explicit["gradient_clipping"] == 0.0
     assert {key: value for key, value in explicit.items() if key != "gradient_clipping"} == left_out
@@ -130,7 +155,10 @@ def test_a_rank_can_be_bound_to_the_wrong_node_or_not_at_all(ranks: int) -> None
         (node,) = moved.memory_policy.nodes
         assert node != right.numa_node
         assert set(moved.cpus) <= set(QUAD.node(node).cpus)
-        assert (len(moved.main_cpus), len(moved.adam_cpus)) == (len(right.main_cpus), len(right.adam_cpus))
+        assert (len(moved.main_cpus), len(moved.adam_cpus)) == (
+            len(right.main_cpus),
+            len(right.adam_cpus),
+        )
         assert set(free.cpus) == set(QUAD.allowed_cpus)
         assert free.memory_policy.mode == "default"
         assert moved.gpu == free.gpu == right.gpu

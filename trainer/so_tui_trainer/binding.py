@@ -20,7 +20,15 @@ from so_tui.runs.records import RankBindingReport
 
 # set_mempolicy(2) and get_mempolicy(2) have no wrapper in libc; numbers from asm/unistd_64.h and asm-generic/unistd.h.
 _SYSCALLS = {"x86_64": (238, 239), "aarch64": (237, 236)}
-_MODES = {0: "default", 1: "preferred", 2: "bind", 3: "interleave", 4: "local", 5: "preferred-many", 6: "weighted-interleave"}
+_MODES = {
+    0: "default",
+    1: "preferred",
+    2: "bind",
+    3: "interleave",
+    4: "local",
+    5: "preferred-many",
+    6: "weighted-interleave",
+}
 _MODE_NUMBERS = {"default": 0, "preferred": 1, "bind": 2}
 _MASK_WORDS = 16
 _WORD_BITS = 64
@@ -95,9 +103,24 @@ def memory_policy() -> str:
         return "unknown"
     mode = ctypes.c_int()
     mask = (ctypes.c_ulong * _MASK_WORDS)()
-    if _libc.syscall(numbers[1], ctypes.byref(mode), mask, ctypes.c_ulong(_MASK_WORDS * _WORD_BITS), None, ctypes.c_ulong(0)) != 0:
+    if (
+        _libc.syscall(
+            numbers[1],
+            ctypes.byref(mode),
+            mask,
+            ctypes.c_ulong(_MASK_WORDS * _WORD_BITS),
+            None,
+            ctypes.c_ulong(0),
+        )
+        != 0
+    ):
         return "unknown"
-    nodes = [word * _WORD_BITS + bit for word in range(_MASK_WORDS) for bit in range(_WORD_BITS) if mask[word] >> bit & 1]
+    nodes = [
+        word * _WORD_BITS + bit
+        for word in range(_MASK_WORDS)
+        for bit in range(_WORD_BITS)
+        if mask[word] >> bit & 1
+    ]
     # The high bits are flags (static or relative nodes).
     name = _MODES.get(mode.value & 0xFF, str(mode.value))
     return f"{name}:{','.join(map(str, nodes))}" if nodes else name
@@ -108,7 +131,9 @@ def _affinity() -> tuple[int, ...]:
 
 
 def _policy_text(policy: MemoryPolicy) -> str:
-    return f"{policy.mode}:{','.join(map(str, sorted(policy.nodes)))}" if policy.nodes else policy.mode
+    return (
+        f"{policy.mode}:{','.join(map(str, sorted(policy.nodes)))}" if policy.nodes else policy.mode
+    )
 
 
 def _move_threads(cpus: Iterable[int]) -> list[str]:
@@ -138,6 +163,13 @@ def set_memory_policy(policy: MemoryPolicy) -> list[str]:
         mask[node // _WORD_BITS] |= 1 << node % _WORD_BITS
     pointer = mask if policy.nodes else None
     bits = _MASK_WORDS * _WORD_BITS + 1 if policy.nodes else 0
-    if _libc.syscall(numbers[0], ctypes.c_int(_MODE_NUMBERS[policy.mode]), pointer, ctypes.c_ulong(bits)) != 0:
-        return [f"cannot set the memory policy {_policy_text(policy)}: {os.strerror(ctypes.get_errno())}"]
+    if (
+        _libc.syscall(
+            numbers[0], ctypes.c_int(_MODE_NUMBERS[policy.mode]), pointer, ctypes.c_ulong(bits)
+        )
+        != 0
+    ):
+        return [
+            f"cannot set the memory policy {_policy_text(policy)}: {os.strerror(ctypes.get_errno())}"
+        ]
     return []

@@ -34,7 +34,17 @@ from so_tui.runs.state import FULL
 from so_tui.spec import RunSpec
 from so_tui.trust.reading import read_bounded
 from so_tui_trainer import checkpoint_folder, disk_room
-from so_tui_trainer.checkpoint_folder import Damage, Found, Manifest, claim, newest, optimizer_folder, read_manifest, set_aside, start_over
+from so_tui_trainer.checkpoint_folder import (
+    Damage,
+    Found,
+    Manifest,
+    claim,
+    newest,
+    optimizer_folder,
+    read_manifest,
+    set_aside,
+    start_over,
+)
 from so_tui_trainer.failures import SUPERSEDED, Explanation, TrainingError, engine_explanation
 from so_tui_trainer.ranks import Ranks
 from superoffload.resharding import Rounded
@@ -75,7 +85,10 @@ def make_room(engine: Any, folder: Path, spec: RunSpec, ranks: Ranks) -> None:
         TrainingError: It does not fit; raised on all ranks.
     """
     parameters = (parameter for parameter in engine.module.parameters() if parameter.requires_grad)
-    share = sum(partition_numel(getattr(parameter, "ds_numel", parameter.numel()), ranks.size) for parameter in parameters)
+    share = sum(
+        partition_numel(getattr(parameter, "ds_numel", parameter.numel()), ranks.size)
+        for parameter in parameters
+    )
     field = "checkpoint.folder" if spec.checkpoint.folder else "--runs-dir"
     with all_ranks(ranks, "no checkpoint can be written"):
         if ranks.first:
@@ -118,7 +131,12 @@ class Saving:
     ) -> None:
         self._check = check
         self._began, self.step = time.monotonic(), manifest.step
-        self._manifest, self._ranks, self._attempt, self._due_step = manifest, ranks, attempt, due_step
+        self._manifest, self._ranks, self._attempt, self._due_step = (
+            manifest,
+            ranks,
+            attempt,
+            due_step,
+        )
         make_room(engine, folder, manifest.spec, ranks)
         with all_ranks(ranks, "the checkpoint cannot be started"):
             made = checkpoint_folder.begin(folder, manifest.step) if ranks.first else None
@@ -162,7 +180,10 @@ class Saving:
                 self._vote = None
                 return True
         ready = torch.tensor([(self._completed or self._written).done()], dtype=torch.uint8)
-        self._vote = ready, dist.all_reduce(ready, op=dist.ReduceOp.MIN, group=self._ranks.group, async_op=True)
+        self._vote = (
+            ready,
+            dist.all_reduce(ready, op=dist.ReduceOp.MIN, group=self._ranks.group, async_op=True),
+        )
         return False
 
     def _go_on(self) -> CheckpointRecord | None:
@@ -174,7 +195,9 @@ class Saving:
                 written = self._written.result()
             self._bytes = int(sum(row[0] for row in ranks.all_gather_row([float(written)])))
             self._written_s = time.monotonic() - self._began
-            self._completed = _in_thread(lambda: (self._complete() if ranks.first else None, time.monotonic()))
+            self._completed = _in_thread(
+                lambda: (self._complete() if ranks.first else None, time.monotonic())
+            )
             return None
         final, ended = None, 0.0
         with all_ranks(ranks, "the checkpoint could not be finished", cleanup=partial):
@@ -196,7 +219,9 @@ class Saving:
         return checkpoint_folder.complete(self._partial, self._manifest)
 
 
-def save(engine: Any, manifest: Manifest, folder: Path, ranks: Ranks, attempt: int) -> CheckpointRecord:
+def save(
+    engine: Any, manifest: Manifest, folder: Path, ranks: Ranks, attempt: int
+) -> CheckpointRecord:
     """Write a checkpoint while training waits. Arguments and errors are those of ``Saving``."""
     return Saving(engine, manifest, folder, ranks, attempt).wait()
 
@@ -231,7 +256,9 @@ def load(engine: Any, checkpoint: Path, manifest: Manifest, ranks: Ranks) -> Rou
         rounded = superoffload.load_state(engine, optimizer_folder(checkpoint))
         path = _random_file(checkpoint, ranks.rank)
         if manifest.ranks == ranks.size and path.exists():
-            _restore_random_state(msgspec.msgpack.decode(read_bounded(path, _LARGEST_RANDOM_BYTES), type=_RandomState))
+            _restore_random_state(
+                msgspec.msgpack.decode(read_bounded(path, _LARGEST_RANDOM_BYTES), type=_RandomState)
+            )
     rows = ranks.all_gather_row([float(count) for count in rounded])
     return Rounded(*(int(sum(counts)) for counts in zip(*rows, strict=True)))
 
@@ -252,13 +279,28 @@ def all_ranks(ranks: Ranks, what: str, cleanup: Path | None = None) -> Iterator[
     error: Exception | None = None
     try:
         yield
-    except (OSError, RuntimeError, ValueError, msgspec.DecodeError, TrainingError, superoffload.OffloadError) as caught:
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+        msgspec.DecodeError,
+        TrainingError,
+        superoffload.OffloadError,
+    ) as caught:
         error = caught
-    problems = [problem for problem in ranks.all_gather(_explanation(error), Explanation | None) if problem is not None]
+    problems = [
+        problem
+        for problem in ranks.all_gather(_explanation(error), Explanation | None)
+        if problem is not None
+    ]
     if not problems:
         return
-    code, reason, suggestion = next((problem for problem in problems if problem.code == SUPERSEDED), problems[0])
-    if cleanup is not None and ranks.first and code != SUPERSEDED:  # then a newer attempt may be writing a folder of that name
+    code, reason, suggestion = next(
+        (problem for problem in problems if problem.code == SUPERSEDED), problems[0]
+    )
+    if (
+        cleanup is not None and ranks.first and code != SUPERSEDED
+    ):  # then a newer attempt may be writing a folder of that name
         shutil.rmtree(cleanup, ignore_errors=True)
     raise TrainingError(code, f"{what}: {reason}", suggestion) from error
 
@@ -273,7 +315,9 @@ def _explanation(error: Exception | None) -> Explanation | None:
         return Explanation("disk-full", str(error), suggestion)
     if isinstance(error, superoffload.OffloadError):
         return engine_explanation(error)
-    suggestion = "Check the disk and the permissions of the folder. Earlier checkpoints are unchanged."
+    suggestion = (
+        "Check the disk and the permissions of the folder. Earlier checkpoints are unchanged."
+    )
     return Explanation("checkpoint-failed", str(error), suggestion)
 
 
@@ -291,7 +335,13 @@ def _random_state() -> _RandomState:
     kind, words, position, has_gauss, gauss = np.random.get_state(legacy=True)
     return _RandomState(
         python=random.getstate(),
-        numpy=(str(kind), np.asarray(words, dtype="<u4").tobytes(), int(position), int(has_gauss), float(gauss)),
+        numpy=(
+            str(kind),
+            np.asarray(words, dtype="<u4").tobytes(),
+            int(position),
+            int(has_gauss),
+            float(gauss),
+        ),
         torch=_bytes_of(torch.get_rng_state()),
         cuda=_bytes_of(torch.cuda.get_rng_state()) if torch.cuda.is_available() else None,
     )

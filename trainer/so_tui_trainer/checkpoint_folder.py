@@ -25,7 +25,12 @@ from msgspec import Struct
 
 import superoffload
 from so_tui.runs import RunDirectory
-from so_tui.runs.checkpoints import checkpoint_folders, checkpoints_folder, listed_checkpoints, step_of
+from so_tui.runs.checkpoints import (
+    checkpoint_folders,
+    checkpoints_folder,
+    listed_checkpoints,
+    step_of,
+)
 from so_tui.runs.manifest import run_id
 from so_tui.spec import RunSpec
 from so_tui.trust.decoding import decode_json
@@ -132,7 +137,9 @@ def _refuse_other_run(run: RunDirectory, folder: Path) -> None:
 
 def _taken(folder: Path, why: str) -> TrainingError:
     suggestion = "Set `checkpoint.folder` to another folder, or move that one away."
-    return TrainingError("checkpoint-folder-taken", f"checkpoint.folder: {folder} {why}", suggestion)
+    return TrainingError(
+        "checkpoint-folder-taken", f"checkpoint.folder: {folder} {why}", suggestion
+    )
 
 
 def newest(folder: Path, run: str = "") -> Found | None:
@@ -154,7 +161,9 @@ def newest(folder: Path, run: str = "") -> Found | None:
             if not path.is_dir():  # Not damaged: a running attempt has replaced it by a newer one.
                 return newest(folder, run)
             code = error.code if isinstance(error, superoffload.OffloadError) else "unreadable"
-            reason = f"{_MANIFEST}: {error}" if isinstance(error, msgspec.DecodeError) else str(error)
+            reason = (
+                f"{_MANIFEST}: {error}" if isinstance(error, msgspec.DecodeError) else str(error)
+            )
             damaged.append(Damage(path, code, brief_message(reason)))
             continue
         if (misplaced := _misplaced(path, manifest, run)) is None:
@@ -163,7 +172,9 @@ def newest(folder: Path, run: str = "") -> Found | None:
     if damaged:
         reasons = "; ".join(f"{damage.path.name}: {damage.reason}" for damage in damaged)
         reason = f"none of the checkpoints in {folder} can be used ({reasons})"
-        suggestion = "Another version of so-tui may have written them. Move them elsewhere to start anew."
+        suggestion = (
+            "Another version of so-tui may have written them. Move them elsewhere to start anew."
+        )
         raise TrainingError("checkpoints-unreadable", reason, suggestion)
     return None
 
@@ -193,7 +204,9 @@ def verify(checkpoint: Path) -> Manifest:
     for name, checksum in manifest.checksums.items():
         path = _file_of(checkpoint, name)
         if zlib.crc32(read_bounded(path, _SMALL_BYTES)) != checksum:
-            raise superoffload.OffloadError(f"{path} is not what was written (its checksum differs).", code="checksum")
+            raise superoffload.OffloadError(
+                f"{path} is not what was written (its checksum differs).", code="checksum"
+            )
     superoffload.verify_state(optimizer_folder(checkpoint))
     return manifest
 
@@ -230,7 +243,9 @@ def set_aside(checkpoint: Path, suffix: str = _DAMAGED) -> Path:
     """
     name = checkpoint.name + suffix
     names = itertools.chain([name], (f"{name}.{number}" for number in itertools.count(2)))
-    return checkpoint.rename(next(path for path in map(checkpoint.with_name, names) if not path.exists()))
+    return checkpoint.rename(
+        next(path for path in map(checkpoint.with_name, names) if not path.exists())
+    )
 
 
 def start_over(folder: Path, run: str) -> None:
@@ -275,16 +290,30 @@ def complete(partial: Path, manifest: Manifest) -> Path:
         msgspec.DecodeError: The manifest is damaged.
         OffloadError: A file is damaged.
     """
-    written = {str(path.relative_to(partial)): path.stat().st_size for path in sorted(partial.rglob("*")) if path.is_file()}
-    checksums = {name: zlib.crc32((partial / name).read_bytes()) for name, size in written.items() if size <= _SMALL_BYTES}
+    written = {
+        str(path.relative_to(partial)): path.stat().st_size
+        for path in sorted(partial.rglob("*"))
+        if path.is_file()
+    }
+    checksums = {
+        name: zlib.crc32((partial / name).read_bytes())
+        for name, size in written.items()
+        if size <= _SMALL_BYTES
+    }
     with (partial / _MANIFEST).open("wb") as file:
-        file.write(msgspec.json.encode(msgspec.structs.replace(manifest, files=written, checksums=checksums)))
+        file.write(
+            msgspec.json.encode(
+                msgspec.structs.replace(manifest, files=written, checksums=checksums)
+            )
+        )
         file.flush()
         os.fsync(file.fileno())
     for path in (optimizer_folder(partial), partial):
         _sync(path)
     final = partial.with_name(partial.name.removesuffix(PARTIAL))
-    if os.path.lexists(final):  # The same step again, after resuming from an older checkpoint; or something that is none.
+    if os.path.lexists(
+        final
+    ):  # The same step again, after resuming from an older checkpoint; or something that is none.
         set_aside(final, SUPERSEDED)
     partial.rename(final)
     _sync(final.parent)
@@ -310,10 +339,15 @@ def _file_of(checkpoint: Path, name: str) -> Path:
     """Return the path of a file that a manifest names. Refuse one outside its checkpoint, below a link, or that is no regular file."""
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or ".." in parts or "\0" in name:
-        raise superoffload.OffloadError(f"the manifest names {name[:200]!r}, which is not inside the checkpoint", code="unreadable")
+        raise superoffload.OffloadError(
+            f"the manifest names {name[:200]!r}, which is not inside the checkpoint",
+            code="unreadable",
+        )
     path = checkpoint / name
     if not stat.S_ISREG(path.lstat().st_mode) or path.resolve() != checkpoint.resolve() / name:
-        raise superoffload.OffloadError(f"{path} is a link or not a regular file.", code="unreadable")
+        raise superoffload.OffloadError(
+            f"{path} is a link or not a regular file.", code="unreadable"
+        )
     return path
 
 

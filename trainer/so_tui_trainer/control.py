@@ -28,10 +28,15 @@ def refuse_if_superseded(run: RunDirectory, attempt: int) -> None:
     """
     try:
         newest = read_state(run).attempt
-    except InputError:  # its file system is away for a moment, or the run was deleted, which the supervisor notices
+    except (
+        InputError
+    ):  # its file system is away for a moment, or the run was deleted, which the supervisor notices
         return
     if newest > attempt:
-        raise TrainingError(SUPERSEDED, f"attempt {newest} of the run has been started, because this one counted as lost")
+        raise TrainingError(
+            SUPERSEDED,
+            f"attempt {newest} of the run has been started, because this one counted as lost",
+        )
 
 
 class Control:
@@ -40,7 +45,9 @@ class Control:
     The broadcast runs while that step computes, so no rank waits for another here.
     """
 
-    def __init__(self, run: RunDirectory, ranks: Ranks, *, attempt: int = 0, every_s: float = 0.0) -> None:
+    def __init__(
+        self, run: RunDirectory, ranks: Ranks, *, attempt: int = 0, every_s: float = 0.0
+    ) -> None:
         """Watch a run's control folder.
 
         Args:
@@ -78,7 +85,9 @@ class Control:
             self._refuse_if_superseded()
             requested = control.pending(self._run)
             # A request for a checkpoint is broadcast once; one to stop stays until the run ends.
-            self._flags[0] = _STOP * ("stop" in requested) | _CHECKPOINT * ("checkpoint" in requested and self._cleared())
+            self._flags[0] = _STOP * ("stop" in requested) | _CHECKPOINT * (
+                "checkpoint" in requested and self._cleared()
+            )
             if self._every_s and time.monotonic() >= self._saved_at + self._every_s:
                 self._flags[0] |= _CHECKPOINT
                 self.saved()
@@ -92,7 +101,10 @@ class Control:
             control.clear(self._run, "checkpoint")
         except OSError as error:
             if not self._told:
-                print(f"the request for a checkpoint waits, because it cannot be removed: {error}", flush=True)
+                print(
+                    f"the request for a checkpoint waits, because it cannot be removed: {error}",
+                    flush=True,
+                )
             self._told = True
             return False
         self._told = False

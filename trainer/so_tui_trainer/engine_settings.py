@@ -15,7 +15,9 @@ from superoffload.errors import OffloadError
 from superoffload.settings import Settings
 
 
-def engine_settings(spec: RunSpec, binding: RankBinding, optional: OptionalMemory = NOTHING_OPTIONAL) -> Settings:
+def engine_settings(
+    spec: RunSpec, binding: RankBinding, optional: OptionalMemory = NOTHING_OPTIONAL
+) -> Settings:
     """Return the engine's settings for one rank of a run.
 
     Args:
@@ -49,7 +51,9 @@ def engine_settings(spec: RunSpec, binding: RankBinding, optional: OptionalMemor
         weight_decay=train.weight_decay,
         adam_cpus=binding.adam_cpus or binding.cpus,
         run_ahead_parameters=run_ahead_parameters(profile_of(spec.model).largest_layer, spec.ranks),
-        available_bytes=lambda: available_bytes(SystemFiles()),  # which, unlike the engine's own default, also reads control group limits
+        available_bytes=lambda: available_bytes(
+            SystemFiles()
+        ),  # which, unlike the engine's own default, also reads control group limits
     )
 
 
@@ -71,8 +75,17 @@ def _within_memory(spec: RunSpec, planned: int, taken: int) -> int:
     available = available_bytes(SystemFiles())
     if not planned or available is None:
         return planned
-    each = state_bytes(WEIGHT_BYTES, spec.offload.states, accumulates=spec.gradient_accumulation_steps > 1)
-    return max(0, min(planned, int((1 - HOST_MARGIN) * available / spec.ranks_per_host - each * _cpu_numel(spec)) - taken))
+    each = state_bytes(
+        WEIGHT_BYTES, spec.offload.states, accumulates=spec.gradient_accumulation_steps > 1
+    )
+    return max(
+        0,
+        min(
+            planned,
+            int((1 - HOST_MARGIN) * available / spec.ranks_per_host - each * _cpu_numel(spec))
+            - taken,
+        ),
+    )
 
 
 def _cpu_numel(spec: RunSpec) -> int:

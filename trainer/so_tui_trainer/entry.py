@@ -50,7 +50,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _record_imports(writer: MetricsWriter, attempt: int) -> None:
-    record = PhaseRecord(attempt=attempt, time=time.time(), phase="loading", stage="imports", detail="importing torch and DeepSpeed")
+    record = PhaseRecord(
+        attempt=attempt,
+        time=time.time(),
+        phase="loading",
+        stage="imports",
+        detail="importing torch and DeepSpeed",
+    )
     try:
         writer.append(record)
     except OSError as error:  # a full disk, which later records report
@@ -84,10 +90,27 @@ def _prepare_environment(plan: Plan) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="so_tui_trainer", description="Train one rank of a run; started by DeepSpeed's launcher.")
+    parser = argparse.ArgumentParser(
+        prog="so_tui_trainer",
+        description="Train one rank of a run; started by DeepSpeed's launcher.",
+    )
     parser.add_argument("--run", required=True, help="folder of the run")
-    parser.add_argument("--attempt", required=True, type=int, help="number of the attempt whose plan is used")
-    parser.add_argument("--node", type=int, default=0, help="number of the node, of a run on several, whose plan is used")
-    parser.add_argument("--start-over", action="store_true", help="train from step 0, whatever the run saved before")
-    parser.add_argument("--local_rank", type=int, default=0, help="added by the launcher and ignored; LOCAL_RANK is used")
+    parser.add_argument(
+        "--attempt", required=True, type=int, help="number of the attempt whose plan is used"
+    )
+    parser.add_argument(
+        "--node",
+        type=int,
+        default=0,
+        help="number of the node, of a run on several, whose plan is used",
+    )
+    parser.add_argument(
+        "--start-over", action="store_true", help="train from step 0, whatever the run saved before"
+    )
+    parser.add_argument(
+        "--local_rank",
+        type=int,
+        default=0,
+        help="added by the launcher and ignored; LOCAL_RANK is used",
+    )
     return parser

@@ -59,7 +59,15 @@ def held_out_rows(spec: RunSpec, rows: int) -> int:
         message = f"would hold out {thousands(count)} of {thousands(rows)} rows"
         remedy = "Set a share below 1, or a count that leaves rows on both sides."
         raise InputError(
-            [Problem(code="held-out-out-of-range", field="data.held_out", value=f"{wanted:g}", message=message, remedy=remedy)]
+            [
+                Problem(
+                    code="held-out-out-of-range",
+                    field="data.held_out",
+                    value=f"{wanted:g}",
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
         )
     return count
 
@@ -69,7 +77,9 @@ def _rows(documents: Documents) -> npt.NDArray[np.int64]:
     if documents.rows is None:
         return np.arange(len(documents.offsets) - 1)
     begins = np.diff(documents.rows, prepend=documents.rows[0] - 1) != 0
-    begins[np.cumsum([0, *(part.documents for part in documents.parts[:-1])])] = True  # Row numbers restart in every source.
+    begins[np.cumsum([0, *(part.documents for part in documents.parts[:-1])])] = (
+        True  # Row numbers restart in every source.
+    )
     return np.cumsum(begins) - 1
 
 
@@ -77,7 +87,9 @@ def trained_fingerprint(fingerprint: str, spec: RunSpec) -> str:
     """Return a fingerprint of the trained documents: that of all documents, and what is held out."""
     if not spec.data.held_out:
         return fingerprint
-    return hashlib.sha256(f"{fingerprint} {spec.data.held_out} {spec.train.seed}".encode()).hexdigest()[:32]
+    return hashlib.sha256(
+        f"{fingerprint} {spec.data.held_out} {spec.train.seed}".encode()
+    ).hexdigest()[:32]
 
 
 def evaluation_spec(spec: RunSpec) -> RunSpec | None:
@@ -89,14 +101,26 @@ def evaluation_spec(spec: RunSpec) -> RunSpec | None:
     if data.evaluation:
         return replace(spec, data=replace(data, source=data.evaluation, subset="", split=split))
     # The split of the section then applies to all sources, including those that train on a split of their own.
-    sources = tuple(replace(part, split="") for part in data.source) if isinstance(data.source, tuple) else data.source
+    sources = (
+        tuple(replace(part, split="") for part in data.source)
+        if isinstance(data.source, tuple)
+        else data.source
+    )
     return replace(spec, data=replace(data, source=sources, split=split))
 
 
 class Evaluation:
     """Documents that are packed and shared among the ranks for evaluation."""
 
-    def __init__(self, documents: Documents, members: npt.NDArray[np.int64], spec: RunSpec, rank: int, *, pin: bool = False) -> None:
+    def __init__(
+        self,
+        documents: Documents,
+        members: npt.NDArray[np.int64],
+        spec: RunSpec,
+        rank: int,
+        *,
+        pin: bool = False,
+    ) -> None:
         """Pack the documents.
 
         Args:
@@ -116,7 +140,9 @@ class Evaluation:
         self.tokens = int(documents.trained_lengths[members].sum())
         """Tokens whose loss is measured."""
 
-    def measure(self, model: torch.nn.Module, ranks: Ranks, *, attempt: int, step: int) -> EvaluationRecord:
+    def measure(
+        self, model: torch.nn.Module, ranks: Ranks, *, attempt: int, step: int
+    ) -> EvaluationRecord:
         """Measure the mean loss over all tokens, independent of batches and ranks. All ranks must call it, between two steps.
 
         Training is not affected: no gradients are computed and no random numbers drawn.
@@ -161,7 +187,9 @@ class Evaluation:
         size, parts = self._spec.train.micro_batch, self._spec.train.sequence_parallel
         replica, part = divmod(self._rank, parts)
         for first in range(0, len(self._sequences), size * (ranks // parts)):
-            mine = np.arange(first + replica * size, min(first + (replica + 1) * size, len(self._sequences)))
+            mine = np.arange(
+                first + replica * size, min(first + (replica + 1) * size, len(self._sequences))
+            )
             indices = mine if len(mine) else np.zeros(1, dtype=np.int64)
             columns = width(self._lengths[indices], self._spec, end_to_end=self.end_to_end)
             rows = rows_of(indices, end_to_end=self.end_to_end)

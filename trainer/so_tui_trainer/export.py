@@ -58,7 +58,9 @@ def read_marker(folder: Path) -> ExportMarker | None:
 def marker_of(run_name: str, step: int, model: ModelSpec) -> ExportMarker:
     """Return the marker of an export."""
     base, revision = (model.id, model.revision) if model.weights == "pretrained" else ("", "")
-    return ExportMarker(run=run_name, step=step, version=so_tui.__version__, base=base, revision=revision)
+    return ExportMarker(
+        run=run_name, step=step, version=so_tui.__version__, base=base, revision=revision
+    )
 
 
 @dataclass(slots=True)
@@ -100,11 +102,20 @@ class Stage:
         if self.folder is None:
             return self.read_bytes
         with suppress(FileNotFoundError):  # it is renamed at the end
-            return min(self.total_bytes, sum(path.stat().st_size for path in self.folder.iterdir() if path.suffix == ".safetensors"))
+            return min(
+                self.total_bytes,
+                sum(
+                    path.stat().st_size
+                    for path in self.folder.iterdir()
+                    if path.suffix == ".safetensors"
+                ),
+            )
         return self.total_bytes
 
 
-def export(checkpoint: Path, folder: Path, run_name: str, spec: RunSpec, stage: Stage | None = None) -> int:
+def export(
+    checkpoint: Path, folder: Path, run_name: str, spec: RunSpec, stage: Stage | None = None
+) -> int:
     """Write the model of a checkpoint into ``folder``, for ``from_pretrained``.
 
     The folder appears when it is complete, and replaces only an older export.
@@ -131,7 +142,9 @@ def export(checkpoint: Path, folder: Path, run_name: str, spec: RunSpec, stage: 
     config = load_config(spec.model)
     model: Any = meta_model(config, trust_remote_code=spec.model.trust_remote_code)
     shapes = trained_shapes(model)
-    refuse_without_room(folder, sum(shape.numel() for shape in shapes.values()) * torch.bfloat16.itemsize)
+    refuse_without_room(
+        folder, sum(shape.numel() for shape in shapes.values()) * torch.bfloat16.itemsize
+    )
     state = weights(checkpoint, shapes, stage) | untrained(model, spec.model)
     # Tied tensors share storage, which save_pretrained recognises; the loader ties them again.
     model.config.use_cache = True
@@ -148,11 +161,26 @@ def export(checkpoint: Path, folder: Path, run_name: str, spec: RunSpec, stage: 
 def _refuse_other_model(saved: ModelSpec, own: ModelSpec) -> None:
     for field in ("id", "revision"):
         if (found := getattr(saved, field)) != (wanted := getattr(own, field)):
-            message, remedy = f"is not the model of the checkpoint, which is {found}", "Restore the run's spec.json."
-            raise InputError([Problem(code="model-differs", field=f"model.{field}", value=wanted, message=message, remedy=remedy)])
+            message, remedy = (
+                f"is not the model of the checkpoint, which is {found}",
+                "Restore the run's spec.json.",
+            )
+            raise InputError(
+                [
+                    Problem(
+                        code="model-differs",
+                        field=f"model.{field}",
+                        value=wanted,
+                        message=message,
+                        remedy=remedy,
+                    )
+                ]
+            )
 
 
-def weights(checkpoint: Path, shapes: Mapping[str, torch.Size], stage: Stage | None = None) -> dict[str, torch.Tensor]:
+def weights(
+    checkpoint: Path, shapes: Mapping[str, torch.Size], stage: Stage | None = None
+) -> dict[str, torch.Tensor]:
     """Cast a checkpoint's fp32 master weights to bf16.
 
     Args:
@@ -171,7 +199,9 @@ def weights(checkpoint: Path, shapes: Mapping[str, torch.Size], stage: Stage | N
     for full_name, master in superoffload.saved_master_weights(optimizer_folder(checkpoint)):
         name = full_name.removeprefix(PREFIX)
         if name not in shapes or shapes[name].numel() != len(master):
-            raise _does_not_fit(checkpoint, f"has {len(master)} elements for {name}, which are not the model's")
+            raise _does_not_fit(
+                checkpoint, f"has {len(master)} elements for {name}, which are not the model's"
+            )
         found[name] = master.to(torch.bfloat16).view(shapes[name])
         stage.has_read(found[name])
     if missing := shapes.keys() - found.keys():
@@ -180,11 +210,25 @@ def weights(checkpoint: Path, shapes: Mapping[str, torch.Size], stage: Stage | N
 
 
 def _does_not_fit(checkpoint: Path, message: str) -> InputError:
-    remedy = "Export another checkpoint, or restore the run's spec.json and the model's configuration."
-    return InputError([Problem(code="checkpoint-differs", field="run", value=str(checkpoint), message=message, remedy=remedy)])
+    remedy = (
+        "Export another checkpoint, or restore the run's spec.json and the model's configuration."
+    )
+    return InputError(
+        [
+            Problem(
+                code="checkpoint-differs",
+                field="run",
+                value=str(checkpoint),
+                message=message,
+                remedy=remedy,
+            )
+        ]
+    )
 
 
-def generation_config(model: ModelSpec, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
+def generation_config(
+    model: ModelSpec, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> GenerationConfig:
     """Return the model's generation settings, with the token that ends an answer of the data as a further stop token.
 
     Contradictory settings, which transformers refuses to write, are left out.
@@ -194,11 +238,15 @@ def generation_config(model: ModelSpec, config: PretrainedConfig, tokenizer: Pre
     found = GenerationConfig.from_model_config(config)
     if model.weights == "pretrained":
         with suppress(OSError):  # The model may have none.
-            found = GenerationConfig.from_pretrained(resolve_source(model.id), revision=model.revision)
+            found = GenerationConfig.from_pretrained(
+                resolve_source(model.id), revision=model.revision
+            )
     try:
         found.validate(strict=True)
     except ValueError:
-        tokens = {key: getattr(found, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        tokens = {
+            key: getattr(found, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")
+        }
         found = GenerationConfig.from_dict(tokens)
     chat = chat_of(tokenizer)
     known = found.eos_token_id if isinstance(found.eos_token_id, list) else [found.eos_token_id]
@@ -218,12 +266,36 @@ def refuse_foreign(folder: Path) -> None:
         return
     if distrust_of_folder(folder) is Distrust.OTHER_OWNER:
         message, remedy = "is another user's folder", "Name another folder with --to."
-        raise InputError([Problem(code="not-your-folder", field="--to", value=str(folder), message=message, remedy=remedy)])
+        raise InputError(
+            [
+                Problem(
+                    code="not-your-folder",
+                    field="--to",
+                    value=str(folder),
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        )
     if folder.is_dir() and ((folder / _MARKER_NAME).is_file() or not any(folder.iterdir())):
         return
-    message = f"has files that are not an export of so-tui (no {_MARKER_NAME})" if folder.is_dir() else "is not a folder"
+    message = (
+        f"has files that are not an export of so-tui (no {_MARKER_NAME})"
+        if folder.is_dir()
+        else "is not a folder"
+    )
     remedy = "Name a new or an empty folder with --to."
-    raise InputError([Problem(code="export-would-overwrite", field="--to", value=str(folder), message=message, remedy=remedy)])
+    raise InputError(
+        [
+            Problem(
+                code="export-would-overwrite",
+                field="--to",
+                value=str(folder),
+                message=message,
+                remedy=remedy,
+            )
+        ]
+    )
 
 
 def refuse_without_room(folder: Path, needed_bytes: int) -> None:
@@ -232,11 +304,25 @@ def refuse_without_room(folder: Path, needed_bytes: int) -> None:
     Raises:
         InputError: Less than ``needed_bytes`` is free.
     """
-    free_bytes = shutil.disk_usage(next(parent for parent in folder.resolve().parents if parent.is_dir())).free
+    free_bytes = shutil.disk_usage(
+        next(parent for parent in folder.resolve().parents if parent.is_dir())
+    ).free
     if free_bytes < needed_bytes:
-        message = f"an export needs {disk_size(needed_bytes)}, but only {disk_size(free_bytes)} are free"
+        message = (
+            f"an export needs {disk_size(needed_bytes)}, but only {disk_size(free_bytes)} are free"
+        )
         remedy = "Free some space, or name a folder on a larger disk with --to."
-        raise InputError([Problem(code="disk-full", field="--to", value=str(folder), message=message, remedy=remedy)])
+        raise InputError(
+            [
+                Problem(
+                    code="disk-full",
+                    field="--to",
+                    value=str(folder),
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        )
 
 
 @contextmanager
@@ -251,7 +337,9 @@ def replacing(folder: Path, mark: ExportMarker) -> Iterator[Path]:
     try:
         (partial / _MARKER_NAME).write_bytes(msgspec.json.encode(mark))
         yield partial
-        refuse_foreign(folder)  # Writing takes minutes; somebody may have put something there meanwhile.
+        refuse_foreign(
+            folder
+        )  # Writing takes minutes; somebody may have put something there meanwhile.
         if folder.exists():
             folder.rename(old)
         partial.rename(folder)

@@ -66,10 +66,14 @@ class NonFiniteError(TrainingError):
 
     def __init__(self, step: int, what: str) -> None:
         self.step = step
-        super().__init__("not-finite", f"the {what} was not finite at step {thousands(step)}", _LOWER_RATE)
+        super().__init__(
+            "not-finite", f"the {what} was not finite at step {thousands(step)}", _LOWER_RATE
+        )
 
 
-def explain(error: BaseException, spec: RunSpec, rank: int, step: int, given: GivenMemory = NOTHING_KNOWN) -> Failure:
+def explain(
+    error: BaseException, spec: RunSpec, rank: int, step: int, given: GivenMemory = NOTHING_KNOWN
+) -> Failure:
     """Explain an exception of a rank.
 
     Args:
@@ -97,18 +101,25 @@ def reported(run: RunDirectory, attempt: int, ranks: int) -> Failure | None:
     found = []
     for rank in range(ranks):
         path = _path(run, attempt, rank)
-        with contextlib.suppress(OSError, msgspec.DecodeError):  # mostly not there; its file system may be away
+        with contextlib.suppress(
+            OSError, msgspec.DecodeError
+        ):  # mostly not there; its file system may be away
             found.append((path.stat().st_mtime_ns, rank, read_json(path, Failure)))
     return min(found)[2] if found else None
 
 
-def explanation(error: BaseException, spec: RunSpec, given: GivenMemory = NOTHING_KNOWN) -> Explanation:
+def explanation(
+    error: BaseException, spec: RunSpec, given: GivenMemory = NOTHING_KNOWN
+) -> Explanation:
     """Return the code, the reason and the suggestion for an exception."""
     match error:
         case TrainingError():
             return Explanation(error.code, error.reason, error.suggestion)
         case InputError():
-            reasons = "; ".join(f"{problem.field} = {problem.value}: {problem.message}" for problem in error.problems)
+            reasons = "; ".join(
+                f"{problem.field} = {problem.value}: {problem.message}"
+                for problem in error.problems
+            )
             return Explanation(error.problems[0].code, reasons, error.problems[0].remedy)
         case WorkerLostError(code="worker-ended"):
             return engine_explanation(error, less_host_memory(spec, given))
@@ -123,7 +134,11 @@ def explanation(error: BaseException, spec: RunSpec, given: GivenMemory = NOTHIN
             suggestion = "Free some space there, then resume the run. A new run can set `checkpoint.folder` to a larger disk."
             return Explanation("disk-full", f"the disk is full{where}", suggestion)
         case _ if type(error).__name__ == "OutOfMemoryError":
-            return Explanation("gpu-out-of-memory", f"the GPU ran out of memory: {first_line(error)}", less_gpu_memory(spec, given))
+            return Explanation(
+                "gpu-out-of-memory",
+                f"the GPU ran out of memory: {first_line(error)}",
+                less_gpu_memory(spec, given),
+            )
         case RuntimeError():
             return _explain_runtime_error(error, spec, given)
     return _unknown(error)
@@ -143,7 +158,11 @@ def engine_explanation(error: OffloadError, less_memory: str = LESS_HOST_MEMORY)
             advice = "Give CPU Adam more cores (`offload.cpu_adam_cores_fraction`), and see `so-tui doctor`."
             return Explanation("adam-timeout", str(error), advice)
         case WorkerLostError():
-            return Explanation("adam-worker-lost", str(error), f"If the kernel killed it for lack of memory (see `dmesg`): {less_memory}")
+            return Explanation(
+                "adam-worker-lost",
+                str(error),
+                f"If the kernel killed it for lack of memory (see `dmesg`): {less_memory}",
+            )
     return Explanation(error.code, str(error), "")  # The message includes what to do.
 
 
@@ -159,11 +178,15 @@ def _explain_runtime_error(error: RuntimeError, spec: RunSpec, given: GivenMemor
 
 
 def _host_out_of_memory(spec: RunSpec, given: GivenMemory) -> Explanation:
-    return Explanation("host-out-of-memory", "this host ran out of memory", less_host_memory(spec, given))
+    return Explanation(
+        "host-out-of-memory", "this host ran out of memory", less_host_memory(spec, given)
+    )
 
 
 def _unknown(error: BaseException) -> Explanation:
-    return Explanation("unexpected", f"{type(error).__name__}: {first_line(error)}", "See the log for details.")
+    return Explanation(
+        "unexpected", f"{type(error).__name__}: {first_line(error)}", "See the log for details."
+    )
 
 
 def _path(run: RunDirectory, attempt: int, rank: int) -> Path:

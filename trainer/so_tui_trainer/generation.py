@@ -43,7 +43,9 @@ def next_token(logits: Tensor, sampling: Sampling, source: torch.Generator) -> i
     """
     if sampling.temperature == 0:
         return int(logits.argmax())
-    probabilities, tokens = torch.softmax(logits.float() / sampling.temperature, dim=0).sort(descending=True)
+    probabilities, tokens = torch.softmax(logits.float() / sampling.temperature, dim=0).sort(
+        descending=True
+    )
     probabilities[probabilities.cumsum(0) - probabilities >= sampling.top_p] = 0.0
     return int(tokens[torch.multinomial(probabilities, 1, generator=source)])
 
@@ -75,7 +77,11 @@ class Detokenizer:
         return self._decoded(self._ids[self._context :])[len(before) :]
 
     def _decoded(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(
+            self._tokenizer.decode(
+                ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -90,9 +96,14 @@ class Writer:
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence that the model was made for."""
-        return int(getattr(self.causal.config.get_text_config(), "max_position_embeddings", None) or 1 << 20)
+        return int(
+            getattr(self.causal.config.get_text_config(), "max_position_embeddings", None)
+            or 1 << 20
+        )
 
-    def write(self, prompt: Prompt, sampling: Sampling, cancelled: Callable[[], bool] = lambda: False) -> Iterator[str | Written]:
+    def write(
+        self, prompt: Prompt, sampling: Sampling, cancelled: Callable[[], bool] = lambda: False
+    ) -> Iterator[str | Written]:
         """Answer a prompt.
 
         Args:
@@ -110,7 +121,17 @@ class Writer:
         ids = prompt_ids(self.chat, prompt)
         if len(ids) >= self.longest:
             message = f"has {len(ids)} tokens, and the model takes {self.longest - 1}"
-            raise InputError([Problem(code="prompt-too-long", field="prompt", value="", message=message, remedy="Give a shorter one.")])
+            raise InputError(
+                [
+                    Problem(
+                        code="prompt-too-long",
+                        field="prompt",
+                        value="",
+                        message=message,
+                        remedy="Give a shorter one.",
+                    )
+                ]
+            )
         pieces: list[str] = []
         count = 0
         ended: Ended = "length"
@@ -139,7 +160,9 @@ class Writer:
         device = self.causal.device
         causal: Any = self.causal
         name = cache_argument(causal.forward)
-        out = causal(input_ids=torch.tensor([list(ids)], device=device), use_cache=True, **{name: past})
+        out = causal(
+            input_ids=torch.tensor([list(ids)], device=device), use_cache=True, **{name: past}
+        )
         return out.logits[0, -1].cpu(), getattr(out, name)
 
     def _tokens(self, ids: Sequence[int], sampling: Sampling) -> Iterator[int]:
@@ -148,8 +171,21 @@ class Writer:
         for _ in range(sampling.max_tokens):
             logits, past = self._next_logits(ids, past)
             if not torch.isfinite(logits).all():
-                message, remedy = "gives logits that are not finite", "Its training has diverged: take an earlier checkpoint."
-                raise InputError([Problem(code="logits-not-finite", field="model", value="", message=message, remedy=remedy)])
+                message, remedy = (
+                    "gives logits that are not finite",
+                    "Its training has diverged: take an earlier checkpoint.",
+                )
+                raise InputError(
+                    [
+                        Problem(
+                            code="logits-not-finite",
+                            field="model",
+                            value="",
+                            message=message,
+                            remedy=remedy,
+                        )
+                    ]
+                )
             token = next_token(logits, sampling, source)
             yield token
             ids = [token]
@@ -166,12 +202,35 @@ def prompt_ids(chat: Chat, prompt: Prompt) -> list[int]:
         try:
             text = question(chat, tuple(Message(turn.role, turn.content) for turn in prompt.turns))
         except TemplateError as error:
-            message, remedy = f"is rejected by the chat template: {error}", "Leave out the system message, or alternate user and assistant."
-            raise InputError([Problem(code="prompt-template", field="prompt", value="", message=message, remedy=remedy)]) from error
+            message, remedy = (
+                f"is rejected by the chat template: {error}",
+                "Leave out the system message, or alternate user and assistant.",
+            )
+            raise InputError(
+                [
+                    Problem(
+                        code="prompt-template",
+                        field="prompt",
+                        value="",
+                        message=message,
+                        remedy=remedy,
+                    )
+                ]
+            ) from error
     ids: list[int] = chat.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     leading = leading_ids(chat.tokenizer) if not (prompt.turns and chat.templated) else []
     if not (leading or ids):
-        raise InputError([Problem(code="prompt-empty", field="prompt", value="", message="has no tokens", remedy="Give a text.")])
+        raise InputError(
+            [
+                Problem(
+                    code="prompt-empty",
+                    field="prompt",
+                    value="",
+                    message="has no tokens",
+                    remedy="Give a text.",
+                )
+            ]
+        )
     return [*leading, *ids]
 
 

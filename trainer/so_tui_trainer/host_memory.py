@@ -29,7 +29,11 @@ def rank_memory_bytes() -> int:
 class HostMemory:
     """The newest measurement. The first is made at once, each later one by a thread."""
 
-    def __init__(self, read: Callable[[], int] = rank_memory_bytes, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        read: Callable[[], int] = rank_memory_bytes,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._read, self._clock = read, clock
         self._reading: threading.Thread | None = None
         self._bytes = 0
@@ -54,7 +58,9 @@ class HostMemory:
         self._bytes = self._read()
         after = self._clock()
         settled = after - self._begun >= _SETTLES_S
-        self._due = after + (max(_INTERVAL_S, (after - before) / _COST_SHARE) if settled else _INTERVAL_S)
+        self._due = after + (
+            max(_INTERVAL_S, (after - before) / _COST_SHARE) if settled else _INTERVAL_S
+        )
 
 
 def _process_tree(pid: int) -> Iterator[int]:

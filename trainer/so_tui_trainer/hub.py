@@ -30,7 +30,10 @@ def stay_offline_when_cut_off() -> None:
 
     Call it before anything imports huggingface_hub, which reads its settings once.
     """
-    if any(os.environ.get(name) for name in ("HF_HUB_OFFLINE", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+    if any(
+        os.environ.get(name)
+        for name in ("HF_HUB_OFFLINE", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
+    ):
         return
     address = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
     if not _answers(address.hostname or "", address.port or 443):
@@ -62,22 +65,35 @@ def refusals_explained(model: ModelSpec) -> Iterator[None]:
     Raises:
         InputError: No such model or revision, or no access.
     """
-    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     try:
         yield
     except GatedRepoError as error:
         remedy = "Accept its terms on its page on the hub, then log in with `hf auth login` (or set HF_TOKEN)."
-        raise InputError([_problem("hub-access-denied", model, "is gated, and this user has no access", remedy)]) from error
+        raise InputError(
+            [_problem("hub-access-denied", model, "is gated, and this user has no access", remedy)]
+        ) from error
     except RevisionNotFoundError as error:
         remedy = "Name a branch, tag or commit."
         problem = Problem(
-            code="hub-revision-missing", field="model.revision", value=model.revision, message="is not on the hub", remedy=remedy
+            code="hub-revision-missing",
+            field="model.revision",
+            value=model.revision,
+            message="is not on the hub",
+            remedy=remedy,
         )
         raise InputError([problem]) from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         remedy = "Check the spelling; if it is private, log in with `hf auth login` (or set HF_TOKEN); or name a folder."
-        raise InputError([_problem("hub-model-missing", model, "is not on the hub, or private", remedy)]) from error
+        raise InputError(
+            [_problem("hub-model-missing", model, "is not on the hub, or private", remedy)]
+        ) from error
 
 
 def remote_files(model: ModelSpec) -> dict[str, int]:
@@ -99,7 +115,9 @@ def remote_files(model: ModelSpec) -> dict[str, int]:
         remedy = "Connect to the network, or run `so-tui fetch` on a machine with a network and the same cache folder."
         message = "is not in the local cache, and the hub cannot be reached"
         raise InputError([_problem("hub-unreachable", model, message, remedy)]) from error
-    return {file.rfilename: file.size or 0 for file in info.siblings or () if _wanted(file.rfilename)}
+    return {
+        file.rfilename: file.size or 0 for file in info.siblings or () if _wanted(file.rfilename)
+    }
 
 
 def download(model: ModelSpec, name: str) -> Iterator[int]:
@@ -115,7 +133,11 @@ def download(model: ModelSpec, name: str) -> Iterator[int]:
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined] # httpx's own, whichever httpx it is
     from huggingface_hub.file_download import repo_folder_name
 
-    partial = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=model.id, repo_type="model") / "blobs"
+    partial = (
+        Path(constants.HF_HUB_CACHE)
+        / repo_folder_name(repo_id=model.id, repo_type="model")
+        / "blobs"
+    )
     others = set(partial.glob(_PARTIAL))  # of a download that was killed, or of another process
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(hf_hub_download, model.id, name, revision=model.revision)
@@ -149,7 +171,9 @@ def _cached(model: ModelSpec, name: str) -> bool:
 
 
 def _wanted(name: str) -> bool:
-    return any(fnmatch(name, pattern) for pattern in WANTED) and not any(fnmatch(name, pattern) for pattern in UNWANTED)
+    return any(fnmatch(name, pattern) for pattern in WANTED) and not any(
+        fnmatch(name, pattern) for pattern in UNWANTED
+    )
 
 
 def _problem(code: str, model: ModelSpec, message: str, remedy: str) -> Problem:

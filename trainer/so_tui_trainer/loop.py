@@ -89,9 +89,19 @@ class Loop:
             prompts: What the model is asked during training, if anything.
             expected_first_loss: The loss of random weights; None for pretrained ones.
         """
-        self.run, self.spec, self.engine, self.batches, self.data = run, plan.spec, engine, batches, data
+        self.run, self.spec, self.engine, self.batches, self.data = (
+            run,
+            plan.spec,
+            engine,
+            batches,
+            data,
+        )
         self.metrics, self.recorder, self.ranks = metrics, recorder, ranks
-        self.evaluation, self.prompts, self.expected_first_loss = evaluation, prompts, expected_first_loss
+        self.evaluation, self.prompts, self.expected_first_loss = (
+            evaluation,
+            prompts,
+            expected_first_loss,
+        )
         self.total_steps = batches.total_steps()
         self.step = self.useful_tokens = self.trained_tokens = 0
         self.last_loss: float | None = None
@@ -120,7 +130,9 @@ class Loop:
             self.ask()
             if self.spec.model.weights == "pretrained":
                 self.evaluate()  # What training is to improve; the loss of random weights is known.
-        with Prefetcher(self.batches.iterate(self.step + 1, self.total_steps), self.ranks.device) as micro_batches:
+        with Prefetcher(
+            self.batches.iterate(self.step + 1, self.total_steps), self.ranks.device
+        ) as micro_batches:
             self.clock.restart()
             while self.step < self.total_steps and not stop_requested:
                 step = self.train_step(micro_batches)
@@ -166,7 +178,11 @@ class Loop:
             self.clock.lap("data")
             # DeepSpeed averages gradients over ranks and sums them over micro-batches. With these scales the result is the gradient of the
             # mean over all trained tokens of the step.
-            micro_loss = self.engine(batch, self.ranks.size / counts.trained_tokens, self.ranks.size / counts.useful_tokens)
+            micro_loss = self.engine(
+                batch,
+                self.ranks.size / counts.trained_tokens,
+                self.ranks.size / counts.useful_tokens,
+            )
             self.clock.lap("forward")
             self.engine.backward(micro_loss, scale_wrt_gas=False)
             self.clock.lap("backward")
@@ -179,7 +195,9 @@ class Loop:
             loss -= self.spec.train.router_loss_coefficient * router_loss
         self.step = number
         if superoffload.skipped_step(self.engine) is None:
-            if not self.engine.was_step_applied():  # DeepSpeed's own optimizers skip it without a word
+            if (
+                not self.engine.was_step_applied()
+            ):  # DeepSpeed's own optimizers skip it without a word
                 raise NonFiniteError(number, "gradient norm")
             self.useful_tokens += counts.useful_tokens
             self.trained_tokens += counts.trained_tokens
@@ -192,7 +210,9 @@ class Loop:
             NonFiniteError: A loss or the gradient norm is not finite.
             TrainingError: Random weights start at a loss that they cannot have.
         """
-        record = self.metrics.log(step, superoffload.gradient_norm(self.engine), superoffload.stats(self.engine))
+        record = self.metrics.log(
+            step, superoffload.gradient_norm(self.engine), superoffload.stats(self.engine)
+        )
         self.last_loss = record.loss
         if self.ranks.first:
             print(log_line(record, self.total_steps), flush=True)
@@ -209,10 +229,15 @@ class Loop:
             return
         self.metrics.check()
         self._phase("training", f"evaluating on {self.evaluation.documents} documents")
-        record = self.evaluation.measure(self.engine.module, self.ranks, attempt=self.recorder.attempt, step=self.step)
+        record = self.evaluation.measure(
+            self.engine.module, self.ranks, attempt=self.recorder.attempt, step=self.step
+        )
         self.recorder.write(record)
         if self.ranks.first:
-            print(f"step {thousands(record.step)}/{thousands(self.total_steps)}  evaluation loss {record.loss:.4f}", flush=True)
+            print(
+                f"step {thousands(record.step)}/{thousands(self.total_steps)}  evaluation loss {record.loss:.4f}",
+                flush=True,
+            )
         self._show_training()
         self._restart_clocks()
 
@@ -225,7 +250,10 @@ class Loop:
         asked = self.prompts.ask(self.engine.module, attempt=self.recorder.attempt, step=self.step)
         if self.ranks.first:
             for answer in asked.answers:
-                print(f"step {thousands(asked.step)}/{thousands(self.total_steps)}  {answer.prompt!r} -> {answer.text!r}", flush=True)
+                print(
+                    f"step {thousands(asked.step)}/{thousands(self.total_steps)}  {answer.prompt!r} -> {answer.text!r}",
+                    flush=True,
+                )
             try:
                 add_answers(self.run, asked)
             except OSError as error:
@@ -262,11 +290,22 @@ class Loop:
         )
         folder = checkpoints_folder(self.run, self.spec)
         if self.ranks.first:
-            checkpoint.claim(self.run, self.spec)  # again: somebody may have removed it since the start
+            checkpoint.claim(
+                self.run, self.spec
+            )  # again: somebody may have removed it since the start
         waited_since = due_step if due_step != self.step else None
         attempt = self.recorder.attempt
         check = partial(refuse_if_superseded, self.run, attempt)
-        self._saving = Saving(self.engine, manifest, folder, self.ranks, attempt, background=background, due_step=waited_since, check=check)
+        self._saving = Saving(
+            self.engine,
+            manifest,
+            folder,
+            self.ranks,
+            attempt,
+            background=background,
+            due_step=waited_since,
+            check=check,
+        )
         if not background:
             self._record_saved(self._saving.wait())
         if self.step < self.total_steps:
@@ -296,7 +335,9 @@ class Loop:
 
     def _should_evaluate(self, stop_requested: bool) -> bool:
         every = self.spec.train.evaluate_every_steps
-        return self.step == self.total_steps or (bool(every) and self.step % every == 0 and not stop_requested)
+        return self.step == self.total_steps or (
+            bool(every) and self.step % every == 0 and not stop_requested
+        )
 
     def _should_ask(self) -> bool:
         every = self.spec.prompts.every_steps
@@ -312,17 +353,28 @@ class Loop:
         superoffload.leave_out_waits(self.engine)
 
     def _phase(self, phase: Literal["training", "saving"], detail: str) -> None:
-        self.recorder.write(PhaseRecord(attempt=self.recorder.attempt, time=time.time(), phase=phase, detail=detail))
+        self.recorder.write(
+            PhaseRecord(attempt=self.recorder.attempt, time=time.time(), phase=phase, detail=detail)
+        )
 
     def _show_training(self) -> None:
-        self._phase("training", f"writing the checkpoint of step {thousands(self._saving.step)}" if self._saving else "")
+        self._phase(
+            "training",
+            f"writing the checkpoint of step {thousands(self._saving.step)}"
+            if self._saving
+            else "",
+        )
 
     def _warn_of_skipped_step(self, error: NonFiniteGradientError) -> None:
         where = f"sub-group {error.sub_group} ({error.parameter} ...)"
         message = f"step {thousands(self.step)} was skipped: the gradient of {where} is not finite"
         suggestion = f"Inspect the data around that step. More than {self.spec.train.max_skipped_steps} in a row end the run"
         warning = WarningRecord(
-            attempt=self.recorder.attempt, time=time.time(), code="step-skipped", message=message, suggestion=suggestion
+            attempt=self.recorder.attempt,
+            time=time.time(),
+            code="step-skipped",
+            message=message,
+            suggestion=suggestion,
         )
         self.recorder.write(warning)
         if self.ranks.first:
@@ -334,9 +386,16 @@ class Loop:
         message = f"the first loss is {loss:.2f}, but random weights of this shape give about {expected:.2f}"
         if difference > _WRONG_LOSS_DIFFERENCE:
             reason = f"{message}: they are not initialised correctly"
-            raise TrainingError("first-loss-wrong", reason, "Compare `[model.config]` with the model's config.json.")
+            raise TrainingError(
+                "first-loss-wrong", reason, "Compare `[model.config]` with the model's config.json."
+            )
         if difference > _UNUSUAL_LOSS_DIFFERENCE:
-            warning = WarningRecord(attempt=self.recorder.attempt, time=time.time(), code="first-loss-unusual", message=message)
+            warning = WarningRecord(
+                attempt=self.recorder.attempt,
+                time=time.time(),
+                code="first-loss-unusual",
+                message=message,
+            )
             self.recorder.write(warning)
 
 

@@ -70,10 +70,19 @@ class Metrics:
             recorder: Writes the records.
             parameters: Number of parameters of the model.
         """
-        self._spec, self._ranks, self._recorder, self._parameters = spec, ranks, recorder, parameters
+        self._spec, self._ranks, self._recorder, self._parameters = (
+            spec,
+            ranks,
+            recorder,
+            parameters,
+        )
         self._shape: Architecture = architecture(spec.model.config)
         self._flops: Flops = flops_of(spec.model)
-        self._peak = peak_flops(torch.cuda.get_device_name(ranks.device)) if ranks.device.type == "cuda" else None
+        self._peak = (
+            peak_flops(torch.cuda.get_device_name(ranks.device))
+            if ranks.device.type == "cuda"
+            else None
+        )
         self._first_bad_step = torch.zeros((), dtype=torch.int64, device=ranks.device)
         self._memory = HostMemory()
         self._measured: list[Step] = []
@@ -92,9 +101,13 @@ class Metrics:
         Raises:
             NonFiniteError: A loss of some rank was not finite; raised on all ranks.
         """
-        self._raise_if_bad(row[0] for row in self._ranks.all_gather_row([float(self._first_bad_step)]))
+        self._raise_if_bad(
+            row[0] for row in self._ranks.all_gather_row([float(self._first_bad_step)])
+        )
 
-    def log(self, step: Step, gradient_norm: float | None, engine_stats: OffloadStats) -> StepRecord:
+    def log(
+        self, step: Step, gradient_norm: float | None, engine_stats: OffloadStats
+    ) -> StepRecord:
         """Write the record of a step on rank 0. Waits for the GPU. All ranks must call it.
 
         Args:
@@ -108,7 +121,11 @@ class Metrics:
         laps = step.laps.read()
         own = _separate_exposed_optimizer(laps, engine_stats.exposed_in_forward_s)
         unsynchronised = own.data + own.optimizer + own.other
-        peak = float(torch.cuda.max_memory_reserved(self._ranks.device)) if self._ranks.device.type == "cuda" else 0.0
+        peak = (
+            float(torch.cuda.max_memory_reserved(self._ranks.device))
+            if self._ranks.device.type == "cuda"
+            else 0.0
+        )
         table = self._ranks.all_gather_row(
             [
                 float(self._first_bad_step),
@@ -121,7 +138,9 @@ class Metrics:
                 engine_stats.exposed_in_forward_s,
             ]
         )
-        bad, losses, unsynchronised_s, peaks, memory, busy, router, waited_s = zip(*table, strict=True)
+        bad, losses, unsynchronised_s, peaks, memory, busy, router, waited_s = zip(
+            *table, strict=True
+        )
         self._raise_if_bad(bad)
         if gradient_norm is not None and not math.isfinite(gradient_norm):
             raise NonFiniteError(step.number, "gradient norm")
@@ -152,12 +171,17 @@ class Metrics:
         if not self._measured:
             return {}
         logged = [step for step in self._measured if step.number in self._engine_stats]
-        every, split = self._measured_rates(self._measured), self._measured_rates(logged or self._measured)
+        every, split = (
+            self._measured_rates(self._measured),
+            self._measured_rates(logged or self._measured),
+        )
         medians = {name: statistics.median(rates[name] for rates in every) for name in every[0]}
         for name in ("forward_s", "exposed_optimizer_s"):
             medians[name] = statistics.median(rates[name] for rates in split)
         if logged:
-            medians["adam_busy_s"] = statistics.median(self._engine_stats[step.number].adam_busy_s for step in logged)
+            medians["adam_busy_s"] = statistics.median(
+                self._engine_stats[step.number].adam_busy_s for step in logged
+            )
         return medians | {"measured_steps": float(len(every))}
 
     def _measured_rates(self, steps: Iterable[Step]) -> list[dict[str, Any]]:
@@ -165,13 +189,21 @@ class Metrics:
         return [
             self._rates(
                 step.counts,
-                _separate_exposed_optimizer(step.laps.read(), self._engine_stats.get(step.number, nothing).exposed_in_forward_s),
+                _separate_exposed_optimizer(
+                    step.laps.read(),
+                    self._engine_stats.get(step.number, nothing).exposed_in_forward_s,
+                ),
             )
             for step in steps
         ]
 
     def _record(
-        self, step: Step, times: StepTimes, gradient_norm: float | None, engine_stats: OffloadStats, all_ranks: AllRankMetrics
+        self,
+        step: Step,
+        times: StepTimes,
+        gradient_norm: float | None,
+        engine_stats: OffloadStats,
+        all_ranks: AllRankMetrics,
     ) -> StepRecord:
         rates = self._rates(step.counts, times)
         return StepRecord(
@@ -204,7 +236,12 @@ class Metrics:
         model = model_flops(self._flops, counts.useful_tokens, lengths)
         hardware = executed_flops(self._spec, self._flops, self._shape, counts)
         seed = seed_tflops_total(
-            self._parameters, self._shape, self._spec.data.sequence_length, counts.sequences, times.total, checkpointing=checkpointing
+            self._parameters,
+            self._shape,
+            self._spec.data.sequence_length,
+            counts.sequences,
+            times.total,
+            checkpointing=checkpointing,
         )
         return {
             "step_s": times.total,

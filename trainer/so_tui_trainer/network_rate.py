@@ -27,7 +27,9 @@ def record(ranks: Ranks, run: RunDirectory, attempt: int, nodes: int) -> None:
         try:
             write_network_rate(run, attempt, nodes, bytes_per_s)
         except OSError as error:
-            print(f"the rate of the network cannot be recorded: {error}", file=sys.stderr, flush=True)
+            print(
+                f"the rate of the network cannot be recorded: {error}", file=sys.stderr, flush=True
+            )
 
 
 def measure(ranks: Ranks) -> float:

@@ -25,15 +25,21 @@ def by_group(left: Tensor, right: Tensor, *, offs: Tensor) -> Tensor:
     ends = offs.tolist()
     groups = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
     if right.dim() == 3:
-        return torch.cat([left[group] @ matrix for group, matrix in zip(groups, right, strict=True)])
+        return torch.cat(
+            [left[group] @ matrix for group, matrix in zip(groups, right, strict=True)]
+        )
     return torch.stack([left[:, group] @ right[group] for group in groups])
 
 
 grouped_mm: Callable[..., Tensor] = getattr(torch.nn.functional, "grouped_mm", by_group)
 """torch's product of groups of rows, which ``torch.nn.functional`` has since 2.10: with that as the oldest version, this can go."""
 
-all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single: Callable[..., Any] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+reduce_scatter_single: Callable[..., Any] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
 """torch's names of these since 2.13, which warns of the older ones: with that as the oldest version, they can go."""
 
 

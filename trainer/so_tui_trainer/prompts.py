@@ -50,16 +50,46 @@ class Prompts:
         Raises:
             InputError: A prompt has no room for its answer in a sequence, or the chat template rejects it. Raised on all ranks.
         """
-        self._spec, self._ranks, self._end_to_end, self._apart = spec, ranks, end_to_end, needs_rows_apart(spec.model)
-        self._sampling = Sampling(temperature=spec.prompts.temperature, top_p=1.0, max_tokens=spec.prompts.max_tokens, seed=spec.train.seed)
+        self._spec, self._ranks, self._end_to_end, self._apart = (
+            spec,
+            ranks,
+            end_to_end,
+            needs_rows_apart(spec.model),
+        )
+        self._sampling = Sampling(
+            temperature=spec.prompts.temperature,
+            top_p=1.0,
+            max_tokens=spec.prompts.max_tokens,
+            seed=spec.train.seed,
+        )
         # Every rank loads the tokenizer: a problem with a prompt must end all of them.
         self._chat: Chat = chat_of(load_tokenizer(spec))
-        self._ids = [prompt_ids(self._chat, Prompt(turns=(Turn("user", text),))) for text in spec.prompts.texts]
-        self._stop = {int(token) for token in (self._chat.tokenizer.eos_token_id, self._stop_id()) if isinstance(token, int)}
+        self._ids = [
+            prompt_ids(self._chat, Prompt(turns=(Turn("user", text),)))
+            for text in spec.prompts.texts
+        ]
+        self._stop = {
+            int(token)
+            for token in (self._chat.tokenizer.eos_token_id, self._stop_id())
+            if isinstance(token, int)
+        }
         for text, ids in zip(spec.prompts.texts, self._ids, strict=True):
             if (room := spec.data.sequence_length - spec.prompts.max_tokens) < len(ids):
-                message, remedy = f"has {len(ids)} tokens, and {room} leave room for its answer", "Shorten it, or `prompts.max_tokens`."
-                raise InputError([Problem(code="prompt-too-long", field="prompts.texts", value=text[:60], message=message, remedy=remedy)])
+                message, remedy = (
+                    f"has {len(ids)} tokens, and {room} leave room for its answer",
+                    "Shorten it, or `prompts.max_tokens`.",
+                )
+                raise InputError(
+                    [
+                        Problem(
+                            code="prompt-too-long",
+                            field="prompts.texts",
+                            value=text[:60],
+                            message=message,
+                            remedy=remedy,
+                        )
+                    ]
+                )
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -73,7 +103,10 @@ class Prompts:
             step: The last completed step, for the record.
         """
         began = time.monotonic()
-        answers = [_Answer(list(ids), len(ids), source=torch.Generator().manual_seed(self._sampling.seed)) for ids in self._ids]
+        answers = [
+            _Answer(list(ids), len(ids), source=torch.Generator().manual_seed(self._sampling.seed))
+            for ids in self._ids
+        ]
         training = model.training
         model.eval()
         try:
@@ -96,7 +129,9 @@ class Prompts:
         limit = self._spec.micro_batch_tokens
         group: list[_Answer] = []
         for answer in answers:
-            widest = max(each.prompt_length for each in (*group, answer)) + self._sampling.max_tokens
+            widest = (
+                max(each.prompt_length for each in (*group, answer)) + self._sampling.max_tokens
+            )
             if group and widest * (len(group) + 1) > limit:
                 yield group
                 group = []
@@ -111,19 +146,32 @@ class Prompts:
             if not writing:
                 return
             documents = [answer.ids for answer in writing]
-            batch = batch_of(documents, end_to_end=self._end_to_end, apart=self._apart).to(self._ranks.device)
+            batch = batch_of(documents, end_to_end=self._end_to_end, apart=self._apart).to(
+                self._ranks.device
+            )
             logits = model(batch, 1.0, logits=True)
             chosen = None
             if self._ranks.first:
-                chosen = [next_token(row, self._sampling, answer.source) for row, answer in zip(logits.cpu(), writing, strict=True)]
-            for answer, token in zip(writing, self._ranks.broadcast(chosen, list[int]), strict=True):
+                chosen = [
+                    next_token(row, self._sampling, answer.source)
+                    for row, answer in zip(logits.cpu(), writing, strict=True)
+                ]
+            for answer, token in zip(
+                writing, self._ranks.broadcast(chosen, list[int]), strict=True
+            ):
                 answer.ids.append(token)
                 answer.done = token in self._stop
 
     def _answered(self, text: str, answer: _Answer) -> AnsweredPrompt:
         ids = answer.ids[answer.prompt_length :]
-        said = str(self._chat.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-        return AnsweredPrompt(prompt=text, text=said[:LONGEST_ANSWER], tokens=len(ids), stopped=answer.done)
+        said = str(
+            self._chat.tokenizer.decode(
+                ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        )
+        return AnsweredPrompt(
+            prompt=text, text=said[:LONGEST_ANSWER], tokens=len(ids), stopped=answer.done
+        )
 
     def _stop_id(self) -> object:
         return self._chat.tokenizer.convert_tokens_to_ids(self._chat.stop or self._chat.end)

@@ -76,14 +76,18 @@ def join(use_gpu: bool) -> Ranks:
     if use_gpu:
         torch.cuda.set_device(local_rank)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    join_process_group(init_method=os.environ[RENDEZVOUS], rank=rank, world_size=size, auto_mpi_discovery=False)
+    join_process_group(
+        init_method=os.environ[RENDEZVOUS], rank=rank, world_size=size, auto_mpi_discovery=False
+    )
     device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
     group = dist.new_group(backend="gloo")
     return Ranks(dist.get_rank(), dist.get_world_size(), device, group)
 
 
 def _encoded(value: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(msgspec.msgpack.encode(value, enc_hook=str)), dtype=torch.uint8)
+    return torch.frombuffer(
+        bytearray(msgspec.msgpack.encode(value, enc_hook=str)), dtype=torch.uint8
+    )
 
 
 def _decoded(content: torch.Tensor, kind: Any) -> Any:

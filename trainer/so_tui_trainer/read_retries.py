@@ -58,4 +58,8 @@ def read_with_retries(read: Callable[[Path], T], path: Path) -> T:
 def _reading_failed(error: OSError | OffloadError) -> bool:
     """Return whether reading failed, rather than what was read."""
     cause = error if isinstance(error, OSError) else error.__cause__
-    return isinstance(cause, OSError) and not isinstance(cause, UnfitFileError) and cause.errno not in _SAYS_WHAT_IS_THERE
+    return (
+        isinstance(cause, OSError)
+        and not isinstance(cause, UnfitFileError)
+        and cause.errno not in _SAYS_WHAT_IS_THERE
+    )

@@ -19,7 +19,9 @@ class Recorder:
     seconds, and the step that wrote it would wait as long.
     """
 
-    def __init__(self, writer: MetricsWriter | None, attempt: int, trackers: tuple[Tracker, ...] = ()) -> None:
+    def __init__(
+        self, writer: MetricsWriter | None, attempt: int, trackers: tuple[Tracker, ...] = ()
+    ) -> None:
         """Write with ``writer`` (None on other ranks than 0) and to ``trackers``."""
         self._writer = writer
         self._sidecars = Sidecars(trackers)
@@ -30,7 +32,9 @@ class Recorder:
         self._error: Exception | None = None
         """What ended the thread; a defect, since a full disk does not."""
         if writer is not None:
-            threading.Thread(target=self._write_pending, args=(writer,), name="records", daemon=True).start()
+            threading.Thread(
+                target=self._write_pending, args=(writer,), name="records", daemon=True
+            ).start()
 
     @property
     def hanging(self) -> bool:
@@ -81,7 +85,11 @@ class Recorder:
                 self._append(writer, record)
             except OSError as error:
                 if not self._lost:
-                    print(f"records of the run cannot be written: {error}", file=sys.stderr, flush=True)
+                    print(
+                        f"records of the run cannot be written: {error}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
                 self._lost, self._lost_because = self._lost + 1, error.strerror or str(error)
             except Exception as error:  # noqa: BLE001 -- raised again where records are written
                 self._error = error
@@ -96,14 +104,32 @@ class Recorder:
         """
         if self._lost:
             message = f"{self._lost} records could not be written ({self._lost_because}); training continued"
-            writer.append(self._warning("records-lost", message, "Free some space on the disk of the run directory; no training is lost"))
+            writer.append(
+                self._warning(
+                    "records-lost",
+                    message,
+                    "Free some space on the disk of the run directory; no training is lost",
+                )
+            )
             self._lost = 0
         writer.append(record)
 
     def _record_tracker_errors(self) -> None:
         for trouble in self._sidecars.troubles():
             message = f"{trouble}; nothing more is sent there"
-            self.write(self._warning("tracker-failed", message, "The run's own records are complete; nothing else is lost"))
+            self.write(
+                self._warning(
+                    "tracker-failed",
+                    message,
+                    "The run's own records are complete; nothing else is lost",
+                )
+            )
 
     def _warning(self, code: str, message: str, suggestion: str) -> WarningRecord:
-        return WarningRecord(attempt=self.attempt, time=time.time(), code=code, message=message, suggestion=suggestion)
+        return WarningRecord(
+            attempt=self.attempt,
+            time=time.time(),
+            code=code,
+            message=message,
+            suggestion=suggestion,
+        )

@@ -46,7 +46,11 @@ def newest(run: RunDirectory, spec: RunSpec, warn: Warn, *, start_over: bool) ->
         return None
     for damage in found.damaged:
         _set_aside(damage, found, warn)
-    if saved.saved_step is not None and found.manifest.step < saved.saved_step and not found.damaged:
+    if (
+        saved.saved_step is not None
+        and found.manifest.step < saved.saved_step
+        and not found.damaged
+    ):
         gone = f"the run saved step {thousands(saved.saved_step)}, which is no longer in {folder}"
         message = f"{gone}; resuming from step {thousands(found.manifest.step)}"
         warn("checkpoint-missing", message, "")
@@ -56,8 +60,14 @@ def newest(run: RunDirectory, spec: RunSpec, warn: Warn, *, start_over: bool) ->
 def _set_aside(damage: Damage, found: Found, warn: Warn) -> None:
     """Rename a checkpoint that cannot be read, but not one that is whole and does not belong here."""
     if damage.code in ("other-run", "misnamed"):
-        message = f"{damage.path.name} is not used ({damage.reason}); resuming from {found.path.name}"
-        warn("checkpoint-not-used", message, "It was left as it is. Move it away if you do not need it here.")
+        message = (
+            f"{damage.path.name} is not used ({damage.reason}); resuming from {found.path.name}"
+        )
+        warn(
+            "checkpoint-not-used",
+            message,
+            "It was left as it is. Move it away if you do not need it here.",
+        )
         return
     moved_to = checkpoint.set_aside(damage.path)
     warn(
@@ -67,7 +77,9 @@ def _set_aside(damage: Damage, found: Found, warn: Warn) -> None:
     )
 
 
-def restore(found: Found, engine: Any, spec: RunSpec, fingerprint: str, ranks: Ranks, warn: Warn) -> None:
+def restore(
+    found: Found, engine: Any, spec: RunSpec, fingerprint: str, ranks: Ranks, warn: Warn
+) -> None:
     """Load a checkpoint's states into the engine, on all ranks together.
 
     Args:

@@ -28,14 +28,18 @@ def rounding_warnings(saved: Manifest, now: RunSpec, rounded: Rounded) -> Iterat
     """
     before, after = states_format(saved.spec), states_format(now)
     if rounded.restarted:
-        message = (
-            "DeepSpeed's own SuperOffload keeps Adam's moments out of reach: the weights are those of the checkpoint, the moments are zero"
+        message = "DeepSpeed's own SuperOffload keeps Adam's moments out of reach: the weights are those of the checkpoint, the moments are zero"
+        yield Warned(
+            "moments-restarted", message, 'Train with offload.engine = "so-tui", which saves them.'
         )
-        yield Warned("moments-restarted", message, 'Train with offload.engine = "so-tui", which saves them.')
         return
     if before != after:
         message = f"the checkpoint's moments are {before} and this run's are {after}: what the new format cannot hold is rounded"
-        yield Warned("states-format-changed", message, f'Resume with offload.states = "{before}" to continue bit for bit.')
+        yield Warned(
+            "states-format-changed",
+            message,
+            f'Resume with offload.states = "{before}" to continue bit for bit.',
+        )
         return
     if rounded.numel:
         message = f"the moments of {thousands(rounded.numel)} parameters were fp32 on the GPUs and are rounded to {after} in host memory"
@@ -43,4 +47,8 @@ def rounding_warnings(saved: Manifest, now: RunSpec, rounded: Rounded) -> Iterat
         yield Warned("moments-rounded", message, suggestion)
     if rounded.blocks:
         message = f"{thousands(rounded.blocks)} blocks of 128 8-bit moments had been cut by other shards and are rounded once more"
-        yield Warned("blocks-rounded-again", message, f"Resume on {saved.ranks} GPUs to continue bit for bit.")
+        yield Warned(
+            "blocks-rounded-again",
+            message,
+            f"Resume on {saved.ranks} GPUs to continue bit for bit.",
+        )

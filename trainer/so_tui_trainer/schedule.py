@@ -27,7 +27,10 @@ def learning_rate(step: int, total_steps: int, train: TrainSpec) -> float:
     if train.schedule == "wsd":
         falling = min(falling, math.ceil(train.decay_ratio * total_steps))
     progress = max(0, step - (total_steps - falling) - 1) / max(1, falling)
-    return train.learning_rate * (train.min_learning_rate_ratio + (1 - train.min_learning_rate_ratio) * _height(progress, train))
+    return train.learning_rate * (
+        train.min_learning_rate_ratio
+        + (1 - train.min_learning_rate_ratio) * _height(progress, train)
+    )
 
 
 def _height(progress: float, train: TrainSpec) -> float:

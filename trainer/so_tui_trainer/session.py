@@ -37,7 +37,16 @@ from so_tui.runs.records import (
 )
 from so_tui.spec import RunSpec
 from so_tui.units import memory_size, thousands
-from so_tui_trainer import binding, checkpoint, collection, failures, network_rate, resuming, signals, training_data
+from so_tui_trainer import (
+    binding,
+    checkpoint,
+    collection,
+    failures,
+    network_rate,
+    resuming,
+    signals,
+    training_data,
+)
 from so_tui_trainer.control import Control, StoppedEarlyError
 from so_tui_trainer.engine_settings import engine_settings
 from so_tui_trainer.failures import SUPERSEDED, Failure, TrainingError
@@ -57,7 +66,13 @@ LoadStage = Literal["ranks", "data", "weights", "optimizer", "checkpoint"]
 
 
 def train(
-    run: RunDirectory, attempt: int, plan: Plan, report: RankBindingReport, writer: MetricsWriter | None, *, start_over: bool = False
+    run: RunDirectory,
+    attempt: int,
+    plan: Plan,
+    report: RankBindingReport,
+    writer: MetricsWriter | None,
+    *,
+    start_over: bool = False,
 ) -> int:
     """Load, train, save, and write the end record.
 
@@ -92,7 +107,14 @@ class Session:
     """Everything that must be reported or closed, however the attempt ends."""
 
     def __init__(
-        self, run: RunDirectory, attempt: int, plan: Plan, report: RankBindingReport, writer: MetricsWriter | None, *, start_over: bool
+        self,
+        run: RunDirectory,
+        attempt: int,
+        plan: Plan,
+        report: RankBindingReport,
+        writer: MetricsWriter | None,
+        *,
+        start_over: bool,
     ) -> None:
         self.run, self.attempt, self.plan, self.report = run, attempt, plan, report
         self.start_over = start_over
@@ -113,19 +135,29 @@ class Session:
         self._load_stage("ranks", "starting the ranks")
         ranks = join(use_gpu=self.plan.binding[0].gpu is not None)
         bindings = ranks.all_gather(self.report, RankBindingReport)
-        self.recorder.write(BindingRecord(attempt=self.attempt, time=time.time(), ranks=tuple(bindings)))
+        self.recorder.write(
+            BindingRecord(attempt=self.attempt, time=time.time(), ranks=tuple(bindings))
+        )
         if self.spec.nodes > 1:
             network_rate.record(ranks, self.run, self.attempt, self.spec.nodes)
-        newest = resuming.newest(self.run, self.spec, self._warn, start_over=self.start_over) if ranks.first else None
+        newest = (
+            resuming.newest(self.run, self.spec, self._warn, start_over=self.start_over)
+            if ranks.first
+            else None
+        )
         found = ranks.broadcast(newest, checkpoint.Found | None)
-        control = Control(self.run, ranks, attempt=self.attempt, every_s=60 * self.spec.checkpoint.every_minutes)
+        control = Control(
+            self.run, ranks, attempt=self.attempt, every_s=60 * self.spec.checkpoint.every_minutes
+        )
         try:
             self.loop = loop = self._load(ranks, found, control)
         except StoppedEarlyError:
             step, saved = (found.manifest.step, str(found.path)) if found else (0, "")
             return Outcome(state="stopped", step=step, saved=saved, summary={})
         if found or self.attempt > 1:
-            self.recorder.write(ResumedRecord(attempt=self.attempt, time=time.time(), step=loop.step))
+            self.recorder.write(
+                ResumedRecord(attempt=self.attempt, time=time.time(), step=loop.step)
+            )
         collection.freeze()
         self._phase("training", "")
         outcome = loop.train(control)
@@ -136,7 +168,11 @@ class Session:
     def finish(self, outcome: Outcome) -> None:
         """Close everything, then write the end record, which must be the last thing that is written."""
         ending = "releasing memory and ending the processes"
-        self.recorder.write(PhaseRecord(attempt=self.attempt, time=time.time(), phase="saving", detail=ending, stage=ENDING))
+        self.recorder.write(
+            PhaseRecord(
+                attempt=self.attempt, time=time.time(), phase="saving", detail=ending, stage=ENDING
+            )
+        )
         self._close()
         self.recorder.end_tracking()
         code, reason = ("", "") if outcome.state == "finished" else self._stop_reason()
@@ -173,7 +209,10 @@ class Session:
             failures.report(failure, self.run, self.attempt)
             self._write_failure()
         except OSError as write_error:  # A full disk, say. The log may still have space.
-            print(f"{failure.reason}. {failure.suggestion} (cannot be recorded: {write_error})", file=sys.stderr)
+            print(
+                f"{failure.reason}. {failure.suggestion} (cannot be recorded: {write_error})",
+                file=sys.stderr,
+            )
 
     def install_signal_handlers(self) -> None:
         """On USR1 request a stop with a checkpoint; on TERM write why the run failed, if it did."""
@@ -181,7 +220,9 @@ class Session:
 
     def _request_stop(self) -> None:
         try:
-            run_control.request(self.run, "stop", reason=f"rank {self.rank} received SIGUSR1", warned=True)
+            run_control.request(
+                self.run, "stop", reason=f"rank {self.rank} received SIGUSR1", warned=True
+            )
         except OSError as error:  # The supervisor and the other ranks receive the signal too.
             print(f"the stop request cannot be written: {error}", file=sys.stderr, flush=True)
 
@@ -194,12 +235,16 @@ class Session:
         self._seed(0)
         control.stop_early()
         self._load_stage("data", "reading the data")
-        data = training_data.read(self.spec, ranks, lambda doing: self._load_stage("data", doing), self._warn)
+        data = training_data.read(
+            self.spec, ranks, lambda doing: self._load_stage("data", doing), self._warn
+        )
         control.stop_early()
         loop = self._loop(ranks, data, control, found)
         control.stop_early()
         if self.spec.checkpoint.saves:
-            checkpoint.make_room(self.engine, checkpoints_folder(self.run, self.spec), self.spec, ranks)
+            checkpoint.make_room(
+                self.engine, checkpoints_folder(self.run, self.spec), self.spec, ranks
+            )
         if found:
             self._load_stage("checkpoint", f"resuming from step {thousands(found.manifest.step)}")
             resuming.restore(found, self.engine, self.spec, data.fingerprint, ranks, self._warn)
@@ -207,11 +252,22 @@ class Session:
             control.stop_early()
         return loop
 
-    def _loop(self, ranks: Ranks, data: training_data.TrainingData, control: Control, found: checkpoint.Found | None) -> Loop:
+    def _loop(
+        self,
+        ranks: Ranks,
+        data: training_data.TrainingData,
+        control: Control,
+        found: checkpoint.Found | None,
+    ) -> Loop:
         loading = f"loading {self.spec.label}"
         self._load_stage("weights", loading)
         ds_config = json.loads(self.run.ds_config_path(self.attempt).read_text())
-        model = build(self.spec, ranks.device, ds_config, lambda done, total: self._load_stage("weights", loading, done, total))
+        model = build(
+            self.spec,
+            ranks.device,
+            ds_config,
+            lambda done, total: self._load_stage("weights", loading, done, total),
+        )
         if takes_boundaries(model.attention):
             data.lay_end_to_end()
         training_data.check_sizes(model.causal.config, data.documents, self.spec, self._warn)
@@ -221,14 +277,20 @@ class Session:
         mine = binding.of_rank(self.plan.binding, self.rank)
         settings = engine_settings(self.spec, mine, self.plan.optional)
         self._warn_of_less_memory(settings)
-        self.engine, *_ = superoffload.initialize(model, parameter_groups(model, self.spec), settings, ds_config)
+        self.engine, *_ = superoffload.initialize(
+            model, parameter_groups(model, self.spec), settings, ds_config
+        )
         binding.apply_main_cores(mine)
         self._seed(self.rank)
         if found:
             data.batches.resume_at(found.manifest.step, found.manifest.consumed_sequences)
         metrics = Metrics(self.spec, ranks, self.recorder, parameters)
         self._start_record(ranks, data.batches.total_steps(), parameters)
-        expected = expected_first_loss(model.causal.config) if self.spec.model.weights == "random" else None
+        expected = (
+            expected_first_loss(model.causal.config)
+            if self.spec.model.weights == "random"
+            else None
+        )
         return Loop(
             self.run,
             self.plan,
@@ -239,7 +301,9 @@ class Session:
             self.recorder,
             ranks,
             evaluation=data.evaluation,
-            prompts=Prompts(self.spec, ranks, end_to_end=takes_boundaries(model.attention)) if self.spec.prompts.texts else None,
+            prompts=Prompts(self.spec, ranks, end_to_end=takes_boundaries(model.attention))
+            if self.spec.prompts.texts
+            else None,
             expected_first_loss=expected,
         )
 
@@ -247,7 +311,10 @@ class Session:
         planned = self.plan.optional
         because = "because this host has no more memory available"
         if settings.speculation_bytes < planned.second_states_bytes:
-            found, wanted = memory_size(settings.speculation_bytes), memory_size(planned.second_states_bytes)
+            found, wanted = (
+                memory_size(settings.speculation_bytes),
+                memory_size(planned.second_states_bytes),
+            )
             self._warn(
                 "second-states-reduced",
                 f"clipping: second states get {found} of the planned {wanted}, {because}",
@@ -280,7 +347,10 @@ class Session:
                 hostnames=hostnames,
                 device_name=device_name,
                 peak_tflops_per_gpu=peak / 1e12 if peak else None,
-                versions={name: version(name) for name in ("torch", "deepspeed", "transformers", "datasets")},
+                versions={
+                    name: version(name)
+                    for name in ("torch", "deepspeed", "transformers", "datasets")
+                },
             )
         )
 
@@ -300,14 +370,30 @@ class Session:
         ranks.barrier()
 
     def _phase(self, phase: Literal["training", "saving"], detail: str) -> None:
-        self.recorder.write(PhaseRecord(attempt=self.attempt, time=time.time(), phase=phase, detail=detail))
+        self.recorder.write(
+            PhaseRecord(attempt=self.attempt, time=time.time(), phase=phase, detail=detail)
+        )
 
     def _load_stage(self, stage: LoadStage, detail: str, done: int = 0, total: int = 0) -> None:
-        record = PhaseRecord(attempt=self.attempt, time=time.time(), phase="loading", detail=detail, stage=stage, done=done, total=total)
+        record = PhaseRecord(
+            attempt=self.attempt,
+            time=time.time(),
+            phase="loading",
+            detail=detail,
+            stage=stage,
+            done=done,
+            total=total,
+        )
         self.recorder.write(record)
 
     def _warn(self, code: str, message: str, suggestion: str) -> None:
-        record = WarningRecord(attempt=self.attempt, time=time.time(), code=code, message=message, suggestion=suggestion)
+        record = WarningRecord(
+            attempt=self.attempt,
+            time=time.time(),
+            code=code,
+            message=message,
+            suggestion=suggestion,
+        )
         self.recorder.write(record)
 
     def _write_failure(self) -> None:

@@ -41,7 +41,10 @@ class EventFile:
             step: The step.
             when: Unix time in seconds.
         """
-        summary = b"".join(_bytes(1, _bytes(1, tag.encode()) + b"\x15" + struct.pack("<f", value)) for tag, value in values.items())
+        summary = b"".join(
+            _bytes(1, _bytes(1, tag.encode()) + b"\x15" + struct.pack("<f", value))
+            for tag, value in values.items()
+        )
         self._write(when, step, _bytes(5, summary))
 
     def close(self) -> None:
@@ -49,7 +52,9 @@ class EventFile:
         self._file.close()
 
     def _write(self, when: float, step: int, content: bytes) -> None:
-        event = b"\x09" + struct.pack("<d", when) + (b"\x10" + _varint(step) if step else b"") + content
+        event = (
+            b"\x09" + struct.pack("<d", when) + (b"\x10" + _varint(step) if step else b"") + content
+        )
         length = struct.pack("<Q", len(event))
         self._file.write(length + _masked_checksum(length) + event + _masked_checksum(event))
 

@@ -62,7 +62,9 @@ class Sidecar:
         self._queue: queue.Queue[MetricRecord | None] = queue.Queue(QUEUE_RECORDS)
         self._trouble: str | None = None
         self._given_up = False
-        self._thread = threading.Thread(target=self._run, name=f"{tracker.name} tracker", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name=f"{tracker.name} tracker", daemon=True
+        )
         self._thread.start()
 
     def offer(self, record: MetricRecord) -> None:
@@ -104,7 +106,10 @@ class Sidecar:
                 self._tracker.write(record)
             self._tracker.close()
         except Exception as error:  # noqa: BLE001 -- an error of other people's code or servers must not end the run
-            self._given_up, self._trouble = True, f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
+            self._given_up, self._trouble = (
+                True,
+                f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}",
+            )
 
 
 class Sidecars:
@@ -122,7 +127,11 @@ class Sidecars:
 
     def troubles(self) -> list[str]:
         """Return what went wrong since the last call, with the trackers' names."""
-        return [f"{sidecar.name} {trouble}" for sidecar in self._sidecars if (trouble := sidecar.trouble())]
+        return [
+            f"{sidecar.name} {trouble}"
+            for sidecar in self._sidecars
+            if (trouble := sidecar.trouble())
+        ]
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Wait at most ``timeout_s`` seconds for all trackers together. Safe to call twice."""
@@ -200,5 +209,7 @@ def figures(record: StepRecord | EvaluationRecord) -> dict[str, float]:
     group = "train" if isinstance(record, StepRecord) else "evaluation"
     values: Mapping[str, Any] = msgspec.structs.asdict(record)
     return {
-        f"{group}/{name}": float(value) for name, value in values.items() if name not in _NOT_FIGURES and isinstance(value, int | float)
+        f"{group}/{name}": float(value)
+        for name, value in values.items()
+        if name not in _NOT_FIGURES and isinstance(value, int | float)
     }

@@ -54,9 +54,13 @@ def read(spec: RunSpec, ranks: Ranks, on_progress: OnProgress, warn: OnWarning) 
     pin = ranks.device.type == "cuda"
     return TrainingData(
         documents=documents,
-        batches=Batches(documents, spec, ranks.rank, members=documents.epoch(spec.train.seed, training), pin=pin),
+        batches=Batches(
+            documents, spec, ranks.rank, members=documents.epoch(spec.train.seed, training), pin=pin
+        ),
         fingerprint=trained_fingerprint(documents.fingerprint, spec),
-        evaluation=Evaluation(evaluated, members, spec, ranks.rank, pin=pin) if len(members) else None,
+        evaluation=Evaluation(evaluated, members, spec, ranks.rank, pin=pin)
+        if len(members)
+        else None,
     )
 
 
@@ -88,7 +92,11 @@ def check_sizes(config: Any, documents: Documents, spec: RunSpec, warn: OnWarnin
     positions = getattr(config, "max_position_embeddings", None)
     if positions and int(documents.lengths.max()) > positions:
         message = f"some documents are longer than the {thousands(positions)} positions that the model supports"
-        warn("documents-exceed-positions", message, "Scale its positions (`model.rope_scaling`), or lower `data.sequence_length`.")
+        warn(
+            "documents-exceed-positions",
+            message,
+            "Scale its positions (`model.rope_scaling`), or lower `data.sequence_length`.",
+        )
 
 
 def _documents(spec: RunSpec, ranks: Ranks, on_progress: OnProgress, warn: OnWarning) -> Documents:
@@ -101,10 +109,16 @@ def _documents(spec: RunSpec, ranks: Ranks, on_progress: OnProgress, warn: OnWar
     def progress(rows: int, total: int) -> None:
         on_progress(f"tokenising the data, {thousands(rows)} of {thousands(total)} rows")
 
-    folder = ranks.broadcast(tokens.prepare(spec, on_progress=progress) if ranks.first else None, Path)
+    folder = ranks.broadcast(
+        tokens.prepare(spec, on_progress=progress) if ranks.first else None, Path
+    )
     if not folder.is_dir():
         reason = f"the tokenised data in {folder} cannot be seen on {socket.gethostname()}"
-        raise TrainingError("cache-not-shared", reason, "Set XDG_CACHE_HOME to a folder that all nodes share, in the site profile.")
+        raise TrainingError(
+            "cache-not-shared",
+            reason,
+            "Set XDG_CACHE_HOME to a folder that all nodes share, in the site profile.",
+        )
     documents = cache.read(folder, spec.data)
     for warning in documents.warnings:
         warn("data", warning, "")

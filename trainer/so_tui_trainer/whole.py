@@ -35,7 +35,10 @@ def of_checkpoint(checkpoint: Path, spec: RunSpec) -> PreTrainedModel:
     config = load_config(spec.model)
     with no_init_weights():
         causal: PreTrainedModel = factory.from_config(
-            config, dtype=torch.bfloat16, attn_implementation=DEFAULT_ATTENTION, trust_remote_code=spec.model.trust_remote_code
+            config,
+            dtype=torch.bfloat16,
+            attn_implementation=DEFAULT_ATTENTION,
+            trust_remote_code=spec.model.trust_remote_code,
         )
     causal.tie_weights()  # left out with the initialisation; without it a tied head would be a parameter of its own
     meta = meta_model(config, trust_remote_code=spec.model.trust_remote_code)
@@ -67,10 +70,24 @@ def of_folder(folder: Path, model: ModelSpec) -> PreTrainedModel:
             local_files_only=True,
             trust_remote_code=model.trust_remote_code,
         )
-    except Exception as error:  # a damaged folder raises whatever it leads to, also errors of other packages
-        message = f"has no causal language model in safetensors that can be read ({first_line(error)})"
+    except (
+        Exception
+    ) as error:  # a damaged folder raises whatever it leads to, also errors of other packages
+        message = (
+            f"has no causal language model in safetensors that can be read ({first_line(error)})"
+        )
         remedy = "Name a run, or a folder that `so-tui export` wrote."
-        raise InputError([Problem(code="model-unreadable", field="model", value=str(folder), message=message, remedy=remedy)]) from error
+        raise InputError(
+            [
+                Problem(
+                    code="model-unreadable",
+                    field="model",
+                    value=str(folder),
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        ) from error
     return causal
 
 
@@ -86,12 +103,29 @@ def chosen_device(wanted: Device, parameters: int) -> torch.device:
         InputError: A GPU is asked for, and none has the memory (``gpu-without-room``).
     """
     needed = int(_ROOM * parameters * torch.bfloat16.itemsize)
-    free = [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())] if wanted != "cpu" else []
+    free = (
+        [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]
+        if wanted != "cpu"
+        else []
+    )
     if free and max(free) >= needed:
         return torch.device("cuda", free.index(max(free)))
     if wanted == "gpu":
-        message, remedy = "no GPU here has enough free memory for the model", "Wait for the run that uses it, or take the CPU."
-        raise InputError([Problem(code="gpu-without-room", field="--device", value=wanted, message=message, remedy=remedy)])
+        message, remedy = (
+            "no GPU here has enough free memory for the model",
+            "Wait for the run that uses it, or take the CPU.",
+        )
+        raise InputError(
+            [
+                Problem(
+                    code="gpu-without-room",
+                    field="--device",
+                    value=wanted,
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        )
     return torch.device("cpu")
 
 

@@ -29,10 +29,21 @@ if TYPE_CHECKING:
         verify_state,
         worker_pid,
     )
-    from superoffload.conversion import DeepSpeedStates, Progress, deepspeed_states, write_states, write_universal
+    from superoffload.conversion import (
+        DeepSpeedStates,
+        Progress,
+        deepspeed_states,
+        write_states,
+        write_universal,
+    )
     from superoffload.deepspeed_adapter.engine import join_process_group
     from superoffload.ds_config import Override, engine_config
-    from superoffload.errors import NonFiniteGradientError, OffloadError, StateMismatchError, WorkerLostError
+    from superoffload.errors import (
+        NonFiniteGradientError,
+        OffloadError,
+        StateMismatchError,
+        WorkerLostError,
+    )
     from superoffload.meter import OffloadStats
     from superoffload.resharding import saved_master_weights
     from superoffload.save import Save
@@ -94,7 +105,13 @@ _MODULES = {
         "verify_state",
         "worker_pid",
     ),
-    "conversion": ("DeepSpeedStates", "Progress", "deepspeed_states", "write_states", "write_universal"),
+    "conversion": (
+        "DeepSpeedStates",
+        "Progress",
+        "deepspeed_states",
+        "write_states",
+        "write_universal",
+    ),
     "deepspeed_adapter.engine": ("join_process_group",),
     "ds_config": ("Override", "engine_config"),
     "errors": ("NonFiniteGradientError", "OffloadError", "StateMismatchError", "WorkerLostError"),

@@ -11,7 +11,14 @@ import mmap
 from typing import Any
 
 from superoffload.commands import Command, GradientSource, Operation, StatesSet
-from superoffload.memory_layout import MemorySize, Moments, Segment, StateOffsets, layout, weights_layout
+from superoffload.memory_layout import (
+    MemorySize,
+    Moments,
+    Segment,
+    StateOffsets,
+    layout,
+    weights_layout,
+)
 
 
 class AdamWScalars(ctypes.Structure):
@@ -86,7 +93,9 @@ class Kernel:
     Without the latter it can do no more than ``decode`` and ``encode`` them.
     """
 
-    def __init__(self, library: str, memory: mmap.mmap, size: MemorySize, weights: mmap.mmap | None = None) -> None:
+    def __init__(
+        self, library: str, memory: mmap.mmap, size: MemorySize, weights: mmap.mmap | None = None
+    ) -> None:
         self._size = size
         self._layout = layout(size)
         self._memory = ctypes.c_char.from_buffer(memory)  # which keeps it mapped
@@ -99,7 +108,10 @@ class Kernel:
 
         def bound(name: str, *arguments: Any, returns: Any = ctypes.c_double) -> Any:
             function = getattr(functions, f"superoffload_{name}")
-            function.argtypes, function.restype = [*arguments, pointer, *([pointer] if returns else [])], returns
+            function.argtypes, function.restype = (
+                [*arguments, pointer, *([pointer] if returns else [])],
+                returns,
+            )
             return function
 
         self._initialize = bound("initialize", *[pointer] * 5)
@@ -115,19 +127,44 @@ class Kernel:
         """Execute a command and return the gradient's sum of squares; 0 if it has none."""
         index, offsets = command.sub_group, self._layout
         of_all = ctypes.byref(self._sub_groups[index]), self._base
-        current, other = self._states(command.states, index), self._states(1 - command.states, index)
-        staging, new_weights = self._base + offsets.staging[index], self._base + offsets.new_weights[index]
+        current, other = (
+            self._states(command.states, index),
+            self._states(1 - command.states, index),
+        )
+        staging, new_weights = (
+            self._base + offsets.staging[index],
+            self._base + offsets.new_weights[index],
+        )
         accumulated = self._base + offsets.accumulated[index] if offsets.accumulated else None
-        kept = ctypes.addressof(self._weights) + self._weights_offsets[index] if self._weights is not None else None
+        kept = (
+            ctypes.addressof(self._weights) + self._weights_offsets[index]
+            if self._weights is not None
+            else None
+        )
         summed = None if command.gradient == GradientSource.STAGING else accumulated
         add_staging = int(command.gradient != GradientSource.ACCUMULATED)
         match command.operation:
             case Operation.STEP:
-                squares = self._step(ctypes.byref(adamw_scalars(command)), current, summed, staging, kept or staging, add_staging, *of_all)
+                squares = self._step(
+                    ctypes.byref(adamw_scalars(command)),
+                    current,
+                    summed,
+                    staging,
+                    kept or staging,
+                    add_staging,
+                    *of_all,
+                )
             case Operation.SPECULATE:
                 target = kept or new_weights
                 squares = self._speculate(
-                    ctypes.byref(adamw_scalars(command)), current, other, summed, staging, target, add_staging, *of_all
+                    ctypes.byref(adamw_scalars(command)),
+                    current,
+                    other,
+                    summed,
+                    staging,
+                    target,
+                    add_staging,
+                    *of_all,
                 )
             case Operation.ACCUMULATE:
                 squares = self._accumulate(accumulated, staging, command.first_micro_batch, *of_all)
@@ -136,17 +173,25 @@ class Kernel:
             case Operation.COPY:
                 squares = self._copy(current, self._states(command.into, index), *of_all)
             case _:
-                second = staging if kept else new_weights if index in self._size.speculating else None
-                squares = self._initialize(current, other, accumulated, kept or staging, second, *of_all)
+                second = (
+                    staging if kept else new_weights if index in self._size.speculating else None
+                )
+                squares = self._initialize(
+                    current, other, accumulated, kept or staging, second, *of_all
+                )
         return float(squares)
 
     def decode(self, index: int, states: int, first: int, second: int) -> None:
         """Write the moments of one set of states to two fp32 arrays at these addresses."""
-        self._decode(self._states(states, index), first, second, ctypes.byref(self._sub_groups[index]))
+        self._decode(
+            self._states(states, index), first, second, ctypes.byref(self._sub_groups[index])
+        )
 
     def encode(self, index: int, states: int, first: int, second: int) -> None:
         """Set the moments of one set of states, rounded to nearest. Those that ``decode`` returned are set without rounding."""
-        self._encode(self._states(states, index), first, second, ctypes.byref(self._sub_groups[index]))
+        self._encode(
+            self._states(states, index), first, second, ctypes.byref(self._sub_groups[index])
+        )
 
     def _states(self, which: int, index: int) -> Any:
         having = {StatesSet.SECOND: self._size.speculating, StatesSet.COPY: self._size.copied}

@@ -32,7 +32,11 @@ local_shard = adapter.local_shard
 
 
 def initialize(
-    model: torch.nn.Module, parameter_groups: ParameterGroups, settings: Settings, ds_config: Mapping[str, Any], **arguments: Any
+    model: torch.nn.Module,
+    parameter_groups: ParameterGroups,
+    settings: Settings,
+    ds_config: Mapping[str, Any],
+    **arguments: Any,
 ) -> tuple[Any, Any, Any, Any]:
     """Call ``deepspeed.initialize`` for an engine whose optimizer is AdamW and runs where ``settings.mode`` says.
 
@@ -63,7 +67,9 @@ def initialize(
                 model=model, optimizer=_torch_adamw(groups, settings), config=ds_config, **arguments
             )
     optimizer = _deepspeed_optimizer(groups, settings)
-    made = deepspeed.initialize(model=model, optimizer=optimizer, config=accepting_config(ds_config), **arguments)
+    made = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=accepting_config(ds_config), **arguments
+    )
     engine = made[0]
     adapter.share_hyperparameters(engine)
     _finish(engine, settings)
@@ -89,14 +95,20 @@ def replacing_optimizers(settings: Settings) -> Iterator[None]:
     adapter.import_muon()
     if not settings.replaces_deepspeeds_optimizer:
         raise OffloadError(
-            f'mode = "{settings.mode}", engine = "{settings.engine}": our optimizer needs "superoffload" and "so-tui".', code="mode"
+            f'mode = "{settings.mode}", engine = "{settings.engine}": our optimizer needs "superoffload" and "so-tui".',
+            code="mode",
         )
     original = deepspeed.initialize
 
-    def initialize_with_ours(*arguments: Any, config: Any = None, config_params: Any = None, **keywords: Any) -> Any:
+    def initialize_with_ours(
+        *arguments: Any, config: Any = None, config_params: Any = None, **keywords: Any
+    ) -> Any:
         given = config if config is not None else config_params
         if not isinstance(given, Mapping):
-            raise OffloadError("deepspeed.initialize needs its config as a dictionary (`config`) for our optimizer.", code="no-config")
+            raise OffloadError(
+                "deepspeed.initialize needs its config as a dictionary (`config`) for our optimizer.",
+                code="no-config",
+            )
         if not isinstance(optimizer := keywords.get("optimizer"), torch.optim.AdamW):
             raise OffloadError(
                 f"deepspeed.initialize was given {type(optimizer).__name__} as `optimizer`. Our optimizer takes the place of a "
@@ -110,7 +122,8 @@ def replacing_optimizers(settings: Settings) -> Iterator[None]:
             made = original(*arguments, config=config, **keywords)
             if adapter.super_offload(made[0]) is None:
                 raise OffloadError(
-                    f"DeepSpeed did not use our optimizer but made a {type(made[0].optimizer).__name__}.", code="optimizer-not-used"
+                    f"DeepSpeed did not use our optimizer but made a {type(made[0].optimizer).__name__}.",
+                    code="optimizer-not-used",
                 )
             _finish(made[0], settings)
         return made
@@ -141,7 +154,10 @@ def worker_pid(engine: Any) -> int | None:
 def set_learning_rate(engine: Any, learning_rate: float) -> None:
     """Set the learning rate of the step whose last backward begins next. Raises OffloadError (``learning-rate``) if it is impossible."""
     if not (math.isfinite(learning_rate) and learning_rate >= 0):
-        raise OffloadError(f"The learning rate is {learning_rate}. Use a finite number, at least 0.", code="learning-rate")
+        raise OffloadError(
+            f"The learning rate is {learning_rate}. Use a finite number, at least 0.",
+            code="learning-rate",
+        )
     adapter.set_learning_rate(engine, learning_rate)
 
 

@@ -42,7 +42,8 @@ class Arrivals:
         if gradient.member in members:
             name = self._sub_groups[gradient.sub_group].names[gradient.member]
             raise OffloadError(
-                f"The gradient of {name} arrived twice in one micro-batch. Call backward once per micro-batch.", code="second-gradient"
+                f"The gradient of {name} arrived twice in one micro-batch. Call backward once per micro-batch.",
+                code="second-gradient",
             )
         if self.micro_batch >= self._accumulation_steps:
             raise OffloadError(
@@ -65,7 +66,9 @@ class Arrivals:
             if member not in self._members.get(index, ())
         ]
         if missing:
-            shown = ", ".join(missing[:_SHOWN]) + (f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else "")
+            shown = ", ".join(missing[:_SHOWN]) + (
+                f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+            )
             raise OffloadError(
                 f"{len(missing)} trainable parameters got no gradient in step {step}, micro-batch "
                 f"{self.micro_batch + 1}: {shown}. Freeze parameters on which the loss does not depend (requires_grad_(False)), "

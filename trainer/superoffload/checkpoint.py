@@ -69,7 +69,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return sum(length for _, length in _extents(self.sub_groups))
 
 
-def records(states: Iterable[SubGroupState], parameters: Iterable[Sequence[tuple[str, int]]]) -> tuple[SubGroupRecord, ...]:
+def records(
+    states: Iterable[SubGroupState], parameters: Iterable[Sequence[tuple[str, int]]]
+) -> tuple[SubGroupRecord, ...]:
     """Return the manifest's records of the sub-groups; ``parameters`` has the name and the elements over all ranks of their members."""
     return tuple(
         SubGroupRecord(
@@ -111,7 +113,9 @@ class StatesFile:
         samples = self._samples[index] = []
         for tensor in tensors:
             view = _bytes_of(tensor.detach().cpu().contiguous())
-            samples += (bytes(view[start : start + length]) for start, length in _sampled(len(view)))
+            samples += (
+                bytes(view[start : start + length]) for start, length in _sampled(len(view))
+            )
             self._file.write(view, begin)
             begin += len(view)
 
@@ -124,7 +128,11 @@ class StatesFile:
         self._file.finish()
         partial = self._manifest_path.with_suffix(".json.partial")
         with partial.open("wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(self._manifest, samples=samples))))
+            file.write(
+                msgspec.json.format(
+                    msgspec.json.encode(msgspec.structs.replace(self._manifest, samples=samples))
+                )
+            )
             file.flush()
             os.fsync(file.fileno())
         partial.replace(self._manifest_path)
@@ -144,13 +152,19 @@ def verify(folder: Path) -> None:
                 for start, length in _sampled(size):
                     samples = zlib.crc32(os.pread(file.fileno(), length, begin + start), samples)
         if samples != manifest.samples:
-            raise OffloadError(f"{file.name} does not hold what was written: its checksum differs.", code="checksum")
+            raise OffloadError(
+                f"{file.name} does not hold what was written: its checksum differs.",
+                code="checksum",
+            )
 
 
 def manifests(folder: Path) -> tuple[Manifest, ...]:
     """Return the manifests of all ranks that saved, in order. Raises OffloadError if one is missing or cannot be read."""
     if folder.is_symlink():
-        raise OffloadError(f"{folder} is a link, and what it points to is no part of the checkpoint.", code="unreadable")
+        raise OffloadError(
+            f"{folder} is a link, and what it points to is no part of the checkpoint.",
+            code="unreadable",
+        )
     found: list[Manifest] = []
     while not found or len(found) < found[0].ranks:
         _, path = _paths(folder, len(found))
@@ -158,11 +172,14 @@ def manifests(folder: Path) -> tuple[Manifest, ...]:
             with _open_regular(path) as file:
                 content = os.pread(file.fileno(), _LARGEST_MANIFEST_BYTES + 1, 0)
             if len(content) > _LARGEST_MANIFEST_BYTES:
-                raise OffloadError(f"{path} has more than {_LARGEST_MANIFEST_BYTES} bytes.", code="unreadable")
+                raise OffloadError(
+                    f"{path} has more than {_LARGEST_MANIFEST_BYTES} bytes.", code="unreadable"
+                )
             manifest = msgspec.json.decode(content, type=Manifest)
         except FileNotFoundError:
             raise OffloadError(
-                f"{folder} holds no complete optimizer state of rank {len(found)}: {path.name} is missing.", code="incomplete"
+                f"{folder} holds no complete optimizer state of rank {len(found)}: {path.name} is missing.",
+                code="incomplete",
             ) from None
         except (OSError, msgspec.DecodeError, RecursionError) as error:
             raise OffloadError(f"{path} cannot be read: {error}", code="unreadable") from error
@@ -172,10 +189,15 @@ def manifests(folder: Path) -> tuple[Manifest, ...]:
             or manifest.ranks != ranks
             or ranks < 1
             or not all(_consistent(g, ranks) for g in manifest.sub_groups)
-            or (found and list(map(_layout, manifest.sub_groups)) != list(map(_layout, found[0].sub_groups)))
+            or (
+                found
+                and list(map(_layout, manifest.sub_groups))
+                != list(map(_layout, found[0].sub_groups))
+            )
         ):
             raise OffloadError(
-                f"{path} contradicts itself or the other ranks: its ranks, steps, names or sizes are impossible.", code="unreadable"
+                f"{path} contradicts itself or the other ranks: its ranks, steps, names or sizes are impossible.",
+                code="unreadable",
             )
         found.append(manifest)
     return tuple(found)
@@ -222,7 +244,9 @@ def _open_regular(path: Path) -> FileIO:
     # A link leads out of the checkpoint, and a pipe would wait for a writer.
     if not stat.S_ISREG(path.lstat().st_mode):
         raise OffloadError(f"{path} cannot be read: it is not a regular file.", code="unreadable")
-    return FileIO(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK))
+    return FileIO(
+        path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+    )
 
 
 def open_states(folder: Path, manifest: Manifest) -> FileIO:
@@ -231,10 +255,14 @@ def open_states(folder: Path, manifest: Manifest) -> FileIO:
     try:
         file = _open_regular(path)
     except OSError as error:
-        raise OffloadError(f"{path} cannot be read: {error.strerror}.", code="unreadable") from error
+        raise OffloadError(
+            f"{path} cannot be read: {error.strerror}.", code="unreadable"
+        ) from error
     if (size := os.fstat(file.fileno()).st_size) != manifest.bytes:
         file.close()
-        raise OffloadError(f"{path} is torn: it has {size} bytes, its manifest says {manifest.bytes}.", code="torn")
+        raise OffloadError(
+            f"{path} is torn: it has {size} bytes, its manifest says {manifest.bytes}.", code="torn"
+        )
     return file
 
 

@@ -113,15 +113,25 @@ def serve(channel: socket.socket, run: Callable[[Command], float]) -> None:
             command = Command(*_COMMAND.unpack(packet))
             begin = time.monotonic()
             squares = run(command)
-            result = Result(command.operation, command.sub_group, command.step, squares, time.monotonic() - begin)
+            result = Result(
+                command.operation,
+                command.sub_group,
+                command.step,
+                squares,
+                time.monotonic() - begin,
+            )
             channel.send(_RESULT.pack(*result))
 
 
-def bytes_moved(command: Command, numel: int, weight_bytes: int, moments: Moments = Moments.FP32) -> int:
+def bytes_moved(
+    command: Command, numel: int, weight_bytes: int, moments: Moments = Moments.FP32
+) -> int:
     """Return the host memory traffic of a command: what it must read and write of a sub-group of ``numel`` parameters."""
     if command.operation == Operation.ACCUMULATE:
         return numel * ((4 if command.first_micro_batch else 8) + weight_bytes)
     if command.operation not in (Operation.STEP, Operation.SPECULATE):
         return 0
-    gradient = {GradientSource.STAGING: weight_bytes, GradientSource.ACCUMULATED: 4}.get(GradientSource(command.gradient), 4 + weight_bytes)
+    gradient = {GradientSource.STAGING: weight_bytes, GradientSource.ACCUMULATED: 4}.get(
+        GradientSource(command.gradient), 4 + weight_bytes
+    )
     return numel * (8 + 4 * moments.element_bytes + gradient + weight_bytes)

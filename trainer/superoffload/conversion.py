@@ -84,11 +84,18 @@ def deepspeed_states(folder: Path) -> DeepSpeedStates:
     model = _load(folder / _MODEL_FILE)
     with _understood(folder):
         optimizer, numels, moments, read = (
-            _universal(folder / "zero") if (folder / "zero").is_dir() else _sharded(folder, model["param_shapes"])
+            _universal(folder / "zero")
+            if (folder / "zero").is_dir()
+            else _sharded(folder, model["param_shapes"])
         )
         step, extra = int(model["global_steps"]), model.get("so_tui")
-        adam_step = max((int(state["step"]) for state in optimizer["state"].values() if "step" in state), default=step)
-        progress = Progress(step, int(model["global_samples"]), extra if isinstance(extra, dict) else {})
+        adam_step = max(
+            (int(state["step"]) for state in optimizer["state"].values() if "step" in state),
+            default=step,
+        )
+        progress = Progress(
+            step, int(model["global_samples"]), extra if isinstance(extra, dict) else {}
+        )
     return DeepSpeedStates(progress, adam_step, numels, moments, read)
 
 
@@ -110,9 +117,14 @@ def _universal(zero: Path) -> _Layout:
 
     def read() -> Iterator[ParameterStates]:
         for name, numel in numels.items():
-            yield _states(name, [_flat(_tensor(_load(zero / name / f"{kind}.pt")), name, numel) for kind in kinds])
+            yield _states(
+                name,
+                [_flat(_tensor(_load(zero / name / f"{kind}.pt")), name, numel) for kind in kinds],
+            )
 
-    return _Layout(_load(zero / "optimizer_state.pt")["optimizer_state_dict"], numels, moments, read)
+    return _Layout(
+        _load(zero / "optimizer_state.pt")["optimizer_state_dict"], numels, moments, read
+    )
 
 
 def _sharded(folder: Path, shapes: Sequence[Mapping[str, Sequence[int]]]) -> _Layout:
@@ -123,7 +135,11 @@ def _sharded(folder: Path, shapes: Sequence[Mapping[str, Sequence[int]]]) -> _La
     kinds = _KINDS if moments else _KINDS[:1]
 
     def flat_of(rank: Mapping[str, Any], index: int, kind: str) -> torch.Tensor:
-        found = rank["fp32_flat_groups"][index] if kind == "fp32" else rank["optimizer_state_dict"]["state"][index][kind]
+        found = (
+            rank["fp32_flat_groups"][index]
+            if kind == "fp32"
+            else rank["optimizer_state_dict"]["state"][index][kind]
+        )
         return _tensor(found)
 
     def read() -> Iterator[ParameterStates]:
@@ -131,10 +147,15 @@ def _sharded(folder: Path, shapes: Sequence[Mapping[str, Sequence[int]]]) -> _La
             offset = 0
             for name, numel in group.items():
                 shard = partition_numel(numel, len(ranks))
-                lengths = [min(shard, max(0, numel - number * shard)) for number in range(len(ranks))]
+                lengths = [
+                    min(shard, max(0, numel - number * shard)) for number in range(len(ranks))
+                ]
                 wholes = []
                 for kind in kinds:
-                    parts = [flat_of(rank, index, kind)[offset : offset + length] for rank, length in zip(ranks, lengths, strict=True)]
+                    parts = [
+                        flat_of(rank, index, kind)[offset : offset + length]
+                        for rank, length in zip(ranks, lengths, strict=True)
+                    ]
                     wholes.append(_flat(torch.cat(parts), name, numel))
                 yield _states(name, wholes)
                 offset += shard
@@ -143,7 +164,9 @@ def _sharded(folder: Path, shapes: Sequence[Mapping[str, Sequence[int]]]) -> _La
     return _Layout(ranks[0]["optimizer_state_dict"], numels, moments, read)
 
 
-def write_universal(states: Path, folder: Path, progress: Progress, rename: Callable[[str], str] = str) -> Path:
+def write_universal(
+    states: Path, folder: Path, progress: Progress, rename: Callable[[str], str] = str
+) -> Path:
     """Write saved states in DeepSpeed's universal format, with the files that ``load_checkpoint`` looks for.
 
     States without moments, which DeepSpeed's own SuperOffload saves, get moments of zero at step 0.
@@ -171,14 +194,20 @@ def write_universal(states: Path, folder: Path, progress: Progress, rename: Call
         new = rename(name)
         if not _NAME.fullmatch(new):
             raise OffloadError(
-                f"{new!r} cannot be the name of a folder, which a parameter of a universal checkpoint has.", code="impossible-name"
+                f"{new!r} cannot be the name of a folder, which a parameter of a universal checkpoint has.",
+                code="impossible-name",
             )
         (target / "zero" / new).mkdir()
-        for kind, tensor in zip(_KINDS, (kinds[0], *(kinds[1:] or (torch.zeros_like(kinds[0]),) * 2)), strict=True):
+        for kind, tensor in zip(
+            _KINDS, (kinds[0], *(kinds[1:] or (torch.zeros_like(kinds[0]),) * 2)), strict=True
+        ):
             _save(tensor, target / "zero" / new / f"{kind}.pt")
     # Without hyperparameters: DeepSpeed would give those of the first group to all, and the script that loads it has its own.
     adam = {"state": {0: {"step": step}}, "param_groups": [{"params": []}]}
-    _save({"optimizer_state_dict": adam, "param_groups": adam["param_groups"]}, target / "zero" / "optimizer_state.pt")
+    _save(
+        {"optimizer_state_dict": adam, "param_groups": adam["param_groups"]},
+        target / "zero" / "optimizer_state.pt",
+    )
     model = {
         "module": {},
         "param_shapes": [],
@@ -210,10 +239,25 @@ def write_states(source: DeepSpeedStates, folder: Path, rename: Callable[[str], 
         OSError: It cannot be written.
     """
     records = tuple(
-        SubGroupRecord(partition_numel(numel, 1), "cpu", source.adam_step, source.moments, (rename(name),), (numel,))
+        SubGroupRecord(
+            partition_numel(numel, 1),
+            "cpu",
+            source.adam_step,
+            source.moments,
+            (rename(name),),
+            (numel,),
+        )
         for name, numel in source.numels.items()
     )
-    described = Manifest(deepspeed=deepspeed.__version__, mode="gpu", engine="deepspeed", ratio=0.0, rank=0, ranks=1, sub_groups=records)
+    described = Manifest(
+        deepspeed=deepspeed.__version__,
+        mode="gpu",
+        engine="deepspeed",
+        ratio=0.0,
+        rank=0,
+        ranks=1,
+        sub_groups=records,
+    )
     with closing(StatesFile(Path(folder), described)) as file:
         for index, states in enumerate(source.read()):
             file.write(index, (states.master_weights, *(states.moments or ())))
@@ -221,7 +265,9 @@ def write_states(source: DeepSpeedStates, folder: Path, rename: Callable[[str], 
 
 
 def _states(name: str, kinds: Sequence[torch.Tensor]) -> ParameterStates:
-    return ParameterStates(name, kinds[0], (kinds[1], kinds[2]) if len(kinds) == len(_KINDS) else None)
+    return ParameterStates(
+        name, kinds[0], (kinds[1], kinds[2]) if len(kinds) == len(_KINDS) else None
+    )
 
 
 def _step_folder(folder: Path) -> Path:
@@ -231,7 +277,9 @@ def _step_folder(folder: Path) -> Path:
             with path.open("rb") as file:
                 name = file.read(_LARGEST_TAG_BYTES).decode(errors="replace").strip()
             if not _NAME.fullmatch(name):
-                raise OffloadError(f"{path} names {name[:200]!r}, which is no folder in it.", code="unreadable")
+                raise OffloadError(
+                    f"{path} names {name[:200]!r}, which is no folder in it.", code="unreadable"
+                )
             folder = folder / name
             break
     if not (folder / _MODEL_FILE).is_file():
@@ -246,10 +294,16 @@ def _rank_files(folder: Path) -> list[Path]:
     for path in folder.iterdir():
         if named := _RANK_FILE.fullmatch(path.name):
             if int(named[2]):
-                raise OffloadError(f"{folder} is of a model that was cut across ranks (tensor parallelism).", code="tensor-parallel")
+                raise OffloadError(
+                    f"{folder} is of a model that was cut across ranks (tensor parallelism).",
+                    code="tensor-parallel",
+                )
             found[int(named[1])] = path
     if sorted(found) != list(range(len(found))) or not found:
-        raise OffloadError(f"{folder} lacks the optimizer files of some ranks: it has {len(found)}.", code="unreadable")
+        raise OffloadError(
+            f"{folder} lacks the optimizer files of some ranks: it has {len(found)}.",
+            code="unreadable",
+        )
     return [found[rank] for rank in range(len(found))]
 
 
@@ -257,14 +311,17 @@ def _has_moments(rank: Mapping[str, Any], groups: int) -> bool:
     state = rank["optimizer_state_dict"]["state"]
     sizes = [flat.numel() for flat in rank["fp32_flat_groups"]]
     return len(sizes) == groups and all(
-        index in state and all(kind in state[index] and state[index][kind].numel() == size for kind in _KINDS[1:])
+        index in state
+        and all(kind in state[index] and state[index][kind].numel() == size for kind in _KINDS[1:])
         for index, size in enumerate(sizes)
     )
 
 
 def _flat(tensor: torch.Tensor, name: str, numel: int) -> torch.Tensor:
     if tensor.numel() != numel:
-        raise OffloadError(f"{name} has {tensor.numel()} elements instead of {numel}.", code="unreadable")
+        raise OffloadError(
+            f"{name} has {tensor.numel()} elements instead of {numel}.", code="unreadable"
+        )
     return tensor.detach().flatten().float().contiguous()
 
 
@@ -315,5 +372,16 @@ def _understood(path: Path) -> Iterator[None]:
     """Turn the errors of reading a damaged or foreign file into OffloadError (``unreadable``)."""
     try:
         yield
-    except (OSError, RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, EOFError) as error:
-        raise OffloadError(f"{path} cannot be read: {type(error).__name__}: {error}", code="unreadable") from error
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+        TypeError,
+        KeyError,
+        IndexError,
+        AttributeError,
+        EOFError,
+    ) as error:
+        raise OffloadError(
+            f"{path} cannot be read: {type(error).__name__}: {error}", code="unreadable"
+        ) from error

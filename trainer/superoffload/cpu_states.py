@@ -116,7 +116,9 @@ class CpuStates:
 
     def stage_gradient(self, index: int, member: int, values: torch.Tensor) -> list[Copy]:
         """Return the copies that bring a gradient into the staging buffer. They must wait for ``new_weights.copied``."""
-        if index in self._pending[Operation.ACCUMULATE]:  # rarely: the command was sent before a whole forward pass
+        if (
+            index in self._pending[Operation.ACCUMULATE]
+        ):  # rarely: the command was sent before a whole forward pass
             self._wait(lambda: index not in self._pending[Operation.ACCUMULATE])
         staging = self._staging(index)
         begin, end = self._sub_groups[index].span(member)
@@ -128,7 +130,15 @@ class CpuStates:
 
     def accumulate(self, index: int, step: int, *, first_micro_batch: bool, after: Event) -> None:
         """Have the worker accumulate the gradient in the staging buffer. The first micro-batch overwrites the step before's sum."""
-        self._send(Command(Operation.ACCUMULATE, self.slot[index], step, first_micro_batch=int(first_micro_batch)), after)
+        self._send(
+            Command(
+                Operation.ACCUMULATE,
+                self.slot[index],
+                step,
+                first_micro_batch=int(first_micro_batch),
+            ),
+            after,
+        )
 
     def step(self, index: int, command: Command, after: Event) -> None:
         """Have the worker step this sub-group by ``command``: in place, or out of place if the command is to speculate."""
@@ -169,7 +179,12 @@ class CpuStates:
     def wait_for_squares(self) -> None:
         """Block until the worker has stepped with, or accumulated, the step's whole gradient of every sub-group."""
         if self.indices:
-            self._wait(lambda: not self._pending[Operation.ACCUMULATE] and len(self.squares) == len(self.indices))
+            self._wait(
+                lambda: (
+                    not self._pending[Operation.ACCUMULATE]
+                    and len(self.squares) == len(self.indices)
+                )
+            )
 
     def copies(self) -> dict[int, Callable[[], Tensors]]:
         """Have the worker copy the states of all sub-groups that have room for it, before it steps them again.
@@ -186,7 +201,10 @@ class CpuStates:
                 self.lent.add(index)
             else:
                 continue
-            self._send(Command(Operation.COPY, slot, states=self._current[index], into=into), CompletedEvent())
+            self._send(
+                Command(Operation.COPY, slot, states=self._current[index], into=into),
+                CompletedEvent(),
+            )
             found[index] = partial(self._copied_states, index, into)
         return found
 
@@ -203,7 +221,9 @@ class CpuStates:
         assert self._client is not None
         assert self._states is not None
         self._client.wait(lambda: index not in self._pending[Operation.COPY])
-        return self._states.master_weights(self.slot[index], which), *self._states.moments(self.slot[index], which)
+        return self._states.master_weights(self.slot[index], which), *self._states.moments(
+            self.slot[index], which
+        )
 
     def master_weights(self, index: int) -> torch.Tensor:
         assert self._states is not None
@@ -231,7 +251,9 @@ class CpuStates:
         if self._client:
             self._client.close()
         if self._device.type == "cuda" and self.indices:
-            torch.cuda.synchronize(self._device)  # no copy may be in flight when its pages are unpinned
+            torch.cuda.synchronize(
+                self._device
+            )  # no copy may be in flight when its pages are unpinned
         if self._states:
             self._states.close()
         if self._host_weights:
@@ -240,10 +262,25 @@ class CpuStates:
     def _start(self, settings: Settings, accumulates: bool) -> None:
         library = kernel.library()
         weights = self._sub_groups[self.indices[0]].weights
-        segments = tuple(_segments(self._sub_groups[index], settings.seed) for index in self.indices)
+        segments = tuple(
+            _segments(self._sub_groups[index], settings.seed) for index in self.indices
+        )
         on_host = self._host_weights is not None
-        size = MemorySize(segments, weights.dtype.itemsize, accumulates, self._speculating, self._moments, self._copied, on_host)
-        self._states = SharedStates(size, weights.dtype, pin=self._device.type == "cuda", available_bytes=settings.available_bytes)
+        size = MemorySize(
+            segments,
+            weights.dtype.itemsize,
+            accumulates,
+            self._speculating,
+            self._moments,
+            self._copied,
+            on_host,
+        )
+        self._states = SharedStates(
+            size,
+            weights.dtype,
+            pin=self._device.type == "cuda",
+            available_bytes=settings.available_bytes,
+        )
         self._states.load_kernel(library)
         self._client = WorkerClient(
             self._states,
@@ -279,7 +316,9 @@ class CpuStates:
             return
         weights = self._sub_groups[index].weights
         self._meter.current.adam_busy_s += result.seconds
-        self._meter.current.adam_bytes += bytes_moved(command, weights.numel(), weights.dtype.itemsize, self._moments)
+        self._meter.current.adam_bytes += bytes_moved(
+            command, weights.numel(), weights.dtype.itemsize, self._moments
+        )
         match result.operation:
             case Operation.ACCUMULATE:
                 self.squares[index] = result.sum_of_squares
@@ -299,7 +338,9 @@ class CpuStates:
         index = self.indices[result.sub_group]
         transfer = None
         if not self._host_weights:
-            transfer = self._transfers.weights_to_gpu(self._sub_groups[index].weights, source(index))
+            transfer = self._transfers.weights_to_gpu(
+                self._sub_groups[index].weights, source(index)
+            )
             self._meter.current.h2d.append(transfer)
         self.squares[index] = result.sum_of_squares
         self.new_weights.arrive(index, transfer)
@@ -332,5 +373,7 @@ def _segments(group: SubGroup, seed: int) -> tuple[Segment, ...]:
     places = group.places or (0,) * len(group.names)
     return tuple(
         Segment(end - begin, place, zlib.crc32(name.encode(), seed & 0xFFFFFFFF))
-        for name, place, (begin, end) in zip(group.names, places, map(group.span, range(len(group.names))), strict=True)
+        for name, place, (begin, end) in zip(
+            group.names, places, map(group.span, range(len(group.names))), strict=True
+        )
     )

@@ -57,7 +57,9 @@ class CpuSteps:
         self._learning_rates: dict[int, float] = {}
         """Of the sub-groups that the worker already steps."""
 
-    def on_complete(self, index: int, copied: Event, *, step: int, micro_batch: int, boundary: bool) -> None:
+    def on_complete(
+        self, index: int, copied: Event, *, step: int, micro_batch: int, boundary: bool
+    ) -> None:
         """Handle a sub-group whose gradients of a micro-batch have all arrived.
 
         Args:
@@ -88,7 +90,9 @@ class CpuSteps:
     def check_learning_rates(self) -> None:
         """Raise OffloadError (``learning-rate-changed``) if a sub-group was stepped with another learning rate than it has now."""
         for index, rate in self._learning_rates.items():
-            if rate != float(self._adamw.param_groups[self._sub_groups[index].parameter_group]["lr"]):
+            if rate != float(
+                self._adamw.param_groups[self._sub_groups[index].parameter_group]["lr"]
+            ):
                 raise OffloadError(
                     "The learning rate changed between backward and step. Set it before the step's last backward.",
                     code="learning-rate-changed",
@@ -131,10 +135,14 @@ class CpuSteps:
     def _policy_of(self, index: int) -> StepPolicy:
         return self._speculative if index in self.speculating else self._policy
 
-    def _send(self, index: int, step: int, scale: float = 1.0, operation: Operation = Operation.STEP) -> None:
+    def _send(
+        self, index: int, step: int, scale: float = 1.0, operation: Operation = Operation.STEP
+    ) -> None:
         group = self._adamw.param_groups[self._sub_groups[index].parameter_group]
         gradient = self.gradients[index]
-        rate = float(group["lr"])  # now: it may be a tensor that a scheduler writes to before the command leaves
+        rate = float(
+            group["lr"]
+        )  # now: it may be a tensor that a scheduler writes to before the command leaves
         command = Command(
             operation,
             self._cpu.slot[index],

@@ -18,13 +18,19 @@ SECTION = "superoffload"
 _OWN_PINNING = "Only the staging buffers are pinned, and the engine pins them itself."
 _OWN_WEIGHTS = "The engine puts the weights into one memory, which its Adam worker shares, and pins that itself."
 _OWN_ADAM = "Our optimizer replaces DeepSpeed's CPU Adam and is not one of the classes that DeepSpeed has tested."
-_WHOLE_OFFLOAD = "DeepSpeed must leave all optimizer states to our optimizer, which applies the ratio itself."
-_SELECTS_CLASS = "DeepSpeed looks up its SuperOffload optimizer, which ours replaces, only with this setting."
+_WHOLE_OFFLOAD = (
+    "DeepSpeed must leave all optimizer states to our optimizer, which applies the ratio itself."
+)
+_SELECTS_CLASS = (
+    "DeepSpeed looks up its SuperOffload optimizer, which ours replaces, only with this setting."
+)
 _OWN_STATES = "Our optimizer allocates and schedules the offloaded states itself."
 _SMALL_BUCKET = "A gradient leaves for the host when its bucket is full, so small buckets start the Adam worker early."
 _NO_PERSISTENCE = "Persistent parameters would be all-gathered right after a step, before most new weights have arrived."
 _UNTESTED = "DeepSpeed otherwise accepts only optimizer classes that it has tested."
-_OWN_ACCUMULATION = "Gradients are handed over in the weights' type, and the Adam worker accumulates them in fp32."
+_OWN_ACCUMULATION = (
+    "Gradients are handed over in the weights' type, and the Adam worker accumulates them in fp32."
+)
 
 _STAGE = 3
 _CLIPPING = "gradient_clipping"
@@ -32,7 +38,9 @@ _ZERO = "zero_optimization"
 _OFFLOAD = "zero_optimization.offload_optimizer"
 _PARAMETERS = "zero_optimization.offload_param"
 _BUCKET = "zero_optimization.reduce_bucket_size"
-_KEPT_OFFLOAD_KEYS = frozenset({"device", "super_offload", "ratio", "pin_memory", "cpuadam_cores_perc"})
+_KEPT_OFFLOAD_KEYS = frozenset(
+    {"device", "super_offload", "ratio", "pin_memory", "cpuadam_cores_perc"}
+)
 
 
 class Override(NamedTuple):
@@ -70,7 +78,9 @@ def engine_config(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     config, given = deepcopy(dict(ds_config)), _get(ds_config, _BUCKET)
     if isinstance(given, int | float) and given > OWN_LARGEST_BUCKET:
         _set(config, _BUCKET, OWN_LARGEST_BUCKET)
-        config[SECTION].setdefault("overrides", []).append(Override(_BUCKET, given, OWN_LARGEST_BUCKET, _SMALL_BUCKET)._asdict())
+        config[SECTION].setdefault("overrides", []).append(
+            Override(_BUCKET, given, OWN_LARGEST_BUCKET, _SMALL_BUCKET)._asdict()
+        )
     return config
 
 
@@ -78,20 +88,28 @@ def check_clipping(ds_config: Mapping[str, Any]) -> None:
     """Raise OffloadError (``ds-config``) unless the clipping of a config without ``auto`` is one that our optimizer can apply."""
     clipping = ds_config.get(_CLIPPING, 0.0)
     if not isinstance(clipping, int | float) or not clipping >= 0:
-        raise OffloadError(f"DeepSpeed's {_CLIPPING} is {clipping!r}. Use a number, at least 0; 0 clips nothing.", code="ds-config")
+        raise OffloadError(
+            f"DeepSpeed's {_CLIPPING} is {clipping!r}. Use a number, at least 0; 0 clips nothing.",
+            code="ds-config",
+        )
 
 
 def _check(ds_config: Mapping[str, Any]) -> None:
     for key in ("config", _ZERO, _OFFLOAD, _PARAMETERS):
         section = ds_config if key == "config" else _get(ds_config, key)
         if section is not None and not isinstance(section, Mapping):
-            raise OffloadError(f"DeepSpeed's {key} is {section!r}. Use a dictionary.", code="ds-config")
+            raise OffloadError(
+                f"DeepSpeed's {key} is {section!r}. Use a dictionary.", code="ds-config"
+            )
     bucket = _get(ds_config, _BUCKET)
     if not isinstance(bucket, int | float | None) and bucket != "auto":
         raise OffloadError(f"DeepSpeed's {_BUCKET} is {bucket!r}. Use a number.", code="ds-config")
     stage = _get(ds_config, f"{_ZERO}.stage")
     if stage != _STAGE:
-        raise OffloadError(f"DeepSpeed's {_ZERO}.stage is {stage}. Our optimizer works with ZeRO-3: use {_STAGE}.", code="zero-stage")
+        raise OffloadError(
+            f"DeepSpeed's {_ZERO}.stage is {stage}. Our optimizer works with ZeRO-3: use {_STAGE}.",
+            code="zero-stage",
+        )
 
 
 def accepting_config(ds_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,7 +180,9 @@ def _set(config: dict[str, Any], key: str, value: Any) -> None:
     *sections, name = key.split(".")
     parents = [config]
     for section in sections:
-        if parents[-1].get(section) is None:  # JSON's null, which DeepSpeed takes for an absent section
+        if (
+            parents[-1].get(section) is None
+        ):  # JSON's null, which DeepSpeed takes for an absent section
             parents[-1][section] = {}
         parents.append(parents[-1][section])
     if value is not None:

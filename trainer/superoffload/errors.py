@@ -27,7 +27,9 @@ class NonFiniteGradientError(OffloadError):
         poisoned: Whether weights or moments in memory were already updated with it.
     """
 
-    def __init__(self, message: str, *, step: int, sub_group: int, poisoned: bool, parameter: str = "") -> None:
+    def __init__(
+        self, message: str, *, step: int, sub_group: int, poisoned: bool, parameter: str = ""
+    ) -> None:
         super().__init__(message, code="non-finite-gradient")
         self.parameter = parameter
         self.step = step
@@ -55,5 +57,8 @@ class StateMismatchError(OffloadError):
 
     def __init__(self, folder: object, mismatches: tuple[Mismatch, ...]) -> None:
         reasons = "\n  ".join(mismatch.message for mismatch in mismatches)
-        super().__init__(f"The optimizer state in {folder} does not fit this run:\n  {reasons}", code="state-mismatch")
+        super().__init__(
+            f"The optimizer state in {folder} does not fit this run:\n  {reasons}",
+            code="state-mismatch",
+        )
         self.mismatches = mismatches

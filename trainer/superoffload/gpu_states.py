@@ -23,7 +23,9 @@ class GpuStates:
         OffloadError: If host memory cannot be pinned (``pinning``).
     """
 
-    def __init__(self, sub_groups: Sequence[SubGroup], adamw: torch.optim.AdamW, *, copied: Sequence[int]) -> None:
+    def __init__(
+        self, sub_groups: Sequence[SubGroup], adamw: torch.optim.AdamW, *, copied: Sequence[int]
+    ) -> None:
         self._sub_groups = sub_groups
         self._pinned: list[int] = []
         self._copies: dict[int, torch.Tensor] = {}
@@ -31,9 +33,13 @@ class GpuStates:
         self._adamw = adamw
         self.indices = [index for index, group in enumerate(sub_groups) if group.on_gpu]
         self._master_weights = {
-            index: sub_groups[index].weights.detach().to(torch.float32, copy=True).requires_grad_() for index in self.indices
+            index: sub_groups[index].weights.detach().to(torch.float32, copy=True).requires_grad_()
+            for index in self.indices
         }
-        self._gradients = {index: torch.zeros_like(master_weights) for index, master_weights in self._master_weights.items()}
+        self._gradients = {
+            index: torch.zeros_like(master_weights)
+            for index, master_weights in self._master_weights.items()
+        }
         try:
             for index in copied:
                 self._copies[index] = memory = torch.zeros(3, sub_groups[index].weights.numel())
@@ -65,7 +71,9 @@ class GpuStates:
             if factor != 1.0:
                 self._gradients[index].mul_(factor)
             self._master_weights[index].grad = self._gradients[index]
-            self._adamw.param_groups[self._sub_groups[index].parameter_group]["params"].append(self._master_weights[index])
+            self._adamw.param_groups[self._sub_groups[index].parameter_group]["params"].append(
+                self._master_weights[index]
+            )
         self._adamw.step()
         self._empty_parameter_groups()
         for index in self.indices:
@@ -80,7 +88,9 @@ class GpuStates:
         state = self._adamw.state[master_weights]
         if not state:
             on_device = self._adamw.defaults.get("fused")
-            state["step"] = torch.zeros((), dtype=torch.float32, device=master_weights.device if on_device else "cpu")
+            state["step"] = torch.zeros(
+                (), dtype=torch.float32, device=master_weights.device if on_device else "cpu"
+            )
             state["exp_avg"] = torch.zeros_like(master_weights)
             state["exp_avg_sq"] = torch.zeros_like(master_weights)
         return state["exp_avg"], state["exp_avg_sq"]

@@ -6,7 +6,14 @@ import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from so_tui.model.sharding import StatesFormat, copied, copy_bytes, speculating, speculation_bytes, state_bytes
+from so_tui.model.sharding import (
+    StatesFormat,
+    copied,
+    copy_bytes,
+    speculating,
+    speculation_bytes,
+    state_bytes,
+)
 from superoffload.settings import Settings
 from superoffload.sub_groups import SubGroup
 
@@ -24,7 +31,14 @@ class HostRoom:
     """Sub-groups with room for a copy of their states."""
 
 
-def host_room(sub_groups: Sequence[SubGroup], settings: Settings, *, clips: bool, accumulates: bool, host_weights: bool) -> HostRoom:
+def host_room(
+    sub_groups: Sequence[SubGroup],
+    settings: Settings,
+    *,
+    clips: bool,
+    accumulates: bool,
+    host_weights: bool,
+) -> HostRoom:
     """Share out what the states of the CPU sub-groups leave of the host's memory: second sets first, then copies.
 
     Args:
@@ -34,17 +48,30 @@ def host_room(sub_groups: Sequence[SubGroup], settings: Settings, *, clips: bool
         accumulates: Whether the states include accumulated gradients.
         host_weights: Whether the weights of the CPU sub-groups are in host memory.
     """
-    spare = _spare_bytes(sub_groups, settings.available_bytes(), settings.states, accumulates=accumulates)
+    spare = _spare_bytes(
+        sub_groups, settings.available_bytes(), settings.states, accumulates=accumulates
+    )
     second: frozenset[int] = frozenset()
     if clips and settings.speculation_bytes:
-        each = speculation_bytes(sub_groups[0].weights.dtype.itemsize, settings.states, host_weights=host_weights)
+        each = speculation_bytes(
+            sub_groups[0].weights.dtype.itemsize, settings.states, host_weights=host_weights
+        )
         second = _speculating_within(sub_groups, each, min(settings.speculation_bytes, spare))
         spare -= int(each * sum(sub_groups[index].weights.numel() for index in second))
-    return HostRoom(second, _copied_within(sub_groups, settings.states, second, min(settings.copies_bytes, spare)))
+    return HostRoom(
+        second,
+        _copied_within(sub_groups, settings.states, second, min(settings.copies_bytes, spare)),
+    )
 
 
 def within_share(
-    sub_groups: Sequence[SubGroup], settings: Settings, ranks: int, *, clips: bool, accumulates: bool, host_weights: bool
+    sub_groups: Sequence[SubGroup],
+    settings: Settings,
+    ranks: int,
+    *,
+    clips: bool,
+    accumulates: bool,
+    host_weights: bool,
 ) -> Settings:
     """Return settings with which the ranks of a host, all started at once, take no more of its memory together than it has.
 
@@ -61,14 +88,32 @@ def within_share(
     available_bytes = settings.available_bytes()
     if ranks == 1 or available_bytes is None:
         return settings
-    spare = _spare_bytes(sub_groups, available_bytes // ranks, settings.states, accumulates=accumulates)
-    each = speculation_bytes(sub_groups[0].weights.dtype.itemsize, settings.states, host_weights=host_weights)
+    spare = _spare_bytes(
+        sub_groups, available_bytes // ranks, settings.states, accumulates=accumulates
+    )
+    each = speculation_bytes(
+        sub_groups[0].weights.dtype.itemsize, settings.states, host_weights=host_weights
+    )
     most = min(settings.speculation_bytes, spare)
-    second = min(most, each * sum(group.weights.numel() for group in sub_groups if not group.on_gpu)) if clips else 0
-    return replace(settings, speculation_bytes=most, copies_bytes=min(settings.copies_bytes, int(spare - second)))
+    second = (
+        min(most, each * sum(group.weights.numel() for group in sub_groups if not group.on_gpu))
+        if clips
+        else 0
+    )
+    return replace(
+        settings,
+        speculation_bytes=most,
+        copies_bytes=min(settings.copies_bytes, int(spare - second)),
+    )
 
 
-def _spare_bytes(sub_groups: Sequence[SubGroup], available_bytes: int | None, states: StatesFormat, *, accumulates: bool) -> int:
+def _spare_bytes(
+    sub_groups: Sequence[SubGroup],
+    available_bytes: int | None,
+    states: StatesFormat,
+    *,
+    accumulates: bool,
+) -> int:
     """Return the host memory that the states of the CPU sub-groups leave; no limit where the available memory is not known."""
     if available_bytes is None:
         return sys.maxsize
@@ -77,14 +122,26 @@ def _spare_bytes(sub_groups: Sequence[SubGroup], available_bytes: int | None, st
     return max(0, available_bytes - int(needed) - _ROUNDING_BYTES)
 
 
-def _speculating_within(sub_groups: Sequence[SubGroup], each_bytes: float, budget_bytes: int) -> frozenset[int]:
+def _speculating_within(
+    sub_groups: Sequence[SubGroup], each_bytes: float, budget_bytes: int
+) -> frozenset[int]:
     """Return the CPU sub-groups that can have a second set of states, of ``each_bytes`` a parameter, within this much host memory."""
-    on_cpu = sorted((index for index, group in enumerate(sub_groups) if not group.on_gpu), key=lambda index: sub_groups[index].first_use)
+    on_cpu = sorted(
+        (index for index, group in enumerate(sub_groups) if not group.on_gpu),
+        key=lambda index: sub_groups[index].first_use,
+    )
     numels = [sub_groups[index].weights.numel() for index in on_cpu]
-    return frozenset(on_cpu[position] for position in speculating(numels, int(budget_bytes / each_bytes)))
+    return frozenset(
+        on_cpu[position] for position in speculating(numels, int(budget_bytes / each_bytes))
+    )
 
 
-def _copied_within(sub_groups: Sequence[SubGroup], states: StatesFormat, second: Collection[int], budget_bytes: int) -> tuple[int, ...]:
+def _copied_within(
+    sub_groups: Sequence[SubGroup], states: StatesFormat, second: Collection[int], budget_bytes: int
+) -> tuple[int, ...]:
     """Return the sub-groups that can have room for a copy of their states within this much host memory; ``second``: with second states."""
-    sizes = [copy_bytes("fp32" if group.on_gpu else states) * group.weights.numel() for group in sub_groups]
+    sizes = [
+        copy_bytes("fp32" if group.on_gpu else states) * group.weights.numel()
+        for group in sub_groups
+    ]
     return tuple(copied(sizes, second, budget_bytes))

@@ -25,7 +25,15 @@ SOURCE = Path(__file__).with_name("adam.cpp")
 HEADER = SOURCE.with_name("moments.h")
 # No -ffast-math: a NaN must stay one. Without errno and traps, square roots and selects are vectorised. The source says what is fused.
 FLAGS = (
-    *("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
+    *(
+        "-O3",
+        "-march=native",
+        "-std=c++17",
+        "-fopenmp",
+        "-fno-math-errno",
+        "-fno-trapping-math",
+        "-ffp-contract=off",
+    ),
     *("-shared", "-fPIC"),
 )
 
@@ -43,16 +51,27 @@ def library() -> Path:
     path = folder / f"adam-{_cpu_key()}-{_compiler_key(compiler)}.so"
     if not is_own(path):
         if os.path.lexists(path):
-            warnings.warn(f"{path} is a link, belongs to another user or can be written by others; it is compiled anew", stacklevel=2)
+            warnings.warn(
+                f"{path} is a link, belongs to another user or can be written by others; it is compiled anew",
+                stacklevel=2,
+            )
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             built = Path(scratch) / path.name
-            done = subprocess.run([compiler, *FLAGS, "-o", str(built), str(SOURCE)], capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                [compiler, *FLAGS, "-o", str(built), str(SOURCE)],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
             if done.returncode != 0:
                 raise OffloadError(
-                    f"{compiler} could not compile the CPU Adam kernel:\n{done.stderr.strip()[-2000:]}", code="compiler-failed"
+                    f"{compiler} could not compile the CPU Adam kernel:\n{done.stderr.strip()[-2000:]}",
+                    code="compiler-failed",
                 )
             built.chmod(0o700)  # the umask of many sites lets the group write
-            built.replace(path)  # atomic, so that ranks which compile at the same time do not disturb each other
+            built.replace(
+                path
+            )  # atomic, so that ranks which compile at the same time do not disturb each other
     return path
 
 
@@ -84,11 +103,22 @@ def loadable(descriptor: int) -> str:
 def cache_folder() -> Path:
     """Return the folder for compiled kernels in the user's XDG cache. The doctor looks for them there, too."""
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (base if base.is_absolute() else Path(os.environ.get("HOME") or Path.home()) / ".cache") / "so-tui" / "kernels"
+    return (
+        (base if base.is_absolute() else Path(os.environ.get("HOME") or Path.home()) / ".cache")
+        / "so-tui"
+        / "kernels"
+    )
 
 
 def _compiler() -> str | None:
-    return next((name for name in (os.environ.get("CXX", ""), "c++", "g++", "clang++") if name and shutil.which(name)), None)
+    return next(
+        (
+            name
+            for name in (os.environ.get("CXX", ""), "c++", "g++", "clang++")
+            if name and shutil.which(name)
+        ),
+        None,
+    )
 
 
 def _cached(folder: Path) -> Path:
@@ -129,11 +159,16 @@ def _folder_of_this_process(unusable: Path) -> Path:
 
 def _cpu_key() -> str:
     """Return a key for the source, the flags and this CPU's instructions, since a home folder may serve different machines."""
-    return _digest(SOURCE.read_text(), HEADER.read_text(), *FLAGS, platform.machine(), _instructions())
+    return _digest(
+        SOURCE.read_text(), HEADER.read_text(), *FLAGS, platform.machine(), _instructions()
+    )
 
 
 def _compiler_key(compiler: str) -> str:
-    return _digest(compiler, subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout)
+    return _digest(
+        compiler,
+        subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout,
+    )
 
 
 def _digest(*parts: str) -> str:

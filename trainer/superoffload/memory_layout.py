@@ -107,7 +107,15 @@ def memory_size(values: Sequence[Any]) -> MemorySize:
     """Return a size of which only plain lists are left, as after JSON."""
     sub_groups, weight_bytes, accumulate, speculating, moments, copied, host_weights = values
     segments = tuple(tuple(Segment(*segment) for segment in group) for group in sub_groups)
-    return MemorySize(segments, weight_bytes, accumulate, tuple(speculating), Moments(moments), tuple(copied), host_weights)
+    return MemorySize(
+        segments,
+        weight_bytes,
+        accumulate,
+        tuple(speculating),
+        Moments(moments),
+        tuple(copied),
+        host_weights,
+    )
 
 
 def layout(size: MemorySize) -> MemoryLayout:
@@ -133,15 +141,34 @@ def layout(size: MemorySize) -> MemoryLayout:
         return tuple(each if index in having else 0 for index, each in enumerate(sizes))
 
     def states_of(having: tuple[int, ...]) -> StateOffsets:
-        moment, numels, blocks = size.moments.element_bytes, of(having, size.numels), of(having, size.blocks)
-        return StateOffsets(region(4, numels), region(moment, numels), region(moment, numels), region(1, blocks), region(1, blocks))
+        moment, numels, blocks = (
+            size.moments.element_bytes,
+            of(having, size.numels),
+            of(having, size.blocks),
+        )
+        return StateOffsets(
+            region(4, numels),
+            region(moment, numels),
+            region(moment, numels),
+            region(1, blocks),
+            region(1, blocks),
+        )
 
     second_buffers = () if size.host_weights else size.speculating
-    staging, new_weights = region(size.weight_bytes, numels), region(size.weight_bytes, of(second_buffers, numels))
+    staging, new_weights = (
+        region(size.weight_bytes, numels),
+        region(size.weight_bytes, of(second_buffers, numels)),
+    )
     staging_bytes = end - REGION_ALIGNMENT
-    states = states_of(tuple(range(len(numels)))), states_of(size.speculating), states_of(size.copied)
+    states = (
+        states_of(tuple(range(len(numels)))),
+        states_of(size.speculating),
+        states_of(size.copied),
+    )
     accumulated = region(4, numels) if size.accumulate else ()
-    return MemoryLayout(staging, new_weights, states, accumulated, REGION_ALIGNMENT, staging_bytes, end)
+    return MemoryLayout(
+        staging, new_weights, states, accumulated, REGION_ALIGNMENT, staging_bytes, end
+    )
 
 
 def weights_layout(numels: Sequence[int], weight_bytes: int) -> tuple[tuple[int, ...], int]:

@@ -58,7 +58,9 @@ class LayerWait:
 
     def seconds(self, transfers: Transfers) -> float:
         """Return for how long the optimizer was the reason."""
-        until_updated = max((transfers.seconds(self.begin, mark) for mark in self.updated), default=0.0)
+        until_updated = max(
+            (transfers.seconds(self.begin, mark) for mark in self.updated), default=0.0
+        )
         return max(0.0, min(transfers.seconds(self.begin, self.end), until_updated))
 
 

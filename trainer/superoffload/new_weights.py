@@ -20,7 +20,9 @@ class NewWeights:
         wait: Blocks until a function that it is given returns true, which only a result of the worker can bring about.
     """
 
-    def __init__(self, transfers: Transfers, meter: Meter, wait: Callable[[Callable[[], bool]], None]) -> None:
+    def __init__(
+        self, transfers: Transfers, meter: Meter, wait: Callable[[Callable[[], bool]], None]
+    ) -> None:
         self._transfers, self._meter, self._wait = transfers, meter, wait
         self._arrived: dict[int, Transfer | None] = {}
         """By sub-group: the copy of its new weights to the GPU; None where they stay in host memory."""
@@ -50,7 +52,9 @@ class NewWeights:
 
     def wait_for(self, sub_groups: Iterable[int] | None = None) -> None:
         """Make the current stream wait for the new weights of these sub-groups, or of all. Blocks until the worker has made them."""
-        waiting = sorted(self._unawaited if sub_groups is None else self._unawaited.intersection(sub_groups))
+        waiting = sorted(
+            self._unawaited if sub_groups is None else self._unawaited.intersection(sub_groups)
+        )
         late = [index for index in waiting if index not in self._arrived]
         for index in waiting:
             self._wait(lambda index=index: index in self._arrived)  # type: ignore[misc]
@@ -77,6 +81,8 @@ class NewWeights:
             updated = [transfer.end for index in used if (transfer := self._arrived.get(index))]
             if self._blocked is not None:
                 updated.append(self._blocked)
-            self._meter.current.layer_waits.append(LayerWait(begin, self._transfers.mark(), tuple(updated)))
+            self._meter.current.layer_waits.append(
+                LayerWait(begin, self._transfers.mark(), tuple(updated))
+            )
         self._unused -= used
         self._computing = None

@@ -49,12 +49,18 @@ class GradientNorm:
     def add(self, gradients: Sequence[Gradient]) -> None:
         """Add gradients that the current stream has computed."""
         for index in dict.fromkeys(gradient.sub_group for gradient in gradients):
-            values = [gradient.values for gradient in gradients if gradient.sub_group == index and gradient.values.numel()]
+            values = [
+                gradient.values
+                for gradient in gradients
+                if gradient.sub_group == index and gradient.values.numel()
+            ]
             if values:
                 norms = torch.stack(torch._foreach_norm(values, 2, dtype=torch.float64))
                 self._squares[index] += norms.square().sum()
 
-    def all_rank_squares(self, whole: Iterable[tuple[int, torch.Tensor]], by_worker: Mapping[int, float]) -> torch.Tensor:
+    def all_rank_squares(
+        self, whole: Iterable[tuple[int, torch.Tensor]], by_worker: Mapping[int, float]
+    ) -> torch.Tensor:
         """Return the sums of squares over all ranks, one per sub-group.
 
         Args:
@@ -111,7 +117,9 @@ def clip_factor(norm: float, limit: float) -> float:
     return min(1.0, limit / (norm + _CLIPPING_EPSILON)) if limit else 1.0
 
 
-def non_finite(sub_groups: Sequence[SubGroup], index: int, step: int, *, poisoned: bool) -> NonFiniteGradientError:
+def non_finite(
+    sub_groups: Sequence[SubGroup], index: int, step: int, *, poisoned: bool
+) -> NonFiniteGradientError:
     """Return the error for a gradient of sub-group ``index``; ``poisoned`` if weights or moments were updated with it."""
     names = sub_groups[index].names
     state = (

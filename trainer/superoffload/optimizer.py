@@ -94,7 +94,13 @@ class SuperOffload:
         self._policy = step_policy(gradient_accumulation_steps, clipping)
         """Of sub-groups that do not speculate."""
         accumulates, on_host = self._policy.accumulates, host_weights is not None
-        room = host_room(self.sub_groups, settings, clips=bool(clipping), accumulates=accumulates, host_weights=on_host)
+        room = host_room(
+            self.sub_groups,
+            settings,
+            clips=bool(clipping),
+            accumulates=accumulates,
+            host_weights=on_host,
+        )
         self._copies_in_use: set[int] = set()
         """Sub-groups whose copy may still be read."""
         self._closed = False
@@ -102,8 +108,14 @@ class SuperOffload:
         self._meter = Meter(self._transfers)
         self._arrivals = Arrivals(self.sub_groups, gradient_accumulation_steps)
         poisons = self._policy.step_time is StepTime.GRADIENT_COMPLETE
-        self._norm = GradientNorm(self.sub_groups, device, self._transfers, all_reduce, poisons=poisons)
-        self._gpu = GpuStates(self.sub_groups, adamw, copied=[index for index in room.copied if self.sub_groups[index].on_gpu])
+        self._norm = GradientNorm(
+            self.sub_groups, device, self._transfers, all_reduce, poisons=poisons
+        )
+        self._gpu = GpuStates(
+            self.sub_groups,
+            adamw,
+            copied=[index for index in room.copied if self.sub_groups[index].on_gpu],
+        )
         try:
             self._cpu = CpuStates(
                 self.sub_groups,
@@ -119,7 +131,9 @@ class SuperOffload:
             self._gpu.close()
             raise
         speculative = step_policy(gradient_accumulation_steps, clipping, speculates=True)
-        self._cpu_steps = CpuSteps(self.sub_groups, adamw, self._cpu, self._policy, speculative, room.second)
+        self._cpu_steps = CpuSteps(
+            self.sub_groups, adamw, self._cpu, self._policy, speculative, room.second
+        )
 
     @property
     def worker_pid(self) -> int | None:
@@ -154,7 +168,13 @@ class SuperOffload:
                 copies += self._cpu.stage_gradient(index, gradient.member, values)
                 after += self._cpu.new_weights.copied(index)
         if boundary and self._policy.norm_source is NormSource.GPU:
-            self._norm.add([gradient for gradient in gradients if not self.sub_groups[gradient.sub_group].on_gpu])
+            self._norm.add(
+                [
+                    gradient
+                    for gradient in gradients
+                    if not self.sub_groups[gradient.sub_group].on_gpu
+                ]
+            )
         copied: Event = CompletedEvent()
         if copies:
             transfer = self._transfers.gradients_to_host(copies, after)
@@ -162,7 +182,13 @@ class SuperOffload:
             copied = transfer.done
         for index in dict.fromkeys(gradient.sub_group for gradient in gradients):
             if self._arrivals.is_complete(index) and not self.sub_groups[index].on_gpu:
-                self._cpu_steps.on_complete(index, copied, step=self.steps_taken + 1, micro_batch=micro_batch, boundary=boundary)
+                self._cpu_steps.on_complete(
+                    index,
+                    copied,
+                    step=self.steps_taken + 1,
+                    micro_batch=micro_batch,
+                    boundary=boundary,
+                )
 
     def end_of_backward(self) -> None:
         """End a micro-batch. Raises OffloadError (``missing-gradient``), with names, if parameters got no gradient."""
@@ -186,7 +212,10 @@ class SuperOffload:
         """
         self._check()
         if not self._arrivals.micro_batch or not self._cpu_steps.has_all_gradients:
-            raise OffloadError("step() was called without a complete backward before it.", code="incomplete-backward")
+            raise OffloadError(
+                "step() was called without a complete backward before it.",
+                code="incomplete-backward",
+            )
         self._cpu_steps.check_learning_rates()
         self._norm.last()  # has long been on the host
         try:
@@ -217,7 +246,9 @@ class SuperOffload:
             sub_groups: Those whose weights the current stream uses next. Within the context it is made to wait for them; other streams may
                 be made to wait for others.
         """
-        if self._arrivals.has_begun:  # backward and further micro-batches use the weights that a forward has waited for
+        if (
+            self._arrivals.has_begun
+        ):  # backward and further micro-batches use the weights that a forward has waited for
             return nullcontext()
         return self._cpu.new_weights.measuring_wait(sub_groups)
 
@@ -241,7 +272,12 @@ class SuperOffload:
     def stats(self) -> OffloadStats:
         """Return the times of the last step, from the end of the step before it, and what became of all steps so far."""
         counts = self._cpu_steps.speculation
-        return replace(self._meter.stats(), kept_steps=counts.kept, redone_steps=counts.redone, skipped_steps=self._skipped_steps)
+        return replace(
+            self._meter.stats(),
+            kept_steps=counts.kept,
+            redone_steps=counts.redone,
+            skipped_steps=self._skipped_steps,
+        )
 
     def leave_out_waits(self) -> None:
         """Leave waits since the last step (to save or to evaluate) out of the next step's stats."""
@@ -283,7 +319,9 @@ class SuperOffload:
         self._begin_step()
         self._meter.end_step()
         too_many = self._skipped_in_a_row > self._max_skipped_steps
-        if error.poisoned or too_many or not self.steps_taken:  # weights with which no step has ever succeeded are no good
+        if (
+            error.poisoned or too_many or not self.steps_taken
+        ):  # weights with which no step has ever succeeded are no good
             raise error
 
     def _begin_step(self) -> None:
@@ -295,7 +333,9 @@ class SuperOffload:
         self._norm.check()
         self._cpu.check()
         if self._closed:
-            raise OffloadError("The offload engine is closed and its states are gone.", code="closed")
+            raise OffloadError(
+                "The offload engine is closed and its states are gone.", code="closed"
+            )
 
     # -- states --------------------------------------------------------------------------------------------------------------------
 
@@ -317,7 +357,10 @@ class SuperOffload:
         self._copies_in_use.update(copies)
         self._cpu_steps.leave_out_lent()
         in_order = sorted(copies, key=lambda index: (index not in self._cpu.lent, index))
-        return {index: StatesCopy(copies[index], partial(self._release_copy, index)) for index in in_order}
+        return {
+            index: StatesCopy(copies[index], partial(self._release_copy, index))
+            for index in in_order
+        }
 
     def _release_copy(self, index: int) -> None:
         self._cpu.release_copy(index)

@@ -46,7 +46,9 @@ class PacedFile:
     def finish(self) -> None:
         """Wait until all is on the disk, drop the file's pages from memory, and close it."""
         os.fsync(self._file.fileno())
-        os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # so that what is read back is what the disk has
+        os.posix_fadvise(
+            self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED
+        )  # so that what is read back is what the disk has
         self.close()
 
     def close(self) -> None:

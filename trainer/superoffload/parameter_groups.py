@@ -21,13 +21,22 @@ def trainable(parameter_groups: ParameterGroups, model: torch.nn.Module) -> list
         OffloadError: If nothing is left (``nothing-trainable``), or a parameter is none of the model's (``other-parameters``).
     """
     given: list[Any] = list(parameter_groups)
-    given = [{"params": given}] if given and all(isinstance(each, torch.Tensor) for each in given) else given
-    groups = [{**group, "params": [parameter for parameter in group["params"] if parameter.requires_grad]} for group in given]
+    given = (
+        [{"params": given}]
+        if given and all(isinstance(each, torch.Tensor) for each in given)
+        else given
+    )
+    groups = [
+        {**group, "params": [parameter for parameter in group["params"] if parameter.requires_grad]}
+        for group in given
+    ]
     groups = [group for group in groups if group["params"]]
     if not groups:
         raise OffloadError("The model has no trainable parameter.", code="nothing-trainable")
     here = {id(parameter) for parameter in model.parameters()}
-    foreign = [parameter for group in groups for parameter in group["params"] if id(parameter) not in here]
+    foreign = [
+        parameter for group in groups for parameter in group["params"] if id(parameter) not in here
+    ]
     if foreign:
         raise OffloadError(
             f"parameter_groups has parameters that are none of the model's: {len(foreign)}, the first of shape "

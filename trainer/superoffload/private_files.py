@@ -18,7 +18,11 @@ def make_private(folder: Path) -> bool:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.lstat()
-        own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & _OTHERS_WRITE
+        own = (
+            stat.S_ISDIR(found.st_mode)
+            and found.st_uid == os.geteuid()
+            and not found.st_mode & _OTHERS_WRITE
+        )
         if own and stat.S_IMODE(found.st_mode) != 0o700:
             folder.chmod(0o700)
     except OSError:
@@ -39,7 +43,11 @@ def open_own(path: Path) -> int | None:
     except OSError:
         return None
     found = os.fstat(descriptor)
-    if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & _OTHERS_WRITE:
+    if (
+        stat.S_ISREG(found.st_mode)
+        and found.st_uid == os.geteuid()
+        and not found.st_mode & _OTHERS_WRITE
+    ):
         return descriptor
     os.close(descriptor)
     return None

@@ -73,7 +73,12 @@ def read(folder: Path, expected: Manifest, states: Iterable[SubGroupState]) -> R
         files = [stack.enter_context(open_states(folder, manifest)) for manifest in saved]
         for state, group in zip(states, expected.sub_groups, strict=True):
             tensors = tuple(tensors_of(state))
-            targets = [tensor if tensor.device.type == "cpu" else torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
+            targets = [
+                tensor
+                if tensor.device.type == "cpu"
+                else torch.empty(tensor.shape, dtype=tensor.dtype)
+                for tensor in tensors
+            ]
             for kind, target in enumerate(targets):
                 if restarts and kind != _MASTER_WEIGHTS:
                     target.zero_()
@@ -81,7 +86,9 @@ def read(folder: Path, expected: Manifest, states: Iterable[SubGroupState]) -> R
                 offset = 0
                 for name, numel in zip(group.names, group.numels, strict=True):
                     shard = target[offset : offset + partition_numel(numel, expected.ranks)]
-                    _read_shard(files, locations[name], kind, numel, expected.rank, expected.ranks, shard)
+                    _read_shard(
+                        files, locations[name], kind, numel, expected.rank, expected.ranks, shard
+                    )
                     offset += len(shard)
             if targets[_MASTER_WEIGHTS] is not tensors[_MASTER_WEIGHTS]:
                 tensors[_MASTER_WEIGHTS].copy_(targets[_MASTER_WEIGHTS])
@@ -102,7 +109,9 @@ def saved_master_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, kinds[_MASTER_WEIGHTS]
 
 
-def saved_states(folder: Path, *, moments: bool = True) -> Iterator[tuple[str, tuple[torch.Tensor, ...]]]:
+def saved_states(
+    folder: Path, *, moments: bool = True
+) -> Iterator[tuple[str, tuple[torch.Tensor, ...]]]:
     """Yield the name and the flat states of every parameter of a saved state: master weights, and both moments if all ranks saved them.
 
     Args:
@@ -133,7 +142,9 @@ def overlaps(numel: int, saved_ranks: int, rank: int, ranks: int) -> Iterator[Ov
     while position < end:
         saved_rank = position // saved_shard
         stop = min(end, (saved_rank + 1) * saved_shard)
-        yield Overlap(saved_rank, position - saved_rank * saved_shard, position - begin, stop - position)
+        yield Overlap(
+            saved_rank, position - saved_rank * saved_shard, position - begin, stop - position
+        )
         position = stop
 
 
@@ -149,14 +160,19 @@ def cut_blocks(numel: int, saved_ranks: int, rank: int, ranks: int) -> int:
 
 def rounded(saved: Sequence[Manifest], expected: Manifest) -> Rounded:
     """Return what is rounded when the rank of ``expected`` loads a saved state. Only moments in host memory are compact."""
-    were_on_gpu = {name for group in saved[0].sub_groups if group.device != "cpu" for name in group.names}
+    were_on_gpu = {
+        name for group in saved[0].sub_groups if group.device != "cpu" for name in group.names
+    }
     blocks = loaded = 0
     for group in expected.sub_groups:
         if group.device != "cpu":
             continue
         for name, numel in zip(group.names, group.numels, strict=True):
             if name in were_on_gpu:
-                loaded += sum(overlap.numel for overlap in overlaps(numel, len(saved), expected.rank, expected.ranks))
+                loaded += sum(
+                    overlap.numel
+                    for overlap in overlaps(numel, len(saved), expected.rank, expected.ranks)
+                )
             else:
                 blocks += cut_blocks(numel, len(saved), expected.rank, expected.ranks)
     return Rounded(blocks, loaded)
@@ -169,8 +185,13 @@ def mismatches(saved: Sequence[Manifest], expected: Manifest) -> Iterator[Mismat
         if found != here:
             yield Mismatch(code, f"{name}: saved with {found}, this run has {here}")
     steps = {group.step for manifest in saved for group in manifest.sub_groups}
-    if len(steps) > 1 and _have_moments(*saved, expected):  # DeepSpeed's own SuperOffload counts those on the GPU only
-        yield Mismatch("different-steps", f"its sub-groups are from different steps: {', '.join(map(str, sorted(steps)))}")
+    if len(steps) > 1 and _have_moments(
+        *saved, expected
+    ):  # DeepSpeed's own SuperOffload counts those on the GPU only
+        yield Mismatch(
+            "different-steps",
+            f"its sub-groups are from different steps: {', '.join(map(str, sorted(steps)))}",
+        )
     yield from _parameter_mismatches(_parameters(saved[0]), _parameters(expected))
 
 
@@ -179,7 +200,10 @@ def _have_moments(*manifests: Manifest) -> bool:
 
 
 def _parameter_mismatches(saved: dict[str, int], here: dict[str, int]) -> Iterator[Mismatch]:
-    only = (("only-saved", "the checkpoint", saved.keys() - here.keys()), ("only-here", "this run", here.keys() - saved.keys()))
+    only = (
+        ("only-saved", "the checkpoint", saved.keys() - here.keys()),
+        ("only-here", "this run", here.keys() - saved.keys()),
+    )
     for code, where, names in only:
         if names:
             found = tuple(sorted(names))
@@ -187,11 +211,17 @@ def _parameter_mismatches(saved: dict[str, int], here: dict[str, int]) -> Iterat
             yield Mismatch(code, f"{len(found)} parameters are only in {where}: {shown}", found)
     for name in sorted(saved.keys() & here.keys()):
         if saved[name] != here[name]:
-            yield Mismatch("size", f"{name}: saved {saved[name]} elements, this run has {here[name]}", (name,))
+            yield Mismatch(
+                "size", f"{name}: saved {saved[name]} elements, this run has {here[name]}", (name,)
+            )
 
 
 def _parameters(manifest: Manifest) -> dict[str, int]:
-    return {name: numel for group in manifest.sub_groups for name, numel in zip(group.names, group.numels, strict=True)}
+    return {
+        name: numel
+        for group in manifest.sub_groups
+        for name, numel in zip(group.names, group.numels, strict=True)
+    }
 
 
 class _Location(NamedTuple):
@@ -215,11 +245,23 @@ def _locations(manifest: Manifest) -> dict[str, _Location]:
     return found
 
 
-def _read_shard(files: Sequence[FileIO], location: _Location, kind: int, numel: int, rank: int, ranks: int, shard: torch.Tensor) -> None:
+def _read_shard(
+    files: Sequence[FileIO],
+    location: _Location,
+    kind: int,
+    numel: int,
+    rank: int,
+    ranks: int,
+    shard: torch.Tensor,
+) -> None:
     """Fill ``shard``, one rank's shard of a parameter with its padding, from all files that hold a part of it."""
     filled = 0
     for overlap in overlaps(numel, len(files), rank, ranks):
         element = location.first + kind * location.distance + overlap.saved_offset
-        read_into(files[overlap.saved_rank], 4 * element, shard[overlap.offset : overlap.offset + overlap.numel])
+        read_into(
+            files[overlap.saved_rank],
+            4 * element,
+            shard[overlap.offset : overlap.offset + overlap.numel],
+        )
         filled += overlap.numel
     shard[filled:].zero_()

@@ -51,7 +51,9 @@ class RunAheadLimiter:
         event.record()
         self._ahead.append((event, numel))
         self._numel += numel
-        while self._numel > self._limit and len(self._ahead) > 1:  # never wait for the newest: the GPU would run out of work
+        while (
+            self._numel > self._limit and len(self._ahead) > 1
+        ):  # never wait for the newest: the GPU would run out of work
             oldest, passed = self._ahead.popleft()
             self._numel -= passed
             oldest.synchronize()

@@ -61,7 +61,10 @@ class Settings:
     def __post_init__(self) -> None:
         for name, allowed, fits in _RULES:
             if not fits(value := getattr(self, name)):
-                raise OffloadError(f"superoffload.Settings: {name} = {value!r} is not possible. Use {allowed}.", code="settings")
+                raise OffloadError(
+                    f"superoffload.Settings: {name} = {value!r} is not possible. Use {allowed}.",
+                    code="settings",
+                )
 
     @property
     def worker_cpus(self) -> tuple[int, ...]:
@@ -111,8 +114,16 @@ _RULES: Iterable[tuple[str, str, Callable[[Any], bool]]] = (
     ("beta2", "a number from 0 to below 1", _is_beta),
     ("epsilon", "a finite number, at least 0", _is_finite),
     ("weight_decay", "a finite number, at least 0", _is_finite),
-    ("adam_cpus", "a tuple of CPU numbers", lambda value: isinstance(value, Collection) and all(map(_is_count, value))),
+    (
+        "adam_cpus",
+        "a tuple of CPU numbers",
+        lambda value: isinstance(value, Collection) and all(map(_is_count, value)),
+    ),
     ("run_ahead_parameters", "a number, at least 0", _is_number),
-    ("watchdog_timeout_s", "a number of seconds, above 0", lambda value: _is_number(value) and value > 0),
+    (
+        "watchdog_timeout_s",
+        "a number of seconds, above 0",
+        lambda value: _is_number(value) and value > 0,
+    ),
 )
 """Name of a setting, what it may be, and whether a value is that."""

@@ -50,7 +50,9 @@ class SharedStates:
         self._numels = size.numels
         self._layout = layout(size)
         _check_available(self._layout.bytes, available_bytes())
-        self._memory = SharedMemory(MEMORY_NAME, self._layout.bytes, "the optimizer states of this rank")
+        self._memory = SharedMemory(
+            MEMORY_NAME, self._layout.bytes, "the optimizer states of this rank"
+        )
         self._kernel: Kernel | None = None
         """Decodes and encodes compact moments in this process; None if they are fp32."""
         self._pin = pin
@@ -90,12 +92,16 @@ class SharedStates:
         """Return the first and second moment of one set, in fp32: the state itself, or copies of compact moments."""
         if self._kernel is None:
             regions = self._layout.states[which]
-            return self._view(regions.first_moment, index, torch.float32), self._view(regions.second_moment, index, torch.float32)
+            return self._view(regions.first_moment, index, torch.float32), self._view(
+                regions.second_moment, index, torch.float32
+            )
         first, second = torch.empty(self._numels[index]), torch.empty(self._numels[index])
         self._kernel.decode(index, which, first.data_ptr(), second.data_ptr())
         return first, second
 
-    def set_moments(self, index: int, which: int, first: torch.Tensor, second: torch.Tensor) -> None:
+    def set_moments(
+        self, index: int, which: int, first: torch.Tensor, second: torch.Tensor
+    ) -> None:
         """Set the first and second moment of one set. Compact ones are rounded to nearest; they cannot hold what is not a number."""
         if self._kernel is None:
             for target, values in zip(self.moments(index, which), (first, second), strict=True):

@@ -98,7 +98,9 @@ class StepPolicy:
         return GradientSource.ACCUMULATED_AND_STAGING if micro_batch > 0 else GradientSource.STAGING
 
 
-def step_policy(gradient_accumulation_steps: int, clipping: float, *, speculates: bool = False) -> StepPolicy:
+def step_policy(
+    gradient_accumulation_steps: int, clipping: float, *, speculates: bool = False
+) -> StepPolicy:
     """Return the policy for a sub-group.
 
     Args:

@@ -70,5 +70,6 @@ def check_dtypes(sub_groups: Sequence[SubGroup]) -> None:
     found = sorted({str(group.weights.dtype).removeprefix("torch.") for group in sub_groups})
     if found not in (["bfloat16"], ["float32"]):
         raise OffloadError(
-            f"SuperOffload trains models whose weights are all bfloat16 or all float32. These are {' and '.join(found)}.", code="dtype"
+            f"SuperOffload trains models whose weights are all bfloat16 or all float32. These are {' and '.join(found)}.",
+            code="dtype",
         )

@@ -23,11 +23,15 @@ def main() -> None:
         # Signals reach the whole process group. The training process decides what they mean, and this process ends with it.
         signal.signal(number, signal.SIG_IGN)
     _die_with(int(sys.argv[1]))
-    line = sys.stdin.readline()  # and not to the end: a process that was forked meanwhile may have the pipe open
+    line = (
+        sys.stdin.readline()
+    )  # and not to the end: a process that was forked meanwhile may have the pipe open
     if not line.endswith("\n"):
         sys.exit("The training process is gone.")
     settings = json.loads(line)
-    os.sched_setaffinity(0, settings["cpus"])  # before OpenMP is loaded, which creates its threads accordingly
+    os.sched_setaffinity(
+        0, settings["cpus"]
+    )  # before OpenMP is loaded, which creates its threads accordingly
     import_from(Path(__file__).parent)
     from superoffload.adam import Kernel
     from superoffload.commands import serve
@@ -35,9 +39,14 @@ def main() -> None:
 
     size = memory_size(settings["size"])
     weights = mmap.mmap(settings["weights"], 0) if size.host_weights else None
-    with mmap.mmap(settings["memory"], 0) as memory, socket.socket(fileno=settings["channel"]) as channel:
+    with (
+        mmap.mmap(settings["memory"], 0) as memory,
+        socket.socket(fileno=settings["channel"]) as channel,
+    ):
         serve(channel, Kernel(settings["library"], memory, size, weights).run)
-        os._exit(0)  # the kernel still points into the memory, so leaving the block, which closes it, would fail
+        os._exit(
+            0
+        )  # the kernel still points into the memory, so leaving the block, which closes it, would fail
 
 
 def import_from(folder: Path) -> None:

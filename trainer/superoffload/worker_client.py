@@ -103,7 +103,9 @@ class WorkerClient:
     def withdraw(self, operation: Operation) -> None:
         """Drop the commands of this kind that have not been sent."""
         with self._changed:
-            self._queue = [waiting for waiting in self._queue if waiting.command.operation != operation]
+            self._queue = [
+                waiting for waiting in self._queue if waiting.command.operation != operation
+            ]
 
     def check(self) -> None:
         """Raise the failure, if there is one."""
@@ -132,7 +134,9 @@ class WorkerClient:
         os.close(self._pidfd)
         os.close(self._wake)
         with self._changed:  # A thread that saves may wait for a copy.
-            self._failure = self._failure or OffloadError("The offload engine is closed and its Adam worker has ended.", code="closed")
+            self._failure = self._failure or OffloadError(
+                "The offload engine is closed and its Adam worker has ended.", code="closed"
+            )
             self._changed.notify_all()
 
     def _serve(self) -> None:
@@ -143,8 +147,15 @@ class WorkerClient:
             self._on_start()
             while not self._closing:
                 blocked = self._send_ready()
-                timeout_s = EVENT_POLL_S if blocked else self._check_every_s if self._outstanding else None
-                ready = {descriptor for descriptor, _ in poller.poll(None if timeout_s is None else max(1, int(timeout_s * 1e3)))}
+                timeout_s = (
+                    EVENT_POLL_S if blocked else self._check_every_s if self._outstanding else None
+                )
+                ready = {
+                    descriptor
+                    for descriptor, _ in poller.poll(
+                        None if timeout_s is None else max(1, int(timeout_s * 1e3))
+                    )
+                }
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
                 if self._channel.fileno() in ready:
@@ -161,7 +172,11 @@ class WorkerClient:
         """Send commands whose data is ready; return whether one is waiting for its data."""
         while len(self._outstanding) < MAX_OUTSTANDING:
             with self._changed:
-                found = min((waiting for waiting in self._queue if waiting.after.query()), key=lambda found: found.priority, default=None)
+                found = min(
+                    (waiting for waiting in self._queue if waiting.after.query()),
+                    key=lambda found: found.priority,
+                    default=None,
+                )
                 if found is None:
                     return bool(self._queue)
                 self._queue.remove(found)
@@ -184,7 +199,11 @@ class WorkerClient:
             self._changed.notify_all()
 
     def _restart_watchdog(self) -> None:
-        self._progress, self._idle_s, self._last_check = self._states.progress, 0.0, time.monotonic()
+        self._progress, self._idle_s, self._last_check = (
+            self._states.progress,
+            0.0,
+            time.monotonic(),
+        )
 
     def _check_progress(self) -> None:
         if not self._outstanding or self._states.progress != self._progress:
@@ -210,7 +229,11 @@ class WorkerClient:
             how = "closed its connection"
         elif code < 0:
             how = f"was ended by {signal.Signals(-code).name}"
-            hint = " The kernel's out-of-memory killer does that." if code == -signal.SIGKILL else " Its own messages are in the log."
+            hint = (
+                " The kernel's out-of-memory killer does that."
+                if code == -signal.SIGKILL
+                else " Its own messages are in the log."
+            )
         else:
             how = f"ended with code {code}"
             hint = " Its own messages are in the log." if code else ""
@@ -229,7 +252,11 @@ class WorkerClient:
 
 
 def _start(
-    states: SharedStates, host_weights: HostWeights | None, cpus: Sequence[int], library: Path, channel: int
+    states: SharedStates,
+    host_weights: HostWeights | None,
+    cpus: Sequence[int],
+    library: Path,
+    channel: int,
 ) -> subprocess.Popen[bytes]:
     if missing := sorted(set(cpus) - _allowed(cpus)):
         raise OffloadError(
@@ -246,8 +273,15 @@ def _start(
         "weights": host_weights.descriptor if host_weights else None,
     }
     not_inherited = ("OMP_", "GOMP_", "KMP_", "MKL_")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(not_inherited)}
-    environment |= {"OMP_NUM_THREADS": str(len(cpus)), "OMP_DYNAMIC": "false", "OMP_PROC_BIND": "true", "OMP_PLACES": "threads"}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(not_inherited)
+    }
+    environment |= {
+        "OMP_NUM_THREADS": str(len(cpus)),
+        "OMP_DYNAMIC": "false",
+        "OMP_PROC_BIND": "true",
+        "OMP_PLACES": "threads",
+    }
     try:
         with kernel.opened(library) as descriptor:
             process = subprocess.Popen(
@@ -257,11 +291,18 @@ def _start(
                 stdin=subprocess.PIPE,
             )
             assert process.stdin is not None
-            with suppress(BrokenPipeError), process.stdin:  # a worker that has ended already is reported by whoever waits for it
-                process.stdin.write(json.dumps(settings | {"library": kernel.loadable(descriptor)}).encode() + b"\n")
+            with (
+                suppress(BrokenPipeError),
+                process.stdin,
+            ):  # a worker that has ended already is reported by whoever waits for it
+                process.stdin.write(
+                    json.dumps(settings | {"library": kernel.loadable(descriptor)}).encode() + b"\n"
+                )
             return process
     except OSError as error:
-        raise OffloadError(f"The Adam worker could not be started: {error}", code="worker-start") from error
+        raise OffloadError(
+            f"The Adam worker could not be started: {error}", code="worker-start"
+        ) from error
 
 
 def _allowed(cpus: Sequence[int]) -> set[int]:

@@ -26,7 +26,9 @@ def executor_of(spec: RunSpec) -> Executor:
 
 def executor_of_attempt(run: RunDirectory, attempt: int) -> Executor:
     """Return the executor that an attempt was given to; of a folder that may not be read, this machine's, which decides nothing."""
-    if os.path.lexists(run.submission_path(attempt)):  # unlike Path.exists, False where the folder belongs to another user
+    if os.path.lexists(
+        run.submission_path(attempt)
+    ):  # unlike Path.exists, False where the folder belongs to another user
         from so_tui.launch.executors.slurm.executor import SlurmExecutor
 
         return SlurmExecutor()

@@ -60,12 +60,29 @@ def supervisor_log(run: RunDirectory, attempt: int) -> Path:
 
 
 def _started(run: RunDirectory, attempt: int, env: Mapping[str, str]) -> SupervisorHandle:
-    argv = (sys.executable, "-P", "-m", "so_tui", "supervise", str(run.path), "--attempt", str(attempt))
+    argv = (
+        sys.executable,
+        "-P",
+        "-m",
+        "so_tui",
+        "supervise",
+        str(run.path),
+        "--attempt",
+        str(attempt),
+    )
     _LOG.info("calling %s", quoted(*argv))
-    descriptor = os.open(supervisor_log(run, attempt), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(
+        supervisor_log(run, attempt), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
+    )
     with os.fdopen(descriptor, "ab") as output:
         process = subprocess.Popen(
-            argv, env=dict(env), stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd="/", start_new_session=True
+            argv,
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            cwd="/",
+            start_new_session=True,
         )
     return _Process(process)
 

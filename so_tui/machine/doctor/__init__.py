@@ -17,10 +17,20 @@ from so_tui.machine.types import Machine
 
 __all__ = ["CheckContext", "Finding", "PlanNeeds", "findings", "run_checks"]
 
-_CHECKS = (*run.CHECKS, *gpu.CHECKS, *gpu_health.CHECKS, *software.CHECKS, *memory.CHECKS, *host.CHECKS, *processes.CHECKS)
+_CHECKS = (
+    *run.CHECKS,
+    *gpu.CHECKS,
+    *gpu_health.CHECKS,
+    *software.CHECKS,
+    *memory.CHECKS,
+    *host.CHECKS,
+    *processes.CHECKS,
+)
 
 
-def findings(machine: Machine, plan: PlanNeeds | None = None, *, checkpoints: Path | None = None) -> tuple[Finding, ...]:
+def findings(
+    machine: Machine, plan: PlanNeeds | None = None, *, checkpoints: Path | None = None
+) -> tuple[Finding, ...]:
     """Return all findings about a machine, worst first.
 
     Args:
@@ -33,7 +43,12 @@ def findings(machine: Machine, plan: PlanNeeds | None = None, *, checkpoints: Pa
         return run_checks(CheckContext(machine=machine, plan=plan))
     return run_checks(
         CheckContext(
-            machine=machine, plan=plan, files=SystemFiles(), environment=dict(os.environ), health=query_health(), checkpoints=checkpoints
+            machine=machine,
+            plan=plan,
+            files=SystemFiles(),
+            environment=dict(os.environ),
+            health=query_health(),
+            checkpoints=checkpoints,
         )
     )
 

@@ -53,13 +53,20 @@ def check_vendor(context: CheckContext) -> Iterator[Finding]:
 
 def check_driver(context: CheckContext) -> Iterator[Finding]:
     if context.machine.gpus:
-        silent = tuple(gpu for gpu in context.nvidia_gpus if gpu.uuid is None and gpu.compute_mode is None)
+        silent = tuple(
+            gpu for gpu in context.nvidia_gpus if gpu.uuid is None and gpu.compute_mode is None
+        )
         if context.files and silent:
             yield Finding(
                 code="nvml-unavailable",
                 severity="warning",
                 title="The NVIDIA driver is loaded, but NVML does not respond",
-                evidence=" ".join([f"GPU {gpu_list(silent)} found on the PCI bus only.", *context.machine.nvml_errors]),
+                evidence=" ".join(
+                    [
+                        f"GPU {gpu_list(silent)} found on the PCI bus only.",
+                        *context.machine.nvml_errors,
+                    ]
+                ),
                 cost="Memory sizes, compute mode and other users of the GPUs are unknown. CUDA will probably fail as well.",
                 remedy="Run `nvidia-smi`. After a driver update, reload the kernel modules or reboot.",
             )
@@ -78,7 +85,11 @@ def _why_no_gpu(context: CheckContext) -> Finding:
             cost="Runs train on the CPU.",
             remedy="`unset CUDA_VISIBLE_DEVICES`, and choose GPUs with `--gpus`.",
         )
-    on_bus = tuple(gpu for gpu in pci_gpus(context.files) if gpu.vendor == "nvidia") if context.files else ()
+    on_bus = (
+        tuple(gpu for gpu in pci_gpus(context.files) if gpu.vendor == "nvidia")
+        if context.files
+        else ()
+    )
     names = ", ".join(f"{gpu.name} at {gpu.bus_id}" for gpu in on_bus)
     if on_bus and context.files and context.files.exists("/proc/driver/nvidia/version"):
         return Finding(
@@ -111,7 +122,12 @@ def _why_no_gpu(context: CheckContext) -> Finding:
 def check_driver_version(context: CheckContext) -> Iterator[Finding]:
     software = context.machine.software
     major = re.match(r"\d+", software.nvidia_driver or "")
-    if context.nvidia_gpus and major and (software.torch_cuda or "").startswith("13") and int(major.group()) < _CUDA_13_DRIVER:
+    if (
+        context.nvidia_gpus
+        and major
+        and (software.torch_cuda or "").startswith("13")
+        and int(major.group()) < _CUDA_13_DRIVER
+    ):
         yield Finding(
             code="driver-too-old",
             severity="blocks",
@@ -133,7 +149,9 @@ def check_compute_mode(context: CheckContext) -> Iterator[Finding]:
             cost="No process can use CUDA on these GPUs.",
             remedy="As root: `nvidia-smi -c DEFAULT`; or leave these GPUs out with `--set gpus=[...]`.",
         )
-    exclusive = tuple(gpu for gpu in context.nvidia_gpus if (gpu.compute_mode or "").startswith("Exclusive"))
+    exclusive = tuple(
+        gpu for gpu in context.nvidia_gpus if (gpu.compute_mode or "").startswith("Exclusive")
+    )
     if exclusive:
         yield Finding(
             code="compute-exclusive",
@@ -163,10 +181,16 @@ def check_gpu_memory_node(context: CheckContext) -> Iterator[Finding]:
     hidden = tuple(gpu for gpu in context.nvidia_gpus if gpu.memory_node is None)
     if not context.is_grace or not hidden:
         return
-    setting = re.search(r'CoherentGPUMemoryMode: "(\w*)"', context.text("/proc/driver/nvidia/params"))
+    setting = re.search(
+        r'CoherentGPUMemoryMode: "(\w*)"', context.text("/proc/driver/nvidia/params")
+    )
     reserved = any(node.kind == "empty" for node in context.machine.numa_nodes)
     if (setting and setting.group(1) == "driver") or not reserved:
-        parameter = f'; /proc/driver/nvidia/params: CoherentGPUMemoryMode "{setting.group(1)}"' if setting else ""
+        parameter = (
+            f'; /proc/driver/nvidia/params: CoherentGPUMemoryMode "{setting.group(1)}"'
+            if setting
+            else ""
+        )
         yield Finding(
             code="gpu-memory-driver-managed",
             severity="note",
@@ -201,7 +225,9 @@ def check_cache_in_gpu_memory(context: CheckContext) -> Iterator[Finding]:
 
 
 def _cache_share(node: NumaNode) -> float:
-    return (node.file_cache_bytes or 0) / node.memory_total_bytes if node.memory_total_bytes else 0.0
+    return (
+        (node.file_cache_bytes or 0) / node.memory_total_bytes if node.memory_total_bytes else 0.0
+    )
 
 
 def check_mpam(context: CheckContext) -> Iterator[Finding]:

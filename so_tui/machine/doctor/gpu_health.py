@@ -27,7 +27,10 @@ def check_in_use(context: CheckContext) -> Iterator[Finding]:
         if not health.pids:
             continue
         runs = {run for pid in health.pids if context.files and (run := run_of(context.files, pid))}
-        named = ", ".join(f"{pid} ({context.text(f'/proc/{pid}/comm') or 'not visible here'})" for pid in health.pids)
+        named = ", ".join(
+            f"{pid} ({context.text(f'/proc/{pid}/comm') or 'not visible here'})"
+            for pid in health.pids
+        )
         if runs:
             yield Finding(
                 code="gpu-training",
@@ -86,7 +89,9 @@ def check_persistence(context: CheckContext) -> Iterator[Finding]:
 
 def check_architectures(context: CheckContext) -> Iterator[Finding]:
     """Find GPUs for which torch has no kernels, or for which extensions would be compiled without."""
-    capabilities = {health.compute_capability for _, health in _pairs(context) if health.compute_capability}
+    capabilities = {
+        health.compute_capability for _, health in _pairs(context) if health.compute_capability
+    }
     listed = context.environment.get("TORCH_CUDA_ARCH_LIST", "")
     for capability in sorted(capabilities):
         number = f"{capability[0]}.{capability[1]}"
@@ -125,7 +130,8 @@ def _covers(listed: str, capability: tuple[int, int]) -> bool:
     entries = re.findall(r"(\d+)\.(\d+)[a-z]?(\+PTX)?", listed)
     named = any(name in listed for name in _NAMED_ARCHITECTURES)
     return named or any(
-        (int(major), int(minor)) == capability or (ptx and (int(major), int(minor)) <= capability) for major, minor, ptx in entries
+        (int(major), int(minor)) == capability or (ptx and (int(major), int(minor)) <= capability)
+        for major, minor, ptx in entries
     )
 
 

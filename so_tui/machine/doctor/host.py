@@ -109,7 +109,10 @@ def check_numa_balancing(context: CheckContext) -> Iterator[Finding]:
 
 def check_governor(context: CheckContext) -> Iterator[Finding]:
     folder = "/sys/devices/system/cpu/cpu0/cpufreq"
-    name, scaling = context.text(f"{folder}/scaling_governor").strip(), context.text(f"{folder}/scaling_driver").strip()
+    name, scaling = (
+        context.text(f"{folder}/scaling_governor").strip(),
+        context.text(f"{folder}/scaling_driver").strip(),
+    )
     if context.nvidia_gpus and name in _SLOW_GOVERNORS and scaling not in _SELF_SCALING:
         yield Finding(
             code="slow-governor",
@@ -123,7 +126,11 @@ def check_governor(context: CheckContext) -> Iterator[Finding]:
 
 def check_process_limit(context: CheckContext) -> Iterator[Finding]:
     limit = cgroup.process_limit(context.files) if context.files else None
-    if limit is not None and limit < _FEW_PROCESSES and limit < 100 + 4 * len(context.machine.allowed_cpus):
+    if (
+        limit is not None
+        and limit < _FEW_PROCESSES
+        and limit < 100 + 4 * len(context.machine.allowed_cpus)
+    ):
         yield Finding(
             code="process-limit",
             severity="warning",
@@ -136,7 +143,9 @@ def check_process_limit(context: CheckContext) -> Iterator[Finding]:
 
 def check_login_node(context: CheckContext) -> Iterator[Finding]:
     """Find a host with Slurm's commands outside of a job: compute nodes may be different."""
-    if "SLURM_JOB_ID" not in context.environment and shutil.which("sbatch", path=context.environment.get("PATH", "")):
+    if "SLURM_JOB_ID" not in context.environment and shutil.which(
+        "sbatch", path=context.environment.get("PATH", "")
+    ):
         yield Finding(
             code="login-node",
             severity="note",

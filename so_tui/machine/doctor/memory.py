@@ -60,9 +60,15 @@ def check_shared_memory(context: CheckContext) -> Iterator[Finding]:
 
 def check_locked_memory(context: CheckContext) -> Iterator[Finding]:
     """Check the limit on locked memory on hosts with RDMA cards. CUDA's pinned memory does not count against it."""
-    if not context.files or not context.nvidia_gpus or not context.files.names("/sys/class/infiniband"):
+    if (
+        not context.files
+        or not context.nvidia_gpus
+        or not context.files.names("/sys/class/infiniband")
+    ):
         return
-    match = re.search(r"^Max locked memory\s+(\d+)", context.text("/proc/self/limits"), re.MULTILINE)
+    match = re.search(
+        r"^Max locked memory\s+(\d+)", context.text("/proc/self/limits"), re.MULTILINE
+    )
     if match and int(match.group(1)) < _SMALL_MEMLOCK_BYTES:
         yield Finding(
             code="locked-memory-limit",
@@ -75,7 +81,11 @@ def check_locked_memory(context: CheckContext) -> Iterator[Finding]:
 
 
 def check_swap(context: CheckContext) -> Iterator[Finding]:
-    sizes = [int(fields[2]) * 1024 for line in context.text("/proc/swaps").splitlines()[1:] if len(fields := line.split()) > 3]
+    sizes = [
+        int(fields[2]) * 1024
+        for line in context.text("/proc/swaps").splitlines()[1:]
+        if len(fields := line.split()) > 3
+    ]
     if context.nvidia_gpus and sum(sizes):
         yield Finding(
             code="swap-on",
@@ -118,12 +128,18 @@ def check_memory_limit(context: CheckContext) -> Iterator[Finding]:
     limit = context.machine.memory_limit_bytes
     if limit is None:
         return
-    needed = sum(context.plan.host_bytes_per_node.values()) - context.plan.host_optional_bytes if context.plan else 0
+    needed = (
+        sum(context.plan.host_bytes_per_node.values()) - context.plan.host_optional_bytes
+        if context.plan
+        else 0
+    )
     if context.plan and needed <= _TIGHT_SHARE * limit:
         return
     exceeded = needed > limit
     severity: Severity = "note" if context.plan is None else "blocks" if exceeded else "warning"
-    evidence = f"limit {memory_size(limit)}, host memory {memory_size(context.machine.host_memory_bytes)}"
+    evidence = (
+        f"limit {memory_size(limit)}, host memory {memory_size(context.machine.host_memory_bytes)}"
+    )
     yield Finding(
         code="memory-limit-exceeded" if exceeded else "memory-limit",
         severity=severity,
@@ -134,4 +150,10 @@ def check_memory_limit(context: CheckContext) -> Iterator[Finding]:
     )
 
 
-CHECKS = (check_shared_memory, check_locked_memory, check_swap, check_huge_pages, check_memory_limit)
+CHECKS = (
+    check_shared_memory,
+    check_locked_memory,
+    check_swap,
+    check_huge_pages,
+    check_memory_limit,
+)

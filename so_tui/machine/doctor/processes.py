@@ -75,7 +75,11 @@ def check_orphans(context: CheckContext) -> Iterator[Finding]:
 def run_of(files: SystemFiles, pid: int) -> str | None:
     """Return the run directory that a process of so-tui belongs to; None for any other process."""
     return next(
-        (text.removeprefix(_RUN_VARIABLE) for text in _strings(files, pid, "environ") if text.startswith(_RUN_VARIABLE)),
+        (
+            text.removeprefix(_RUN_VARIABLE)
+            for text in _strings(files, pid, "environ")
+            if text.startswith(_RUN_VARIABLE)
+        ),
         None,
     )
 
@@ -83,13 +87,18 @@ def run_of(files: SystemFiles, pid: int) -> str | None:
 def _is_rank(files: SystemFiles, pid: int, arguments: list[str]) -> bool:
     """Return whether a process is a rank, a child of one, or DeepSpeed's launcher, judging by the variables that torch launchers set."""
     names = {text.partition("=")[0] for text in _strings(files, pid, "environ")}
-    return {"LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"} <= names or any("deepspeed.launcher" in argument for argument in arguments)
+    return {"LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"} <= names or any(
+        "deepspeed.launcher" in argument for argument in arguments
+    )
 
 
 def _own_and_alive(files: SystemFiles, pid: int) -> bool:
     """Return whether a process belongs to this user and has not ended."""
     try:
-        return files.path(f"/proc/{pid}").stat().st_uid == os.getuid() and _state_and_parent(files, pid)[0] not in "ZX"
+        return (
+            files.path(f"/proc/{pid}").stat().st_uid == os.getuid()
+            and _state_and_parent(files, pid)[0] not in "ZX"
+        )
     except OSError:
         return False
 
@@ -139,7 +148,10 @@ def check_logout(context: CheckContext) -> Iterator[Finding]:
         return
     where, settings = _logind_settings(context.files)
     user = pwd.getpwuid(os.getuid()).pw_name
-    if settings.get("KillUserProcesses", "no").lower() in _TRUE and user not in settings.get("KillExcludeUsers", "root").split():
+    if (
+        settings.get("KillUserProcesses", "no").lower() in _TRUE
+        and user not in settings.get("KillExcludeUsers", "root").split()
+    ):
         lingers = context.files.exists(f"/var/lib/systemd/linger/{user}")
         first = "" if lingers else "`loginctl enable-linger` once, then "
         yield Finding(
@@ -154,7 +166,12 @@ def check_logout(context: CheckContext) -> Iterator[Finding]:
 
 def _logind_settings(files: SystemFiles) -> tuple[str, dict[str, str]]:
     """Return the file that sets KillUserProcesses, and all settings. Drop-ins are read after the main files, in name order."""
-    drop_ins = {name: folder for folder in _LOGIND_FOLDERS for name in files.names(f"{folder}/logind.conf.d") if name.endswith(".conf")}
+    drop_ins = {
+        name: folder
+        for folder in _LOGIND_FOLDERS
+        for name in files.names(f"{folder}/logind.conf.d")
+        if name.endswith(".conf")
+    }
     names = [f"{folder}/logind.conf" for folder in _LOGIND_FOLDERS] + [
         f"{drop_ins[name]}/logind.conf.d/{name}" for name in sorted(drop_ins)
     ]
@@ -172,7 +189,9 @@ def check_shared_memory_left(context: CheckContext) -> Iterator[Finding]:
     if not context.files:
         return
     found = {
-        name: size for name in context.files.names(_SHM) if _SEGMENT.match(name) and (size := _own_size(context.files, f"{_SHM}/{name}"))
+        name: size
+        for name in context.files.names(_SHM)
+        if _SEGMENT.match(name) and (size := _own_size(context.files, f"{_SHM}/{name}"))
     }
     if found:
         open_now = _open_segments(context.files)
@@ -206,8 +225,14 @@ def _own_size(files: SystemFiles, path: str) -> int:
 
 def _open_segments(files: SystemFiles) -> set[str]:
     """Return the names in /dev/shm that a process has mapped, as far as this user may see."""
-    mapped = (files.text(f"/proc/{name}/maps") or "" for name in files.names("/proc") if name.isdigit())
-    names = {name for maps in mapped for name in re.findall(rf"{_SHM}/(.+?)(?: \(deleted\))?$", maps, re.MULTILINE)}
+    mapped = (
+        files.text(f"/proc/{name}/maps") or "" for name in files.names("/proc") if name.isdigit()
+    )
+    names = {
+        name
+        for maps in mapped
+        for name in re.findall(rf"{_SHM}/(.+?)(?: \(deleted\))?$", maps, re.MULTILINE)
+    }
     return {name.replace("\\012", "\n") for name in names}  # as the kernel writes the end of a line
 
 

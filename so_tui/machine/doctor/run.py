@@ -32,7 +32,8 @@ def check_fits(context: CheckContext) -> Iterator[Finding]:
             title="The plan does not fit this machine",
             evidence="; ".join(context.plan.cause_texts),
             cost="`so-tui run` refuses it.",
-            remedy="; or ".join(context.plan.remedy_texts) or f"`{so_tui_command('plan', context.plan.spec.name)}` shows the arithmetic.",
+            remedy="; or ".join(context.plan.remedy_texts)
+            or f"`{so_tui_command('plan', context.plan.spec.name)}` shows the arithmetic.",
         )
 
 
@@ -40,7 +41,10 @@ def check_memory_now(context: CheckContext) -> Iterator[Finding]:
     """Find other processes that hold memory the plan counts on. Memory that grows on demand cannot be checked."""
     if not context.plan or not context.files or context.machine.memory_grows:
         return
-    needed, free = sum(context.plan.host_bytes_per_node.values()) - context.plan.host_optional_bytes, available_bytes(context.files)
+    needed, free = (
+        sum(context.plan.host_bytes_per_node.values()) - context.plan.host_optional_bytes,
+        available_bytes(context.files),
+    )
     if context.plan.fits and free is not None and free < needed:
         yield Finding(
             code="memory-in-use",
@@ -61,9 +65,13 @@ def _largest(context: CheckContext) -> str:
     sizes = [
         (process.info["memory_info"].rss, process.info["name"], process.pid)
         for process in psutil.process_iter(["memory_info", "name"])
-        if process.info["memory_info"] is not None and process.info["memory_info"].rss >= _LARGE_BYTES
+        if process.info["memory_info"] is not None
+        and process.info["memory_info"].rss >= _LARGE_BYTES
     ]
-    named = (f"{printable_line(str(name))} (process {pid}) {memory_size(size)}" for size, name, pid in sorted(sizes, reverse=True)[:3])
+    named = (
+        f"{printable_line(str(name))} (process {pid}) {memory_size(size)}"
+        for size, name, pid in sorted(sizes, reverse=True)[:3]
+    )
     return "".join(f"; {text}" for text in named)
 
 
@@ -104,7 +112,10 @@ def check_checkpoints_in_memory(context: CheckContext) -> Iterator[Finding]:
     import psutil
 
     folder = _existing_parent(context.checkpoints).resolve()
-    mounts = {Path(partition.mountpoint): partition.fstype for partition in psutil.disk_partitions(all=True)}  # the last one covers
+    mounts = {
+        Path(partition.mountpoint): partition.fstype
+        for partition in psutil.disk_partitions(all=True)
+    }  # the last one covers
     mount = next((path for path in (folder, *folder.parents) if path in mounts), None)
     if mount is not None and mounts[mount] in _IN_MEMORY:
         yield Finding(
@@ -119,7 +130,11 @@ def check_checkpoints_in_memory(context: CheckContext) -> Iterator[Finding]:
 
 def check_deepspeed_engine(context: CheckContext) -> Iterator[Finding]:
     """Find settings that slow down or break DeepSpeed's own SuperOffload, but not so-tui's engine."""
-    if not context.plan or context.plan.mode != "superoffload" or context.plan.spec.offload.engine != "deepspeed":
+    if (
+        not context.plan
+        or context.plan.mode != "superoffload"
+        or context.plan.spec.offload.engine != "deepspeed"
+    ):
         return
     remedy = 'Set `offload.engine = "so-tui"`'
     clipping = context.plan.spec.train.gradient_clipping
@@ -143,7 +158,9 @@ def check_deepspeed_engine(context: CheckContext) -> Iterator[Finding]:
             cost="The training process's share rounds down to zero cores, so both processes run on all cores.",
             remedy=f"{remedy}, or lower the fraction so that it leaves at least one core of {per_rank}.",
         )
-    exclusive = [gpu for gpu in context.nvidia_gpus if (gpu.compute_mode or "").startswith("Exclusive")]
+    exclusive = [
+        gpu for gpu in context.nvidia_gpus if (gpu.compute_mode or "").startswith("Exclusive")
+    ]
     if exclusive:
         yield Finding(
             code="gpu-allows-one-process",
@@ -153,7 +170,9 @@ def check_deepspeed_engine(context: CheckContext) -> Iterator[Finding]:
             cost="The worker cannot open the GPU, and the first step waits for it until the time limit.",
             remedy=f"{remedy}, whose Adam worker does not use the GPU; or as root: `nvidia-smi -c DEFAULT`.",
         )
-    settings = context.environment.get("PYTORCH_ALLOC_CONF", "") + context.environment.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    settings = context.environment.get("PYTORCH_ALLOC_CONF", "") + context.environment.get(
+        "PYTORCH_CUDA_ALLOC_CONF", ""
+    )
     if "expandable_segments:True" in settings:
         yield Finding(
             code="expandable-segments",
@@ -172,7 +191,9 @@ def check_job_time(context: CheckContext) -> Iterator[Finding]:
         return
     left_s = max(0.0, int(end) - context.now)
     evidence = f"SLURM_JOB_END_TIME: {duration(left_s)} left"
-    steps, step_s = (context.plan.spec.train.steps, context.plan.step_s) if context.plan else (0, None)
+    steps, step_s = (
+        (context.plan.spec.train.steps, context.plan.step_s) if context.plan else (0, None)
+    )
     saves = bool(context.plan and context.plan.spec.checkpoint.every_steps)
     if steps and step_s and steps * step_s > left_s:
         yield Finding(
@@ -180,7 +201,9 @@ def check_job_time(context: CheckContext) -> Iterator[Finding]:
             severity="warning",
             title="The job ends before the run does",
             evidence=f"{evidence}; {steps} steps of {step_s:.2f} s (predicted) take {duration(steps * step_s)}",
-            cost="The run ends early and can resume from its last checkpoint." if saves else "Steps since the last checkpoint are lost.",
+            cost="The run ends early and can resume from its last checkpoint."
+            if saves
+            else "Steps since the last checkpoint are lost.",
             remedy="Request more time (`--time`), or set `checkpoint.every_steps` and continue later with `so-tui resume`.",
         )
     elif left_s < _JOB_ENDS_SOON_S:
@@ -200,4 +223,11 @@ def _existing_parent(folder: Path) -> Path:
     return next((parent for parent in (path, *path.parents) if exists(parent)), Path("/"))
 
 
-CHECKS = (check_fits, check_memory_now, check_disk, check_checkpoints_in_memory, check_deepspeed_engine, check_job_time)
+CHECKS = (
+    check_fits,
+    check_memory_now,
+    check_disk,
+    check_checkpoints_in_memory,
+    check_deepspeed_engine,
+    check_job_time,
+)

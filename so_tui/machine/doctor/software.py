@@ -30,7 +30,11 @@ def check_packages(context: CheckContext) -> Iterator[Finding]:
     if not context.machine.live:
         return
     installed = context.machine.software
-    missing = [name for name in ("torch", "deepspeed", "transformers", "datasets") if getattr(installed, name) is None]
+    missing = [
+        name
+        for name in ("torch", "deepspeed", "transformers", "datasets")
+        if getattr(installed, name) is None
+    ]
     if missing:
         yield Finding(
             code="missing-packages",
@@ -59,7 +63,10 @@ def check_versions(context: CheckContext) -> Iterator[Finding]:
             evidence=", ".join(f"{package} {getattr(installed, package)}" for package in PACKAGES),
             cost="None is known: each version lies between the oldest and the newest that were tested.",
             remedy="No action needed. Should a run fail where it should not, take a tested set: "
-            + "; or ".join(", ".join(f"{package} {version}" for package, version in each.versions.items()) for each in version_sets())
+            + "; or ".join(
+                ", ".join(f"{package} {version}" for package, version in each.versions.items())
+                for each in version_sets()
+            )
             + ".",
         )
 
@@ -81,7 +88,9 @@ def _outside(bound: Bound, version: str) -> Finding:
         severity="warning",
         title=f"{bound.package} {version} is {'older' if too_old else 'newer'} than any that was tested",
         evidence=evidence,
-        cost=f"Runs may fail. {bound.older}" if too_old else "Runs may fail: what so-tui uses of it may have changed.",
+        cost=f"Runs may fail. {bound.older}"
+        if too_old
+        else "Runs may fail: what so-tui uses of it may have changed.",
         remedy=f"Install {bound.package} {bound.oldest} to {bound.newest}.",
     )
 
@@ -97,7 +106,11 @@ def check_torch_build(context: CheckContext) -> Iterator[Finding]:
             cost="Training would not use the GPUs.",
             remedy="Install a CUDA build: torch 2.11 or newer from PyPI, or with `--index-url https://download.pytorch.org/whl/cu130`.",
         )
-    if any(gpu.shares_memory for gpu in context.machine.gpus) and installed.torch and installed.torch_rocm is None:
+    if (
+        any(gpu.shares_memory for gpu in context.machine.gpus)
+        and installed.torch
+        and installed.torch_rocm is None
+    ):
         yield Finding(
             code="torch-no-rocm",
             severity="blocks",
@@ -123,7 +136,11 @@ def check_memory_binding(context: CheckContext) -> Iterator[Finding]:
         )
         return
     several = sum(node.memory_total_bytes > 0 for node in context.machine.numa_nodes) > 1
-    trial = "a trial `numactl -m NODE -C CPUS true` failed" if installed.numactl else "no numactl on PATH; get_mempolicy(2) is refused"
+    trial = (
+        "a trial `numactl -m NODE -C CPUS true` failed"
+        if installed.numactl
+        else "no numactl on PATH; get_mempolicy(2) is refused"
+    )
     consequence = ", but its memory may come from any node." if several else "."
     yield Finding(
         code="binding-forbidden",
@@ -138,7 +155,11 @@ def check_memory_binding(context: CheckContext) -> Iterator[Finding]:
 def check_build_tools(context: CheckContext) -> Iterator[Finding]:
     """Check what compiles CPU Adam: a compiler in every offload mode, and ninja for DeepSpeed's own."""
     installed = context.machine.software
-    if not context.machine.live or installed.deepspeed is None or (context.plan and context.plan.mode == "gpu"):
+    if (
+        not context.machine.live
+        or installed.deepspeed is None
+        or (context.plan and context.plan.mode == "gpu")
+    ):
         return
     if installed.compiler is None:
         yield _no_compiler(context)
@@ -192,27 +213,44 @@ def has_adam_kernel(files: SystemFiles, environment: Mapping[str, str]) -> bool:
     Whether it suits this CPU is checked when it is loaded.
     """
     folder = kernel_folder(environment)
-    names = [name for name in files.names(str(folder)) if name.startswith("adam-") and name.endswith(".so")]
+    names = [
+        name
+        for name in files.names(str(folder))
+        if name.startswith("adam-") and name.endswith(".so")
+    ]
     if not files.live:
         return bool(names)
-    return distrust_of_folder(folder) is None and any(distrust_of_file(folder / name) is None for name in names)
+    return distrust_of_folder(folder) is None and any(
+        distrust_of_file(folder / name) is None for name in names
+    )
 
 
 def check_cuda_toolkit(context: CheckContext) -> Iterator[Finding]:
     """Check the CUDA toolkit, which DeepSpeed compares with torch's CUDA version before it compiles its CPU Adam."""
     installed = context.machine.software
-    if not context.machine.live or not context.nvidia_gpus or not context.uses_deepspeed_adam or installed.torch_cuda is None:
+    if (
+        not context.machine.live
+        or not context.nvidia_gpus
+        or not context.uses_deepspeed_adam
+        or installed.torch_cuda is None
+    ):
         return
     if "DS_SKIP_CUDA_CHECK" in context.environment or (context.files and _is_compiled(context)):
         return
     torch_cuda = ".".join(installed.torch_cuda.split(".")[:2])
     if installed.cuda_toolkit is not None and _toolkits_agree(installed.cuda_toolkit, torch_cuda):
         return
-    nvcc = f"nvcc {installed.cuda_toolkit}" if installed.cuda_toolkit else "no nvcc (CUDA_HOME, PATH, /usr/local/cuda)"
+    nvcc = (
+        f"nvcc {installed.cuda_toolkit}"
+        if installed.cuda_toolkit
+        else "no nvcc (CUDA_HOME, PATH, /usr/local/cuda)"
+    )
     yield Finding(
         code="cuda-toolkit-mismatch" if installed.cuda_toolkit else "no-cuda-toolkit",
         severity="warning",
-        title="The CUDA toolkit differs from torch's CUDA version" if installed.cuda_toolkit else "No CUDA toolkit",
+        title="The CUDA toolkit differs from torch's CUDA version"
+        if installed.cuda_toolkit
+        else "No CUDA toolkit",
         evidence=f"{nvcc}; torch {installed.torch} for CUDA {installed.torch_cuda}",
         cost="DeepSpeed may refuse to compile its CPU Adam (zerooffload, or offload.engine = deepspeed).",
         remedy="Use `offload.mode = superoffload` with so-tui's own engine, which needs no toolkit; or load the matching CUDA module, "
@@ -222,7 +260,9 @@ def check_cuda_toolkit(context: CheckContext) -> Iterator[Finding]:
 
 def _toolkits_agree(toolkit_version: str, torch_cuda: str) -> bool:
     """Return whether DeepSpeed 0.19.8 accepts a toolkit: the same version, or any minor version of CUDA 12."""
-    return toolkit_version == torch_cuda or (toolkit_version.startswith("12.") and torch_cuda.startswith("12."))
+    return toolkit_version == torch_cuda or (
+        toolkit_version.startswith("12.") and torch_cuda.startswith("12.")
+    )
 
 
 def _is_compiled(context: CheckContext) -> bool:
@@ -236,8 +276,12 @@ def check_attention(context: CheckContext) -> Iterator[Finding]:
     installed = context.machine.software
     if not context.machine.live or not context.nvidia_gpus or installed.torch is None:
         return
-    here = Present(generation=generation_of(context.nvidia_gpus[0].name), packages=installed.attention_packages)
-    best = choose_backend(_ORDINARY, replace(here, packages=frozenset(kernel.package for kernel in KERNELS)))
+    here = Present(
+        generation=generation_of(context.nvidia_gpus[0].name), packages=installed.attention_packages
+    )
+    best = choose_backend(
+        _ORDINARY, replace(here, packages=frozenset(kernel.package for kernel in KERNELS))
+    )
     used = choose_backend(_ORDINARY, here)
     if best.backend == used.backend or best.backend != "flash-attn-4":
         return

@@ -90,7 +90,8 @@ class CheckContext:
     def uses_deepspeed_adam(self) -> bool:
         """Whether the run uses DeepSpeed's CPU Adam, which ninja compiles at first use. so-tui's own needs only a compiler."""
         return self.plan is not None and (
-            self.plan.mode == "zerooffload" or (self.plan.mode == "superoffload" and self.plan.spec.offload.engine == "deepspeed")
+            self.plan.mode == "zerooffload"
+            or (self.plan.mode == "superoffload" and self.plan.spec.offload.engine == "deepspeed")
         )
 
     def text(self, name: str) -> str:

@@ -52,4 +52,12 @@ class NotBindable(CodedFact, frozen=True):
     problems: tuple[Problem, ...]
 
 
-Blocker = AmdGpu | ModeNeedsGpu | EngineNeedsGpu | TooFewGpus | NoSuchGpu | SequencesNotShareable | NotBindable
+Blocker = (
+    AmdGpu
+    | ModeNeedsGpu
+    | EngineNeedsGpu
+    | TooFewGpus
+    | NoSuchGpu
+    | SequencesNotShareable
+    | NotBindable
+)

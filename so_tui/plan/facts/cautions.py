@@ -86,7 +86,16 @@ class LargerSteps(CodedFact, frozen=True):
     """Tokens per second, as a multiple of now."""
 
 
-Slower = ClippingWaits | FasterOffload | FasterStates | FasterAttention | PcieOffload | SlowWithoutGpu | PackingOff | LargerSteps
+Slower = (
+    ClippingWaits
+    | FasterOffload
+    | FasterStates
+    | FasterAttention
+    | PcieOffload
+    | SlowWithoutGpu
+    | PackingOff
+    | LargerSteps
+)
 
 
 class RemoteCode(CodedFact, frozen=True):
@@ -125,4 +134,13 @@ class MoreGpusKeepMargin(CodedFact, frozen=True):
     gpus: int
 
 
-Caution = Untried | RemoteCode | BeyondPositions | IndexersUntrained | Slower | GpuMemoryUnknown | Note | MoreGpusKeepMargin
+Caution = (
+    Untried
+    | RemoteCode
+    | BeyondPositions
+    | IndexersUntrained
+    | Slower
+    | GpuMemoryUnknown
+    | Note
+    | MoreGpusKeepMargin
+)

@@ -72,4 +72,11 @@ class MemoryAdvice(CodedFact, frozen=True):
     savings: tuple[MemorySaving, ...]
 
 
-Remedy = FitsHere | CompactStatesFit | MoreGpusFit | LargerHostFits | MoreMachinesFit | OtherMachineNeeded
+Remedy = (
+    FitsHere
+    | CompactStatesFit
+    | MoreGpusFit
+    | LargerHostFits
+    | MoreMachinesFit
+    | OtherMachineNeeded
+)

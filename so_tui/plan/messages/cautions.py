@@ -26,7 +26,9 @@ def caution_text(fact: cautions.Caution) -> str:
             text += "" if fact.seconds is None else f" (about {fact.seconds:.1f} s a step)"
             return f"{text}. offload.engine = so-tui clips exactly"
         case cautions.FasterOffload():
-            what = "offload.mode = gpu" if fact.mode == "gpu" else f"offload.ratio = {fact.ratio:.2f}"
+            what = (
+                "offload.mode = gpu" if fact.mode == "gpu" else f"offload.ratio = {fact.ratio:.2f}"
+            )
             return f"{what} fits too and would take {fact.step_s:.2f} s a step instead of {fact.given_step_s:.2f} s"
         case cautions.BeyondPositions():
             longest = f"documents of more than {thousands(fact.positions)} tokens are longer than the model was made for"
@@ -45,7 +47,9 @@ def caution_text(fact: cautions.Caution) -> str:
         case cautions.GpuMemoryUnknown():
             return "the GPU's memory size is not known, nor whether the run fits there"
         case cautions.SlowWithoutGpu():
-            return f"{fact.parameters / 1e9:.1f} B parameters without a GPU: one step may take hours"
+            return (
+                f"{fact.parameters / 1e9:.1f} B parameters without a GPU: one step may take hours"
+            )
         case cautions.PackingOff():
             return _packing_off(fact)
         case cautions.RemoteCode():
@@ -69,13 +73,25 @@ def _faster_states(fact: cautions.FasterStates) -> str:
 
 def _remote_code(fact: cautions.RemoteCode) -> str:
     model = printable_line(fact.model)
-    where = f"{model}, revision {printable_line(fact.revision)}," if fact.revision else f"the folder {model}"
+    where = (
+        f"{model}, revision {printable_line(fact.revision)},"
+        if fact.revision
+        else f"the folder {model}"
+    )
     text = f"model.trust_remote_code is on: Python code of {where} runs with your rights; launch it only if you have read that code"
     pinned = not fact.revision or _COMMIT.fullmatch(fact.revision)
     return text if pinned else f"{text}. Set model.revision to a commit: a branch or tag can change"
 
 
 def _packing_off(fact: cautions.PackingOff) -> str:
-    why = f", since layers of {', '.join(map(printable_line, fact.mixing))} would mix the documents" if fact.mixing else ""
-    share = "padding" if fact.padding_share is None else f"padding, up to {fact.padding_share:.0%} of all positions with these data,"
+    why = (
+        f", since layers of {', '.join(map(printable_line, fact.mixing))} would mix the documents"
+        if fact.mixing
+        else ""
+    )
+    share = (
+        "padding"
+        if fact.padding_share is None
+        else f"padding, up to {fact.padding_share:.0%} of all positions with these data,"
+    )
     return f"packing is off{why}: {share} is computed but counts for nothing"

@@ -39,21 +39,41 @@ def _settled(fact: choices.Settled) -> str:
         case choices.AutoMode():
             return _auto_mode(fact)
         case choices.AutoCheckpointing():
-            return f"activation checkpointing auto is {fact.policy} here: {_RECOMPUTES[fact.policy]}"
+            return (
+                f"activation checkpointing auto is {fact.policy} here: {_RECOMPUTES[fact.policy]}"
+            )
         case choices.OneMemory():
             return "CPU and GPU have one memory: states count once wherever they are stepped, and offloading frees none"
         case choices.StepsEarly(share=0.0):
-            return f"clipping: Adam waits for the gradient norm; {_WHY_NOTHING_EARLY[fact.why_none]}"
+            return (
+                f"clipping: Adam waits for the gradient norm; {_WHY_NOTHING_EARLY[fact.why_none]}"
+            )
         case choices.StepsEarly():
             share = f"{fact.share:.0%}" if fact.share >= 0.01 else "less than 1%"
-            much = "Adam does not wait" if fact.share == 1 else f"Adam does not wait for {share} of what is offloaded"
+            much = (
+                "Adam does not wait"
+                if fact.share == 1
+                else f"Adam does not wait for {share} of what is offloaded"
+            )
             text = f"clipping: {much} for the gradient norm; second states take {memory_size(fact.bytes)} a rank"
-            return f"{text}. Steps above the limit take {fact.held_back_step_s:.2f} s" if fact.held_back_step_s else text
+            return (
+                f"{text}. Steps above the limit take {fact.held_back_step_s:.2f} s"
+                if fact.held_back_step_s
+                else text
+            )
         case choices.SavesBehind(share=0.0):
             return "checkpoints: training waits while they are written; the host has no memory left for copies of the states"
         case choices.SavesBehind():
-            rest = "" if fact.share == 1 else f". Training waits until the other {1 - fact.share:.0%} are written"
-            copies = f"copies take {memory_size(fact.bytes)} a rank" if fact.bytes else "second states hold the copies"
+            rest = (
+                ""
+                if fact.share == 1
+                else f". Training waits until the other {1 - fact.share:.0%} are written"
+            )
+            copies = (
+                f"copies take {memory_size(fact.bytes)} a rank"
+                if fact.bytes
+                else "second states hold the copies"
+            )
             much = "the states" if fact.share == 1 else f"{fact.share:.0%} of the states"
             return f"checkpoints: {much} are written while training goes on; {copies}{rest}"
         case choices.MlpTiled():
@@ -123,11 +143,22 @@ def _recommended(fact: choices.Recommended) -> str:
 
 
 def _inputs_on_host(fact: choices.InputsOnHost) -> str:
-    kept = " and ".join(name for name, size in (("layer inputs", fact.bytes), ("attention's results", fact.results_bytes)) if size)
+    kept = " and ".join(
+        name
+        for name, size in (
+            ("layer inputs", fact.bytes),
+            ("attention's results", fact.results_bytes),
+        )
+        if size
+    )
     text = f"{kept} are in host memory between forward and backward: {memory_size(fact.bytes + fact.results_bytes)} a rank"
     if fact.out_s is None or fact.back_s is None:
         return text
-    hidden = f"which makes a step {duration(fact.exposed_s)} longer" if fact.exposed_s else "beside the computation"
+    hidden = (
+        f"which makes a step {duration(fact.exposed_s)} longer"
+        if fact.exposed_s
+        else "beside the computation"
+    )
     return f"{text}. Copying them takes {duration(fact.out_s)} in forward and {duration(fact.back_s)} in backward, {hidden}"
 
 
@@ -140,7 +171,9 @@ def _auto_mode(fact: choices.AutoMode) -> str:
         case "weights-on-host":
             why = 'offload.parameters = "cpu" needs an optimizer in host memory'
         case "fits-on-gpu":
-            why = "everything fits on the GPU, and offloading would not make steps noticeably shorter"
+            why = (
+                "everything fits on the GPU, and offloading would not make steps noticeably shorter"
+            )
         case "overlaps":
             why = "the CPU steps beside backward, which leaves less of a step to wait for"
         case "less-recomputation":
@@ -170,14 +203,20 @@ def _micro_batch(fact: choices.MicroBatchChosen) -> str:
     text = f"micro-batch {fact.micro_batch} with accumulation {fact.accumulation} keeps the tokens of a step"
     if fact.given_shortage is not None:
         return f"{text}; with micro-batch {fact.given_micro_batch} {shortage_text(fact.given_shortage)}"
-    return text if fact.given_slower is None else f"{text}; micro-batch {fact.given_micro_batch} would be {_slower(fact.given_slower)}"
+    return (
+        text
+        if fact.given_slower is None
+        else f"{text}; micro-batch {fact.given_micro_batch} would be {_slower(fact.given_slower)}"
+    )
 
 
 def _settings(fact: choices.NextBest) -> str:
     """Return ``superoffload at ratio 0.35, micro-batch 4, activation checkpointing selective``."""
     where = "no offload" if fact.mode == "gpu" else f"{fact.mode} at ratio {fact.ratio:.2f}"
     on_host = " in host memory" if fact.on_host else ""
-    return f"{where}, micro-batch {fact.micro_batch}, activation checkpointing {fact.policy}{on_host}"
+    return (
+        f"{where}, micro-batch {fact.micro_batch}, activation checkpointing {fact.policy}{on_host}"
+    )
 
 
 def _slower(share: float) -> str:
@@ -192,7 +231,9 @@ def _next_best(fact: choices.NextBest) -> str:
     text = f"about as fast as {_settings(fact)} ({difference})"
     offers = [_PREFERRED[fact.chosen_for]] if fact.chosen_for in _PREFERRED else []
     if abs(fact.more_gpu_bytes) >= _NOTICEABLE_BYTES:
-        offers.append(f"leaves {memory_size(abs(fact.more_gpu_bytes))} {'more' if fact.more_gpu_bytes > 0 else 'less'} of each GPU")
+        offers.append(
+            f"leaves {memory_size(abs(fact.more_gpu_bytes))} {'more' if fact.more_gpu_bytes > 0 else 'less'} of each GPU"
+        )
     return f"{text}: {', '.join(offers)}" if offers else text
 
 

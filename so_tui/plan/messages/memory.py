@@ -18,9 +18,7 @@ def shortage_text(short: Shortage) -> str:
     """Return ``host node 0 needs 226 GiB, has 105 GiB``."""
     if short.fatal:
         return f"{pool_name(short)} needs {memory_size(short.needs)}, has {memory_size(short.has)}"
-    return (
-        f"{pool_name(short)} needs {memory_size(short.needs)} of {memory_size(short.has)}: little is left for what is not predicted exactly"
-    )
+    return f"{pool_name(short)} needs {memory_size(short.needs)} of {memory_size(short.has)}: little is left for what is not predicted exactly"
 
 
 def pool_name(short: Shortage) -> str:
@@ -40,7 +38,11 @@ def pool_name(short: Shortage) -> str:
 
 
 def _nodes(nodes: Sequence[int]) -> str:
-    return f"host node {nodes[0]}" if len(nodes) == 1 else f"each of host nodes {', '.join(map(str, nodes))}"
+    return (
+        f"host node {nodes[0]}"
+        if len(nodes) == 1
+        else f"each of host nodes {', '.join(map(str, nodes))}"
+    )
 
 
 def _memory_needed(fact: MemoryNeeded) -> str:

@@ -14,12 +14,17 @@ def remedy_text(fact: remedies.Remedy) -> str:
     """Return what would fit: settings, GPUs, other hosts."""
     match fact:
         case remedies.FitsHere():
-            return " with ".join(f"{change.key} = {_setting(change)}" for change in fact.changes) + " fits here"
+            return (
+                " with ".join(f"{change.key} = {_setting(change)}" for change in fact.changes)
+                + " fits here"
+            )
         case remedies.CompactStatesFit():
             saved = f"{memory_size(fact.saved_bytes)} less host memory"
             return f'offload.states = "{fact.states}" fits here: {saved}; its price: {price_of(fact.states)}'
         case remedies.MoreGpusFit():
-            return f"{fact.gpus} GPUs of this machine fit the run{_with_micro_batch(fact.micro_batch)}"
+            return (
+                f"{fact.gpus} GPUs of this machine fit the run{_with_micro_batch(fact.micro_batch)}"
+            )
         case remedies.LargerHostFits():
             parts = f"{fact.gpus} x GH200 with {fact.host_bytes / 1e9:.0f} GB of host memory each"
             return f"{parts} would fit the run{_with_micro_batch(fact.micro_batch)} ({memory_size(fact.needs_bytes)} needed per node)"
@@ -44,7 +49,10 @@ def advice_text(fact: remedies.MemoryAdvice) -> str:
     if not fact.savings:
         return "Use more GPUs, or a machine with more memory; `so-tui plan` shows what is needed"
     where = "on each GPU" if fact.pool == "gpu" else "of host memory a rank"
-    parts = [f"{_changed(saving.changes)} needs {memory_size(saving.saves_bytes)} less {where}" for saving in fact.savings]
+    parts = [
+        f"{_changed(saving.changes)} needs {memory_size(saving.saves_bytes)} less {where}"
+        for saving in fact.savings
+    ]
     return f"{'; or '.join(parts)} (predicted). `so-tui plan` shows the rest"
 
 

@@ -16,7 +16,9 @@ class DataSource(Section, frozen=True):
     """One source of a mixture. Absent values are those of the section."""
 
     source: Annotated[str, Meta(min_length=1, description="Hub id, file or folder.")]
-    weight: Annotated[float, Meta(gt=0, description="Relative share of this source's rows in the mixture.")] = 1.0
+    weight: Annotated[
+        float, Meta(gt=0, description="Relative share of this source's rows in the mixture.")
+    ] = 1.0
     subset: str = ""
     split: str = ""
     format: DataFormat | None = None
@@ -31,11 +33,22 @@ class DataSpec(Section, frozen=True):
             "at least once, and rows of a source with a larger share several times."
         ),
     ]
-    subset: Annotated[str, Meta(description="Subset (configuration) of a data set on the hub; if empty, its only one.")] = ""
-    split: Annotated[str, Meta(min_length=1, description="Split of the data set, with the slice syntax of `datasets` (`train[:10%]`).")] = (
-        "train"
-    )
-    format: Annotated[DataFormat, Meta(description="Format of the rows; `auto` detects it from the columns.")] = "auto"
+    subset: Annotated[
+        str,
+        Meta(
+            description="Subset (configuration) of a data set on the hub; if empty, its only one."
+        ),
+    ] = ""
+    split: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="Split of the data set, with the slice syntax of `datasets` (`train[:10%]`).",
+        ),
+    ] = "train"
+    format: Annotated[
+        DataFormat, Meta(description="Format of the rows; `auto` detects it from the columns.")
+    ] = "auto"
     loss: Annotated[
         LossOn,
         Meta(
@@ -43,9 +56,15 @@ class DataSpec(Section, frozen=True):
             "token of an answer is included."
         ),
     ] = "assistant"
-    sequence_length: Annotated[int, Meta(ge=16, le=1_048_576, description="Tokens in a training sequence.", extra={"unit": "tokens"})] = (
-        4096
-    )
+    sequence_length: Annotated[
+        int,
+        Meta(
+            ge=16,
+            le=1_048_576,
+            description="Tokens in a training sequence.",
+            extra={"unit": "tokens"},
+        ),
+    ] = 4096
     held_out: Annotated[
         float,
         Meta(
@@ -54,9 +73,20 @@ class DataSpec(Section, frozen=True):
             extra={"unit": "rows"},
         ),
     ] = 0.0
-    evaluation: Annotated[str, Meta(description="Separate data to evaluate on (hub id, file or folder); empty for none.")] = ""
-    evaluation_split: Annotated[str, Meta(description="Split of `evaluation` or `source` to evaluate on; if empty, that of `split`.")] = ""
-    packing: Annotated[bool, Meta(description="Fill each sequence with several rows; attention does not cross rows.")] = True
+    evaluation: Annotated[
+        str,
+        Meta(description="Separate data to evaluate on (hub id, file or folder); empty for none."),
+    ] = ""
+    evaluation_split: Annotated[
+        str,
+        Meta(
+            description="Split of `evaluation` or `source` to evaluate on; if empty, that of `split`."
+        ),
+    ] = ""
+    packing: Annotated[
+        bool,
+        Meta(description="Fill each sequence with several rows; attention does not cross rows."),
+    ] = True
 
     @property
     def evaluates(self) -> bool:

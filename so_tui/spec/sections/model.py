@@ -34,7 +34,9 @@ class ModelSpec(Section, frozen=True):
             "benchmarks."
         ),
     ] = "pretrained"
-    tokenizer: Annotated[str, Meta(description="Hub id or folder of the tokenizer; if empty, that of `id`.")] = ""
+    tokenizer: Annotated[
+        str, Meta(description="Hub id or folder of the tokenizer; if empty, that of `id`.")
+    ] = ""
     attention: Annotated[
         Attention,
         Meta(
@@ -67,7 +69,9 @@ class ModelSpec(Section, frozen=True):
     ] = "auto"
     kernels: Annotated[
         Literal["auto", "plain"],
-        Meta(description="`auto` uses fused norms, rotary embedding, gates and experts if they support the model; `plain` never does."),
+        Meta(
+            description="`auto` uses fused norms, rotary embedding, gates and experts if they support the model; `plain` never does."
+        ),
     ] = "auto"
     rope_scaling: Annotated[
         Literal["model", "linear", "yarn"],
@@ -78,19 +82,31 @@ class ModelSpec(Section, frozen=True):
     ] = "model"
     rope_factor: Annotated[
         float,
-        Meta(ge=1, le=1024, description="How many times as long documents may be with `rope_scaling` as the model was made for."),
+        Meta(
+            ge=1,
+            le=1024,
+            description="How many times as long documents may be with `rope_scaling` as the model was made for.",
+        ),
     ] = 1.0
     leaf_modules: Annotated[
-        tuple[str, ...], Meta(description="Module classes that ZeRO-3 all-gathers as a whole (mixture-of-experts blocks).")
+        tuple[str, ...],
+        Meta(
+            description="Module classes that ZeRO-3 all-gathers as a whole (mixture-of-experts blocks)."
+        ),
     ] = ()
     trust_remote_code: Annotated[
-        bool, Meta(description="Run Python code of the model repository. Only for models whose code you have read.")
+        bool,
+        Meta(
+            description="Run Python code of the model repository. Only for models whose code you have read."
+        ),
     ] = False
-    config: Annotated[dict[str, Any], Meta(description="Architecture, with the keys of the model's `config.json`.")] = field(
-        default_factory=dict
-    )
+    config: Annotated[
+        dict[str, Any],
+        Meta(description="Architecture, with the keys of the model's `config.json`."),
+    ] = field(default_factory=dict)
     parameters: Annotated[
-        tuple[ParameterBlock, ...], Meta(description="Generated table of all parameters in order; do not edit by hand.")
+        tuple[ParameterBlock, ...],
+        Meta(description="Generated table of all parameters in order; do not edit by hand."),
     ] = ()
 
     @property
@@ -112,4 +128,7 @@ class ModelSpec(Section, frozen=True):
     @property
     def parameter_count(self) -> int:
         """Number of parameters with storage of their own, from the table; 0 without a table."""
-        return sum(block.repeat * sum(prod(tensor.shape) for tensor in block.tensors if not tensor.tied) for block in self.parameters)
+        return sum(
+            block.repeat * sum(prod(tensor.shape) for tensor in block.tensors if not tensor.tied)
+            for block in self.parameters
+        )

@@ -22,7 +22,10 @@ class OffloadSpec(Section, frozen=True):
             "`auto` lets the planner choose."
         ),
     ] = "auto"
-    engine: Annotated[Literal["so-tui", "deepspeed"], Meta(description="Implementation of SuperOffload in `superoffload` mode.")] = "so-tui"
+    engine: Annotated[
+        Literal["so-tui", "deepspeed"],
+        Meta(description="Implementation of SuperOffload in `superoffload` mode."),
+    ] = "so-tui"
     config: Annotated[
         Literal["so-tui", "published", "published-clipping"],
         Meta(
@@ -30,9 +33,21 @@ class OffloadSpec(Section, frozen=True):
             "publish: without a clipping key, so that DeepSpeed's default applies, or with `train.gradient_clipping`."
         ),
     ] = "so-tui"
-    ratio: Annotated[float, Meta(ge=0, le=1, description="Share of the optimizer states in host memory, in both offload modes.")] = 0.9
+    ratio: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="Share of the optimizer states in host memory, in both offload modes.",
+        ),
+    ] = 0.9
     cpu_adam_cores_fraction: Annotated[
-        float, Meta(gt=0, lt=1, description="Share of each rank's cores for CPU Adam; the training process uses the rest.")
+        float,
+        Meta(
+            gt=0,
+            lt=1,
+            description="Share of each rank's cores for CPU Adam; the training process uses the rest.",
+        ),
     ] = 0.9
     sub_group_size: Annotated[
         int,
@@ -59,7 +74,13 @@ class OffloadSpec(Section, frozen=True):
         ),
     ] = "auto"
     speculation_gib: Annotated[
-        float, Meta(ge=0, le=1e6, description="Most host memory per rank for `speculation`; 0 sets no limit.", extra={"unit": "GiB"})
+        float,
+        Meta(
+            ge=0,
+            le=1e6,
+            description="Most host memory per rank for `speculation`; 0 sets no limit.",
+            extra={"unit": "GiB"},
+        ),
     ] = 0.0
     parameters: Annotated[
         Literal["auto", "none", "cpu"],

@@ -18,8 +18,13 @@ class SlurmSpec(Section, frozen=True):
             description="Partition to run on; if empty, the run starts on this machine.",
         ),
     ] = ""
-    account: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.@-]*\Z", max_length=64, description="Account that is charged.")] = ""
-    qos: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.@-]*\Z", max_length=64, description="Quality of service.")] = ""
+    account: Annotated[
+        str,
+        Meta(pattern=r"^[A-Za-z0-9_.@-]*\Z", max_length=64, description="Account that is charged."),
+    ] = ""
+    qos: Annotated[
+        str, Meta(pattern=r"^[A-Za-z0-9_.@-]*\Z", max_length=64, description="Quality of service.")
+    ] = ""
     time_limit: Annotated[
         str,
         Meta(
@@ -28,11 +33,27 @@ class SlurmSpec(Section, frozen=True):
         ),
     ] = ""
     constraint: Annotated[
-        str, Meta(pattern=r"^[A-Za-z0-9_.,:&|*()\[\]-]*\Z", max_length=200, description="Features that the node must have.")
+        str,
+        Meta(
+            pattern=r"^[A-Za-z0-9_.,:&|*()\[\]-]*\Z",
+            max_length=200,
+            description="Features that the node must have.",
+        ),
     ] = ""
     options: Annotated[
-        tuple[Annotated[str, Meta(pattern=r"^--[a-z][a-z0-9-]*(=[A-Za-z0-9_.,:;@%+/&|*()\[\]-]+)?\Z", max_length=200)], ...],
-        Meta(max_length=32, description="Further options of `sbatch`, such as `--reservation=NAME`."),
+        tuple[
+            Annotated[
+                str,
+                Meta(
+                    pattern=r"^--[a-z][a-z0-9-]*(=[A-Za-z0-9_.,:;@%+/&|*()\[\]-]+)?\Z",
+                    max_length=200,
+                ),
+            ],
+            ...,
+        ],
+        Meta(
+            max_length=32, description="Further options of `sbatch`, such as `--reservation=NAME`."
+        ),
     ] = ()
     site: Annotated[
         str,
@@ -44,5 +65,7 @@ class SlurmSpec(Section, frozen=True):
     ] = ""
     continues: Annotated[
         bool,
-        Meta(description="When a job's time limit is near, save a checkpoint and submit a job that continues, until the run has finished."),
+        Meta(
+            description="When a job's time limit is near, save a checkpoint and submit a job that continues, until the run has finished."
+        ),
     ] = True

@@ -10,8 +10,18 @@ from so_tui.spec.sections.section import Section
 
 
 class TrackingSpec(Section, frozen=True):
-    tensorboard: Annotated[bool, Meta(description="Also write TensorBoard event files to `tensorboard/` in the run directory.")] = False
-    wandb: Annotated[
-        bool, Meta(description="Also report to Weights & Biases; account and server come from `wandb login` or `WANDB_*` variables.")
+    tensorboard: Annotated[
+        bool,
+        Meta(
+            description="Also write TensorBoard event files to `tensorboard/` in the run directory."
+        ),
     ] = False
-    project: Annotated[str, Meta(min_length=1, description="Project on Weights & Biases.")] = "so-tui"
+    wandb: Annotated[
+        bool,
+        Meta(
+            description="Also report to Weights & Biases; account and server come from `wandb login` or `WANDB_*` variables."
+        ),
+    ] = False
+    project: Annotated[str, Meta(min_length=1, description="Project on Weights & Biases.")] = (
+        "so-tui"
+    )

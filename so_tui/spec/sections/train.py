@@ -14,7 +14,13 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 class TrainSpec(Section, frozen=True):
     micro_batch: Annotated[
-        int, Meta(ge=1, le=4096, description="Sequences per rank in one forward and backward pass.", extra={"unit": "sequences"})
+        int,
+        Meta(
+            ge=1,
+            le=4096,
+            description="Sequences per rank in one forward and backward pass.",
+            extra={"unit": "sequences"},
+        ),
     ] = 4
     gradient_accumulation: Annotated[
         int,
@@ -46,10 +52,27 @@ class TrainSpec(Section, frozen=True):
         ),
     ] = 1
     steps: Annotated[
-        int, Meta(ge=0, description="Length of the run; set one of `steps`, `epochs` and `tokens`.", extra={"unit": "optimizer steps"})
+        int,
+        Meta(
+            ge=0,
+            description="Length of the run; set one of `steps`, `epochs` and `tokens`.",
+            extra={"unit": "optimizer steps"},
+        ),
     ] = 0
-    epochs: Annotated[float, Meta(ge=0, description="Length of the run in passes over the data.", extra={"unit": "epochs"})] = 0.0
-    tokens: Annotated[int, Meta(ge=0, description="Length of the run in useful tokens (without padding).", extra={"unit": "tokens"})] = 0
+    epochs: Annotated[
+        float,
+        Meta(
+            ge=0, description="Length of the run in passes over the data.", extra={"unit": "epochs"}
+        ),
+    ] = 0.0
+    tokens: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Length of the run in useful tokens (without padding).",
+            extra={"unit": "tokens"},
+        ),
+    ] = 0
     evaluate_every_steps: Annotated[
         int,
         Meta(
@@ -59,24 +82,67 @@ class TrainSpec(Section, frozen=True):
             extra={"unit": "optimizer steps"},
         ),
     ] = 0
-    learning_rate: Annotated[float, Meta(gt=0, le=1, description="Peak learning rate of AdamW.")] = 1e-5
+    learning_rate: Annotated[
+        float, Meta(gt=0, le=1, description="Peak learning rate of AdamW.")
+    ] = 1e-5
     schedule: Annotated[
         Schedule,
-        Meta(description="Learning rate schedule after warm-up; `wsd` stays at the peak and decays linearly over the last steps."),
+        Meta(
+            description="Learning rate schedule after warm-up; `wsd` stays at the peak and decays linearly over the last steps."
+        ),
     ] = "cosine"
-    warmup_ratio: Annotated[float, Meta(ge=0, lt=1, description="Share of the steps during which the learning rate rises from 0.")] = 0.05
-    decay_ratio: Annotated[float, Meta(gt=0, le=1, description="Share of the steps during which the learning rate of `wsd` decays.")] = 0.1
+    warmup_ratio: Annotated[
+        float,
+        Meta(
+            ge=0,
+            lt=1,
+            description="Share of the steps during which the learning rate rises from 0.",
+        ),
+    ] = 0.05
+    decay_ratio: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=1,
+            description="Share of the steps during which the learning rate of `wsd` decays.",
+        ),
+    ] = 0.1
     min_learning_rate_ratio: Annotated[
-        float, Meta(ge=0, le=1, description="Final learning rate of decaying schedules, as a share of the peak.")
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="Final learning rate of decaying schedules, as a share of the peak.",
+        ),
     ] = 0.0
     weight_decay: Annotated[
-        float, Meta(ge=0, lt=1, description="AdamW weight decay; not applied to norms, biases and sparse attention's indexers.")
+        float,
+        Meta(
+            ge=0,
+            lt=1,
+            description="AdamW weight decay; not applied to norms, biases and sparse attention's indexers.",
+        ),
     ] = 0.01
-    beta1: Annotated[float, Meta(ge=0, lt=1, description="AdamW decay rate of the first moment.")] = 0.9
-    beta2: Annotated[float, Meta(ge=0, lt=1, description="AdamW decay rate of the second moment.")] = 0.999
-    epsilon: Annotated[float, Meta(gt=0, le=1e-2, description="AdamW term added to the denominator for numerical stability.")] = 1e-8
+    beta1: Annotated[
+        float, Meta(ge=0, lt=1, description="AdamW decay rate of the first moment.")
+    ] = 0.9
+    beta2: Annotated[
+        float, Meta(ge=0, lt=1, description="AdamW decay rate of the second moment.")
+    ] = 0.999
+    epsilon: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=1e-2,
+            description="AdamW term added to the denominator for numerical stability.",
+        ),
+    ] = 1e-8
     gradient_clipping: Annotated[
-        float, Meta(ge=0, description="Maximum global gradient norm; 0 disables clipping. Always written to the DeepSpeed config.")
+        float,
+        Meta(
+            ge=0,
+            description="Maximum global gradient norm; 0 disables clipping. Always written to the DeepSpeed config.",
+        ),
     ] = 1.0
     router_loss_coefficient: Annotated[
         float,
@@ -99,9 +165,18 @@ class TrainSpec(Section, frozen=True):
     log_interval: Annotated[
         int,
         Meta(
-            ge=1, description="Steps between metric records; each record synchronizes with the GPU once.", extra={"unit": "optimizer steps"}
+            ge=1,
+            description="Steps between metric records; each record synchronizes with the GPU once.",
+            extra={"unit": "optimizer steps"},
         ),
     ] = 1
-    log_level: Annotated[LogLevel, Meta(description="The least severe messages that DeepSpeed writes to the log of the run.")] = "warning"
-    seed: Annotated[int, Meta(ge=0, le=2**32 - 1, description="Seed for weights, data order and dropout.")] = 42
-    deterministic: Annotated[bool, Meta(description="Use only deterministic kernels, which are slower.")] = False
+    log_level: Annotated[
+        LogLevel,
+        Meta(description="The least severe messages that DeepSpeed writes to the log of the run."),
+    ] = "warning"
+    seed: Annotated[
+        int, Meta(ge=0, le=2**32 - 1, description="Seed for weights, data order and dropout.")
+    ] = 42
+    deterministic: Annotated[
+        bool, Meta(description="Use only deterministic kernels, which are slower.")
+    ] = False

@@ -39,9 +39,17 @@ class AddModel(ModalScreen[str | None]):
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog"):
             yield Static("Add a model", classes="dialog-title")
-            yield Static("Only its config.json is read. No weights are downloaded.", classes="faint")
-            yield Entry(placeholder="hub id such as Qwen/Qwen3-8B, or a folder", id="model", compact=True)
-            yield Entry(placeholder="name of the preset (empty: derived from the model's)", id="name", compact=True)
+            yield Static(
+                "Only its config.json is read. No weights are downloaded.", classes="faint"
+            )
+            yield Entry(
+                placeholder="hub id such as Qwen/Qwen3-8B, or a folder", id="model", compact=True
+            )
+            yield Entry(
+                placeholder="name of the preset (empty: derived from the model's)",
+                id="name",
+                compact=True,
+            )
             yield Static(id="said", classes="dialog-answer")
             with Horizontal(classes="dialog-buttons"):
                 yield Button("Add  enter", id="yes", compact=True)
@@ -53,7 +61,9 @@ class AddModel(ModalScreen[str | None]):
     @on(Input.Submitted)
     @on(Button.Pressed, "#yes")
     def _submitted(self) -> None:
-        model, name = (self.query_one(selector, Input).value.strip() for selector in ("#model", "#name"))
+        model, name = (
+            self.query_one(selector, Input).value.strip() for selector in ("#model", "#name")
+        )
         if not model:
             self._show_answer(Content.styled("Type a hub id or a folder first.", "$warning"))
             self.set_focus(self.query_one("#model", Input))
@@ -81,7 +91,9 @@ class AddModel(ModalScreen[str | None]):
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
         if event.state is WorkerState.ERROR:
-            self.post_message(Answered("", (f"{type(event.worker.error).__name__}: {event.worker.error}",)))
+            self.post_message(
+                Answered("", (f"{type(event.worker.error).__name__}: {event.worker.error}",))
+            )
 
     def on_answered(self, message: Answered) -> None:
         self._reading = False

@@ -71,7 +71,9 @@ class AnswersScreen(ModalScreen[None]):
     def _at(self) -> int:
         """Index of what is shown; -1 without answers."""
         asked = self._answers.asked
-        return next((at for at, each in enumerate(asked) if each.step == self._step), len(asked) - 1)
+        return next(
+            (at for at, each in enumerate(asked) if each.step == self._step), len(asked) - 1
+        )
 
     def _show(self) -> None:
         asked = self._answers.asked
@@ -101,5 +103,9 @@ def conversation(asked: Asked) -> Content:
     parts = []
     for answer in asked.answers:
         cut = "" if answer.stopped else " …"
-        parts.append(Content.assemble(("> ", "bold $accent"), (answer.prompt, "bold"), "\n", answer.text, (cut, "$faint")))
+        parts.append(
+            Content.assemble(
+                ("> ", "bold $accent"), (answer.prompt, "bold"), "\n", answer.text, (cut, "$faint")
+            )
+        )
     return Content("\n\n").join(parts)

@@ -25,7 +25,13 @@ Answer = TypeVar("Answer")
 class CloseButton(Button):
     """The way out of a dialog that a mouse takes. Every dialog has one; the keyboard has esc."""
 
-    def __init__(self, label: str = "Close  esc", *, id: str = "close", action: str | None = "screen.dismiss(None)") -> None:
+    def __init__(
+        self,
+        label: str = "Close  esc",
+        *,
+        id: str = "close",
+        action: str | None = "screen.dismiss(None)",
+    ) -> None:
         """``action`` is run on the dialog; None where the dialog itself answers the press."""
         super().__init__(Content(label), id=id, compact=True, action=action)
 
@@ -40,8 +46,22 @@ class Question(ModalScreen[bool]):
         Binding("left,right", "app.focus_next", "Other button", show=False),
     ]
 
-    def __init__(self, title: str, lines: Sequence[str | Content], *, yes: str, no: str = "No", default_yes: bool = False) -> None:
-        self._title, self._lines, self._yes, self._no, self._default_yes = title, lines, yes, no, default_yes
+    def __init__(
+        self,
+        title: str,
+        lines: Sequence[str | Content],
+        *,
+        yes: str,
+        no: str = "No",
+        default_yes: bool = False,
+    ) -> None:
+        self._title, self._lines, self._yes, self._no, self._default_yes = (
+            title,
+            lines,
+            yes,
+            no,
+            default_yes,
+        )
         super().__init__()
 
     def compose(self) -> ComposeResult:
@@ -105,7 +125,12 @@ class AskText(ModalScreen[Answer | None]):
     ) -> None:
         """``read`` raises InputError. ``choices`` are texts to enter, each with what it means; only that is shown of an empty one."""
         self._title, self._hint, self._value, self._yes = title, hint, value, yes
-        self._read, self._may_be_empty, self._suggester, self._choices = read, may_be_empty, suggester, choices
+        self._read, self._may_be_empty, self._suggester, self._choices = (
+            read,
+            may_be_empty,
+            suggester,
+            choices,
+        )
         super().__init__()
 
     def compose(self) -> ComposeResult:
@@ -124,10 +149,15 @@ class AskText(ModalScreen[Answer | None]):
         """Compose the choices; the keyboard stays in the field."""
         width = max(len(text) for text, _ in self._choices)
         named = (f"{text:<{width}}  " if text else "" for text, _ in self._choices)
-        lines = [Content.assemble(text, (meaning, "$faint")) for text, (_, meaning) in zip(named, self._choices, strict=True)]
+        lines = [
+            Content.assemble(text, (meaning, "$faint"))
+            for text, (_, meaning) in zip(named, self._choices, strict=True)
+        ]
         listed = OptionList(*lines, compact=True, classes="choices")
         listed.can_focus = False
-        listed.highlighted = next((index for index, (text, _) in enumerate(self._choices) if text == self._value), None)
+        listed.highlighted = next(
+            (index for index, (text, _) in enumerate(self._choices) if text == self._value), None
+        )
         yield listed
 
     def action_choose(self, way: Literal["up", "down"]) -> None:
@@ -182,7 +212,9 @@ class Notice(ModalScreen[bool]):
         Binding("y", "copy", "Copy"),
     ]
 
-    def __init__(self, title: str, lines: Sequence[str | Laid], *, offer: str = "", bad: bool = True) -> None:
+    def __init__(
+        self, title: str, lines: Sequence[str | Laid], *, offer: str = "", bad: bool = True
+    ) -> None:
         self._title, self._lines, self._offer, self._bad = title, lines, offer, bad
         super().__init__()
 
@@ -190,10 +222,16 @@ class Notice(ModalScreen[bool]):
         with Vertical(classes="dialog") as dialog:
             dialog.set_class(self._bad, "-bad")
             dialog.set_class(any(callable(line) for line in self._lines), "-table")
-            yield Static(Content(f"{'✗ ' if self._bad else ''}{self._title}"), classes="dialog-title")
+            yield Static(
+                Content(f"{'✗ ' if self._bad else ''}{self._title}"), classes="dialog-title"
+            )
             with VerticalScroll(classes="dialog-body"):
                 for line in self._lines:
-                    yield Static(Content(line), classes="dialog-line") if isinstance(line, str) else LaidOut(line)
+                    yield (
+                        Static(Content(line), classes="dialog-line")
+                        if isinstance(line, str)
+                        else LaidOut(line)
+                    )
             with Horizontal(classes="dialog-buttons"):
                 yield CloseButton(action=None)
                 yield Button("Copy  y", id="copy", compact=True)
@@ -224,8 +262,16 @@ def key_lines(rows: Sequence[KeyRow], width: int) -> Content:
     keys_width = max((len(keys) for keys, _, _ in rows), default=0) + 4
     lines = []
     for keys, name, tip in rows:
-        first, *more = wrap(f"{name}  {tip}" if tip not in ("", name) else name, max(20, width - keys_width))
-        lines.append(Content.assemble((f"  {keys}".ljust(keys_width), "$accent"), first[: len(name)], (first[len(name) :], "$faint")))
+        first, *more = wrap(
+            f"{name}  {tip}" if tip not in ("", name) else name, max(20, width - keys_width)
+        )
+        lines.append(
+            Content.assemble(
+                (f"  {keys}".ljust(keys_width), "$accent"),
+                first[: len(name)],
+                (first[len(name) :], "$faint"),
+            )
+        )
         lines += [Content.styled(" " * keys_width + line, "$faint") for line in more]
     return Content("\n").join(lines)
 
@@ -245,9 +291,13 @@ class KeysHelp(ModalScreen[None]):
     """Every key of the screen below, read from its bindings, so that help and dispatch agree."""
 
     CSS_PATH = "dialogs.tcss"
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,question_mark,f1,enter", "dismiss(None)", "Close")]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,q,question_mark,f1,enter", "dismiss(None)", "Close")
+    ]
 
-    def __init__(self, title: str, about: str, groups: Sequence[tuple[str, Sequence[KeyRow]]]) -> None:
+    def __init__(
+        self, title: str, about: str, groups: Sequence[tuple[str, Sequence[KeyRow]]]
+    ) -> None:
         self._title, self._about, self._groups = title, about, groups
         super().__init__()
 

@@ -23,8 +23,14 @@ def matching(pattern: str) -> tuple[list[Metric], str]:
     try:
         found = re.compile(pattern, re.IGNORECASE)
     except re.error as error:
-        return list(METRICS), f"not a regular expression: {error.msg}" + ("" if error.pos is None else f" at character {error.pos + 1}")
-    return [metric for metric in METRICS if found.search(f"{metric.title} {metric.about} {' '.join(metric.fields)}")], ""
+        return list(METRICS), f"not a regular expression: {error.msg}" + (
+            "" if error.pos is None else f" at character {error.pos + 1}"
+        )
+    return [
+        metric
+        for metric in METRICS
+        if found.search(f"{metric.title} {metric.about} {' '.join(metric.fields)}")
+    ], ""
 
 
 def weight_of(text: str) -> float | None:
@@ -49,22 +55,40 @@ class ChooseMetrics(TickDialog[ChartLayout, str]):
             yield Static("Charts of the dashboard", classes="dialog-title")
             yield Entry(placeholder="filter: a regular expression", compact=True, id="filter")
             yield TickList[str](self._before.shown, id="metrics")
-            yield Static("smoothing: weight of an EMA, 0 to 0.99; empty: the mean of the last steps", classes="faint")
+            yield Static(
+                "smoothing: weight of an EMA, 0 to 0.99; empty: the mean of the last steps",
+                classes="faint",
+            )
             weight = "" if self._before.ema is None else f"{self._before.ema:g}"
             yield Entry(weight, placeholder="mean", compact=True, id="smoothing")
             yield Static(id="said", classes="dialog-answer")
-            yield Static("space or a click ticks, a all that are listed, n none; tab moves on", classes="faint")
+            yield Static(
+                "space or a click ticks, a all that are listed, n none; tab moves on",
+                classes="faint",
+            )
             yield from self.buttons("Show the charts")
 
     def list_matching(self, text: str) -> None:
         """List the metrics that match."""
         found, problem = matching(text)
         width = max(len(metric.title) for metric in METRICS)
-        self.ticks.list_items([(metric.key, Content.assemble(f"{metric.title:<{width}}  ", (metric.about, "$faint"))) for metric in found])
+        self.ticks.list_items(
+            [
+                (
+                    metric.key,
+                    Content.assemble(f"{metric.title:<{width}}  ", (metric.about, "$faint")),
+                )
+                for metric in found
+            ]
+        )
         self._tell(problem)
 
     def _tell(self, problem: str) -> None:
-        text = Content.assemble(("✗ ", "$error"), problem) if problem else Content(f"{plural(len(self.ticks.ticked), 'chart')} ticked")
+        text = (
+            Content.assemble(("✗ ", "$error"), problem)
+            if problem
+            else Content(f"{plural(len(self.ticks.ticked), 'chart')} ticked")
+        )
         self.say(text)
 
     @on(TickList.Changed)
@@ -77,7 +101,9 @@ class ChooseMetrics(TickDialog[ChartLayout, str]):
         try:
             ema = weight_of(self.query_one("#smoothing", Input).value)
         except ValueError:
-            self._tell("smoothing: give a number from 0 to 0.99, or nothing for the mean of the last steps")
+            self._tell(
+                "smoothing: give a number from 0 to 0.99, or nothing for the mean of the last steps"
+            )
             self.set_focus(self.query_one("#smoothing", Input))
             return
         ticked = tuple(self.ticks.ticked)

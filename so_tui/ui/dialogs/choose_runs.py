@@ -42,12 +42,18 @@ class ChooseRuns(TickDialog[tuple[RunDirectory, ...], RunDirectory]):
             self.set_focus(self.ticks)
 
     def list_matching(self, text: str) -> None:
-        self.ticks.list_items([(row.run, _line(row)) for row in self._rows if text.lower() in row.run.name.lower()])
+        self.ticks.list_items(
+            [(row.run, _line(row)) for row in self._rows if text.lower() in row.run.name.lower()]
+        )
         self._tell()
 
     @on(TickList.Changed)
     def _tell(self) -> None:
-        said = f"{plural(len(self.ticks.ticked), 'run')} ticked" if self._rows else "There is no other run yet."
+        said = (
+            f"{plural(len(self.ticks.ticked), 'run')} ticked"
+            if self._rows
+            else "There is no other run yet."
+        )
         self.say(said)
 
     def action_apply(self) -> None:
@@ -57,4 +63,6 @@ class ChooseRuns(TickDialog[tuple[RunDirectory, ...], RunDirectory]):
 def _line(row: RunRow) -> Content:
     model = row.spec.model.id if row.spec is not None else ""
     facts = f"{row.shown_state}, step {thousands(row.state.step)}  {shorten(model, 24)}"
-    return Content.assemble(f"{shorten(row.run.name, NAME_CELLS):<{NAME_CELLS}}  ", (facts, "$faint"))
+    return Content.assemble(
+        f"{shorten(row.run.name, NAME_CELLS):<{NAME_CELLS}}  ", (facts, "$faint")
+    )

@@ -78,7 +78,9 @@ class DataPreviewScreen(ModalScreen[None]):
     def compose(self) -> ComposeResult:
         what = f"   {self._spec.label}: {data_name(self._spec)}"
         with Vertical(id="preview"):
-            yield Static(Content.assemble(("Data preview", "bold"), (what, "$faint")), id="preview-title")
+            yield Static(
+                Content.assemble(("Data preview", "bold"), (what, "$faint")), id="preview-title"
+            )
             yield Static(id="preview-status")
             yield VerticalScroll(id="preview-body")
             with Horizontal(id="preview-buttons"):
@@ -106,10 +108,16 @@ class DataPreviewScreen(ModalScreen[None]):
 
         try:
             for event in preview_data(self._spec, rows, cancel):
-                self.post_message(Progressed(event) if isinstance(event, Progress) else Previewed(event))
+                self.post_message(
+                    Progressed(event) if isinstance(event, Progress) else Previewed(event)
+                )
         except InputError as error:
             lines = [
-                Content.assemble((f"{label(problem.field)} ", "bold"), f"{problem.value}: {problem.message}\n", (problem.remedy, "$accent"))
+                Content.assemble(
+                    (f"{label(problem.field)} ", "bold"),
+                    f"{problem.value}: {problem.message}\n",
+                    (problem.remedy, "$accent"),
+                )
                 for problem in error.problems
             ]
             self.post_message(PreviewFailed(tuple(lines)))
@@ -118,17 +126,27 @@ class DataPreviewScreen(ModalScreen[None]):
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
         if event.state is WorkerState.ERROR:
-            self.post_message(PreviewFailed((Content(f"{type(event.worker.error).__name__}: {event.worker.error}"),)))
+            self.post_message(
+                PreviewFailed(
+                    (Content(f"{type(event.worker.error).__name__}: {event.worker.error}"),)
+                )
+            )
 
     @on(Progressed)
     def _progressed(self, message: Progressed) -> None:
         progress = message.progress
-        bar = fill(progress.done_rows / progress.total_rows, 24) + "  " if progress.total_rows else Content("")
+        bar = (
+            fill(progress.done_rows / progress.total_rows, 24) + "  "
+            if progress.total_rows
+            else Content("")
+        )
         self._show_status(bar + Content.styled(f"{progress.message} …   esc cancels", "$faint"))
 
     @on(PreviewFailed)
     async def _failed(self, message: PreviewFailed) -> None:
-        self._show_status(Content.styled("✗ this data cannot be trained on as it is", "bold $error"))
+        self._show_status(
+            Content.styled("✗ this data cannot be trained on as it is", "bold $error")
+        )
         await self._show(Static(line, classes="preview-part") for line in message.lines)
 
     @on(Previewed)
@@ -153,19 +171,31 @@ class DataPreviewScreen(ModalScreen[None]):
         width = self.query_one("#preview-body").scrollable_content_region.width
         marks = self.app.no_color
         for warning in preview.warnings:
-            yield Static(Content.assemble(("note: ", "bold $warning"), warning), classes="preview-part")
+            yield Static(
+                Content.assemble(("note: ", "bold $warning"), warning), classes="preview-part"
+            )
         wide = width >= WIDE
         narrow = 2 * width // 5 - 3 if wide else width
         figures = _part("what happens to the rows", data_view.facts(preview))
         lengths = _part("documents by length in tokens", data_view.histogram(preview, narrow))
-        yield Horizontal(figures, lengths, classes="preview-pair") if wide else Vertical(figures, lengths, classes="preview-stack")
+        yield (
+            Horizontal(figures, lengths, classes="preview-pair")
+            if wide
+            else Vertical(figures, lengths, classes="preview-stack")
+        )
         if len(preview.sources) > 1:
             yield _part("the mixture: share of an epoch", data_view.sources(preview, width))
         if preview.packing:
             yield _part(preview.sequence_words(), data_view.packed(preview, width))
-        yield Rule(Content.assemble(("rows as the model sees them   ", "$faint"), data_view.legend(marks=marks)))
+        yield Rule(
+            Content.assemble(
+                ("rows as the model sees them   ", "$faint"), data_view.legend(marks=marks)
+            )
+        )
         for one in preview.samples:
-            yield Static(data_view.sample(one, preview, marks=marks), classes="preview-part preview-row")
+            yield Static(
+                data_view.sample(one, preview, marks=marks), classes="preview-part preview-row"
+            )
 
     def _show_status(self, text: Content) -> None:
         self.query_one("#preview-status", Static).update(text)
@@ -194,4 +224,8 @@ class DataPreviewScreen(ModalScreen[None]):
 
 
 def _part(title: str, lines: list[Content]) -> Widget:
-    return Vertical(Rule(Content.styled(title, "$faint")), Static(Content("\n").join(lines)), classes="preview-part")
+    return Vertical(
+        Rule(Content.styled(title, "$faint")),
+        Static(Content("\n").join(lines)),
+        classes="preview-part",
+    )

@@ -34,7 +34,12 @@ class LaunchQuestion(Question):
         super().__init__(title, lines, yes="Launch", default_yes=True)
 
     def fields(self) -> ComposeResult:
-        yield Entry(self.launch.called, placeholder=f"name of the run: {self.launch.spec.name}", compact=True, id="called")
+        yield Entry(
+            self.launch.called,
+            placeholder=f"name of the run: {self.launch.spec.name}",
+            compact=True,
+            id="called",
+        )
         said = Static(id="said", classes="dialog-answer")
         said.display = False
         yield said
@@ -90,7 +95,9 @@ class JobQuestion(LaunchQuestion):
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("e", "edit", "Edit the script")]
 
-    def __init__(self, title: str, lines: Sequence[str | Content], launch: Launch, draft: Draft | None) -> None:
+    def __init__(
+        self, title: str, lines: Sequence[str | Content], launch: Launch, draft: Draft | None
+    ) -> None:
         self.draft = draft
         super().__init__(title, [*lines, _CHANGED], launch)
 

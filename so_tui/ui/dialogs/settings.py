@@ -22,10 +22,21 @@ from so_tui.ui.dialogs.basic import CloseButton
 from so_tui.ui.text import Content, shorten_path
 from so_tui.ui.themes import THEMES
 
-SHOWN = ("screen.theme", "screen.glyphs", "screen.units", "screen.layout", "keys.style", "alerts.bell", "alerts.notify", "alerts.title")
+SHOWN = (
+    "screen.theme",
+    "screen.glyphs",
+    "screen.units",
+    "screen.layout",
+    "keys.style",
+    "alerts.bell",
+    "alerts.notify",
+    "alerts.title",
+)
 LATER = ("screen.glyphs", "screen.layout")
 """Settings that take effect when so-tui is opened the next time."""
-MORE = "That file has more: other keys, when to alert, a command to run. `so-tui settings` lists it."
+MORE = (
+    "That file has more: other keys, when to alert, a command to run. `so-tui settings` lists it."
+)
 _LABEL = 16
 _BACK = "back"
 """Marks the cells whose click goes to the value before."""
@@ -50,7 +61,9 @@ class _Line:
         return Content.assemble(f"{self.key:<{_LABEL}} ", back, (f"{shown} ▸", "bold"))
 
     def about(self) -> Content:
-        return Content.styled(self.description + (", from the next start on" if self.key in LATER else ""), "$faint")
+        return Content.styled(
+            self.description + (", from the next start on" if self.key in LATER else ""), "$faint"
+        )
 
 
 class _SettingList(OptionList):
@@ -84,15 +97,22 @@ class SettingsDialog(ModalScreen[dict[str, Any] | None]):
             values = choices(setting.kind) or (True, False)
             if key == "screen.theme":
                 values = (*own, *(name for name in sorted(themes) if name not in own))
-            self._lines.append(_Line(key, values, value_of(settings, key), setting.description.partition(":")[0]))
+            self._lines.append(
+                _Line(key, values, value_of(settings, key), setting.description.partition(":")[0])
+            )
         super().__init__()
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog -wide"):
             yield Static("Settings", classes="dialog-title")
-            yield _SettingList(*(Option(line.content()) for line in self._lines), classes="settings")
+            yield _SettingList(
+                *(Option(line.content()) for line in self._lines), classes="settings"
+            )
             yield Static(id="about", classes="dialog-answer")
-            for line in (f"left, right, enter or a click change; esc keeps them in {shorten_path(str(settings_file()), 60)}", MORE):
+            for line in (
+                f"left, right, enter or a click change; esc keeps them in {shorten_path(str(settings_file()), 60)}",
+                MORE,
+            ):
                 yield Static(Content.styled(line, "$faint"), classes="dialog-line")
             with Horizontal(classes="dialog-buttons"):
                 yield CloseButton("Keep and close  esc", action="screen.close")
@@ -115,5 +135,9 @@ class SettingsDialog(ModalScreen[dict[str, Any] | None]):
         self.action_step(1)
 
     def action_close(self) -> None:
-        changes = {line.key: line.value for line in self._lines if line.value != value_of(self._before, line.key)}
+        changes = {
+            line.key: line.value
+            for line in self._lines
+            if line.value != value_of(self._before, line.key)
+        }
         self.dismiss(changes or None)

@@ -45,7 +45,9 @@ def report_lines(report: Report, width: int) -> list[Content]:
 
 def _parts(report: Report, width: int) -> Iterator[Content]:
     measured = f"{sum(outcome.state == 'measured' for outcome in report.outcomes)} of {len(report.outcomes)} parts measured"
-    yield Content.assemble((measured, "bold"), (shorten(f"   {report.shape}", max(0, width - len(measured))), "$faint"))
+    yield Content.assemble(
+        (measured, "bold"), (shorten(f"   {report.shape}", max(0, width - len(measured))), "$faint")
+    )
     for outcome in report.outcomes:
         if outcome.state != "measured":
             yield _part(outcome, width)
@@ -67,10 +69,14 @@ def _speeds(report: Report, width: int) -> Iterator[Content]:
     if not found:
         return
     best = max(result.useful_tokens_per_s for _, result in found)
-    chosen = ("GPUs", "s/step", "planned", "tokens/s") if width >= _MEDIUM else ("s/step", "tokens/s")
+    chosen = (
+        ("GPUs", "s/step", "planned", "tokens/s") if width >= _MEDIUM else ("s/step", "tokens/s")
+    )
     bars = width >= _WIDE
     titles = min(_TITLE_CELLS, width - _COLUMN_CELLS * len(chosen) - (_BAR_CELLS + 2) * bars)
-    yield Content.styled(f"{'training':<{titles}}" + "".join(f"{name:>{_COLUMN_CELLS}}" for name in chosen), "$faint")
+    yield Content.styled(
+        f"{'training':<{titles}}" + "".join(f"{name:>{_COLUMN_CELLS}}" for name in chosen), "$faint"
+    )
     names = distinct([outcome.title for outcome, _ in found], titles - 1)
     for title, (_, result) in zip(names, found, strict=True):
         figures = {
@@ -91,17 +97,22 @@ def _losses(report: Report, width: int) -> Iterator[Content]:
     titles = {outcome.key: outcome.title for outcome in report.outcomes}
     room = min(_TITLE_CELLS, (width - 2 * _COLUMN_CELLS) // 2)
     yield Content.styled(
-        f"{'losses':<{room}}{shorten('compared with', room - 1):<{room}}{'steps':>{_COLUMN_CELLS}}{'differ by':>{_COLUMN_CELLS}}", "$faint"
+        f"{'losses':<{room}}{shorten('compared with', room - 1):<{room}}{'steps':>{_COLUMN_CELLS}}{'differ by':>{_COLUMN_CELLS}}",
+        "$faint",
     )
     keys, references = (
         distinct([titles.get(key, key) for key in of], room - 1)
-        for of in ([one.key for one in report.agreement], [one.reference for one in report.agreement])
+        for of in (
+            [one.key for one in report.agreement],
+            [one.reference for one in report.agreement],
+        )
     )
     for key, reference, one in zip(keys, references, report.agreement, strict=True):
         differ = "not finite" if one.largest is None else f"{100 * one.largest:.3f} %"
         steps = f"{len(one.by_step):>{_COLUMN_CELLS}}"
         yield Content.assemble(
-            f"{key:<{room}}{reference:<{room}}{steps}", (f"{differ:>{_COLUMN_CELLS}}", "$error" if one.largest is None else "")
+            f"{key:<{room}}{reference:<{room}}{steps}",
+            (f"{differ:>{_COLUMN_CELLS}}", "$error" if one.largest is None else ""),
         )
 
 
@@ -127,7 +138,10 @@ class ValidationScreen(ModalScreen[None]):
 
     def compose(self) -> ComposeResult:
         with Vertical(id="report-page"):
-            yield Static(Content.assemble(("Validation", "bold"), ("   measured beside planned", "$faint")), id="report-title")
+            yield Static(
+                Content.assemble(("Validation", "bold"), ("   measured beside planned", "$faint")),
+                id="report-title",
+            )
             yield Static(id="report-status")
             with VerticalScroll(id="report-body"):
                 yield Static(id="report")
@@ -154,13 +168,17 @@ class ValidationScreen(ModalScreen[None]):
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
         if event.state is WorkerState.ERROR:
-            self.post_message(ReportRead(None, [f"{type(event.worker.error).__name__}: {event.worker.error}"]))
+            self.post_message(
+                ReportRead(None, [f"{type(event.worker.error).__name__}: {event.worker.error}"])
+            )
 
     @on(ReportRead)
     def _read(self, message: ReportRead) -> None:
         status = self.query_one("#report-status", Static)
         if message.problems:
-            status.update(Content("\n").join(Content.styled(line, "$error") for line in message.problems))
+            status.update(
+                Content("\n").join(Content.styled(line, "$error") for line in message.problems)
+            )
         elif message.report is None:
             status.update(
                 Content(
@@ -169,7 +187,9 @@ class ValidationScreen(ModalScreen[None]):
             )
         else:
             took = duration(sum(outcome.seconds or 0.0 for outcome in message.report.outcomes))
-            facts = f"begun {message.report.begun}, {took} of measuring   {self._folder / 'report.md'}"
+            facts = (
+                f"begun {message.report.begun}, {took} of measuring   {self._folder / 'report.md'}"
+            )
             status.update(Content.styled(facts, "$faint"))
         if message.report != self._report:
             self._report = message.report

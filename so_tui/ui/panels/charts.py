@@ -12,7 +12,15 @@ from textual.binding import Binding, BindingType
 from textual.containers import Container
 
 from so_tui.runs.means import mean_name
-from so_tui.ui.chart_layout import ROOMY, ChartLayout, Flag, Wanted, page_of, wanted_by, without_gpus
+from so_tui.ui.chart_layout import (
+    ROOMY,
+    ChartLayout,
+    Flag,
+    Wanted,
+    page_of,
+    wanted_by,
+    without_gpus,
+)
 from so_tui.ui.chart_metrics import BY_KEY, EVALUATIONS, Metric
 from so_tui.ui.glyphs import GlyphName
 from so_tui.ui.hardware_charts import chart_of, marked_lines, sampled_lines
@@ -50,24 +58,105 @@ class Shown:
         cursor, length = self.view.cursor, self.snapshot.length
         if cursor is None or not length or not self.overlays:
             return False
-        return cursor > (self.snapshot.steps if self.view.unit == "step" else self.snapshot.times)[length - 1]
+        return (
+            cursor
+            > (self.snapshot.steps if self.view.unit == "step" else self.snapshot.times)[length - 1]
+        )
 
 
 class ChartPanel(Container, KeepsLines):
     """Draws the metrics of a snapshot. What the mouse asks of the axis leaves it as messages of ``Chart``."""
 
     KEYS: ClassVar[tuple[BindingType, ...]] = (
-        Binding("M", "metrics", "Metrics", id="metrics", tooltip="Choose what the charts show, and how it is smoothed"),
-        Binding("G", "grid", "Grid", show=False, id="grid", tooltip="Rows and columns of charts, 1x1 to 3x3"),
-        Binding("greater_than_sign", "page(1)", "Next page", key_display=">", show=False, id="page", tooltip="The next charts"),
-        Binding("less_than_sign", "page(-1)", "Page before", key_display="<", show=False, id="page-before", tooltip="The charts before"),
-        Binding("w", "smooth(1)", "Smoothing", show=False, id="smooth", tooltip="Mean of the last steps, or EMA 0 to 0.99"),
-        Binding("W", "smooth(-1)", "Less smoothing", show=False, id="smooth-less", tooltip="Back to the smoothing before"),
-        Binding("L", "log_scale", "Log y", show=False, id="log-scale", tooltip="Logarithmic y axis of the chart with the focus"),
-        Binding("R", "robust_scale", "Robust y", show=False, id="robust-scale", tooltip="Leave outliers out of its y axis"),
-        Binding("H", "hardware", "Hardware", show=False, id="hardware", tooltip="What GPUs and nodes did instead of metrics; again: back"),
-        Binding("E", "export", "Export", show=False, id="export", tooltip="The chart with the focus as SVG, its values as CSV"),
-        Binding("v", "overlay", "Overlay", show=False, id="overlay", tooltip="Lay other runs over every chart"),
+        Binding(
+            "M",
+            "metrics",
+            "Metrics",
+            id="metrics",
+            tooltip="Choose what the charts show, and how it is smoothed",
+        ),
+        Binding(
+            "G",
+            "grid",
+            "Grid",
+            show=False,
+            id="grid",
+            tooltip="Rows and columns of charts, 1x1 to 3x3",
+        ),
+        Binding(
+            "greater_than_sign",
+            "page(1)",
+            "Next page",
+            key_display=">",
+            show=False,
+            id="page",
+            tooltip="The next charts",
+        ),
+        Binding(
+            "less_than_sign",
+            "page(-1)",
+            "Page before",
+            key_display="<",
+            show=False,
+            id="page-before",
+            tooltip="The charts before",
+        ),
+        Binding(
+            "w",
+            "smooth(1)",
+            "Smoothing",
+            show=False,
+            id="smooth",
+            tooltip="Mean of the last steps, or EMA 0 to 0.99",
+        ),
+        Binding(
+            "W",
+            "smooth(-1)",
+            "Less smoothing",
+            show=False,
+            id="smooth-less",
+            tooltip="Back to the smoothing before",
+        ),
+        Binding(
+            "L",
+            "log_scale",
+            "Log y",
+            show=False,
+            id="log-scale",
+            tooltip="Logarithmic y axis of the chart with the focus",
+        ),
+        Binding(
+            "R",
+            "robust_scale",
+            "Robust y",
+            show=False,
+            id="robust-scale",
+            tooltip="Leave outliers out of its y axis",
+        ),
+        Binding(
+            "H",
+            "hardware",
+            "Hardware",
+            show=False,
+            id="hardware",
+            tooltip="What GPUs and nodes did instead of metrics; again: back",
+        ),
+        Binding(
+            "E",
+            "export",
+            "Export",
+            show=False,
+            id="export",
+            tooltip="The chart with the focus as SVG, its values as CSV",
+        ),
+        Binding(
+            "v",
+            "overlay",
+            "Overlay",
+            show=False,
+            id="overlay",
+            tooltip="Lay other runs over every chart",
+        ),
     )
     """Keys that act on this panel from anywhere on its screen, which binds them."""
 
@@ -94,7 +183,10 @@ class ChartPanel(Container, KeepsLines):
             yield chart
 
     def _set_grid(self) -> None:
-        self.styles.grid_size_columns, self.styles.grid_size_rows = self.page.columns, self.page.rows
+        self.styles.grid_size_columns, self.styles.grid_size_rows = (
+            self.page.columns,
+            self.page.rows,
+        )
 
     def _set_scales(self, chart: Chart) -> None:
         chart.log_scale = self.chart_layout.flagged("log", chart.id or "")
@@ -148,7 +240,11 @@ class ChartPanel(Container, KeepsLines):
 
     async def change(self, layout: ChartLayout, turned: int = 0) -> bool:
         """Show what ``layout`` says, some pages further. Return whether other charts are shown than before."""
-        self._number = max(0, self.page.number + turned) if turned >= 0 else (self.page.number + turned) % self.page.pages
+        self._number = (
+            max(0, self.page.number + turned)
+            if turned >= 0
+            else (self.page.number + turned) % self.page.pages
+        )
         self.chart_layout = layout
         shown = self.wanted_layout
         if self.instead:
@@ -182,7 +278,9 @@ class ChartPanel(Container, KeepsLines):
         """Return the layout with the scale of the chart with the focus switched."""
         return self.chart_layout.toggled(flag, self.metric.key)
 
-    def show(self, snapshot: Snapshot, view: View, axis: Axis | None, overlays: tuple[Overlaid, ...] = ()) -> None:
+    def show(
+        self, snapshot: Snapshot, view: View, axis: Axis | None, overlays: tuple[Overlaid, ...] = ()
+    ) -> None:
         """Draw ``snapshot`` over ``axis``, with the cursor of ``view``, and other runs over it."""
         marks = [Mark(float(saved.step), saved.time, "◆", "mark") for saved in snapshot.checkpoints]
         marks += [Mark(float(resume.step), resume.time, "↻", "mark") for resume in snapshot.resumes]
@@ -190,7 +288,9 @@ class ChartPanel(Container, KeepsLines):
         drawn = {chart.id: chart for chart in self.charts}
         for metric in self.page.metrics:
             if (chart := drawn.get(metric.key)) is not None:
-                chart.turns = self.page.note_in(chart.heading_room) if metric is self.page.metrics[-1] else ""
+                chart.turns = (
+                    self.page.note_in(chart.heading_room) if metric is self.page.metrics[-1] else ""
+                )
                 self._show_metric(metric, chart, shown, marks)
 
     def _show_metric(self, metric: Metric, chart: Chart, shown: Shown, marks: list[Mark]) -> None:
@@ -205,9 +305,15 @@ class ChartPanel(Container, KeepsLines):
             chart.waiting = "reading …" if not known else "not measured in this run"
             pairs = []
         if shown.beyond_end:
-            pairs = [(line, "") for line, _ in pairs]  # the cursor is where only another run has values
+            pairs = [
+                (line, "") for line, _ in pairs
+            ]  # the cursor is where only another run has values
         looks = [look_of(at, coloured=coloured) for at in range(len(shown.overlays))]
-        others = [(line, "") for other, look in zip(shown.overlays, looks, strict=True) for line in other.lines(metric, *look)]
+        others = [
+            (line, "")
+            for other, look in zip(shown.overlays, looks, strict=True)
+            for line in other.lines(metric, *look)
+        ]
         own = _own_notes(metric, chart, shown)
         chart.per, chart.unit = metric.shown_in
         loss = metric.key == "loss"
@@ -227,7 +333,9 @@ class ChartPanel(Container, KeepsLines):
 def _lines(metric: Metric, chart: Chart, shown: Shown, *, coloured: bool) -> list[tuple[Line, str]]:
     """Return the lines of a metric with their names in the heading. Where nothing is ``coloured``, parts of a step have signs."""
     snapshot, axis = shown.snapshot, shown.axis
-    crowded = metric.key == "throughput" and chart.heading_room < ROOMY  # MFU says more than that the run has ended
+    crowded = (
+        metric.key == "throughput" and chart.heading_room < ROOMY
+    )  # MFU says more than that the run has ended
     newest = "." if snapshot.training or shown.view.cursor is not None or crowded else "last"
     evaluations = [] if snapshot.evaluations is None else [snapshot.evaluations]
     if metric.key == EVALUATIONS:
@@ -239,17 +347,26 @@ def _lines(metric: Metric, chart: Chart, shown: Shown, *, coloured: bool) -> lis
     if metric.roles:
         named = zip(metric.fields, metric.roles, metric.names, strict=True)
         lines = [(snapshot.line(field, role, axis), name) for field, role, name in named]
-        return [(replace(line, sign=look_of(at, coloured=coloured).sign), name) for at, (line, name) in enumerate(lines)]
+        return [
+            (replace(line, sign=look_of(at, coloured=coloured).sign), name)
+            for at, (line, name) in enumerate(lines)
+        ]
     field = metric.fields[0]
     if not snapshot.is_smoothed(field):
         pairs = [(snapshot.line(field, metric.role, axis), newest)]
     else:
-        pairs = [(snapshot.line(field, "raw", axis), newest), (snapshot.mean_line(field, metric.role, axis), _mean_name(chart, shown))]
+        pairs = [
+            (snapshot.line(field, "raw", axis), newest),
+            (snapshot.mean_line(field, metric.role, axis), _mean_name(chart, shown)),
+        ]
     if metric.key != "loss":
         return pairs
     if snapshot.training and shown.view.cursor is None:
         pairs[0] = pairs[0][0], "now"
-    return [*pairs, *((line, "evaluation" if chart.heading_room >= ROOMY else "eval") for line in evaluations)]
+    return [
+        *pairs,
+        *((line, "evaluation" if chart.heading_room >= ROOMY else "eval") for line in evaluations),
+    ]
 
 
 def _own_notes(metric: Metric, chart: Chart, shown: Shown) -> list[str]:

@@ -40,7 +40,9 @@ class StepDetails(KeptVertical):
         at_cursor = snapshot.inspected is not None
         record = snapshot.inspected.step if snapshot.inspected is not None else snapshot.latest
         self.heading.update(*_heading(record, at_cursor))
-        self.lines.update(Content("\n").join(detail_lines(record, width)) if record is not None else Content(""))
+        self.lines.update(
+            Content("\n").join(detail_lines(record, width)) if record is not None else Content("")
+        )
 
     @property
     def rows(self) -> int:
@@ -53,7 +55,10 @@ def _heading(record: StepRecord | None, at_cursor: bool) -> tuple[str, str]:
     if record is None:
         return "step", "nothing was recorded here" if at_cursor else "none yet"
     clock = time.strftime("%H:%M:%S", time.localtime(record.time))
-    return f"step {thousands(record.step)}", f"{clock}, {'at the cursor' if at_cursor else 'the newest'}"
+    return (
+        f"step {thousands(record.step)}",
+        f"{clock}, {'at the cursor' if at_cursor else 'the newest'}",
+    )
 
 
 def detail_lines(record: StepRecord, width: int) -> list[Content]:
@@ -63,11 +68,20 @@ def detail_lines(record: StepRecord, width: int) -> list[Content]:
         value = getattr(record, metric.fields[0]) if len(metric.fields) == 1 else None
         if value is not None:
             per, unit = metric.shown_in
-            written = thousands(value) if isinstance(value, int) and per == 1 else metric.format_value(value / per)
+            written = (
+                thousands(value)
+                if isinstance(value, int) and per == 1
+                else metric.format_value(value / per)
+            )
             text = f"{written} {unit}"
             name = shorten(metric.title, ENTRY - VALUE - 1)
-            entries.append(Content.assemble((f"{name:<{ENTRY - VALUE}}", "$faint"), f"{text:<{VALUE}}"))
+            entries.append(
+                Content.assemble((f"{name:<{ENTRY - VALUE}}", "$faint"), f"{text:<{VALUE}}")
+            )
     columns = max(1, width // ENTRY)
     rows = -(-len(entries) // columns)
     ordered = [entries[start : start + rows] for start in range(0, len(entries), rows)]
-    return [Content("").join(entry for entry in row if entry is not None) for row in itertools.zip_longest(*ordered)]
+    return [
+        Content("").join(entry for entry in row if entry is not None)
+        for row in itertools.zip_longest(*ordered)
+    ]

@@ -40,7 +40,9 @@ class FormPanel(Vertical):
         yield FindField("a field's name, or what it is for", id="find")
         yield Static(id="about")
 
-    async def show_values(self, shown_value: Callable[[str], tuple[str, str]], *, slurm: bool) -> bool:
+    async def show_values(
+        self, shown_value: Callable[[str], tuple[str, str]], *, slurm: bool
+    ) -> bool:
         """Show every field's value, and make the fields if there are none yet. Return whether they were made.
 
         Args:
@@ -56,9 +58,13 @@ class FormPanel(Vertical):
             if title == SLURM and not slurm:
                 continue
             widgets.append(Static(title, classes="group"))
-            widgets += [FieldRow(path, field_index().get(path), *shown_value(path)) for path in paths]
+            widgets += [
+                FieldRow(path, field_index().get(path), *shown_value(path)) for path in paths
+            ]
         await self.fields.mount_all(widgets)
-        self.query_one("#field-slurm-partition").disabled = not slurm and not shown_value("slurm.partition")[1]
+        self.query_one("#field-slurm-partition").disabled = (
+            not slurm and not shown_value("slurm.partition")[1]
+        )
         return True
 
     def set_values(self, values: Mapping[str, str]) -> None:
@@ -84,7 +90,12 @@ class FormPanel(Vertical):
         """
         self._refused = ""
         for row in self.all_rows:
-            row.show_status(was=was(row.path), preset=preset(row.path), problem=problems.get(row.path, ""), note=note(row.path))
+            row.show_status(
+                was=was(row.path),
+                preset=preset(row.path),
+                problem=problems.get(row.path, ""),
+                note=note(row.path),
+            )
         self.show_about()
 
     def entered(self) -> tuple[str, str] | None:
@@ -123,7 +134,11 @@ class FormPanel(Vertical):
     def _selected(self) -> FieldRow | None:
         """The field with the focus."""
         focused = self.screen.focused
-        return next((node for node in focused.ancestors_with_self if isinstance(node, FieldRow)), None) if focused is not None else None
+        return (
+            next((node for node in focused.ancestors_with_self if isinstance(node, FieldRow)), None)
+            if focused is not None
+            else None
+        )
 
     def move(self, distance: int) -> None:
         """Give the keyboard to another field and keep it in view; without one, to the first or the last."""
@@ -131,7 +146,11 @@ class FormPanel(Vertical):
         if not rows:
             return
         at = rows.index(self._selected) if self._selected in rows else None
-        index = (0 if distance > 0 else len(rows) - 1) if at is None else min(len(rows) - 1, max(0, at + distance))
+        index = (
+            (0 if distance > 0 else len(rows) - 1)
+            if at is None
+            else min(len(rows) - 1, max(0, at + distance))
+        )
         rows[index].focus_control()
         rows[index].scroll_visible(animate=False)
 
@@ -156,7 +175,13 @@ class FormPanel(Vertical):
         """Go to the field that was found, among all of them again: one that is called so before one that is described so."""
         event.stop()
         needle = self.find.needle
-        found = sorted(self.rows, key=lambda row: (needle not in (row.name_shown, row.path), needle not in row.name_shown))
+        found = sorted(
+            self.rows,
+            key=lambda row: (
+                needle not in (row.name_shown, row.path),
+                needle not in row.name_shown,
+            ),
+        )
         self.close_find()
         if found:
             self.go_to(found[0].path)
@@ -183,9 +208,13 @@ class FormPanel(Vertical):
         """Describe the field with the focus, or say what is wrong with it."""
         row = self._selected
         if row is None:
-            self.about.update(Content.styled("up and down move between fields, / finds one", "$faint"))
+            self.about.update(
+                Content.styled("up and down move between fields, / finds one", "$faint")
+            )
         elif row.problem:
             refused = f"{self._refused}: " if self._refused else ""
-            self.about.update(Content.assemble((f"✗ {refused}{row.path}  ", "bold $error"), row.problem))
+            self.about.update(
+                Content.assemble((f"✗ {refused}{row.path}  ", "bold $error"), row.problem)
+            )
         else:
             self.about.update(Content.assemble((f"{row.path}  ", "bold"), (row.about, "$faint")))

@@ -44,8 +44,24 @@ class HostPanel(Vertical):
     """
     KEYS: ClassVar[tuple[BindingType, ...]] = (
         *NumaPanel.KEYS,
-        Binding("greater_than_sign", "page(1)", "Next page", key_display=">", show=False, id="page", tooltip="The next charts"),
-        Binding("less_than_sign", "page(-1)", "Page before", key_display="<", show=False, id="page-before", tooltip="The charts before"),
+        Binding(
+            "greater_than_sign",
+            "page(1)",
+            "Next page",
+            key_display=">",
+            show=False,
+            id="page",
+            tooltip="The next charts",
+        ),
+        Binding(
+            "less_than_sign",
+            "page(-1)",
+            "Page before",
+            key_display="<",
+            show=False,
+            id="page-before",
+            tooltip="The charts before",
+        ),
     )
     """Keys that act on this panel from anywhere on its screen, which binds them."""
 
@@ -76,7 +92,9 @@ class HostPanel(Vertical):
 
     async def _show(self, host: HostView) -> None:
         width, height = self.size
-        keys = [key for key in hardware_keys(view.sample for view in host.gpus) if key not in _NOT_HERE]
+        keys = [
+            key for key in hardware_keys(view.sample for view in host.gpus) if key not in _NOT_HERE
+        ]
         count = min(len(keys), max(1, width // CHART_WIDTH))
         self._first %= len(keys)
         await self._show_charts([keys[(self._first + at) % len(keys)] for at in range(count)], host)
@@ -87,7 +105,11 @@ class HostPanel(Vertical):
         charts = min(_CHART_ROWS[1], max(_CHART_ROWS[0], left // 3))
         if left - charts < nodes + _LEAST_PROCESS_ROWS:
             charts = 0
-        most = max((len(view.cpus) for view in host.nodes), default=0) if self.numa.nodes.plot == "cores" else _MOST_PLOT_ROWS
+        most = (
+            max((len(view.cpus) for view in host.nodes), default=0)
+            if self.numa.nodes.plot == "cores"
+            else _MOST_PLOT_ROWS
+        )
         plot = max(0, min(most, _MOST_PLOT_ROWS, (left - charts - _LEAST_PROCESS_ROWS) // nodes))
         self.row.display, self.row.styles.height = bool(charts), charts
         self.numa.set_rows(plot, heading=True)
@@ -104,7 +126,9 @@ class HostPanel(Vertical):
         for key in keys:
             pairs = sampled_lines(BY_KEY[key], host.sampled, coloured=not self.app.no_color)
             marked = marked_lines(BY_KEY[key], host.sampled)
-            charts[key].show([line for line, _ in pairs], [name for _, name in pairs], host.axis, marked=marked)
+            charts[key].show(
+                [line for line, _ in pairs], [name for _, name in pairs], host.axis, marked=marked
+            )
 
     def turn(self, pages: int) -> None:
         """Show other charts the next time."""
@@ -123,9 +147,14 @@ def process_lines(processes: Iterable[HostProcess], width: int, rows: int) -> Co
     shown = listed if len(listed) < rows else listed[: max(0, rows - 2)]
     gpus = any(process.gpu is not None for process in listed)
     head = (
-        f"{'pid':>7}  {'user':<9} {'name':<15} {'cores':>6} {'memory':>9}" + (f" {'GPU':>5} {'GPU memory':>10}" if gpus else "") + "  bound"
+        f"{'pid':>7}  {'user':<9} {'name':<15} {'cores':>6} {'memory':>9}"
+        + (f" {'GPU':>5} {'GPU memory':>10}" if gpus else "")
+        + "  bound"
     )
-    lines = [Content.styled(head[:width], "$faint"), *(_process_line(process, width, gpus=gpus) for process in shown)]
+    lines = [
+        Content.styled(head[:width], "$faint"),
+        *(_process_line(process, width, gpus=gpus) for process in shown),
+    ]
     if len(shown) < len(listed):
         lines.append(Content.styled(f"{'':>7}  {len(listed) - len(shown)} more", "$faint"))
     return Content("\n").join(lines)
@@ -143,4 +172,8 @@ def _process_line(process: HostProcess, width: int, *, gpus: bool) -> Content:
         (f" {on:>5} {used:>10}" if gpus else "", "$gpu"),
     )
     room = width - line.cell_length - 2
-    return line + Content.styled(f"  {shorten(cpu_ranges(process.bound), room)}", "$adam") if process.bound and room > 0 else line
+    return (
+        line + Content.styled(f"  {shorten(cpu_ranges(process.bound), room)}", "$adam")
+        if process.bound and room > 0
+        else line
+    )

@@ -20,17 +20,28 @@ class RunLegend(StyledLines):
     room = 20
     """Cells that it has, which is known before it is shown. Its own width is not."""
 
-    def show(self, snapshot: Snapshot, overlays: tuple[Overlaid, ...], metric: Metric, axis: Axis | None, cursor: float | None) -> None:
+    def show(
+        self,
+        snapshot: Snapshot,
+        overlays: tuple[Overlaid, ...],
+        metric: Metric,
+        axis: Axis | None,
+        cursor: float | None,
+    ) -> None:
         """Name the followed run and those over it, with their newest values, or those at the cursor, in lines that fit."""
         self.display = bool(overlays)
         if not overlays:
             return
-        followed, *others = distinct([snapshot.run.name, *(overlaid.run.name for overlaid in overlays)], LONGEST_NAME)
+        followed, *others = distinct(
+            [snapshot.run.name, *(overlaid.run.name for overlaid in overlays)], LONGEST_NAME
+        )
         entries = [Content.assemble(("● ", "$accent"), (followed, "bold"))]
         for index, (overlaid, name) in enumerate(zip(overlays, others, strict=True)):
             role, sign = look_of(index, coloured=not self.app.no_color)
             entry = Content.assemble((f"{sign or '●'} ", f"${role}"), name)
-            entries.append(entry + Content.styled(f" {_value_text(overlaid, metric, axis, cursor)}", "$faint"))
+            entries.append(
+                entry + Content.styled(f" {_value_text(overlaid, metric, axis, cursor)}", "$faint")
+            )
         self.update(Content("\n").join(wrapped(entries, self.room)))
 
 
@@ -44,9 +55,17 @@ def _value_text(overlaid: Overlaid, metric: Metric, axis: Axis | None, cursor: f
     if cursor is not None and cursor > overlaid.end[0 if axis.unit == "step" else 1]:
         return "-"
     measured = lines[:1] if metric.fields else lines  # of the parts of a step, the first one
-    values = [value for line in measured if (value := value_at(line, axis, axis.high if cursor is None else cursor)) is not None]
+    values = [
+        value
+        for line in measured
+        if (value := value_at(line, axis, axis.high if cursor is None else cursor)) is not None
+    ]
     per, _ = metric.shown_in
-    texts = [metric.format_value(value / per) for value in (min(values), max(values))] if values else ["-"]
+    texts = (
+        [metric.format_value(value / per) for value in (min(values), max(values))]
+        if values
+        else ["-"]
+    )
     return " to ".join(dict.fromkeys(texts))
 
 

@@ -23,8 +23,17 @@ class LogPanel(KeptVertical):
     """Follows the end of the log until the reader scrolls up, and goes through the lines that contain a text."""
 
     KEYS: ClassVar[tuple[BindingType, ...]] = (
-        Binding("slash", "find", "Search", key_display="/", id="find", tooltip="n and N go to the next and previous match"),
-        Binding("f", "follow", "Follow log", show=False, id="follow", tooltip="Back to the newest line"),
+        Binding(
+            "slash",
+            "find",
+            "Search",
+            key_display="/",
+            id="find",
+            tooltip="n and N go to the next and previous match",
+        ),
+        Binding(
+            "f", "follow", "Follow log", show=False, id="follow", tooltip="Back to the newest line"
+        ),
     )
     """Keys that act on this panel from anywhere on its screen, which binds them."""
 
@@ -50,7 +59,10 @@ class LogPanel(KeptVertical):
     def show(self, snapshot: Snapshot) -> None:
         """Add the lines that are new in ``snapshot``."""
         several_hosts = snapshot.hosts > 1
-        lines = (f"{line.host}: {line.text}" if several_hosts else line.text for line in snapshot.log_lines)
+        lines = (
+            f"{line.host}: {line.text}" if several_hosts else line.text
+            for line in snapshot.log_lines
+        )
         self.lines.extend(lines, snapshot.log_partial)
         self._show_heading()
 

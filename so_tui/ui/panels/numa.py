@@ -59,7 +59,14 @@ class NumaPanel(KeptVertical):
     gpus = getters.query_one("#gpus", StyledLines)
 
     KEYS: ClassVar[tuple[BindingType, ...]] = (
-        Binding("h", "node_plot", "Heat of cores", show=False, id="node-plot", tooltip="Nodes over time: load, heat of cores, memory"),
+        Binding(
+            "h",
+            "node_plot",
+            "Heat of cores",
+            show=False,
+            id="node-plot",
+            tooltip="Nodes over time: load, heat of cores, memory",
+        ),
     )
     """Keys that act on this panel from anywhere on its screen, which binds them."""
 
@@ -76,7 +83,9 @@ class NumaPanel(KeptVertical):
             yield StyledLines(id="gpus")
             yield from self._below
 
-    def show(self, shown: ShowsHosts, axis: Axis | None, width: int, cursor: float | None = None) -> None:
+    def show(
+        self, shown: ShowsHosts, axis: Axis | None, width: int, cursor: float | None = None
+    ) -> None:
         """Show the nodes over ``axis``, and the GPUs, in a panel of ``width`` cells."""
         self.gpus.display = bool(shown.gpus)
         self.gpus.update(run_lines.gpu_lines(shown.gpus, self.inner(width)))
@@ -122,11 +131,21 @@ def _figure(shown: ShowsHosts, plot: NodePlot) -> str:
         return "waiting for the first sample"
     when = ", means while it trained" if shown.averaged else ""
     if shown.inspected is not None:
-        when = ", at the cursor" if shown.inspected.samples else ", now: nothing was sampled at the cursor"
+        when = (
+            ", at the cursor"
+            if shown.inspected.samples
+            else ", now: nothing was sampled at the cursor"
+        )
     hosts = f" of {plural(shown.hosts, 'host')}" if shown.hosts > 1 else ""
     counted = f"{plural(len(shown.nodes), 'node')}{hosts}, {plural(cores, 'core')}"
-    over_time = {"load": "", "cores": "   rows are cores over time", "memory": "   memory in use, and the file cache in it"}[plot]
-    cells = "   a cell is a core" + (": A Adam, m main, o other" if shown.binding is not None else "")
+    over_time = {
+        "load": "",
+        "cores": "   rows are cores over time",
+        "memory": "   memory in use, and the file cache in it",
+    }[plot]
+    cells = "   a cell is a core" + (
+        ": A Adam, m main, o other" if shown.binding is not None else ""
+    )
     return f"{counted}{when}{over_time}{cells}"
 
 
@@ -135,7 +154,9 @@ def _picture(shown: ShowsHosts, node: NodeView) -> NodePicture:
     bound = shown.binding.ranks if shown.binding is not None else ()
     own = set(node.cpus)
     ranks = [rank for rank in bound if own.intersection(rank.cpus) and rank.host in (node.host, "")]
-    names = " · ".join(f"rank {rank.rank}" + ("" if rank.gpu is None else f" · GPU {rank.gpu}") for rank in ranks)
+    names = " · ".join(
+        f"rank {rank.rank}" + ("" if rank.gpu is None else f" · GPU {rank.gpu}") for rank in ranks
+    )
     used = {rank.gpu for rank in ranks}
     return NodePicture(
         node,

@@ -31,7 +31,13 @@ class PlacementPanel(StyledLines):
 
     def show(self, snapshot: Snapshot, width: int, height: int) -> None:
         """Show the newest placement in lines of ``width`` cells, in a terminal of ``height`` rows."""
-        shown = (snapshot.placement, snapshot.binding, snapshot.plan and snapshot.plan.binding, width, height)
+        shown = (
+            snapshot.placement,
+            snapshot.binding,
+            snapshot.plan and snapshot.plan.binding,
+            width,
+            height,
+        )
         if shown == self._shown:  # placement is sampled much more rarely than everything else
             return
         self._shown = shown
@@ -57,7 +63,11 @@ class _Planned(NamedTuple):
 
 def placement_lines(snapshot: Snapshot, height: int) -> list[Content]:
     """Return the lines about the placement of ranks, those with problems first."""
-    reports = {report.rank: report for report in snapshot.binding.ranks} if snapshot.binding is not None else {}
+    reports = (
+        {report.rank: report for report in snapshot.binding.ranks}
+        if snapshot.binding is not None
+        else {}
+    )
     placed = {place.rank: place for place in snapshot.placement}
     wrong: list[Content] = []
     right: list[Content] = []
@@ -73,7 +83,9 @@ def placement_lines(snapshot: Snapshot, height: int) -> list[Content]:
         return wrong + right
     if height < FEW_ROWS:
         return wrong
-    good = Content.styled(f"✓ {plural(len(right), 'rank')} on the planned cores{_on_node(shares)}", "$faint")
+    good = Content.styled(
+        f"✓ {plural(len(right), 'rank')} on the planned cores{_on_node(shares)}", "$faint"
+    )
     return [*wrong[: MOST_ROWS - 1], good]
 
 
@@ -89,11 +101,21 @@ def _planned(snapshot: Snapshot) -> dict[int, _Planned]:
     """Return where each rank should be: those of the plan, and those of other hosts, as they reported after they were bound."""
     reports = snapshot.binding.ranks if snapshot.binding is not None else ()
     bound = snapshot.plan.binding if snapshot.plan is not None else ()
-    found = {report.rank: _Planned(_name(report.rank, report.gpu), report.cpus, report.main_cpus, ()) for report in reports}
-    return found | {each.rank: _Planned(_name(each.rank, each.gpu), each.cpus, each.main_cpus, each.memory_policy.nodes) for each in bound}
+    found = {
+        report.rank: _Planned(_name(report.rank, report.gpu), report.cpus, report.main_cpus, ())
+        for report in reports
+    }
+    return found | {
+        each.rank: _Planned(
+            _name(each.rank, each.gpu), each.cpus, each.main_cpus, each.memory_policy.nodes
+        )
+        for each in bound
+    }
 
 
-def _problems(place: RankPlacement | None, planned: _Planned, report: RankBindingReport | None) -> Iterator[str]:
+def _problems(
+    place: RankPlacement | None, planned: _Planned, report: RankBindingReport | None
+) -> Iterator[str]:
     if report is not None and report.problem:
         yield f"could not be bound: {brief_message(report.problem)}"
     if place is None:
@@ -102,22 +124,33 @@ def _problems(place: RankPlacement | None, planned: _Planned, report: RankBindin
         yield f"may run on cores {_listed({*place.cpus, *place.adam_cpus})}, planned {_listed(planned.cpus)}"
     share = share_on_nodes(place, planned.nodes)
     if share is not None and share < LEAST_OWN_SHARE:
-        others = {node for node, size in place.node_bytes.items() if size and node not in planned.nodes}
+        others = {
+            node for node, size in place.node_bytes.items() if size and node not in planned.nodes
+        }
         yield f"{percent(share)} of its memory is on node {_listed(planned.nodes)}, the rest on {_listed(others)}"
 
 
 def _line(place: RankPlacement, planned: _Planned) -> Content:
     """Return ``✓ rank 0 · GPU 0  main cores 0-6, Adam 7-71  memory node 0 99 %``."""
-    cores = f"main cores {_listed(place.cpus)}, Adam {_listed(place.adam_cpus)}" if place.adam_cpus else f"cores {_listed(place.cpus)}"
+    cores = (
+        f"main cores {_listed(place.cpus)}, Adam {_listed(place.adam_cpus)}"
+        if place.adam_cpus
+        else f"cores {_listed(place.cpus)}"
+    )
     parts: list[tuple[str, str] | str] = [(f"✓ {planned.name}  ", "$faint"), cores]
     if place.node_bytes:
         node = max(place.node_bytes, key=lambda node: place.node_bytes[node])
         share = place.node_bytes[node] / max(1, sum(place.node_bytes.values()))
         parts += [("  memory ", "$faint"), f"node {node} {percent(share)}"]
     if place.mpam_groups:
-        parts += [("  MPAM ", "$faint"), shorten(" + ".join(map(_group, place.mpam_groups[:2])), LONGEST_LIST)]
+        parts += [
+            ("  MPAM ", "$faint"),
+            shorten(" + ".join(map(_group, place.mpam_groups[:2])), LONGEST_LIST),
+        ]
     if place.nice > 0:
-        parts.append((f"  {f'nice {place.nice}' if place.nice < IDLE_NICE else 'idle priority'}", "$warning"))
+        parts.append(
+            (f"  {f'nice {place.nice}' if place.nice < IDLE_NICE else 'idle priority'}", "$warning")
+        )
     return Content.assemble(*parts)
 
 

@@ -34,7 +34,9 @@ class PlanPanel(Vertical):
         with Horizontal(id="buttons"):
             yield Button("Launch  F5", id="launch", compact=True, disabled=True)
             yield Button("Save  ^s", id="save", compact=True)
-            yield Button("Data  d", id="preview_data", compact=True, tooltip="See the data as the model will")
+            yield Button(
+                "Data  d", id="preview_data", compact=True, tooltip="See the data as the model will"
+            )
             yield Button("Copy  y", id="copy", compact=True)
 
     def show(self, planned: Planned) -> None:
@@ -47,7 +49,9 @@ class PlanPanel(Vertical):
             return
         count = plural(len(planned.problems), "invalid field")
         them = "it" if len(planned.problems) == 1 else "them"
-        self._verdict.update(Content.styled(f"✗ {count}: correct {them} to get a plan", "bold $error"))
+        self._verdict.update(
+            Content.styled(f"✗ {count}: correct {them} to get a plan", "bold $error")
+        )
         self.what_if.show(())
         self._text.update(Content("\n\n").join(map(problem_text, planned.problems)))
 
@@ -56,6 +60,10 @@ class PlanPanel(Vertical):
         planned = self._planned
         self.what_if.draw_again()
         if planned is not None and planned.plan is not None:
-            self._verdict.update(plan_view.headline(planned.plan, max(30, self._verdict.content_size.width)))
+            self._verdict.update(
+                plan_view.headline(planned.plan, max(30, self._verdict.content_size.width))
+            )
             width = max(30, self.query_one("#plan-pane").content_size.width - 1)
-            self._text.update(plan_view.whole(planned.plan, planned.command, width, plain=shows_ascii(self.app)))
+            self._text.update(
+                plan_view.whole(planned.plan, planned.command, width, plain=shows_ascii(self.app))
+            )

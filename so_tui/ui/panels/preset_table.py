@@ -25,7 +25,13 @@ class PresetTable(FittedTable):
     """Shows plans, and knows the one under the cursor."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("enter", "select_cursor", "Configure", id="open", tooltip="Change its settings before it runs")
+        Binding(
+            "enter",
+            "select_cursor",
+            "Configure",
+            id="open",
+            tooltip="Change its settings before it runs",
+        )
     ]
 
     _shown: tuple[PlanRow, ...] = ()
@@ -51,11 +57,19 @@ class PresetTable(FittedTable):
         filled = []
         for row in rows:
             cells = [self._cell(row.cells.get(ranks), room, wide=wide) for ranks in counts]
-            longest = 36 if spacious or (wide and len(counts) < 3) else 24 if wide or len(counts) < 3 else 16
+            longest = (
+                36
+                if spacious or (wide and len(counts) < 3)
+                else 24
+                if wide or len(counts) < 3
+                else 16
+            )
             filled.append((row.preset, [*self._model(row, longest, spacious=spacious), *cells]))
         self.fill([*titles, *columns], filled, dict.fromkeys(columns, 22 if wide else 14))
         column = self._fixed + count_at if count_at >= 0 else at.column
-        self.move_cursor(row=self.get_row_index(preset) if preset in self.rows else at.row, column=column)
+        self.move_cursor(
+            row=self.get_row_index(preset) if preset in self.rows else at.row, column=column
+        )
 
     def _model(self, row: PlanRow, longest: int, *, spacious: bool) -> list[Text]:
         """Return the cells about a model, whose name takes at most ``longest``."""
@@ -63,7 +77,9 @@ class PresetTable(FittedTable):
         if row.active_parameters < row.parameters:
             size += f" MoE, {count(row.active_parameters, 1)} active" if spacious else " MoE"
         cells = [Text(shorten(row.title, longest)), Text(size, style=self._colour("$faint"))]
-        return [*cells, Text(thousands(row.sequence_length), justify="right")] if spacious else cells
+        return (
+            [*cells, Text(thousands(row.sequence_length), justify="right")] if spacious else cells
+        )
 
     def _cell(self, plan: Plan | None, room: int, *, wide: bool) -> Text:
         """Return ``★ ✓ ratio 0.35  13.9k/s`` (narrow: ``★ ✓ 0.35 13.9k``; ``none``: no offload), or ``✗ too big``.
@@ -103,13 +119,22 @@ class PresetTable(FittedTable):
         if at.column >= self._fixed:
             plan = row.cells.get(self._counts[at.column - self._fixed])
         else:
-            plan = next((plan for plan in row.cells.values() if plan.recommended), None) or next(iter(row.cells.values()), None)
+            plan = next((plan for plan in row.cells.values() if plan.recommended), None) or next(
+                iter(row.cells.values()), None
+            )
         return (row, plan) if plan is not None else None
 
     def select(self, preset: str) -> None:
         """Put the cursor on the recommended plan of a preset."""
         row = next(row for row in self._shown if row.preset == preset)
-        best = next((column for column, ranks in enumerate(self._counts) if (plan := row.cells.get(ranks)) and plan.recommended), 0)
+        best = next(
+            (
+                column
+                for column, ranks in enumerate(self._counts)
+                if (plan := row.cells.get(ranks)) and plan.recommended
+            ),
+            0,
+        )
         self.move_cursor(row=self.get_row_index(preset), column=self._fixed + best, scroll=True)
 
     def start_where_it_fits(self, *, on_gpus: bool) -> None:

@@ -31,7 +31,9 @@ VALUE = 12
 """Cells of a value there, with the space between."""
 
 
-def drawn_looks(marked: Sequence[RunDirectory], curves: Mapping[RunDirectory, LossCurve], *, coloured: bool) -> dict[RunDirectory, Look]:
+def drawn_looks(
+    marked: Sequence[RunDirectory], curves: Mapping[RunDirectory, LossCurve], *, coloured: bool
+) -> dict[RunDirectory, Look]:
     """Return how those marked runs look whose losses are drawn: their lines, and their marks in the list."""
     drawn = [run for run in marked if run in curves][:MOST_LINES]
     return {run: look_of(at, coloured=coloured) for at, run in enumerate(drawn)}
@@ -94,7 +96,9 @@ class RunPreview(Vertical):
         alone = {run: Look("main", "") for run in (row.run,) if run in curves}
         looks = drawn_looks(marked, curves, coloured=not self.app.no_color) if marked else alone
         drawn = [(run, curves[run]) for run in looks]
-        lines = [replace(curve.line, role=looks[run].role, sign=looks[run].sign) for run, curve in drawn]
+        lines = [
+            replace(curve.line, role=looks[run].role, sign=looks[run].sign) for run, curve in drawn
+        ]
         room = self.overlay.heading_room // max(1, len(looks)) - VALUE
         names = (
             distinct([run.name for run in looks], min(LONGEST_NAME, max(LEAST_NAME, room)))
@@ -106,9 +110,17 @@ class RunPreview(Vertical):
             low = min(curve.steps[0] for _, curve in drawn)
             axis = Axis("step", low, max(max(curve.steps[1] for _, curve in drawn), low + 1))
         shown = [curve for _, curve in drawn]
-        self.overlay.show(lines, names, axis, notes=means_note(shown) if marked else (), progress=progress_text(shown))
+        self.overlay.show(
+            lines,
+            names,
+            axis,
+            notes=means_note(shown) if marked else (),
+            progress=progress_text(shown),
+        )
         own = curves.get(row.run)
         if self._columns:
-            self.facts.update(facts(row, self._columns - 4, own.results if own is not None else None, exported))
+            self.facts.update(
+                facts(row, self._columns - 4, own.results if own is not None else None, exported)
+            )
         else:
             self.facts.update(facts(row, self.app.size.width * 2 // 5 - 5, exported=exported))

@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 class RunTable(FittedTable):
     """Shows runs, and knows the one under the cursor."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "select_cursor", "Open", id="open", tooltip="Show this run on the dashboard")]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding(
+            "enter", "select_cursor", "Open", id="open", tooltip="Show this run on the dashboard"
+        )
+    ]
 
     shown: tuple[RunRow, ...] = ()
     """The runs, from above."""
@@ -53,20 +57,31 @@ class RunTable(FittedTable):
         """
         chosen = self.chosen()
         colours = self.app.theme_variables
-        cells = [cells_of(row, curves.get(row.run), colours, mark=marks.get(row.run)) for row in runs]
+        cells = [
+            cells_of(row, curves.get(row.run), colours, mark=marks.get(row.run)) for row in runs
+        ]
         before = ""
         for row, own in zip(runs, cells, strict=True):
             if order.group != "none" and (name := text_of(row, order.group)) != before:
                 before = name
-                own["name"] = Text.assemble((f"{shorten(name, 20)} ", colours["accent"]), own["name"])
+                own["name"] = Text.assemble(
+                    (f"{shorten(name, 20)} ", colours["accent"]), own["name"]
+                )
         by = SORTED_COLUMNS[order.sort]
         columns, shown = fitted(cells, room, self.cell_padding, kept=by)
         self.shown, self._columns = tuple(runs), tuple(columns)
-        rows = [(str(row.run.path), [own[name] for name in columns]) for row, own in zip(runs, shown, strict=True)]
+        rows = [
+            (str(row.run.path), [own[name] for name in columns])
+            for row, own in zip(runs, shown, strict=True)
+        ]
         self.fill([heading(name, by).strip() for name in columns], rows)
-        positions = [index for index, row in enumerate(runs) if chosen is not None and row.run == chosen.run]
+        positions = [
+            index for index, row in enumerate(runs) if chosen is not None and row.run == chosen.run
+        ]
         self.move_cursor(row=positions[0] if positions else 0)
 
     def order_by(self, column: int) -> str | None:
         """Return the order of runs that goes by a column; None if none does."""
-        return next((order for order, by in SORTED_COLUMNS.items() if by == self._columns[column]), None)
+        return next(
+            (order for order, by in SORTED_COLUMNS.items() if by == self._columns[column]), None
+        )

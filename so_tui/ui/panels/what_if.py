@@ -62,7 +62,10 @@ class WhatIf(StyledLines, can_focus=True):
 
     def stepped(self, path: str, value: float) -> None:
         """Move a mark at once; the plan follows."""
-        self.strips = tuple(Strip(strip.path, strip.choices, value) if strip.path == path else strip for strip in self.strips)
+        self.strips = tuple(
+            Strip(strip.path, strip.choices, value) if strip.path == path else strip
+            for strip in self.strips
+        )
         self.draw_again()
 
     def draw_again(self) -> None:
@@ -70,12 +73,16 @@ class WhatIf(StyledLines, can_focus=True):
         self._marked = min(self._marked, max(0, len(self.strips) - 1))
         rows = [
             Content.styled(
-                "what if   left and right step the value" if self.has_focus else "what if   k, or click a bar; the wheel steps",
+                "what if   left and right step the value"
+                if self.has_focus
+                else "what if   k, or click a bar; the wheel steps",
                 "bold $faint",
             )
         ]
         for index, strip in enumerate(self.strips):
-            rows += strip_lines(strip, self.size.width or WIDEST, marked=self.has_focus and index == self._marked)
+            rows += strip_lines(
+                strip, self.size.width or WIDEST, marked=self.has_focus and index == self._marked
+            )
         self.update(Content("\n").join(rows))
 
     def on_resize(self) -> None:
@@ -156,15 +163,35 @@ def bar_at(strip: Strip, x: int) -> int | None:
 def strip_lines(strip: Strip, width: int, *, marked: bool) -> list[Content]:
     """Return the strip, a bar a value, and below it the figures of the present value. ✗ does not fit; · has no predicted time."""
     name = f"{NAMES.get(strip.path, OTHER_NAME):<11}"
-    heights = bars([math.nan if choice.step_s is None else choice.step_s for choice in strip.choices])
+    heights = bars(
+        [math.nan if choice.step_s is None else choice.step_s for choice in strip.choices]
+    )
     pieces: list[tuple[str, str]] = []
     for index, (choice, height) in enumerate(zip(strip.choices, heights, strict=True)):
         style = STYLES[choice.verdict]
-        shown = SIGNS[choice.verdict] if choice.verdict == "does not fit" else UNKNOWN if choice.step_s is None else height
-        pieces.append((f"▸{shown}◂" if index == strip.at else shown, f"bold {style}" if index == strip.at else style))
+        shown = (
+            SIGNS[choice.verdict]
+            if choice.verdict == "does not fit"
+            else UNKNOWN
+            if choice.step_s is None
+            else height
+        )
+        pieces.append(
+            (
+                f"▸{shown}◂" if index == strip.at else shown,
+                f"bold {style}" if index == strip.at else style,
+            )
+        )
     low, high = strip.choices[0].value, strip.choices[-1].value
-    line = Content.assemble(("▸ " if marked else "  ", "$accent"), (name, "bold" if marked else "$faint"), (f"{low:.2f} ", "$faint"))
-    return [line + Content.assemble(*pieces) + Content.styled(f" {high:.2f}", "$faint"), figures(strip.choices[strip.at], width)]
+    line = Content.assemble(
+        ("▸ " if marked else "  ", "$accent"),
+        (name, "bold" if marked else "$faint"),
+        (f"{low:.2f} ", "$faint"),
+    )
+    return [
+        line + Content.assemble(*pieces) + Content.styled(f" {high:.2f}", "$faint"),
+        figures(strip.choices[strip.at], width),
+    ]
 
 
 def figures(choice: Choice, width: int) -> Content:
@@ -172,8 +199,14 @@ def figures(choice: Choice, width: int) -> Content:
     if choice.verdict == "does not fit":
         step = f" {choice.verdict}"
     else:
-        step = f" step {duration(choice.step_s)}{step_error_text(choice.step_error)}" if choice.step_s else " step not predicted"
-    line = Content(f"    {choice.value:.2f}  ") + Content.assemble((SIGNS[choice.verdict], STYLES[choice.verdict]), step)
+        step = (
+            f" step {duration(choice.step_s)}{step_error_text(choice.step_error)}"
+            if choice.step_s
+            else " step not predicted"
+        )
+    line = Content(f"    {choice.value:.2f}  ") + Content.assemble(
+        (SIGNS[choice.verdict], STYLES[choice.verdict]), step
+    )
     pieces = []
     if choice.gpu_bytes:
         pieces.append(f"   GPU {memory_of(choice.gpu_bytes, choice.gpu_capacity_bytes)}")

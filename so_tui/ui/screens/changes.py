@@ -22,15 +22,28 @@ def title(drafts: Drafts, width: int) -> Content:
     """
     assert drafts.base is not None
     changed = plural(len(drafts.changes), "change") if drafts.changes else "no changes"
-    line = Content.assemble((drafts.base.label, "bold"), (f"   preset {drafts.base.name}, {changed}", "$faint"))
+    line = Content.assemble(
+        (drafts.base.label, "bold"), (f"   preset {drafts.base.name}, {changed}", "$faint")
+    )
     shown = [path for _, paths in GROUPS for path in paths]  # in this order
     others = [path for path in drafts.recommended if path not in shown]
-    recommended = [label(path) for path in (*shown, *others) if drafts.preset_value(path) is not None]
+    recommended = [
+        label(path) for path in (*shown, *others) if drafts.preset_value(path) is not None
+    ]
     if not recommended:
         return line
     count = len(recommended)
-    lists = [", ".join(recommended), *(f"{', '.join(recommended[:named])} and {count - named} more" for named in range(count - 1, 0, -1))]
-    for text in (*(f"   ★ recommended for {drafts.recommended_for}: {names}" for names in lists), f"   ★ {count} recommended"):
+    lists = [
+        ", ".join(recommended),
+        *(
+            f"{', '.join(recommended[:named])} and {count - named} more"
+            for named in range(count - 1, 0, -1)
+        ),
+    ]
+    for text in (
+        *(f"   ★ recommended for {drafts.recommended_for}: {names}" for names in lists),
+        f"   ★ {count} recommended",
+    ):
         if line.cell_length + cell_len(text) <= width:
             return line + Content.styled(text, "$faint")
     return line
@@ -71,5 +84,8 @@ def ask_to_undo(app: SharedApp, drafts: Drafts, then: Callable[[], object]) -> N
         kept = f" What was recommended stays: {recommended}." if recommended else ""
         lines, undo = [f"{plural(len(changed), 'change')} will be lost.{kept}"], "Undo all changes"
     else:
-        lines, undo = [f"What was recommended for {drafts.recommended_for} is given up: {recommended}."], "Use the preset as it is"
+        lines, undo = (
+            [f"What was recommended for {drafts.recommended_for} is given up: {recommended}."],
+            "Use the preset as it is",
+        )
     app.push_screen(Question(f"Back to preset {preset}?", lines, yes=undo), answered)

@@ -29,10 +29,31 @@ class ChartedPage(Page):
 
     KEYS: ClassVar[tuple[BindingType, ...]] = (
         Binding("x", "axis", "Axis", id="axis", tooltip="Steps or time on the axis of all charts"),
-        Binding("z,plus", "zoom(0.5)", "Zoom", key_display="z", id="zoom", tooltip="Zoom in (also + and the wheel)"),
-        Binding("Z,minus", "zoom(2)", "Zoom out", key_display="Z", show=False, id="zoom-out", tooltip="Also -"),
+        Binding(
+            "z,plus",
+            "zoom(0.5)",
+            "Zoom",
+            key_display="z",
+            id="zoom",
+            tooltip="Zoom in (also + and the wheel)",
+        ),
+        Binding(
+            "Z,minus",
+            "zoom(2)",
+            "Zoom out",
+            key_display="Z",
+            show=False,
+            id="zoom-out",
+            tooltip="Also -",
+        ),
         Binding("0", "whole", "Whole run", show=False, id="whole"),
-        Binding("i", "inspect", "Inspect", id="inspect", tooltip="A cursor on all charts; arrows move it, shift by ten"),
+        Binding(
+            "i",
+            "inspect",
+            "Inspect",
+            id="inspect",
+            tooltip="A cursor on all charts; arrows move it, shift by ten",
+        ),
         Binding("left", "point(-1)", "Cursor left", show=False),
         Binding("right", "point(1)", "Cursor right", show=False),
         Binding("shift+left", "point(-10)", "Cursor far left", show=False),
@@ -70,12 +91,18 @@ class ChartedPage(Page):
             self.call_later(self._arrange, self.charts.chart_layout)
         self.charts.show(snapshot, self.view, self.axis, self.overlays)
         if self.overlays or self.legend.display:
-            self.legend.show(snapshot, self.overlays, self.charts.metric, self.axis, self.view.cursor)
+            self.legend.show(
+                snapshot, self.overlays, self.charts.metric, self.axis, self.view.cursor
+            )
 
     # The view.
 
     def _extent(self) -> tuple[float, float] | None:
-        return extent_of(self.snapshot, self.view.unit, self.overlays) if self.snapshot is not None else None
+        return (
+            extent_of(self.snapshot, self.view.unit, self.overlays)
+            if self.snapshot is not None
+            else None
+        )
 
     def _standing(self, view: View) -> View:
         """Return the view with its cursor at a position whose values are known."""
@@ -164,7 +191,11 @@ class ChartedPage(Page):
     async def action_hardware(self) -> None:
         """Show what GPUs and nodes did instead of the metrics that the user chose, or these again."""
         if self.snapshot is not None:
-            self.charts.instead = () if self.charts.instead else hardware_keys(view.sample for view in self.snapshot.gpus)
+            self.charts.instead = (
+                ()
+                if self.charts.instead
+                else hardware_keys(view.sample for view in self.snapshot.gpus)
+            )
             await self._arrange(self.charts.chart_layout, turned=-self.charts.page.number)
 
     async def action_smooth(self, direction: int) -> None:
@@ -176,7 +207,9 @@ class ChartedPage(Page):
         async def chosen(layout: ChartLayout | None) -> None:
             if layout is None:
                 return
-            if layout.shown == listed.shown:  # what stands for metrics of GPUs is not chosen for runs that have them
+            if (
+                layout.shown == listed.shown
+            ):  # what stands for metrics of GPUs is not chosen for runs that have them
                 layout = structs.replace(layout, shown=self.charts.chart_layout.shown)
             await self._arrange(layout)
 
@@ -189,7 +222,9 @@ class ChartedPage(Page):
             from so_tui.ui.screens.chart_export import ask_to_export_chart, drawn
 
             metric = self.charts.metric
-            ask_to_export_chart(self, self.snapshot, metric, drawn(metric, chart, self.snapshot, self.overlays))
+            ask_to_export_chart(
+                self, self.snapshot, metric, drawn(metric, chart, self.snapshot, self.overlays)
+            )
 
     def action_overlay(self) -> None:
         def chosen(runs: tuple[RunDirectory, ...] | None) -> None:
@@ -199,5 +234,9 @@ class ChartedPage(Page):
 
         from so_tui.ui.dialogs.choose_runs import ChooseRuns
 
-        rows = [row for row in self.app.runs if self.run_shown is None or row.run.path != self.run_shown.path]
+        rows = [
+            row
+            for row in self.app.runs
+            if self.run_shown is None or row.run.path != self.run_shown.path
+        ]
         self.app.push_screen(ChooseRuns(rows, self.chosen), chosen)

@@ -16,7 +16,19 @@ from textual.worker import Worker, WorkerState
 
 from so_tui.spec import InputError
 from so_tui.spec.errors import SoTuiError
-from so_tui.spec.generation import Answer, Ended, Event, Loaded, LoadModel, ModelFacts, Piece, Progress, Rejected, Sampling, Side
+from so_tui.spec.generation import (
+    Answer,
+    Ended,
+    Event,
+    Loaded,
+    LoadModel,
+    ModelFacts,
+    Piece,
+    Progress,
+    Rejected,
+    Sampling,
+    Side,
+)
 from so_tui.ui.conversation import Conversation, read_sampling, sampling_text
 from so_tui.ui.text import Content, duration, plural, shorten
 from so_tui.ui.widgets.entry import Entry
@@ -73,16 +85,27 @@ class Column(VerticalScroll, can_focus=False):
         super().__init__(id=model.side)
 
     def compose(self) -> ComposeResult:
-        yield Rule(Content.assemble((f"{self.model.side}  ", "bold $accent"), (self._model_name(), "$faint")))
+        yield Rule(
+            Content.assemble(
+                (f"{self.model.side}  ", "bold $accent"), (self._model_name(), "$faint")
+            )
+        )
 
     def _model_name(self) -> str:
         name = self.model.name.rstrip("/").rpartition("/")[2] or self.model.name
-        return shorten(name if self.model.step is None else f"{name}, step {thousands(self.model.step)}", 60)
+        return shorten(
+            name if self.model.step is None else f"{name}, step {thousands(self.model.step)}", 60
+        )
 
     def ask(self, text: str) -> None:
         """Show a question, with room for its answer."""
         self._pieces, self._answer = [], Static(classes="chat-answer")
-        self.mount(Static(Content.assemble(("> ", "bold $accent"), (text, "bold")), classes="chat-question"), self._answer)
+        self.mount(
+            Static(
+                Content.assemble(("> ", "bold $accent"), (text, "bold")), classes="chat-question"
+            ),
+            self._answer,
+        )
 
     def write(self, piece: str) -> None:
         """Add to the answer. ``draw`` shows it."""
@@ -105,7 +128,12 @@ class ChatScreen(Screen[None]):
     CSS_PATH = "chat.tcss"
     AUTO_FOCUS = "#question"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "stop_or_leave", "Stop, leave", tooltip="Stop the answers that are being written; without any, leave"),
+        Binding(
+            "escape",
+            "stop_or_leave",
+            "Stop, leave",
+            tooltip="Stop the answers that are being written; without any, leave",
+        ),
         Binding("f2", "sampling", "Sampling", tooltip="Temperature, top-p, longest answer, seed"),
         Binding("f3", "forget", "New conversation", tooltip="Forget what was said"),
         Binding("pageup", "scroll(-1)", "Back", show=False),
@@ -134,7 +162,13 @@ class ChatScreen(Screen[None]):
             yield Static(id="chat-title")
             yield Static(id="chat-sampling")
             yield Horizontal(id="chat-columns")
-            yield Entry(id="question", compact=True, disabled=True, max_length=_LONGEST_QUESTION, placeholder="the model is being loaded")
+            yield Entry(
+                id="question",
+                compact=True,
+                disabled=True,
+                max_length=_LONGEST_QUESTION,
+                placeholder="the model is being loaded",
+            )
         yield KeyLine()
 
     def on_mount(self) -> None:
@@ -162,7 +196,9 @@ class ChatScreen(Screen[None]):
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
         if event.state is WorkerState.ERROR:
-            self.post_message(ChatFailed((f"{type(event.worker.error).__name__}: {event.worker.error}",)))
+            self.post_message(
+                ChatFailed((f"{type(event.worker.error).__name__}: {event.worker.error}",))
+            )
 
     def on_unmount(self) -> None:
         if self._end is not None:
@@ -185,7 +221,9 @@ class ChatScreen(Screen[None]):
             self._column(event.side).write(event.text)
         elif isinstance(event, Answer):
             self._conversation.answered(event.side, event.text)
-            said = f"{plural(event.tokens, 'token')} in {duration(event.seconds)}{_ENDS[event.ended]}"
+            said = (
+                f"{plural(event.tokens, 'token')} in {duration(event.seconds)}{_ENDS[event.ended]}"
+            )
             self._ended(event.side, Content.styled(said, "$faint"))
         elif isinstance(event, Rejected):
             self._conversation.take_back(event.side)
@@ -222,7 +260,9 @@ class ChatScreen(Screen[None]):
 
     def _show_sampling(self) -> None:
         system = f"  system: {shorten(self._system, 40)}" if self._system else ""
-        self.query_one("#chat-sampling", Static).update(Content.styled(sampling_text(self._sampling) + system, "$faint"))
+        self.query_one("#chat-sampling", Static).update(
+            Content.styled(sampling_text(self._sampling) + system, "$faint")
+        )
 
     # Commands.
 
@@ -253,7 +293,10 @@ class ChatScreen(Screen[None]):
                 self._show_sampling()
 
         hint = "temperature=0 takes the most probable token; the same seed gives the same answer"
-        self.app.push_screen(AskText("Sampling", hint, sampling_text(self._sampling), yes="Use", read=read_sampling), answered)
+        self.app.push_screen(
+            AskText("Sampling", hint, sampling_text(self._sampling), yes="Use", read=read_sampling),
+            answered,
+        )
 
     def action_forget(self) -> None:
         if not self._waiting:

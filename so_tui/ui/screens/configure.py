@@ -52,10 +52,30 @@ class ConfigureScreen(ResizablePage):
     )
     SIZES = ("form",)
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("l,f5", "launch", "Launch", key_display="l/F5", id="launch", tooltip="Start this run (asks once)"),
+        Binding(
+            "l,f5",
+            "launch",
+            "Launch",
+            key_display="l/F5",
+            id="launch",
+            tooltip="Start this run (asks once)",
+        ),
         Binding("ctrl+s", "save", "Save", id="save", tooltip="Save these settings as a preset"),
-        Binding("equals_sign", "differences", "Changes", key_display="=", id="differences", tooltip="What differs from the preset"),
-        Binding("u", "reset", "Undo", id="reset", tooltip="Undo your changes; once more, use the preset as it is"),
+        Binding(
+            "equals_sign",
+            "differences",
+            "Changes",
+            key_display="=",
+            id="differences",
+            tooltip="What differs from the preset",
+        ),
+        Binding(
+            "u",
+            "reset",
+            "Undo",
+            id="reset",
+            tooltip="Undo your changes; once more, use the preset as it is",
+        ),
         Binding(
             "d",
             "preview_data",
@@ -63,9 +83,20 @@ class ConfigureScreen(ResizablePage):
             id="preview-data",
             tooltip="See the data as the model will: rows, lengths, packing, what is dropped",
         ),
-        Binding("y", "copy", "Copy", id="copy", tooltip="Copy the exact command that would be started"),
-        Binding("slash", "find", "Find", key_display="/", id="find", tooltip="Find a field by its name"),
-        Binding("k", "what_if", "What if", show=False, id="what-if", tooltip="Step ratio and Adam cores with left and right"),
+        Binding(
+            "y", "copy", "Copy", id="copy", tooltip="Copy the exact command that would be started"
+        ),
+        Binding(
+            "slash", "find", "Find", key_display="/", id="find", tooltip="Find a field by its name"
+        ),
+        Binding(
+            "k",
+            "what_if",
+            "What if",
+            show=False,
+            id="what-if",
+            tooltip="Step ratio and Adam cores with left and right",
+        ),
         Binding("down", "field(1)", "Next field", show=False),
         Binding("up", "field(-1)", "Field before", show=False),
         OTHER_MACHINE,
@@ -130,7 +161,10 @@ class ConfigureScreen(ResizablePage):
 
     async def _show_form(self, field: str = "") -> None:
         self._show_title()  # at once: making the fields takes a while
-        if await self.form.show_values(self._drafts.shown_value, slurm=slurm.has_slurm()) and slurm.has_slurm():
+        if (
+            await self.form.show_values(self._drafts.shown_value, slurm=slurm.has_slurm())
+            and slurm.has_slurm()
+        ):
             self._ask_for_partitions()
         if field:
             self.form.go_to(field)
@@ -169,7 +203,9 @@ class ConfigureScreen(ResizablePage):
         machine = self.app.machine
         assert machine is not None
         worker = get_current_worker()
-        for answer in planning.answers(serial, base, edits, machine, bool(self.app.machine_file), lambda: worker.is_cancelled):
+        for answer in planning.answers(
+            serial, base, edits, machine, bool(self.app.machine_file), lambda: worker.is_cancelled
+        ):
             self.post_message(answer)
 
     @work(thread=True, group="partitions", name="ask Slurm for its partitions", exit_on_error=False)
@@ -221,7 +257,11 @@ class ConfigureScreen(ResizablePage):
 
     def sizes_changed(self) -> None:
         chosen = self.app.settings.panels.form
-        self.form.styles.width = None if chosen is None or self.has_class("-narrow") else replace(self._form_size(), cells=chosen).grown(0)
+        self.form.styles.width = (
+            None
+            if chosen is None or self.has_class("-narrow")
+            else replace(self._form_size(), cells=chosen).grown(0)
+        )
         self.call_after_refresh(self.plan.lay_out)
         if self._drafts.base is not None:
             self._show_title()
@@ -229,19 +269,33 @@ class ConfigureScreen(ResizablePage):
     def size_of(self, panel: Widget | None) -> Size | None:
         """Return the columns of the form, unless the plan stands below it. The plan has what the form leaves."""
         in_plan = panel is not None and self.plan in panel.ancestors
-        return None if self.has_class("-narrow") else replace(self._form_size(), step=-4 if in_plan else 4)
+        return (
+            None
+            if self.has_class("-narrow")
+            else replace(self._form_size(), step=-4 if in_plan else 4)
+        )
 
     def _form_size(self) -> Size:
         return Size("form", self.form.size.width, 40, self.size.width - LEAST_PLAN)
 
     def _mark_fields(self, message: Planned, field: str = "", reason: str = "") -> None:
         """Mark fields that differ or are wrong; ``field`` is the one that makes the plan impossible on this machine."""
-        problems = problems_by_row(message.problems) if message.problems else {field: f"{reason}."} if field else {}
+        problems = (
+            problems_by_row(message.problems)
+            if message.problems
+            else {field: f"{reason}."}
+            if field
+            else {}
+        )
         given_mode = self._drafts.values.get("offload.mode", "")
 
         def note_of(path: str) -> str:
             if path == "slurm.partition":
-                return partition_note(self._partitions, self._drafts.values.get("slurm.partition", ""), slurm=slurm.has_slurm())
+                return partition_note(
+                    self._partitions,
+                    self._drafts.values.get("slurm.partition", ""),
+                    slurm=slurm.has_slurm(),
+                )
             return field_note(path, message.plan, self.app.machine, given_mode)
 
         self.form.mark(self._drafts.was, self._drafts.preset_value, problems, note_of)
@@ -253,7 +307,11 @@ class ConfigureScreen(ResizablePage):
     @property
     def _machine_named(self) -> str:
         """The machine that a run is planned for, in words."""
-        return printable_line(self.app.machine.label) if self.app.machine_file and self.app.machine else "this machine"
+        return (
+            printable_line(self.app.machine.label)
+            if self.app.machine_file and self.app.machine
+            else "this machine"
+        )
 
     # Moving about.
 
@@ -265,7 +323,9 @@ class ConfigureScreen(ResizablePage):
 
     def action_what_if(self) -> None:
         if self.plan.what_if.strips:
-            self.set_focus(self.plan.what_if)  # which shows it where only the plan has room otherwise
+            self.set_focus(
+                self.plan.what_if
+            )  # which shows it where only the plan has room otherwise
         else:
             self.notify("What if compares offload ratios and Adam cores: this plan has none")
 
@@ -279,7 +339,9 @@ class ConfigureScreen(ResizablePage):
 
     def _once_planned(self, command: Callable[[Planned], None]) -> None:
         """Run ``command`` with the plan of what is in the form now, which may not have been made yet."""
-        if (entered := self.form.entered()) is not None:  # its last key press may not have been announced yet
+        if (
+            entered := self.form.entered()
+        ) is not None:  # its last key press may not have been announced yet
             self._set_field(*entered)
         if self._planned is not None and self._planned.serial == self._serial:
             command(self._planned)
@@ -297,14 +359,23 @@ class ConfigureScreen(ResizablePage):
             self._go_to_first_problem(planned)
         elif not planned.plan.fits:
             title = f"{planned.plan.spec.label} does not fit here"
-            self.app.post_message(Failed(title, planned.plan.reason_texts, offer=launching.launch_anyway(self.app, planned.launch)))
+            self.app.post_message(
+                Failed(
+                    title,
+                    planned.plan.reason_texts,
+                    offer=launching.launch_anyway(self.app, planned.launch),
+                )
+            )
         elif planned.launch is not None:
             launching.ask_to_launch(self.app, planned.launch)
 
     def _go_to_first_problem(self, planned: Planned) -> None:
         """Let the first field that is wrong say so, in its own line; without one, notify."""
         if not self.form.go_to_wrong("not launched"):
-            texts = [*map(problem_text, planned.problems), *(planned.plan.reason_texts if planned.plan else ())]
+            texts = [
+                *map(problem_text, planned.problems),
+                *(planned.plan.reason_texts if planned.plan else ()),
+            ]
             self.notify(texts[0], title="Not launched", severity="error", markup=False)
 
     def action_save(self) -> None:
@@ -326,15 +397,24 @@ class ConfigureScreen(ResizablePage):
         from so_tui.ui.dialogs.data_preview import DataPreviewScreen
 
         try:
-            self.app.push_screen(DataPreviewScreen(with_values(self._drafts.base, self._drafts.edits)))
+            self.app.push_screen(
+                DataPreviewScreen(with_values(self._drafts.base, self._drafts.edits))
+            )
         except InputError as error:
-            self.app.post_message(Failed("Correct these fields before previewing the data", tuple(map(problem_text, error.problems))))
+            self.app.post_message(
+                Failed(
+                    "Correct these fields before previewing the data",
+                    tuple(map(problem_text, error.problems)),
+                )
+            )
 
     def action_differences(self) -> None:
         changes.show_differences(self.app, self._drafts)
 
     def action_reset(self) -> None:
-        changes.ask_to_undo(self.app, self._drafts, lambda: self.call_after_refresh(self._show_form))
+        changes.ask_to_undo(
+            self.app, self._drafts, lambda: self.call_after_refresh(self._show_form)
+        )
 
     def action_copy(self) -> None:
         self._once_planned(self._copy)

@@ -52,12 +52,36 @@ class DashboardScreen(PanelledPage):
         "training process. Leaving this screen does not touch the run."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("s", "stop", "Stop", id="stop", tooltip="Save and stop the run (asks; No is the default)"),
-        Binding("c", "checkpoint", "Save now", id="checkpoint", tooltip="Save a checkpoint after this step, and continue"),
-        Binding("r", "resume", "Resume", id="resume", tooltip="Continue from the last checkpoint of a run that has ended"),
+        Binding(
+            "s",
+            "stop",
+            "Stop",
+            id="stop",
+            tooltip="Save and stop the run (asks; No is the default)",
+        ),
+        Binding(
+            "c",
+            "checkpoint",
+            "Save now",
+            id="checkpoint",
+            tooltip="Save a checkpoint after this step, and continue",
+        ),
+        Binding(
+            "r",
+            "resume",
+            "Resume",
+            id="resume",
+            tooltip="Continue from the last checkpoint of a run that has ended",
+        ),
         *ChartedPage.KEYS,
         Binding("m", "maximise(False)", "Back", id="restore", tooltip="All panels again"),
-        Binding("m", "maximise(True)", "Maximise", id="maximise", tooltip="The panel with the focus, whole; again or esc: back"),
+        Binding(
+            "m",
+            "maximise(True)",
+            "Maximise",
+            id="maximise",
+            tooltip="The panel with the focus, whole; again or esc: back",
+        ),
         *LogPanel.KEYS,
         *ChartPanel.KEYS,
         *NumaPanel.KEYS,
@@ -70,8 +94,17 @@ class DashboardScreen(PanelledPage):
             id="differences",
             tooltip="What differs from the preset's defaults",
         ),
-        Binding("p", "answers", "Prompts", show=False, id="answers", tooltip="What the model answered to the prompts of the preset"),
-        Binding("y", "copy", "Copy path", show=False, id="copy", tooltip="Copy the path of the run"),
+        Binding(
+            "p",
+            "answers",
+            "Prompts",
+            show=False,
+            id="answers",
+            tooltip="What the model answered to the prompts of the preset",
+        ),
+        Binding(
+            "y", "copy", "Copy path", show=False, id="copy", tooltip="Copy the path of the run"
+        ),
     ]
 
     def __init__(self) -> None:
@@ -101,7 +134,11 @@ class DashboardScreen(PanelledPage):
 
     def _show_checks(self) -> None:
         checking, empty = self.app.checking, self.query_one("#empty", Static)
-        empty.update(Content.from_markup(EMPTY) if checking is None else checking.lines(empty.content_size.width or self.size.width))
+        empty.update(
+            Content.from_markup(EMPTY)
+            if checking is None
+            else checking.lines(empty.content_size.width or self.size.width)
+        )
 
     def _open(self, run: RunDirectory | None) -> None:
         if run is not None:
@@ -155,11 +192,15 @@ class DashboardScreen(PanelledPage):
             zoomed = self.view.window is not None and self.axis is not None
             window = self.axis.in_steps() if zoomed and self.axis is not None else None
             charted, cursor = self.charts.wanted, self._cursor_position()
-            snapshot, overlays = await asyncio.to_thread(self._read, follower, window, charted, self.numa.wanted, cursor, self.chosen)
+            snapshot, overlays = await asyncio.to_thread(
+                self._read, follower, window, charted, self.numa.wanted, cursor, self.chosen
+            )
             if follower is self._follower:
                 self.overlays = overlays
                 self._take(snapshot)
-                if (snapshot.unread_share or any(overlaid.more for overlaid in overlays)) and self.is_current:
+                if (
+                    snapshot.unread_share or any(overlaid.more for overlaid in overlays)
+                ) and self.is_current:
                     self._due.set()  # earlier steps are read without a pause
 
     def _read(
@@ -172,7 +213,9 @@ class DashboardScreen(PanelledPage):
         chosen: tuple[RunDirectory, ...],
     ) -> tuple[Snapshot, tuple[Overlaid, ...]]:
         """Poll the run and those laid over its charts, in a thread."""
-        snapshot = follower.poll(window, replace(charted, samples=(*charted.samples, *of_nodes)), cursor)
+        snapshot = follower.poll(
+            window, replace(charted, samples=(*charted.samples, *of_nodes)), cursor
+        )
         others = [run for run in chosen if run.path != follower.run.path]
         return snapshot, self._overlay_reader.read(others, charted, snapshot.whole.begin[1])
 
@@ -186,7 +229,10 @@ class DashboardScreen(PanelledPage):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         if self.run_shown is None or self.app.checking is not None:
-            return action in ("leave_field", "copy_text")  # nothing is shown that a key could act on
+            return action in (
+                "leave_field",
+                "copy_text",
+            )  # nothing is shown that a key could act on
         if action in ("stop", "checkpoint", "resume"):
             snapshot = self.snapshot
             if snapshot is None or snapshot.state is None or snapshot.deleted:

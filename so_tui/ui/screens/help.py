@@ -33,14 +33,19 @@ def key_groups(screen: Screen[ScreenResultType]) -> list[tuple[str, list[tuple[s
         row = (screen.app.get_key_display(binding), binding.description, binding.tooltip)
         (everywhere if node is screen.app else sizes if binding.id in SIZES else here).append(row)
     here += sizes
-    everywhere += [("^p", "Commands", "Every command by name"), ("^q", "Quit", "Also from a text field")]
+    everywhere += [
+        ("^p", "Commands", "Every command by name"),
+        ("^q", "Quit", "Also from a text field"),
+    ]
     moving = [
         ("tab", "Next field or panel", ""),
         ("esc", "Leave a text field", "Single keys are commands again"),
         ("arrows", "Move", "In tables, lists and logs; the mouse does the same"),
     ]
     if screen.app.check_action("vim", ()):
-        moving.append(("j k g G ^d ^u", "Move as in vim", "Where the screen has no command on that key"))
+        moving.append(
+            ("j k g G ^d ^u", "Move as in vim", "Where the screen has no command on that key")
+        )
     return [("This screen", here), ("Everywhere", everywhere), ("Moving about", moving)]
 
 
@@ -49,6 +54,12 @@ def commands(app: App[None], screen: Screen[ScreenResultType]) -> Iterator[Syste
     for node, binding, enabled in _bindings(screen):
         if enabled:
             key = app.get_key_display(binding)
-            title = f"Go to {binding.description}" if binding.action.startswith("show(") else binding.description
+            title = (
+                f"Go to {binding.description}"
+                if binding.action.startswith("show(")
+                else binding.description
+            )
             more = f"{binding.tooltip}; " if binding.tooltip not in ("", title) else ""
-            yield SystemCommand(title, f"{more}key {key}", partial(app.run_action, binding.action, node))
+            yield SystemCommand(
+                title, f"{more}key {key}", partial(app.run_action, binding.action, node)
+            )

@@ -51,13 +51,18 @@ def tree_lines(machine: Machine, *, distances: bool = False) -> list[Content]:
         lines += _node_lines(machine, node, last, distances)
     for gpu in unplaced:
         lines.append(
-            Content.assemble(("└─ " if gpu is unplaced[-1] else "├─ ", "$rule"), _gpu_text(gpu), ("   NUMA node unknown", "$warning"))
+            Content.assemble(
+                ("└─ " if gpu is unplaced[-1] else "├─ ", "$rule"),
+                _gpu_text(gpu),
+                ("   NUMA node unknown", "$warning"),
+            )
         )
     empty = [node for node in machine.numa_nodes if node.kind == "empty"]
     if empty:
         lines.append(
             Content.styled(
-                f"   {plural(len(empty), 'more node')} without cores or memory: {cpu_ranges(tuple(node.id for node in empty))}", "$faint"
+                f"   {plural(len(empty), 'more node')} without cores or memory: {cpu_ranges(tuple(node.id for node in empty))}",
+                "$faint",
             )
         )
     return lines
@@ -75,10 +80,15 @@ def _node_lines(machine: Machine, node: NumaNode, last: bool, distances: bool) -
     )
     lines = [head]
     gpus = [gpu for gpu in machine.gpus if gpu.numa_node == node.id]
-    lines.append(Content.assemble((under + ("├─ " if gpus or distances else "└─ "), "$rule"), "memory   ") + _memory_text(node))
+    lines.append(
+        Content.assemble((under + ("├─ " if gpus or distances else "└─ "), "$rule"), "memory   ")
+        + _memory_text(node)
+    )
     for index, gpu in enumerate(gpus):
         final = index == len(gpus) - 1 and not distances
-        lines.append(Content.assemble((under + ("└─ " if final else "├─ "), "$rule"), _gpu_text(gpu)))
+        lines.append(
+            Content.assemble((under + ("└─ " if final else "├─ "), "$rule"), _gpu_text(gpu))
+        )
         if gpu.memory_node is not None and not gpu.shares_memory:
             own = machine.node(gpu.memory_node)
             lines.append(
@@ -89,7 +99,13 @@ def _node_lines(machine: Machine, node: NumaNode, last: bool, distances: bool) -
                 )
             )
     if distances and node.distances:
-        lines.append(Content.assemble((under + "└─ ", "$rule"), ("distances   ", "$faint"), " ".join(map(str, node.distances))))
+        lines.append(
+            Content.assemble(
+                (under + "└─ ", "$rule"),
+                ("distances   ", "$faint"),
+                " ".join(map(str, node.distances)),
+            )
+        )
     return lines
 
 
@@ -99,11 +115,15 @@ def _memory_text(node: NumaNode) -> Content:
     used = node.memory_total_bytes - node.memory_free_bytes
     share = used / node.memory_total_bytes if node.memory_total_bytes else 0.0
     cache = f", {memory(node.file_cache_bytes)} cache" if node.file_cache_bytes else ""
-    return fill(share, 16, usage_style(share)) + f"  {memory_of(used, node.memory_total_bytes)}{cache}"
+    return (
+        fill(share, 16, usage_style(share)) + f"  {memory_of(used, node.memory_total_bytes)}{cache}"
+    )
 
 
 def _gpu_text(gpu: Gpu) -> Content:
-    text = Content.assemble((f"GPU {gpu.index}", "bold $gpu"), f"   {gpu_model(gpu.name)}   {gpu.pci_bus_id}")
+    text = Content.assemble(
+        (f"GPU {gpu.index}", "bold $gpu"), f"   {gpu_model(gpu.name)}   {gpu.pci_bus_id}"
+    )
     if gpu.memory_total_bytes is not None and not gpu.shares_memory:
         text += f"   {memory(gpu.memory_total_bytes)}"
     if gpu.c2c:
@@ -122,7 +142,9 @@ def software_lines(machine: Machine, width: int) -> list[Content]:
     """
     software = machine.software
     torch = software.torch and f"{software.torch} ({software.torch_built_for or 'CPU'})"
-    numactl = software.numactl and software.numactl + ("" if software.numactl_works in (True, None) else " (cannot bind here)")
+    numactl = software.numactl and software.numactl + (
+        "" if software.numactl_works in (True, None) else " (cannot bind here)"
+    )
     named = (
         ("python", software.python),
         ("torch", torch),
@@ -139,7 +161,11 @@ def software_lines(machine: Machine, width: int) -> list[Content]:
     )
     lines: list[Content] = []
     known = machine.live or machine.software != Software()
-    line = Content("") if known else Content.styled("software: not known of a described machine", "$faint")
+    line = (
+        Content("")
+        if known
+        else Content.styled("software: not known of a described machine", "$faint")
+    )
     for name, version in named if known else ():
         piece = Content.assemble((f"{name} ", "$faint"), version or ("absent", "$warning"))
         if line.cell_length and line.cell_length + piece.cell_length + 3 > width:
@@ -152,8 +178,16 @@ def software_lines(machine: Machine, width: int) -> list[Content]:
         host.append(f"memory limit {memory(machine.memory_limit_bytes)}")
     if machine.shm_total_bytes is not None:
         host.append(f"/dev/shm {memory(machine.shm_total_bytes)}")
-    mpam = Content.assemble(("memory bandwidth partitions (MPAM) ", "$faint"), f"{machine.mpam.state}: {machine.mpam.evidence}")
-    return [*lines, Content("   ".join(host)), mpam, *(Content.assemble(("note ", "$warning"), note) for note in machine.notes)]
+    mpam = Content.assemble(
+        ("memory bandwidth partitions (MPAM) ", "$faint"),
+        f"{machine.mpam.state}: {machine.mpam.evidence}",
+    )
+    return [
+        *lines,
+        Content("   ".join(host)),
+        mpam,
+        *(Content.assemble(("note ", "$warning"), note) for note in machine.notes),
+    ]
 
 
 WIDE = 160
@@ -179,10 +213,30 @@ class MachineScreen(Page):
             id="hardware",
             tooltip="What this host is made of and doctor's findings, or what it does now",
         ),
-        Binding("y", "copy", "Copy remedy", id="copy", tooltip="Copy the remedy of the finding that is selected"),
-        Binding("b", "distances", "Distances", id="distances", tooltip="NUMA distances of each node"),
-        Binding("g", "inspect_again", "Inspect again", id="inspect-again", tooltip="Inspect this machine and ask doctor again"),
-        Binding("e", "validation", "Validation", id="validation", tooltip="What `so-tui validate` measured here, beside the plan"),
+        Binding(
+            "y",
+            "copy",
+            "Copy remedy",
+            id="copy",
+            tooltip="Copy the remedy of the finding that is selected",
+        ),
+        Binding(
+            "b", "distances", "Distances", id="distances", tooltip="NUMA distances of each node"
+        ),
+        Binding(
+            "g",
+            "inspect_again",
+            "Inspect again",
+            id="inspect-again",
+            tooltip="Inspect this machine and ask doctor again",
+        ),
+        Binding(
+            "e",
+            "validation",
+            "Validation",
+            id="validation",
+            tooltip="What `so-tui validate` measured here, beside the plan",
+        ),
         *HostPanel.KEYS,
         OTHER_MACHINE,
     ]
@@ -308,19 +362,33 @@ class MachineScreen(Page):
         if machine is None:
             return
         self._share_columns()
-        self.query_one("#tree", Static).update(Content("\n").join(tree_lines(machine, distances=self._distances)))
-        self.query_one("#software", Static).update(Content("\n").join(software_lines(machine, self._about_width - 4)))
+        self.query_one("#tree", Static).update(
+            Content("\n").join(tree_lines(machine, distances=self._distances))
+        )
+        self.query_one("#software", Static).update(
+            Content("\n").join(software_lines(machine, self._about_width - 4))
+        )
 
     def _show_findings(self) -> None:
         findings = self.app.findings
-        rule, options = self.query_one("#doctor-rule", Rule), self.query_one("#findings", OptionList)
+        rule, options = (
+            self.query_one("#doctor-rule", Rule),
+            self.query_one("#findings", OptionList),
+        )
         if findings is None:
             rule.update("doctor", "checking …")
             return
-        rule.update("doctor", f"{plural(len(findings), 'finding')}, worst first; y copies a remedy" if findings else "no findings")
+        rule.update(
+            "doctor",
+            f"{plural(len(findings), 'finding')}, worst first; y copies a remedy"
+            if findings
+            else "no findings",
+        )
         at = options.highlighted
         options.clear_options()
-        options.add_options([Option(finding_content(finding, self._about_width - _MARGIN)) for finding in findings])
+        options.add_options(
+            [Option(finding_content(finding, self._about_width - _MARGIN)) for finding in findings]
+        )
         options.display = bool(findings)
         self.set_class(not findings, "-nothing-found")
         if findings:

@@ -53,7 +53,13 @@ def ask_for_machine(app: SharedApp) -> None:
         read=read,
         may_be_empty=True,
         suggester=MachineSuggester(),
-        choices=[THIS_MACHINE, *((name, f"{machine.title}\n{SOURCE}{machine.source}") for name, machine in MACHINES.items())],
+        choices=[
+            THIS_MACHINE,
+            *(
+                (name, f"{machine.title}\n{SOURCE}{machine.source}")
+                for name, machine in MACHINES.items()
+            ),
+        ],
     )
     app.push_screen(dialog, chosen)
 
@@ -65,7 +71,18 @@ def _path_that_begins_with(text: str) -> str | None:
     folder, _, begin = text.rpartition("/")
     try:
         entries = Path(folder or "/").expanduser().iterdir()
-        names = sorted(entry.name for entry, _ in zip(entries, range(_MOST_ENTRIES), strict=False) if entry.name.startswith(begin))
+        names = sorted(
+            entry.name
+            for entry, _ in zip(entries, range(_MOST_ENTRIES), strict=False)
+            if entry.name.startswith(begin)
+        )
     except OSError:
         return None
-    return next((f"{folder}/{name}" for name in names if name.isprintable() and (begin or not name.startswith("."))), None)
+    return next(
+        (
+            f"{folder}/{name}"
+            for name in names
+            if name.isprintable() and (begin or not name.startswith("."))
+        ),
+        None,
+    )

@@ -80,7 +80,9 @@ class PanelledPage(ResizablePage, ChartedPage):
             with KeptVertical(id="side"):
                 yield StepDetails()
                 yield LogPanel()
-        yield FindField("search the log: enter and n go back through the matches, esc ends", id="search")
+        yield FindField(
+            "search the log: enter and n go back through the matches, esc ends", id="search"
+        )
 
     def _show(self, snapshot: Snapshot) -> None:
         whole_width = self.size.width - 2
@@ -102,7 +104,11 @@ class PanelledPage(ResizablePage, ChartedPage):
     def _set_side(self) -> int:
         """Give the panels at the right their columns, or stand them below the others; return the columns."""
         settings = self.app.settings
-        side = side_columns(self.size.width, settings.panels.side) if settings.screen.layout == "auto" else 0
+        side = (
+            side_columns(self.size.width, settings.panels.side)
+            if settings.screen.layout == "auto"
+            else 0
+        )
         if (self.size.width, side) == self._placed:
             return side
         self._placed = self.size.width, side
@@ -120,14 +126,20 @@ class PanelledPage(ResizablePage, ChartedPage):
         frame = BOTTOM if framed(self) else 0
         lines = (0 if crowded else 1 + frame) + (1 + frame if log_below else 0)
         around = self.header.rows + self.step.rows + lines
-        fixed = around + self.placement.shown_rows + (self.legend.rows if self.legend.display else 0)
+        fixed = (
+            around + self.placement.shown_rows + (self.legend.rows if self.legend.display else 0)
+        )
         sizes = self.app.settings.panels
-        rows = rows_for(height, nodes, self.numa.gpu_rows, fixed, self.charts.least_rows, log=log_below)
+        rows = rows_for(
+            height, nodes, self.numa.gpu_rows, fixed, self.charts.least_rows, log=log_below
+        )
         self._rows = rows = rows.resized(nodes, sizes.charts, sizes.nodes)
         self.charts.set_rows(rows.charts)
         self.numa.set_rows(rows.plot, heading=not crowded)
         log = rows.log if log_below else height - self.header.rows - self.details.rows - 1 - frame
-        self.log_panel.set_rows(max(1, log - int(self.search.display)))  # the search bar takes its row from the log alone
+        self.log_panel.set_rows(
+            max(1, log - int(self.search.display))
+        )  # the search bar takes its row from the log alone
 
     async def on_resize(self) -> None:
         # Lines that wrap beside a scroll bar can be what keeps it there: whether there is one must not depend on the size before.
@@ -187,7 +199,9 @@ class PanelledPage(ResizablePage, ChartedPage):
         """Show only the panel with the focus, or all of them again."""
         if whole:
             focused = self.focused
-            shown = focused if focused is not None and focused.allow_maximize else self.charts.focused
+            shown = (
+                focused if focused is not None and focused.allow_maximize else self.charts.focused
+            )
             if shown is not None:
                 self.maximize(shown)
         else:
@@ -217,15 +231,21 @@ class PanelledPage(ResizablePage, ChartedPage):
         most = self.size.height - RESERVED_ROWS
         charts = Size("charts", self._rows.charts, 4, most)
         nodes = Size("nodes", self._rows.plot, 0, most // count, count=count)
-        side = Size("side", self._side_columns, 30, self.size.width - LEAST_MAIN, towards=-1, step=4)
+        side = Size(
+            "side", self._side_columns, 30, self.size.width - LEAST_MAIN, towards=-1, step=4
+        )
         log = self.log_panel
         if panel is self.divider:
             return side
         if panel is log.lines:
-            return side if self._side_columns else replace(charts, step=-1)  # below the others, it has what they leave
+            return (
+                side if self._side_columns else replace(charts, step=-1)
+            )  # below the others, it has what they leave
         if panel is log.heading:
             return None if self._side_columns else nodes
-        return None if panel is self.details.heading else nodes if panel is self.numa.nodes else charts
+        return (
+            None if panel is self.details.heading else nodes if panel is self.numa.nodes else charts
+        )
 
     def sizes_changed(self) -> None:
         self.call_later(self.on_resize)

@@ -60,13 +60,50 @@ class PresetsScreen(Page):
             id="launch",
             tooltip="Start this preset on this machine (asks once); F5 does the same",
         ),
-        Binding("d", "preview_data", "Data", id="preview-data", tooltip="See its data as the model will"),
-        Binding("a", "add", "Add model", id="add", tooltip="Make a preset of any model: a hub id or a folder"),
-        Binding("D,delete", "delete", "Delete", key_display="D", show=False, id="delete", tooltip="Delete a preset of your own (asks)"),
+        Binding(
+            "d", "preview_data", "Data", id="preview-data", tooltip="See its data as the model will"
+        ),
+        Binding(
+            "a",
+            "add",
+            "Add model",
+            id="add",
+            tooltip="Make a preset of any model: a hub id or a folder",
+        ),
+        Binding(
+            "D,delete",
+            "delete",
+            "Delete",
+            key_display="D",
+            show=False,
+            id="delete",
+            tooltip="Delete a preset of your own (asks)",
+        ),
         OTHER_MACHINE,
-        Binding("t", "train_tiny", "Train tiny", show=False, id="train-tiny", tooltip="Train the embedded tiny model on this machine now"),
-        Binding("P", "partition", "Partition", show=False, id="partition", tooltip="Choose the Slurm partition that a run is submitted to"),
-        Binding("slash", "find", "Filter", key_display="/", id="find", tooltip="Show only models whose name contains a text"),
+        Binding(
+            "t",
+            "train_tiny",
+            "Train tiny",
+            show=False,
+            id="train-tiny",
+            tooltip="Train the embedded tiny model on this machine now",
+        ),
+        Binding(
+            "P",
+            "partition",
+            "Partition",
+            show=False,
+            id="partition",
+            tooltip="Choose the Slurm partition that a run is submitted to",
+        ),
+        Binding(
+            "slash",
+            "find",
+            "Filter",
+            key_display="/",
+            id="find",
+            tooltip="Show only models whose name contains a text",
+        ),
     ]
 
     filter = getters.query_one("#filter", FindField)
@@ -105,7 +142,9 @@ class PresetsScreen(Page):
 
     def _runs_known(self) -> None:
         self.query_one("#first-visit", Static).update(Content.from_markup(FIRST_VISIT))
-        self.query_one("#first-visit").display = bool(self.rows) and not self.app.runs and not self.query_one("#about-machine").display
+        self.query_one("#first-visit").display = (
+            bool(self.rows) and not self.app.runs and not self.query_one("#about-machine").display
+        )
 
     def _machine_known(self) -> None:
         catalog = self.app.catalog
@@ -115,8 +154,18 @@ class PresetsScreen(Page):
         problems = self.query_one("#problems", Static)
         problems.display = bool(catalog.problems)
         if catalog.problems:
-            more = f"   and {plural(len(catalog.problems) - 1, 'more problem')}" if len(catalog.problems) > 1 else ""
-            problems.update(Content.assemble(("✗ one of your presets was ignored: ", "$error"), str(catalog.problems[0]), (more, "$faint")))
+            more = (
+                f"   and {plural(len(catalog.problems) - 1, 'more problem')}"
+                if len(catalog.problems) > 1
+                else ""
+            )
+            problems.update(
+                Content.assemble(
+                    ("✗ one of your presets was ignored: ", "$error"),
+                    str(catalog.problems[0]),
+                    (more, "$faint"),
+                )
+            )
         if self.planned_for not in (None, self.app.machine):
             self.rows = ()
             self.table.clear()
@@ -156,9 +205,14 @@ class PresetsScreen(Page):
         assert machine is not None
         counts = rank_counts(machine)
         try:
-            answer(self, TableReady(counts, plan_table(tuple(catalog.presets.values()), machine, counts)))
+            answer(
+                self,
+                TableReady(counts, plan_table(tuple(catalog.presets.values()), machine, counts)),
+            )
         except SoTuiError as error:
-            self.app.post_message(Failed("The presets could not be planned", tuple(str(error).splitlines())))
+            self.app.post_message(
+                Failed("The presets could not be planned", tuple(str(error).splitlines()))
+            )
 
     @on(TableReady)
     def _table_ready(self, message: TableReady) -> None:
@@ -178,7 +232,11 @@ class PresetsScreen(Page):
     def _shown_rows(self) -> list[PlanRow]:
         """Return the rows that the filter finds; without one, all but those that are folded."""
         if wanted := self.filter.needle:
-            return [row for row in self.rows if wanted in row.title.lower() or wanted in row.preset.lower()]
+            return [
+                row
+                for row in self.rows
+                if wanted in row.title.lower() or wanted in row.preset.lower()
+            ]
         folded = self._folded_rows()
         return [row for row in self.rows if row not in folded]
 
@@ -189,11 +247,19 @@ class PresetsScreen(Page):
         machine = self.app.machine
         if machine is None or machine.gpus or self.app.machine_file or self.filter.needle:
             return []
-        return [row for row in self.rows if not trains_without_gpu(row) and row.preset not in self._added]
+        return [
+            row
+            for row in self.rows
+            if not trains_without_gpu(row) and row.preset not in self._added
+        ]
 
     def _fill(self) -> None:
         if self.rows:
-            self.table.show(self._shown_rows(), self.counts, "GPU" if self.app.machine and self.app.machine.gpus else "rank")
+            self.table.show(
+                self._shown_rows(),
+                self.counts,
+                "GPU" if self.app.machine and self.app.machine.gpus else "rank",
+            )
             self._show_folded()
 
     def _show_folded(self) -> None:
@@ -241,7 +307,11 @@ class PresetsScreen(Page):
         from so_tui.ui.screens.configure import ConfigureScreen
 
         chosen, screen = self.table.chosen(), self.app.screen_stack[0]
-        if chosen is not None and isinstance(screen, ConfigureScreen) and not (keep_edits and screen.unsaved()):
+        if (
+            chosen is not None
+            and isinstance(screen, ConfigureScreen)
+            and not (keep_edits and screen.unsaved())
+        ):
             screen.edit(chosen[0].preset, chosen[1].spec, field=field)
 
     def left(self) -> None:
@@ -277,7 +347,9 @@ class PresetsScreen(Page):
         row = next((row for row in self.rows if row.preset == "tiny"), None)
         self._train_tiny_when_planned = not self.rows
         if row is not None:
-            plan = next((plan for plan in row.cells.values() if plan.recommended), None) or next(iter(row.cells.values()))
+            plan = next((plan for plan in row.cells.values() if plan.recommended), None) or next(
+                iter(row.cells.values())
+            )
             self._ask_launch(row, plan)
 
     def action_preview_data(self) -> None:

@@ -44,7 +44,10 @@ def ask_to_stop(app: SharedApp, run: RunDirectory) -> None:
     seen = sighting(run, state)
     if seen.liveness is Liveness.UNKNOWN:
         ask_whether_ended(
-            app, run, f"{run.name} {evidence(state, seen)}.", partial(_change, app, run, _record_end, "stopped", "record the end of a run")
+            app,
+            run,
+            f"{run.name} {evidence(state, seen)}.",
+            partial(_change, app, run, _record_end, "stopped", "record the end of a run"),
         )
         return
     lines = [
@@ -66,8 +69,19 @@ def _ask_to_leave_the_queue(app: SharedApp, run: RunDirectory, state: RunState) 
         if yes:
             _change(app, run, _leave_queue, "cancelled", "take a run out of the queue")
 
-    lines = [brief_message(state.detail) or "It waits in the queue.", "Nothing of it has run yet." if not state.attempt else ""]
-    app.push_screen(Question(f"Cancel {run.name}?", [line for line in lines if line], yes="Cancel it", no="Keep waiting"), answered)
+    lines = [
+        brief_message(state.detail) or "It waits in the queue.",
+        "Nothing of it has run yet." if not state.attempt else "",
+    ]
+    app.push_screen(
+        Question(
+            f"Cancel {run.name}?",
+            [line for line in lines if line],
+            yes="Cancel it",
+            no="Keep waiting",
+        ),
+        answered,
+    )
 
 
 def _leave_queue(run: RunDirectory, *, assume_dead: bool) -> None:
@@ -89,10 +103,14 @@ def ask_to_delete(app: SharedApp, run: RunDirectory) -> None:
             _change(app, run, delete_run, "deleted", "delete a run")
 
     lines = [str(run.path), "Its metrics, log and the checkpoints inside this folder will be lost."]
-    app.push_screen(Question(f"Delete {run.name}?", lines, yes="Delete", no="No, keep it"), answered)
+    app.push_screen(
+        Question(f"Delete {run.name}?", lines, yes="Delete", no="No, keep it"), answered
+    )
 
 
-def ask_whether_ended(app: SharedApp, run: RunDirectory, seen: str, proceed: Callable[[], object]) -> None:
+def ask_whether_ended(
+    app: SharedApp, run: RunDirectory, seen: str, proceed: Callable[[], object]
+) -> None:
     """Ask whether a run has ended whose processes cannot be seen from here, and proceed if the user says so.
 
     Args:
@@ -112,15 +130,27 @@ def ask_whether_ended(app: SharedApp, run: RunDirectory, seen: str, proceed: Cal
         if yes:
             proceed()
 
-    app.push_screen(Question(f"Has {run.name} ended?", lines, yes="It has ended", no="I do not know"), answered)
+    app.push_screen(
+        Question(f"Has {run.name} ended?", lines, yes="It has ended", no="I do not know"), answered
+    )
 
 
 def may_be_live(error: SoTuiError) -> bool:
     """Return whether something was refused only because the run's host cannot be asked."""
-    return isinstance(error, InputError) and any(problem.code == "run-may-be-live" for problem in error.problems)
+    return isinstance(error, InputError) and any(
+        problem.code == "run-may-be-live" for problem in error.problems
+    )
 
 
-def _change(app: SharedApp, run: RunDirectory, change: Change, done: str, name: str, *, assume_dead: bool = False) -> None:
+def _change(
+    app: SharedApp,
+    run: RunDirectory,
+    change: Change,
+    done: str,
+    name: str,
+    *,
+    assume_dead: bool = False,
+) -> None:
     """Change a run in a thread, and say so where it was not done. Where its processes cannot be seen from here, the user is asked first.
 
     Args:
@@ -140,10 +170,14 @@ def _change(app: SharedApp, run: RunDirectory, change: Change, done: str, name: 
                 anyway = partial(_change, app, run, change, done, name, assume_dead=True)
                 app.call_from_thread(ask_whether_ended, app, run, str(error), anyway)
                 return
-            app.post_message(messages.Failed(f"{run.name} was not {done}", tuple(str(error).splitlines())))
+            app.post_message(
+                messages.Failed(f"{run.name} was not {done}", tuple(str(error).splitlines()))
+            )
         except OSError as error:
             where = error.filename or run.path
-            app.post_message(messages.Failed(f"{run.name} could not be {done}", (f"{where}: {error.strerror}",)))
+            app.post_message(
+                messages.Failed(f"{run.name} could not be {done}", (f"{where}: {error.strerror}",))
+            )
         app.call_from_thread(app.list_runs)
 
     app.run_worker(work, thread=True, group="request", name=name, exit_on_error=False)
@@ -156,20 +190,30 @@ def save_checkpoint(app: SharedApp, run: RunDirectory) -> None:
 
 def _request(app: SharedApp, run: RunDirectory, action: control.Action, confirmation: str) -> None:
     work = partial(_leave_request, app, run, action, confirmation)
-    app.run_worker(work, thread=True, group="request", name="send a request to the run", exit_on_error=False)
+    app.run_worker(
+        work, thread=True, group="request", name="send a request to the run", exit_on_error=False
+    )
 
 
-def _leave_request(app: SharedApp, run: RunDirectory, action: control.Action, confirmation: str) -> None:
+def _leave_request(
+    app: SharedApp, run: RunDirectory, action: control.Action, confirmation: str
+) -> None:
     """Write a request into the run's folder, where rank 0 looks for it between steps. Runs in a thread."""
     from so_tui.launch import ensure_supervised
 
     try:
         control.request(run, action, reason="asked on the screen")
     except SoTuiError as error:  # another user's run
-        app.post_message(messages.Failed(f"{run.name} was not asked", tuple(str(error).splitlines())))
+        app.post_message(
+            messages.Failed(f"{run.name} was not asked", tuple(str(error).splitlines()))
+        )
         return
     except OSError as error:
-        app.post_message(messages.Failed(f"{run.name} could not be asked", (f"{run.control_dir}: {error.strerror}",)))
+        app.post_message(
+            messages.Failed(
+                f"{run.name} could not be asked", (f"{run.control_dir}: {error.strerror}",)
+            )
+        )
         return
     ensure_supervised(run)
     app.call_from_thread(app.notify, confirmation, markup=False)
@@ -185,7 +229,12 @@ def ask_to_resume(app: SharedApp, run: RunDirectory) -> None:
         return
     seen = sighting(run, state)
     if state.state not in FINAL_STATES and seen.liveness is Liveness.UNKNOWN:
-        ask_whether_ended(app, run, f"{run.name} {evidence(state, seen)}.", partial(_start_resume, app, run, assume_dead=True))
+        ask_whether_ended(
+            app,
+            run,
+            f"{run.name} {evidence(state, seen)}.",
+            partial(_start_resume, app, run, assume_dead=True),
+        )
         return
     if state.state not in FINAL_STATES:
         app.notify(f"{run.name} is live: {state.state}", markup=False)
@@ -193,26 +242,38 @@ def ask_to_resume(app: SharedApp, run: RunDirectory) -> None:
     try:
         place = "on this machine" if executor_of(read_spec(run)).here else "in a new job"
     except InputError as error:
-        app.post_message(messages.Failed(f"{run.name} cannot be resumed", tuple(map(str, error.problems))))
+        app.post_message(
+            messages.Failed(f"{run.name} cannot be resumed", tuple(map(str, error.problems)))
+        )
         return
-    saved = f"step {thousands(state.saved_step)}" if state.saved_step is not None else "the beginning: nothing was saved"
+    saved = (
+        f"step {thousands(state.saved_step)}"
+        if state.saved_step is not None
+        else "the beginning: nothing was saved"
+    )
 
     def answered(yes: bool | None) -> None:
         if yes:
             _start_resume(app, run)
 
     lines = [f"It continues from {saved}, {place}."]
-    app.push_screen(Question(f"Resume {run.name}?", lines, yes="Resume", default_yes=True), answered)
+    app.push_screen(
+        Question(f"Resume {run.name}?", lines, yes="Resume", default_yes=True), answered
+    )
 
 
-def _start_resume(app: SharedApp, run: RunDirectory, *, start_over: bool = False, assume_dead: bool = False) -> None:
+def _start_resume(
+    app: SharedApp, run: RunDirectory, *, start_over: bool = False, assume_dead: bool = False
+) -> None:
     if app.may_start():
         app.starting = run.name
         work = partial(_resume, app, run, start_over=start_over, assume_dead=assume_dead)
         app.run_worker(work, thread=True, group="launch", name="resume", exit_on_error=False)
 
 
-def _ask_to_start_over(app: SharedApp, run: RunDirectory, error: Refused, *, assume_dead: bool) -> None:
+def _ask_to_start_over(
+    app: SharedApp, run: RunDirectory, error: Refused, *, assume_dead: bool
+) -> None:
     """Ask whether to train from step 0, because what the run saved is not there."""
     from so_tui.ui.dialogs.basic import Question
 
@@ -221,12 +282,22 @@ def _ask_to_start_over(app: SharedApp, run: RunDirectory, error: Refused, *, ass
             _start_resume(app, run, start_over=True, assume_dead=assume_dead)
 
     app.starting = ""
-    app.push_screen(Question(f"Train {run.name} from step 0 again?", list(error.reasons), yes="Start over"), answered)
+    app.push_screen(
+        Question(f"Train {run.name} from step 0 again?", list(error.reasons), yes="Start over"),
+        answered,
+    )
 
 
-def _ask_to_resume_anyway(app: SharedApp, run: RunDirectory, error: SoTuiError, *, start_over: bool) -> None:
+def _ask_to_resume_anyway(
+    app: SharedApp, run: RunDirectory, error: SoTuiError, *, start_over: bool
+) -> None:
     app.starting = ""
-    ask_whether_ended(app, run, str(error), partial(_start_resume, app, run, start_over=start_over, assume_dead=True))
+    ask_whether_ended(
+        app,
+        run,
+        str(error),
+        partial(_start_resume, app, run, start_over=start_over, assume_dead=True),
+    )
 
 
 def _resume(app: SharedApp, run: RunDirectory, *, start_over: bool, assume_dead: bool) -> None:
@@ -234,7 +305,12 @@ def _resume(app: SharedApp, run: RunDirectory, *, start_over: bool, assume_dead:
     from so_tui.launch import machine_of, prepare_resume, resume
 
     try:
-        resume(run, prepare_resume(run, machine_of(read_spec(run)), start_over=start_over, assume_dead=assume_dead))
+        resume(
+            run,
+            prepare_resume(
+                run, machine_of(read_spec(run)), start_over=start_over, assume_dead=assume_dead
+            ),
+        )
     except SoTuiError as error:
         if may_be_live(error):
             app.call_from_thread(_ask_to_resume_anyway, app, run, error, start_over=start_over)
@@ -242,7 +318,9 @@ def _resume(app: SharedApp, run: RunDirectory, *, start_over: bool, assume_dead:
         if isinstance(error, Refused) and "checkpoint-missing" in error.codes:
             app.call_from_thread(_ask_to_start_over, app, run, error, assume_dead=assume_dead)
             return
-        app.post_message(messages.Failed(f"{run.name} was not resumed", tuple(str(error).splitlines())))
+        app.post_message(
+            messages.Failed(f"{run.name} was not resumed", tuple(str(error).splitlines()))
+        )
     else:
         app.post_message(messages.Launched(run))
 
@@ -256,10 +334,20 @@ def show_settings(app: SharedApp, run: RunDirectory) -> None:
     try:
         spec = read_spec(run)
     except InputError as error:
-        app.post_message(messages.Failed(f"The settings of {run.name} cannot be read", tuple(map(str, error.problems))))
+        app.post_message(
+            messages.Failed(
+                f"The settings of {run.name} cannot be read", tuple(map(str, error.problems))
+            )
+        )
         return
     lines = [f"{path} = {text_of(value)}" for path, value in flat(spec_tree(spec, full=False))]
-    app.push_screen(Notice(f"{run.name}: {plural(len(lines), 'setting')} that are not the default", ["\n".join(lines)], bad=False))
+    app.push_screen(
+        Notice(
+            f"{run.name}: {plural(len(lines), 'setting')} that are not the default",
+            ["\n".join(lines)],
+            bad=False,
+        )
+    )
 
 
 def copy_path(app: SharedApp, run: RunDirectory) -> None:
@@ -276,7 +364,9 @@ def chat(app: SharedApp, run: RunDirectory) -> None:
     try:
         compare = read_spec(run).model.weights == "pretrained"
     except InputError as error:
-        app.post_message(messages.Failed(f"{run.name} cannot be asked", tuple(map(str, error.problems))))
+        app.post_message(
+            messages.Failed(f"{run.name} cannot be asked", tuple(map(str, error.problems)))
+        )
     else:
         app.push_screen(ChatScreen(LoadModel(run=str(run.path), compare=compare), Sampling()))
 
@@ -292,5 +382,9 @@ def _state(app: SharedApp, run: RunDirectory) -> RunState | None:
         recorded = read_state(run)
         return recorded if recorded.state == "queued" else state_with_truth(run)
     except InputError as error:
-        app.post_message(messages.Failed(f"The state of {run.name} cannot be read", tuple(map(str, error.problems))))
+        app.post_message(
+            messages.Failed(
+                f"The state of {run.name} cannot be read", tuple(map(str, error.problems))
+            )
+        )
         return None

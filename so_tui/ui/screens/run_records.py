@@ -59,7 +59,9 @@ def parsed_note(text: str) -> RunNotes:
     """Return what was typed: words that begin with ``#`` are tags."""
     words = text.split()
     tags = dict.fromkeys(word.removeprefix("#") for word in words if word.startswith("#"))
-    return RunNotes(note=" ".join(word for word in words if not word.startswith("#")), tags=tuple(tags))
+    return RunNotes(
+        note=" ".join(word for word in words if not word.startswith("#")), tags=tuple(tags)
+    )
 
 
 def ask_for_note(app: SharedApp, run: RunDirectory) -> None:
@@ -73,17 +75,40 @@ def ask_for_note(app: SharedApp, run: RunDirectory) -> None:
         except InputError:
             raise
         except SoTuiError as error:  # another user's run
-            raise InputError([Problem(code="not-kept", field="note", value="", message=str(error), remedy="It is only read.")]) from None
+            raise InputError(
+                [
+                    Problem(
+                        code="not-kept",
+                        field="note",
+                        value="",
+                        message=str(error),
+                        remedy="It is only read.",
+                    )
+                ]
+            ) from None
         return notes
 
     hint = "Words that begin with # are tags: too short #paper"
-    dialog = AskText(f"Note on {run.name}", hint, note_text(read_notes(run)), yes="Keep", read=read, may_be_empty=True)
+    dialog = AskText(
+        f"Note on {run.name}",
+        hint,
+        note_text(read_notes(run)),
+        yes="Keep",
+        read=read,
+        may_be_empty=True,
+    )
     app.push_screen(dialog, lambda _: app.list_runs())
 
 
 def show_earlier_logs(app: SharedApp, run: RunDirectory) -> None:
     """Show the last lines of each earlier attempt's log, the newest attempt first."""
-    app.run_worker(partial(_read_earlier_logs, app, run), thread=True, group="request", name="read earlier logs", exit_on_error=False)
+    app.run_worker(
+        partial(_read_earlier_logs, app, run),
+        thread=True,
+        group="request",
+        name="read earlier logs",
+        exit_on_error=False,
+    )
 
 
 def _read_earlier_logs(app: SharedApp, run: RunDirectory) -> None:
@@ -94,7 +119,9 @@ def _read_earlier_logs(app: SharedApp, run: RunDirectory) -> None:
         lines = [line for reader in log_readers(run, attempt) for line in reader.tail(_LOG_LINES)]
         found.append("\n".join((f"attempt {attempt}", *(lines or ["no log"]))))
     more = f"`{so_tui_command('logs', run.name, '--attempt', 'N')}` prints all of one."
-    shown = [*found, more] if found else [f"{run.name} has one attempt; the dashboard shows its log."]
+    shown = (
+        [*found, more] if found else [f"{run.name} has one attempt; the dashboard shows its log."]
+    )
     app.call_from_thread(_show_lines, app, f"{run.name}: logs of earlier attempts", shown)
 
 
@@ -107,10 +134,30 @@ def _show_lines(app: SharedApp, title: str, lines: list[str]) -> None:
 def new_path(text: str) -> Path:
     """Return the path that was typed; no file may have it. Raises InputError."""
     if fault := path_fault(text):
-        raise InputError([Problem(code="invalid-path", field="file", value=text, message=fault, remedy="Give another name.")])
+        raise InputError(
+            [
+                Problem(
+                    code="invalid-path",
+                    field="file",
+                    value=text,
+                    message=fault,
+                    remedy="Give another name.",
+                )
+            ]
+        )
     path = Path(text).expanduser().absolute()
     if path.suffix in (*METRICS, PICTURE) and path.exists():
-        raise InputError([Problem(code="file-exists", field="file", value=text, message="exists already", remedy="Choose another name.")])
+        raise InputError(
+            [
+                Problem(
+                    code="file-exists",
+                    field="file",
+                    value=text,
+                    message="exists already",
+                    remedy="Choose another name.",
+                )
+            ]
+        )
     return path
 
 
@@ -126,12 +173,18 @@ def ask_to_export(screen: Page, row: RunRow, lines: Sequence[Line], names: Seque
 
     hint = "Up, down or a click choose what. Another name or path can be given; its ending says what is written."
     choices = [
-        *([(f"{run.name}-model", "the model, a folder for from_pretrained")] if _has_checkpoint(row) else []),
+        *(
+            [(f"{run.name}-model", "the model, a folder for from_pretrained")]
+            if _has_checkpoint(row)
+            else []
+        ),
         (f"{run.name}.csv", "every step"),
         (f"{run.name}.parquet", "every step (with pyarrow)"),
         (f"{run.name}.svg", "the chart as shown"),
     ]
-    dialog = AskText(f"Export {run.name} to", hint, choices[0][0], yes="Export", read=new_path, choices=choices)
+    dialog = AskText(
+        f"Export {run.name} to", hint, choices[0][0], yes="Export", read=new_path, choices=choices
+    )
     screen.app.push_screen(dialog, named)
 
 
@@ -143,7 +196,9 @@ def _has_checkpoint(row: RunRow) -> bool:
         return row.state.saved_step is not None
 
 
-def _export(screen: Page, run: RunDirectory, path: Path, lines: tuple[Line, ...], names: tuple[str, ...]) -> None:
+def _export(
+    screen: Page, run: RunDirectory, path: Path, lines: tuple[Line, ...], names: tuple[str, ...]
+) -> None:
     """Export in a thread."""
     app = screen.app
     try:
@@ -159,7 +214,9 @@ def _export(screen: Page, run: RunDirectory, path: Path, lines: tuple[Line, ...]
     except SoTuiError as error:
         app.post_message(Failed(f"{run.name} was not exported", tuple(str(error).splitlines())))
     except OSError as error:
-        app.post_message(Failed(f"{run.name} could not be exported", (f"{path}: {error.strerror}",)))
+        app.post_message(
+            Failed(f"{run.name} could not be exported", (f"{path}: {error.strerror}",))
+        )
     else:
         screen.post_message(Exported(run, path))
         app.call_from_thread(app.notify, f"Wrote {path}: {said}", markup=False, timeout=WROTE_S)

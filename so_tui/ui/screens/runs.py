@@ -61,13 +61,52 @@ class RunsScreen(ResizablePage):
     HELP_TEXT = "Every run in this folder. Space marks runs: their losses are overlaid, and = compares them."
     SIZES = ("run", "run_beside")
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("space", "mark", "Mark", id="mark", tooltip="Overlay the losses of marked runs; = compares them"),
-        Binding("E", "export", "Export", id="export", tooltip="The model, every step (CSV, Parquet), or the chart (SVG)"),
-        Binding("S", "sort", "Sort", show=False, id="sort", tooltip="By start, name, model, state, host, step, losses or speed; kept"),
-        Binding("V", "group", "Group", show=False, id="group", tooltip="By model, state, tag or host; kept"),
-        Binding("s", "stop", "Stop", id="stop", tooltip="Save and stop the run (asks; No is the default)"),
+        Binding(
+            "space",
+            "mark",
+            "Mark",
+            id="mark",
+            tooltip="Overlay the losses of marked runs; = compares them",
+        ),
+        Binding(
+            "E",
+            "export",
+            "Export",
+            id="export",
+            tooltip="The model, every step (CSV, Parquet), or the chart (SVG)",
+        ),
+        Binding(
+            "S",
+            "sort",
+            "Sort",
+            show=False,
+            id="sort",
+            tooltip="By start, name, model, state, host, step, losses or speed; kept",
+        ),
+        Binding(
+            "V",
+            "group",
+            "Group",
+            show=False,
+            id="group",
+            tooltip="By model, state, tag or host; kept",
+        ),
+        Binding(
+            "s",
+            "stop",
+            "Stop",
+            id="stop",
+            tooltip="Save and stop the run (asks; No is the default)",
+        ),
         Binding("r", "resume", "Resume", id="resume", tooltip="Continue from its last checkpoint"),
-        Binding("D,delete", "delete", "Delete", key_display="D", id="delete", tooltip="Delete the run's folder (asks; never a live one)"),
+        Binding(
+            "D,delete",
+            "delete",
+            "Delete",
+            key_display="D",
+            id="delete",
+            tooltip="Delete the run's folder (asks; never a live one)",
+        ),
         Binding(
             "equals_sign",
             "differences",
@@ -76,10 +115,31 @@ class RunsScreen(ResizablePage):
             id="differences",
             tooltip="Settings that differ, and results, of all marked runs; of one run, its settings",
         ),
-        Binding("slash", "find", "Filter", key_display="/", id="find", tooltip="Show only runs whose name, model or state contains a text"),
+        Binding(
+            "slash",
+            "find",
+            "Filter",
+            key_display="/",
+            id="find",
+            tooltip="Show only runs whose name, model or state contains a text",
+        ),
         Binding("T", "note", "Note", id="note", tooltip="Write a note and tags on the run"),
-        Binding("C", "chat", "Chat", show=False, id="chat", tooltip="Talk to its last checkpoint, beside the model that it began with"),
-        Binding("A", "attempts", "Earlier logs", show=False, id="attempts", tooltip="What the processes of earlier attempts wrote last"),
+        Binding(
+            "C",
+            "chat",
+            "Chat",
+            show=False,
+            id="chat",
+            tooltip="Talk to its last checkpoint, beside the model that it began with",
+        ),
+        Binding(
+            "A",
+            "attempts",
+            "Earlier logs",
+            show=False,
+            id="attempts",
+            tooltip="What the processes of earlier attempts wrote last",
+        ),
         Binding("L", "log_scale", "Log y", show=False, id="log-scale"),
         Binding("y", "copy", "Copy path", show=False, id="copy"),
     ]
@@ -129,7 +189,11 @@ class RunsScreen(ResizablePage):
 
     def sizes_changed(self) -> None:
         sizes = self.app.settings.panels
-        self._beside = side_of(self.size.width, sizes.run_beside) if self.app.settings.screen.layout == "auto" else 0
+        self._beside = (
+            side_of(self.size.width, sizes.run_beside)
+            if self.app.settings.screen.layout == "auto"
+            else 0
+        )
         self.set_class(bool(self._beside), "-beside")
         self.preview.set_size(self._beside - 1 if self._beside else None, sizes.run)
         self._fill()
@@ -137,7 +201,9 @@ class RunsScreen(ResizablePage):
     def size_of(self, panel: Widget | None) -> Size | None:
         """Return the size of what is shown of the chosen run; the list has what it leaves."""
         if self._beside:
-            size = Size("run_beside", self._beside, 40, self.size.width - LEAST_LIST, towards=-1, step=4)
+            size = Size(
+                "run_beside", self._beside, 40, self.size.width - LEAST_LIST, towards=-1, step=4
+            )
         else:
             size = Size("run", self.preview.rows, 4, self.size.height - LEAST_ROWS, towards=-1)
         return replace(size, step=-size.step) if panel is self.table else size
@@ -147,10 +213,18 @@ class RunsScreen(ResizablePage):
             return
         self._fill()
         curves = self._curves
-        self._read_stale([row for row in self.table.shown if row.run not in curves or curves[row.run].outdated(row)])
+        self._read_stale(
+            [
+                row
+                for row in self.table.shown
+                if row.run not in curves or curves[row.run].outdated(row)
+            ]
+        )
 
     def _read_stale(self, rows: list[RunRow]) -> None:
-        if rows and not any(worker.group == "curve" and worker.is_running for worker in self.workers):
+        if rows and not any(
+            worker.group == "curve" and worker.is_running for worker in self.workers
+        ):
             self._read_curves(rows)
 
     @work(thread=True, group="curve", name="read the losses", exit_on_error=False)
@@ -175,13 +249,23 @@ class RunsScreen(ResizablePage):
         """Read on where one look was not enough for a long run: the list itself may not change for hours."""
         if event.worker.group == "curve" and event.state is WorkerState.SUCCESS and self.is_current:
             found: dict[RunDirectory, LossCurve] = event.worker.result or {}
-            self._read_stale([row for row in self.table.shown if row.run in found and found[row.run].unread_share])
+            self._read_stale(
+                [
+                    row
+                    for row in self.table.shown
+                    if row.run in found and found[row.run].unread_share
+                ]
+            )
 
     def _fill(self) -> None:
         """Redraw the table and keep the cursor on its run."""
         wanted = self.filter.needle
         order = self.app.settings.runs
-        rows = [row for row in ordered(self.app.runs, self._curves, order) if wanted in searched_text(row)]
+        rows = [
+            row
+            for row in ordered(self.app.runs, self._curves, order)
+            if wanted in searched_text(row)
+        ]
         self._marked = [run for run in self._marked if any(row.run == run for row in self.app.runs)]
         self.query_one("#empty").display = not self.app.runs
         self.query_one("#parts").display = bool(self.app.runs)
@@ -202,7 +286,9 @@ class RunsScreen(ResizablePage):
         if row is None:
             self.preview.clear("no match; esc clears the filter" if self.app.runs else "")
             return
-        self.preview.show(row, self._marked, self._curves, self._progress, self._exported.get(row.run))
+        self.preview.show(
+            row, self._marked, self._curves, self._progress, self._exported.get(row.run)
+        )
 
     # Commands.
 
@@ -242,7 +328,9 @@ class RunsScreen(ResizablePage):
         compared = comparison(rows, {run: curve.results for run, curve in self._curves.items()})
         if compared is None:
             unreadable = " and ".join(row.run.name for row in rows if row.spec is None)
-            self.notify(f"The settings of {unreadable} cannot be read", severity="error", markup=False)
+            self.notify(
+                f"The settings of {unreadable} cannot be read", severity="error", markup=False
+            )
         else:
             self.app.push_screen(Notice(compared.title, [compared.table], bad=False))
 
@@ -256,8 +344,14 @@ class RunsScreen(ResizablePage):
 
     def action_export(self) -> None:
         if (row := self.table.chosen()) is not None:
-            drawn = [(other, self._curves[other]) for other in self._marked or [row.run] if other in self._curves]
-            run_records.ask_to_export(self, row, [curve.line for _, curve in drawn], [other.name for other, _ in drawn])
+            drawn = [
+                (other, self._curves[other])
+                for other in self._marked or [row.run]
+                if other in self._curves
+            ]
+            run_records.ask_to_export(
+                self, row, [curve.line for _, curve in drawn], [other.name for other, _ in drawn]
+            )
 
     @on(run_records.Exporting)
     def _exporting(self, message: run_records.Exporting) -> None:

@@ -25,10 +25,21 @@ def ask_to_save(app: SharedApp, spec: RunSpec, base: str, saved: Callable[[str],
         check_user_name(name, app.catalog.presets if app.catalog is not None else {})
         return name
 
-    app.push_screen(AskText("Save as preset", "A short name: small letters, digits, - . _", f"{base}-mine", yes="Save", read=read), named)
+    app.push_screen(
+        AskText(
+            "Save as preset",
+            "A short name: small letters, digits, - . _",
+            f"{base}-mine",
+            yes="Save",
+            read=read,
+        ),
+        named,
+    )
 
 
-def _save_unless_taken(app: SharedApp, spec: RunSpec, name: str, base: str, saved: Callable[[str], None]) -> None:
+def _save_unless_taken(
+    app: SharedApp, spec: RunSpec, name: str, base: str, saved: Callable[[str], None]
+) -> None:
     taken = app.catalog.presets.get(name) if app.catalog is not None else None
     if taken is None or taken.origin == "built-in" or name == base:
         _save(app, spec, name, base, saved)
@@ -39,10 +50,15 @@ def _save_unless_taken(app: SharedApp, spec: RunSpec, name: str, base: str, save
         if yes:
             _save(app, spec, name, base, saved)
 
-    app.push_screen(Question(f"Replace your preset {name}?", [taken.path], yes="Replace", no="No, keep it"), answered)
+    app.push_screen(
+        Question(f"Replace your preset {name}?", [taken.path], yes="Replace", no="No, keep it"),
+        answered,
+    )
 
 
-def _save(app: SharedApp, spec: RunSpec, name: str, base: str, saved: Callable[[str], None]) -> None:
+def _save(
+    app: SharedApp, spec: RunSpec, name: str, base: str, saved: Callable[[str], None]
+) -> None:
     from so_tui.spec import InputError, save_preset
 
     try:
@@ -78,4 +94,6 @@ def ask_to_delete(app: SharedApp, name: str) -> None:
 
     if app.catalog is not None and is_own(app, name):
         lines = [app.catalog.presets[name].path, "Runs that were started with it stay."]
-        app.push_screen(Question(f"Delete your preset {name}?", lines, yes="Delete", no="No, keep it"), answered)
+        app.push_screen(
+            Question(f"Delete your preset {name}?", lines, yes="Delete", no="No, keep it"), answered
+        )

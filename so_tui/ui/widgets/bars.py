@@ -72,14 +72,19 @@ def fill_of(index: int, plain: bool) -> str:
 def stacked(parts: Sequence[Part], width: int, *, plain: bool = False) -> Content:
     """Return one bar of all parts of a step beside each other."""
     cells = cells_of([part.amount for part in parts], width)
-    pieces = [(fill_of(index, plain) * count, part.style) for index, (part, count) in enumerate(zip(parts, cells, strict=True))]
+    pieces = [
+        (fill_of(index, plain) * count, part.style)
+        for index, (part, count) in enumerate(zip(parts, cells, strict=True))
+    ]
     return Content.assemble(*pieces)
 
 
 def legend_items(parts: Sequence[Part], *, plain: bool = False) -> list[Content]:
     """Return ``▅ forward 0.84 s`` for each part above 0: its fill, its name, its amount."""
     return [
-        Content.assemble((fill_of(index, plain), part.style), (f" {part.name} ", "$faint"), part.text)
+        Content.assemble(
+            (fill_of(index, plain), part.style), (f" {part.name} ", "$faint"), part.text
+        )
         for index, part in enumerate(parts)
         if part.amount > 0
     ]

@@ -174,11 +174,18 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
         """
         self.alarm, self.progress = alarm, progress
         self.lines, self.names, self.axis = tuple(lines), tuple(names), axis
-        self.marks, self.marked, self.cursor, self.notes = tuple(marks), tuple(marked), cursor, tuple(notes)
+        self.marks, self.marked, self.cursor, self.notes = (
+            tuple(marks),
+            tuple(marked),
+            cursor,
+            tuple(notes),
+        )
         window = None if axis is None else (axis.unit, axis.low, axis.high)
         # Series grow in place, so their length says whether there is anything new.
         shown = (
-            tuple((id(line.series), line.length, line.role, line.sign) for line in (*lines, *marked)),
+            tuple(
+                (id(line.series), line.length, line.role, line.sign) for line in (*lines, *marked)
+            ),
             self.names,
             window,
             self.marks,
@@ -231,7 +238,11 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
         key = self._render_key()
         if key != self._drawn:
             self._strips, self._drawn = self._draw(), key
-        return self._strips[y] if y < len(self._strips) else Strip.blank(self.size.width, self.rich_style)
+        return (
+            self._strips[y]
+            if y < len(self._strips)
+            else Strip.blank(self.size.width, self.rich_style)
+        )
 
     def notify_style_update(self) -> None:
         self._drawn = ()
@@ -241,7 +252,11 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
     def heading_room(self) -> int:
         """Cells of title and figures."""
         width, height = self.size
-        self.inset = SIDE if self.boxed and width >= LEAST_FRAMED and height >= LEAST_FRAMED_ROWS and framed(self) else 0
+        self.inset = (
+            SIDE
+            if self.boxed and width >= LEAST_FRAMED and height >= LEAST_FRAMED_ROWS and framed(self)
+            else 0
+        )
         return width - (6 if self.inset else 0)
 
     def _draw(self) -> list[Strip]:
@@ -257,7 +272,9 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
         if roomy and self.axis is not None and any(line.length for line in self.lines):
             rows += self._body(self.axis, columns, height - 2 - len(rows), frame, styles)
         else:
-            rows += [frame.row([Segment(" " * GUTTER + self.waiting, styles["note"])])] if roomy else []
+            rows += (
+                [frame.row([Segment(" " * GUTTER + self.waiting, styles["note"])])] if roomy else []
+            )
             if self.inset:
                 rows += [frame.row([])] * (height - 2 - len(rows))
                 rows.append(frame.lower([Segment("─" * (width - 2), styles["frame"])], self.turns))
@@ -265,20 +282,42 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
             heading = arranged(self._title(styles, room), list(self._figures(styles)), room, height)
         return [frame.upper(heading), *rows]
 
-    def _body(self, axis: Axis, width: int, height: int, frame: ChartFrame, styles: dict[str, Style]) -> list[Strip]:
+    def _body(
+        self, axis: Axis, width: int, height: int, frame: ChartFrame, styles: dict[str, Style]
+    ) -> list[Strip]:
         """Return plot and axis, cached while nothing of them changes: values beyond the range are no change."""
         size = width, height, self.inset
-        drawn = *size, self.log_scale, self.robust, self.glyphs, id(styles), *plot_key((*self.lines, *self.marked), axis)
+        drawn = (
+            *size,
+            self.log_scale,
+            self.robust,
+            self.glyphs,
+            id(styles),
+            *plot_key((*self.lines, *self.marked), axis),
+        )
         key = drawn, self.per, self.marks, self.cursor, self.chosen, self.turns
         if key != self._body_key:
             self._body_key = key
             plot, scale = self._plot(axis, width, height, styles, drawn)
             labels = gutter_text(scale, height, self.format_value, self.per)
-            plot = [self._with_range(with_cursor(row, axis, self.cursor, width, styles["cursor"]), width, styles) for row in plot]
-            rows = [frame.row([Segment(label, styles["label"]), *row]) for label, row in zip(labels, plot, strict=True)]
+            plot = [
+                self._with_range(
+                    with_cursor(row, axis, self.cursor, width, styles["cursor"]), width, styles
+                )
+                for row in plot
+            ]
+            rows = [
+                frame.row([Segment(label, styles["label"]), *row])
+                for label, row in zip(labels, plot, strict=True)
+            ]
             unit = f" {axis.unit} "
-            corner = [Segment(("─" if self.inset else " ") * (GUTTER - len(unit)), styles["frame"]), Segment(unit, styles["label"])]
-            lower = frame.lower([*corner, *axis_row(axis, width, self._all_marks(axis, width), styles)], self.turns)
+            corner = [
+                Segment(("─" if self.inset else " ") * (GUTTER - len(unit)), styles["frame"]),
+                Segment(unit, styles["label"]),
+            ]
+            lower = frame.lower(
+                [*corner, *axis_row(axis, width, self._all_marks(axis, width), styles)], self.turns
+            )
             self._body_strips = [*rows, lower]
         return self._body_strips
 
@@ -289,12 +328,19 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
         """
         signs: dict[int, str] = {}
         for line in self.marked:
-            signs |= {column: "▼" for column, found in enumerate(spans(line, axis, width)[0]) if found is not None}
+            signs |= {
+                column: "▼"
+                for column, found in enumerate(spans(line, axis, width)[0])
+                if found is not None
+            }
         if self.mark_gaps and self.lines[0].series.missing(self.lines[0].length):
             signs |= dict.fromkeys(spans(self.lines[0], axis, width)[1], "✗")
         edges = axis.edges(width)
         middles = {(edges[column] + edges[column + 1]) / 2: sign for column, sign in signs.items()}
-        return [*self.marks, *(Mark(middle, middle, sign, "bad") for middle, sign in middles.items())]
+        return [
+            *self.marks,
+            *(Mark(middle, middle, sign, "bad") for middle, sign in middles.items()),
+        ]
 
     def _plot(
         self, axis: Axis, width: int, height: int, styles: dict[str, Style], key: tuple[object, ...]
@@ -302,11 +348,15 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
         """Return the plot area, cached while ``key`` does not change: moving a cursor does not draw it again."""
         if key != self._plot_key:
             self._plot_key = key
-            self._plotted = plot_rows(self.lines, axis, None, (width, height), GLYPHS[self.glyphs], styles, fit=self._fit)
+            self._plotted = plot_rows(
+                self.lines, axis, None, (width, height), GLYPHS[self.glyphs], styles, fit=self._fit
+            )
         return self._plotted
 
     def _fit(self, found: list[list[tuple[float, float] | None]]) -> Scale:
-        scale = fit_scale(found, log=self.log_scale, zero=self.zero, ceiling=self.ceiling, robust=self.robust)
+        scale = fit_scale(
+            found, log=self.log_scale, zero=self.zero, ceiling=self.ceiling, robust=self.robust
+        )
         self._outside = beyond(found, scale) if self.robust else 0
         return scale
 
@@ -314,7 +364,12 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
         """Return the title, with the number of the page, what is still being read, and what is wrong."""
         title = [Segment(self.title, styles["title"])]
         scaled = self.log_scale or self.robust  # which must be read rather than the page
-        if self.turns and not self.inset and not scaled and len(self.title) + 2 + len(self.turns) <= room:
+        if (
+            self.turns
+            and not self.inset
+            and not scaled
+            and len(self.title) + 2 + len(self.turns) <= room
+        ):
             title.append(Segment(f"  {self.turns}", styles["note"]))
         if self.progress:
             title.append(Segment(f"  {self.progress}", styles["cursor"]))
@@ -328,29 +383,48 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
         for line, name in zip(self.lines, self.names, strict=True):
             if not name or axis is None or not line.length:
                 continue
-            value = line.series.value(line.length - 1) if self.cursor is None else value_at(line, axis, self.cursor)
+            value = (
+                line.series.value(line.length - 1)
+                if self.cursor is None
+                else value_at(line, axis, self.cursor)
+            )
             shown = "-" if value is None else self.format_value(value / self.per)
             called = f"  {name} ".replace("  . ", "  ")
             if line.role == "raw":
-                yield Figure([Segment(called, styles["note"]), Segment(shown, styles["label"])], "raw")
+                yield Figure(
+                    [Segment(called, styles["note"]), Segment(shown, styles["label"])], "raw"
+                )
                 continue
             style = styles[line.role] + BOLD
             sign = [Segment(f"  {line.sign}", style)] if line.sign else []
-            yield Figure([*sign, Segment(called[1:] if sign else called, styles["note"]), Segment(shown, style)], "value")
+            yield Figure(
+                [
+                    *sign,
+                    Segment(called[1:] if sign else called, styles["note"]),
+                    Segment(shown, style),
+                ],
+                "value",
+            )
         if self.unit:
             yield Figure([Segment(f" {self.unit}", styles["note"])])
         if self.cursor is not None and axis is not None:
-            yield Figure([Segment(f"  at {axis.unit} {x_text(axis, self.cursor)}", styles["cursor"])])
+            yield Figure(
+                [Segment(f"  at {axis.unit} {x_text(axis, self.cursor)}", styles["cursor"])]
+            )
         if self.log_scale:
             yield Figure([Segment("  log y", styles["note"])])
         if self.robust:
             yield Figure([Segment("  robust y", styles["note"])])
             if self._outside:
-                yield Figure([Segment(f", {plural(self._outside, 'column')} beyond", styles["note"])])
+                yield Figure(
+                    [Segment(f", {plural(self._outside, 'column')} beyond", styles["note"])]
+                )
         for note in self.notes:
             yield Figure([Segment(f"  {note}", styles["note"])])
 
-    def _with_range(self, row: list[Segment], width: int, styles: Mapping[str, Style]) -> list[Segment]:
+    def _with_range(
+        self, row: list[Segment], width: int, styles: Mapping[str, Style]
+    ) -> list[Segment]:
         """Return the row with the range reversed that is being dragged over."""
         if self.chosen is None:
             return row

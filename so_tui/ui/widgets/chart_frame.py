@@ -44,8 +44,13 @@ def arranged(title: list[Segment], figures: Sequence[Figure], room: int, height:
         height: Rows of the chart.
     """
     free = room - Segment.get_line_length(title)
-    if height < LEAST_ROWS_FOR_MORE and sum(figure.cells for figure in figures if figure.kind != "note") > free:
-        figures = [figure for figure in figures if figure.kind != "raw"]  # the least of what a chart says
+    if (
+        height < LEAST_ROWS_FOR_MORE
+        and sum(figure.cells for figure in figures if figure.kind != "note") > free
+    ):
+        figures = [
+            figure for figure in figures if figure.kind != "raw"
+        ]  # the least of what a chart says
     beside: list[Segment] = []
     below: list[Segment] = []
     free_below = room
@@ -77,7 +82,9 @@ class ChartFrame(NamedTuple):
         if heading.beside:  # its first two cells are blank: one of them belongs to the line
             between += 1
             right[0] = Segment(right[0].text[1:], right[0].style)
-        return Strip([*left, Segment("─" * between, line), *right]).adjust_cell_length(self.width, base)
+        return Strip([*left, Segment("─" * between, line), *right]).adjust_cell_length(
+            self.width, base
+        )
 
     def row(self, row: Sequence[Segment]) -> Strip:
         """Return a row between the upper line and the lower one."""
@@ -92,5 +99,12 @@ class ChartFrame(NamedTuple):
         line = self.styles["frame"]
         inside = Strip(row).adjust_cell_length(self.width - 2, line)
         if note:
-            inside = Strip([*inside.crop(0, self.width - 4 - len(note)), Segment(f" {note} ", self.styles["note"])])
-        return Strip([Segment("╰", line), *inside, Segment("╯", line)]).adjust_cell_length(self.width, self.styles["base"])
+            inside = Strip(
+                [
+                    *inside.crop(0, self.width - 4 - len(note)),
+                    Segment(f" {note} ", self.styles["note"]),
+                ]
+            )
+        return Strip([Segment("╰", line), *inside, Segment("╯", line)]).adjust_cell_length(
+            self.width, self.styles["base"]
+        )

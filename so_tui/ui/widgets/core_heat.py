@@ -35,15 +35,23 @@ class HeatRow:
 def heat_rows(groups: Sequence[CoreGroup], height: int) -> list[HeatRow]:
     """Fold the cores of a node into at most ``height`` rows, a group's cores among themselves, as far as each group gets a row."""
     shown = groups[:height]
-    counts = cells_of([len(group.positions) for group in shown], min(height, sum(len(group.positions) for group in shown)))
+    counts = cells_of(
+        [len(group.positions) for group in shown],
+        min(height, sum(len(group.positions) for group in shown)),
+    )
     rows: list[HeatRow] = []
     for group, count in zip(shown, counts, strict=True):
         edges = [index * len(group.positions) // count for index in range(count + 1)]
-        rows += [HeatRow(group.sign, group.role, group.cpus[first], group.positions[first:last]) for first, last in pairwise(edges)]
+        rows += [
+            HeatRow(group.sign, group.role, group.cpus[first], group.positions[first:last])
+            for first, last in pairwise(edges)
+        ]
     return rows
 
 
-def heat_texts(rows: Sequence[HeatRow], history: Sequence[bytes], edges: Sequence[int], glyphs: GlyphName) -> list[str]:
+def heat_texts(
+    rows: Sequence[HeatRow], history: Sequence[bytes], edges: Sequence[int], glyphs: GlyphName
+) -> list[str]:
     """Return a text for each row, a character for each column.
 
     Args:
@@ -51,7 +59,12 @@ def heat_texts(rows: Sequence[HeatRow], history: Sequence[bytes], edges: Sequenc
         edges: Borders of the columns as indices into ``history``. A column without a sample shows the one before, if another follows.
     """
     columns = [_sampled(history, start, stop) for start, stop in pairwise(edges)]
-    return ["".join(" " if not column else level(_mean(column, row.positions), glyphs) for column in columns) for row in rows]
+    return [
+        "".join(
+            " " if not column else level(_mean(column, row.positions), glyphs) for column in columns
+        )
+        for row in rows
+    ]
 
 
 def _mean(column: Sequence[bytes], positions: tuple[int, ...]) -> float:

@@ -19,7 +19,10 @@ def facts(preview: DataPreview) -> list[Content]:
     return [
         Content.assemble(
             (f"{name:<10}", "$faint"),
-            (f"{figure:>{width}}  ", "bold $warning" if name in ("truncated", "dropped") and figure != "0" else "bold"),
+            (
+                f"{figure:>{width}}  ",
+                "bold $warning" if name in ("truncated", "dropped") and figure != "0" else "bold",
+            ),
             (meaning, "$faint"),
         )
         for name, figure, meaning in rows
@@ -31,7 +34,11 @@ def histogram(preview: DataPreview, width: int) -> list[Content]:
     label = max(len(entry.label) for entry in preview.histogram)
     cells = preview.histogram_cells(max(8, min(60, width - label - 1 - _MOST_COUNT)))
     return [
-        Content.assemble((f"{entry.label:>{label}} ", "$faint"), ("▇" * bar, "$accent"), f" {thousands(entry.documents)}" if bar else "")
+        Content.assemble(
+            (f"{entry.label:>{label}} ", "$faint"),
+            ("▇" * bar, "$accent"),
+            f" {thousands(entry.documents)}" if bar else "",
+        )
         for entry, bar in zip(preview.histogram, cells, strict=True)
     ]
 
@@ -39,8 +46,14 @@ def histogram(preview: DataPreview, width: int) -> list[Content]:
 def packed(preview: DataPreview, width: int) -> list[Content]:
     """Return one sequence as a bar in which neighbouring documents differ, and their lengths."""
     *documents, padding = preview.sequence_cells(width)
-    bar = [(glyph * cells, style) for cells, (glyph, style) in zip(documents, _SHADES * len(documents), strict=False)]
-    return [Content.assemble(*bar, ("─" * padding, "$rule")), Content.styled(preview.sequence_sum(), "$faint")]
+    bar = [
+        (glyph * cells, style)
+        for cells, (glyph, style) in zip(documents, _SHADES * len(documents), strict=False)
+    ]
+    return [
+        Content.assemble(*bar, ("─" * padding, "$rule")),
+        Content.styled(preview.sequence_sum(), "$faint"),
+    ]
 
 
 def sources(preview: DataPreview, width: int) -> list[Content]:
@@ -49,11 +62,11 @@ def sources(preview: DataPreview, width: int) -> list[Content]:
 
 
 def _source(source: SourceView, width: int) -> Content:
-    text = (
-        f"  {thousands(source.rows)} rows, {thousands(source.trained_tokens)} trained tokens, each {source.times_an_epoch:.1f} x an epoch"
-    )
+    text = f"  {thousands(source.rows)} rows, {thousands(source.trained_tokens)} trained tokens, each {source.times_an_epoch:.1f} x an epoch"
     lost = ", ".join(
-        f"{thousands(count)} {name}" for name, count in (("truncated", source.truncated), ("dropped", source.dropped)) if count
+        f"{thousands(count)} {name}"
+        for name, count in (("truncated", source.truncated), ("dropped", source.dropped))
+        if count
     )
     name = shorten_path(source.source, max(12, width - 7 - len(source.format) - 4))
     return Content.assemble(
@@ -67,14 +80,27 @@ def _source(source: SourceView, width: int) -> Content:
 
 def legend(*, marks: bool) -> Content:
     """Return the legend of trained and context text; with ``marks`` they differ by signs instead of colour."""
-    return Content.assemble(_piece("what is trained", trained=True, marks=marks), (" and ", "$faint"), ("what is context", "$faint"))
+    return Content.assemble(
+        _piece("what is trained", trained=True, marks=marks),
+        (" and ", "$faint"),
+        ("what is context", "$faint"),
+    )
 
 
 def sample(one: Sample, preview: DataPreview, *, marks: bool) -> Content:
     """Return one document as the model sees it."""
     where = f"row {thousands(one.row)}" + (f" of {one.source}" if len(preview.sources) > 1 else "")
-    head = Content.assemble((where, "bold"), (f"   {thousands(one.tokens)} tokens, {thousands(one.trained_tokens)} trained", "$faint"))
-    return head + "\n" + Content("").join(_piece(text, trained=trained, marks=marks) for text, trained in one.visible)
+    head = Content.assemble(
+        (where, "bold"),
+        (f"   {thousands(one.tokens)} tokens, {thousands(one.trained_tokens)} trained", "$faint"),
+    )
+    return (
+        head
+        + "\n"
+        + Content("").join(
+            _piece(text, trained=trained, marks=marks) for text, trained in one.visible
+        )
+    )
 
 
 def _piece(text: str, *, trained: bool, marks: bool) -> Content:

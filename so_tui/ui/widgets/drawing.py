@@ -53,7 +53,11 @@ def plot_key(lines: Sequence[Line], axis: Axis) -> tuple[object, ...]:
     for line in lines:
         positions, end = line.times, axis.high
         if axis.unit == "step":
-            positions, end = (line.steps, axis.high) if line.steps is not None else (line.times, axis.time_of(axis.high))
+            positions, end = (
+                (line.steps, axis.high)
+                if line.steps is not None
+                else (line.times, axis.time_of(axis.high))
+            )
         beyond = line.length > 0 and positions[line.length - 1] > end
         lengths.append((id(line.series), line.role, line.sign, -1 if beyond else line.length))
     return axis.unit, axis.low, axis.high, tuple(lengths)
@@ -68,7 +72,11 @@ def x_text(axis: Axis, x: float) -> str:
 
 def _tick_text(axis: Axis, x: float) -> str:
     """Return ``x_text`` with every part of a time: neighbours deep in a long run differ in the last."""
-    return x_text(axis, x) if axis.unit == "step" else mark_duration(max(0.0, x - axis.origin), parts=4)
+    return (
+        x_text(axis, x)
+        if axis.unit == "step"
+        else mark_duration(max(0.0, x - axis.origin), parts=4)
+    )
 
 
 def plot_rows(
@@ -92,23 +100,37 @@ def plot_rows(
         role = lines[layer].role
         # In a plot of one or two rows a GPU's line would hide that of its node all along, and a value the limit that it is close to.
         below = [(other, line.role) for other, line in enumerate(lines[:layer])]
-        beside = frozenset(other for other, kind in below if kind == "limit" or (role == "gpu" and kind != "band"))
+        beside = frozenset(
+            other for other, kind in below if kind == "limit" or (role == "gpu" and kind != "band")
+        )
         canvas.draw(found, gaps, scale, layer, connect=role != "band", beside=beside)
     for layer, line in enumerate(lines):
         if line.sign:
             canvas.sign(layer, line.sign)
     empty = styles["empty"]
-    rows = [[Segment(text, empty if layer < 0 else styles[lines[layer].role]) for text, layer in canvas.row(row)] for row in range(height)]
+    rows = [
+        [
+            Segment(text, empty if layer < 0 else styles[lines[layer].role])
+            for text, layer in canvas.row(row)
+        ]
+        for row in range(height)
+    ]
     return rows, scale
 
 
-def axis_row(axis: Axis, width: int, marks: Sequence[Mark], styles: Mapping[str, Style]) -> list[Segment]:
+def axis_row(
+    axis: Axis, width: int, marks: Sequence[Mark], styles: Mapping[str, Style]
+) -> list[Segment]:
     """Return the x axis: a thin rule with round values and marks.
 
     Labels keep off the marks, unless many marks leave no room for two: then those that labels cover are not drawn.
     """
     cells: list[tuple[str, str]] = [("─", "axis")] * width
-    marked = {_column(axis, x, width): mark for mark in marks if axis.low <= (x := mark.at(axis)) <= axis.high}
+    marked = {
+        _column(axis, x, width): mark
+        for mark in marks
+        if axis.low <= (x := mark.at(axis)) <= axis.high
+    }
     labels = _labels(axis, width, marked.keys())
     if len(labels) < 2 and len(marked) > width // 8:
         labels = _labels(axis, width, ())
@@ -142,11 +164,20 @@ def _labels(axis: Axis, width: int, taken: Collection[int]) -> list[tuple[int, s
 
 def _round_positions(axis: Axis, most: int) -> list[float]:
     if axis.unit == "step":
-        return [value for value in round_values(axis.low, axis.high, most, (1, 2, 5, 10)) if value == round(value)]
-    return [axis.origin + seconds for seconds in time_values(axis.low - axis.origin, axis.high - axis.origin, most)]
+        return [
+            value
+            for value in round_values(axis.low, axis.high, most, (1, 2, 5, 10))
+            if value == round(value)
+        ]
+    return [
+        axis.origin + seconds
+        for seconds in time_values(axis.low - axis.origin, axis.high - axis.origin, most)
+    ]
 
 
-def _placed(axis: Axis, width: int, values: Sequence[float], taken: Collection[int]) -> list[tuple[int, str]]:
+def _placed(
+    axis: Axis, width: int, values: Sequence[float], taken: Collection[int]
+) -> list[tuple[int, str]]:
     """Return the labels of ``values`` that touch neither each other nor a taken cell."""
     labels: list[tuple[int, str]] = []
     free = 0
@@ -178,7 +209,9 @@ def joined(cells: Sequence[tuple[str, str]], styles: Mapping[str, Style]) -> lis
     return segments
 
 
-def with_cursor(row: list[Segment], axis: Axis | None, cursor: float | None, width: int, style: Style) -> list[Segment]:
+def with_cursor(
+    row: list[Segment], axis: Axis | None, cursor: float | None, width: int, style: Style
+) -> list[Segment]:
     """Return a row of a plot with the cursor's cell replaced; what crosses it stays visible in the cursor's colour."""
     if axis is None or cursor is None or not axis.low <= cursor <= axis.high:
         return row
@@ -187,16 +220,24 @@ def with_cursor(row: list[Segment], axis: Axis | None, cursor: float | None, wid
         if column < len(text):  # each character of a plot takes one cell
             at = Segment(text[column] if text[column] not in " \u2800" else "│", style)
             left, right = text[:column], text[column + 1 :]
-            parts = [*([Segment(left, beside)] if left else []), at, *([Segment(right, beside)] if right else [])]
+            parts = [
+                *([Segment(left, beside)] if left else []),
+                at,
+                *([Segment(right, beside)] if right else []),
+            ]
             return [*row[:number], *parts, *row[number + 1 :]]
         column -= len(text)
     return row
 
 
-def gutter_text(scale: Scale, height: int, format_value: Callable[[float], str], per: float = 1.0) -> list[str]:
+def gutter_text(
+    scale: Scale, height: int, format_value: Callable[[float], str], per: float = 1.0
+) -> list[str]:
     """Return the y labels of a plot, one text of GUTTER cells per row, at most every third row named; values are divided by ``per``."""
     texts = [" " * GUTTER] * height
-    for value in ticks(Scale(scale.low / per, scale.high / per, scale.log), max(2, height // 3 + 1)):
+    for value in ticks(
+        Scale(scale.low / per, scale.high / per, scale.log), max(2, height // 3 + 1)
+    ):
         row = scale.height(value * per, height)
         if row is not None:
             texts[height - 1 - row] = f"{_label(value, format_value(value)):>{GUTTER - 1}} "
@@ -212,7 +253,11 @@ def _label(value: float, text: str) -> str:
     if not text.strip("-0123456789,."):
         mantissa, power = f"{value:e}".split("e")
         ways += [text.rstrip("0")] if "." in text else []
-        ways += [f"{value / unit:g}{sign}" for unit, sign in ((1e6, "M"), (1e3, "k")) if 1 <= abs(value) / unit < 1e5]
+        ways += [
+            f"{value / unit:g}{sign}"
+            for unit, sign in ((1e6, "M"), (1e3, "k"))
+            if 1 <= abs(value) / unit < 1e5
+        ]
         ways.append(f"{mantissa.rstrip('0').rstrip('.')}e{int(power)}")
     return next((way for way in ways if len(way) < GUTTER), "")
 
@@ -252,7 +297,9 @@ def _common(old: str, new: str) -> str:
 def repaint(widget: Widget, before: Sequence[Strip], after: Sequence[Strip]) -> None:
     """Repaint the cells that differ, if any: painting a row costs more than drawing it, and a terminal may be far away."""
     width = after[0].cell_length if after else widget.size.width
-    if regions := changed_parts(before, after, width):  # without a region, everything would be painted
+    if regions := changed_parts(
+        before, after, width
+    ):  # without a region, everything would be painted
         widget.refresh(*regions)
 
 
@@ -269,6 +316,9 @@ class RoleStyles:
         key = (widget.app.theme, widget.has_focus, widget.is_maximized)
         if key != self._key:
             self._key = key
-            self._styles = {role: widget.get_component_rich_style(f"{self._prefix}--{role}") for role in self._roles}
+            self._styles = {
+                role: widget.get_component_rich_style(f"{self._prefix}--{role}")
+                for role in self._roles
+            }
             self._styles["base"] = widget.rich_style
         return self._styles

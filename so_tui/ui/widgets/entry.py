@@ -14,7 +14,9 @@ class Entry(Input):
     """
 
     async def _on_key(self, event: events.Key) -> None:
-        for binding in () if event.is_printable else self._bindings.key_to_bindings.get(event.key, ()):
+        for binding in (
+            () if event.is_printable else self._bindings.key_to_bindings.get(event.key, ())
+        ):
             if await self.app.run_action(binding.action, self):
                 event.stop()
                 event.prevent_default()

@@ -118,12 +118,23 @@ class FieldRow(Horizontal):
             yield FormEntry(self._value, compact=True, classes="field-control field-number")
             yield from (Stepper(-1), Stepper(1))
             options = [(unit_of(path), path) for path in LENGTH_KEYS]
-            yield Choice(options, value=self._key, allow_blank=False, compact=True, classes="field-unit")
+            yield Choice(
+                options, value=self._key, allow_blank=False, compact=True, classes="field-unit"
+            )
         elif info.type_name == "boolean":
-            yield Tick(_yes_or_no(self._value == "true"), self._value == "true", compact=True, classes="field-control")
+            yield Tick(
+                _yes_or_no(self._value == "true"),
+                self._value == "true",
+                compact=True,
+                classes="field-control",
+            )
         elif info.choices:
             yield Choice(
-                [(choice, choice) for choice in info.choices], value=self._value, allow_blank=False, compact=True, classes="field-control"
+                [(choice, choice) for choice in info.choices],
+                value=self._value,
+                allow_blank=False,
+                compact=True,
+                classes="field-control",
             )
         elif can_step(info):
             yield FormEntry(self._value, compact=True, classes="field-control field-stepped")
@@ -152,13 +163,20 @@ class FieldRow(Horizontal):
 
     def matches(self, needle: str) -> bool:
         """Return whether a text in small letters is in the field's name, path or description."""
-        return all(word in f"{label(self.path)} {self.path} {self.about}".lower() for word in needle.split())
+        return all(
+            word in f"{label(self.path)} {self.path} {self.about}".lower()
+            for word in needle.split()
+        )
 
     def on_mount(self) -> None:
         self._set_tooltip(True)
 
     def _set_tooltip(self, shown: bool) -> None:
-        self.tooltip = Content(f"{self.path}: {self.info.description}") if shown and self.info is not None else None
+        self.tooltip = (
+            Content(f"{self.path}: {self.info.description}")
+            if shown and self.info is not None
+            else None
+        )
 
     @on(Choice.Opened)
     def _opened(self, message: Choice.Opened) -> None:
@@ -184,7 +202,9 @@ class FieldRow(Horizontal):
             else:
                 self.query_one(Input).value = value
 
-    def show_status(self, *, was: str | None, problem: str, note: str = "", preset: str | None = None) -> None:
+    def show_status(
+        self, *, was: str | None, problem: str, note: str = "", preset: str | None = None
+    ) -> None:
         """Mark a field that was changed or is wrong, and say what is to be said of it.
 
         Args:
@@ -199,18 +219,27 @@ class FieldRow(Horizontal):
         if problem:
             pieces = [f"✗ {problem}"]
         elif was is not None or preset is not None:
-            pieces = [f"was {was or 'empty'}" if was is not None else f"★ preset: {preset or 'empty'}", note]
+            pieces = [
+                f"was {was or 'empty'}" if was is not None else f"★ preset: {preset or 'empty'}",
+                note,
+            ]
         else:
             pieces = [note or self._note()]
         self._pieces = list(filter(None, pieces))
         self._show_note()
-        self.query_one(".field-name", Label).update(Content(("✗ " if problem else "• " if was is not None else "") + label(self.path)))
+        self.query_one(".field-name", Label).update(
+            Content(("✗ " if problem else "• " if was is not None else "") + label(self.path))
+        )
 
     def _show_note(self) -> None:
         """Show what there is to say of the selected field, which wraps it, and of others as much as fits."""
         note = self.query_one(".field-note", Label)
         whole, room = " · ".join(self._pieces), note.content_size.width
-        text = whole if self.has_focus_within or not room or cell_len(whole) <= room else self._pieces[0]
+        text = (
+            whole
+            if self.has_focus_within or not room or cell_len(whole) <= room
+            else self._pieces[0]
+        )
         if text != str(note.content):
             note.update(Content(text))
 
@@ -270,7 +299,9 @@ class FieldRow(Horizontal):
 
     def focus_control(self) -> None:
         """Focus this field's control."""
-        self.screen.set_focus(self.query(Input if self.query(Input) else "Select, Checkbox").first())
+        self.screen.set_focus(
+            self.query(Input if self.query(Input) else "Select, Checkbox").first()
+        )
 
 
 def unit_of(path: str) -> str:

@@ -12,7 +12,10 @@ from so_tui.ui.widgets.entry import Entry
 class FindField(Entry):
     """Hidden until it is opened. Posts ``Input.Changed`` while something is typed, ``Input.Submitted`` on enter."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "submit", "Go there"), Binding("escape", "screen.leave_field", "Clear")]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("enter", "submit", "Go there"),
+        Binding("escape", "screen.leave_field", "Clear"),
+    ]
 
     DEFAULT_CSS = """
     FindField {

@@ -12,7 +12,12 @@ from textual.widgets import DataTable
 class FittedTable(DataTable[Text]):
     """Textual measures columns when it is idle, and goes on showing rows that were drawn before that, as wide as the titles."""
 
-    def fill(self, titles: Sequence[str], rows: Iterable[tuple[str, Sequence[Text]]], widths: Mapping[str, int] | None = None) -> None:
+    def fill(
+        self,
+        titles: Sequence[str],
+        rows: Iterable[tuple[str, Sequence[Text]]],
+        widths: Mapping[str, int] | None = None,
+    ) -> None:
         """Show other columns and rows.
 
         Args:

@@ -33,7 +33,9 @@ class CoreGroup:
         return sum(self.loads) / len(self.loads) if self.loads else 0.0
 
 
-def group_cores(loads: Sequence[float], cpus: Sequence[int], adam: frozenset[int], main: frozenset[int]) -> tuple[CoreGroup, ...]:
+def group_cores(
+    loads: Sequence[float], cpus: Sequence[int], adam: frozenset[int], main: frozenset[int]
+) -> tuple[CoreGroup, ...]:
     """Group a node's cores by the run's use of them; groups without a core are left out."""
     return tuple(
         CoreGroup(name, sign, role, tuple([loads[at] for at in positions]), members, positions)
@@ -42,14 +44,18 @@ def group_cores(loads: Sequence[float], cpus: Sequence[int], adam: frozenset[int
 
 
 @lru_cache(maxsize=64)
-def _groups(cpus: tuple[int, ...], adam: frozenset[int], main: frozenset[int]) -> tuple[_Members, ...]:
+def _groups(
+    cpus: tuple[int, ...], adam: frozenset[int], main: frozenset[int]
+) -> tuple[_Members, ...]:
     """Return name, sign, role, cores and their positions of each group, which stay the same from one sample to the next."""
     by_role: dict[str, list[int]] = {"adam": [], "main": [], "other": []}
     for position, cpu in enumerate(cpus):
         by_role["adam" if cpu in adam else "main" if cpu in main else "other"].append(position)
     names = (("adam", "Adam", "A"), ("main", "main", "m"), ("other", "other", "o"))
     return tuple(
-        (name, sign, role, tuple(cpus[at] for at in found), tuple(found)) for role, name, sign in names if (found := by_role[role])
+        (name, sign, role, tuple(cpus[at] for at in found), tuple(found))
+        for role, name, sign in names
+        if (found := by_role[role])
     )
 
 
@@ -57,7 +63,13 @@ def heat_cells(groups: Sequence[CoreGroup], width: int, glyphs: GlyphName) -> li
     """Return one row of ``(text, role)``: each group's sign and its cores, in at most ``width`` cells."""
     room = width - 2 * len(groups)
     cores = sum(len(group.loads) for group in groups)
-    per_cell = 1 if cores <= room else 2 if glyphs == "braille" and (cores + len(groups)) // 2 <= room else 0
+    per_cell = (
+        1
+        if cores <= room
+        else 2
+        if glyphs == "braille" and (cores + len(groups)) // 2 <= room
+        else 0
+    )
     cells: list[tuple[str, str]] = []
     for group in groups:
         if cells:
@@ -68,7 +80,10 @@ def heat_cells(groups: Sequence[CoreGroup], width: int, glyphs: GlyphName) -> li
             shown = [of_percent[min(100, int(load))] for load in group.loads]
         elif per_cell == 2:
             shown = [
-                pair(group.loads[index], group.loads[index + 1] if index + 1 < len(group.loads) else None)
+                pair(
+                    group.loads[index],
+                    group.loads[index + 1] if index + 1 < len(group.loads) else None,
+                )
                 for index in range(0, len(group.loads), 2)
             ]
         else:
@@ -84,7 +99,9 @@ def level(load: float, glyphs: GlyphName) -> str:
     return levels[min(len(levels) - 1, max(0, int(load / 100 * len(levels))))]
 
 
-_LEVEL_OF_PERCENT: dict[GlyphName, list[str]] = {glyphs: [level(percent, glyphs) for percent in range(101)] for glyphs in LEVELS}
+_LEVEL_OF_PERCENT: dict[GlyphName, list[str]] = {
+    glyphs: [level(percent, glyphs) for percent in range(101)] for glyphs in LEVELS
+}
 """Looked up, since hundreds of cores are drawn each second."""
 
 
@@ -99,4 +116,8 @@ def pair(left: float, right: float | None) -> str:
 def averaged(loads: Sequence[float], count: int) -> list[float]:
     """Average neighbours, so that ``count`` means of ``loads`` remain."""
     edges = [index * len(loads) // count for index in range(count + 1)]
-    return [sum(loads[start:stop]) / (stop - start) for start, stop in itertools.pairwise(edges) if stop > start]
+    return [
+        sum(loads[start:stop]) / (stop - start)
+        for start, stop in itertools.pairwise(edges)
+        if stop > start
+    ]

@@ -41,8 +41,12 @@ class KeyLine(KeepsLines):
         room = self.size.width - right.cell_length - GAP
         spans: list[tuple[int, int, str]] = []
         line = Content("")
-        for index in fitting([item.cell_length for item in items], [binding.action for binding in bindings], room):
-            spans.append((line.cell_length, line.cell_length + items[index].cell_length, bindings[index].key))
+        for index in fitting(
+            [item.cell_length for item in items], [binding.action for binding in bindings], room
+        ):
+            spans.append(
+                (line.cell_length, line.cell_length + items[index].cell_length, bindings[index].key)
+            )
             line = line + items[index] + " " * GAP
         gap = max(0, self.size.width - line.cell_length - right.cell_length)
         start = line.cell_length + gap
@@ -58,7 +62,11 @@ class KeyLine(KeepsLines):
         seen: set[str] = set()
         for active in self.screen.active_bindings.values():
             binding = active.binding
-            of_use = (binding.show and not prints(binding.key)) or binding.key == "escape" if self._typing else binding.show
+            of_use = (
+                (binding.show and not prints(binding.key)) or binding.key == "escape"
+                if self._typing
+                else binding.show
+            )
             if of_use and active.enabled and binding.description and binding.action not in seen:
                 seen.add(binding.action)
                 yield binding
@@ -94,4 +102,6 @@ def fitting(widths: Sequence[int], actions: Sequence[str], room: int) -> list[in
 
 
 def _item(key: str, description: str) -> Content:
-    return Content.assemble((key, "bold $footer-key-foreground"), (f" {description}", "$footer-description-foreground"))
+    return Content.assemble(
+        (key, "bold $footer-key-foreground"), (f" {description}", "$footer-description-foreground")
+    )

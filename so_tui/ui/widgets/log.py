@@ -29,11 +29,31 @@ class LogView(ScrollView, DrawsPrintable, can_focus=True):
     """The newest MOST_LINES lines, newest last. Long lines scroll where the log is maximised and are cut elsewhere."""
 
     ALLOW_MAXIMIZE = True
-    COMPONENT_CLASSES: ClassVar[set[str]] = {"log--line", "log--match", "log--found", "log--partial", "log--bad"}
+    COMPONENT_CLASSES: ClassVar[set[str]] = {
+        "log--line",
+        "log--match",
+        "log--found",
+        "log--partial",
+        "log--bad",
+    }
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("end", "follow", "Follow", show=False),
-        Binding("n", "next_match(1)", "Next match", show=False, id="next-match", tooltip="Next line with the searched text"),
-        Binding("N", "next_match(-1)", "Previous match", show=False, id="previous-match", tooltip="Line before with the searched text"),
+        Binding(
+            "n",
+            "next_match(1)",
+            "Next match",
+            show=False,
+            id="next-match",
+            tooltip="Next line with the searched text",
+        ),
+        Binding(
+            "N",
+            "next_match(-1)",
+            "Previous match",
+            show=False,
+            id="previous-match",
+            tooltip="Line before with the searched text",
+        ),
     ]
     DEFAULT_CSS = """
     LogView {
@@ -123,7 +143,9 @@ class LogView(ScrollView, DrawsPrintable, can_focus=True):
         self._stay_at_end()
 
     def watch_show_vertical_scrollbar(self) -> None:
-        self.vertical_scrollbar.position = self.scroll_y  # Textual keeps it up to date only while the scroll bar is shown
+        self.vertical_scrollbar.position = (
+            self.scroll_y
+        )  # Textual keeps it up to date only while the scroll bar is shown
 
     def watch_show_horizontal_scrollbar(self) -> None:
         self._stay_at_end()  # a row less to show, or one more
@@ -175,12 +197,16 @@ class LogView(ScrollView, DrawsPrintable, can_focus=True):
         index = scroll_y + y
         width = self.size.width - self.scrollbar_size_vertical
         if not self._styles:
-            self._styles = {name: self.get_component_rich_style(name) for name in self.COMPONENT_CLASSES} | {"base": self.rich_style}
+            self._styles = {
+                name: self.get_component_rich_style(name) for name in self.COMPONENT_CLASSES
+            } | {"base": self.rich_style}
         base = self._styles["base"]
         if index < len(self.lines):
             text = self.lines[index]
             low = text.lower()
-            style = self._styles["log--bad" if "error" in low or "traceback" in low else "log--line"]
+            style = self._styles[
+                "log--bad" if "error" in low or "traceback" in low else "log--line"
+            ]
             strip = Strip(self._marked(text, low, index, style))
         elif index == len(self.lines) and self.partial:
             strip = Strip([Segment(self.partial, self._styles["log--partial"])])
@@ -199,7 +225,10 @@ class LogView(ScrollView, DrawsPrintable, can_focus=True):
         at = 0
         mark = self._styles["log--found" if index == self._found else "log--match"]
         while wanted and (found := low.find(wanted, at)) >= 0:
-            segments += [Segment(text[at:found], style), Segment(text[found : found + len(wanted)], mark)]
+            segments += [
+                Segment(text[at:found], style),
+                Segment(text[found : found + len(wanted)], mark),
+            ]
             at = found + len(wanted)
         segments.append(Segment(text[at:], style))
         return segments

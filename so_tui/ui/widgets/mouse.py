@@ -127,7 +127,10 @@ class AxisMouse(Widget):
         self.release_mouse()
         if drag.far and not drag.pans:
             self._dragged = True
-            low, high = (self._x_at(min(cell, self.inset + GUTTER + self.columns - 1)) for cell in sorted((drag.start, drag.at)))
+            low, high = (
+                self._x_at(min(cell, self.inset + GUTTER + self.columns - 1))
+                for cell in sorted((drag.start, drag.at))
+            )
             if low is not None and high is not None:
                 self.post_message(self.Ranged(low, high))
             self.draw_again()

@@ -56,12 +56,18 @@ def headline(plan: Plan, width: int, before: Content | None = None) -> Content:
         facts.append(Content(f"{rate(plan.useful_tokens_per_s_total)} tokens/s"))
     if plan.fits and plan.model_tflops_per_gpu:
         facts.append(Content(f"{significant(plan.model_tflops_per_gpu)} TFLOPS/GPU"))
-    predicted = Content.styled("predicted", "$faint") if plan.fits and plan.step_s and not plan.never_run else None
+    predicted = (
+        Content.styled("predicted", "$faint")
+        if plan.fits and plan.step_s and not plan.never_run
+        else None
+    )
     wide, close = (_in_lines(facts, predicted, gap, width) for gap in (GAP, GAP - 1))
     return Content("\n").join(close if len(close) < len(wide) else wide)
 
 
-def _in_lines(facts: Sequence[Content], last: Content | None, gap: int, width: int) -> list[Content]:
+def _in_lines(
+    facts: Sequence[Content], last: Content | None, gap: int, width: int
+) -> list[Content]:
     """Return facts with ``gap`` cells between them in lines of ``width`` cells; ``last`` never begins a line."""
     between = Content(" " * gap)
     facts = [*facts[:-1], facts[-1] + between + last] if last is not None else facts
@@ -91,12 +97,27 @@ def whole(plan: Plan, command: str, width: int, *, plain: bool = False) -> Conte
 
     notes = messages(fact for fact in plan.warnings if not isinstance(fact, RemoteCode))
     terms = {
-        f"where the {name} memory goes": terms_table([term for term in plan.breakdown if term.location == location], width)
+        f"where the {name} memory goes": terms_table(
+            [term for term in plan.breakdown if term.location == location], width
+        )
         for name, location in (("GPU", "gpu"), ("APU" if plan.one_memory else "host", "node"))
     }
     sections: list[tuple[str, list[Content]]] = [
-        ("", [*remote_code_lines(plan), *memory_lines(plan, width), *step_lines(plan, width, plain=plain)]),
-        ("why", [*map(Content, plan.reason_texts), *(Content.assemble(("note: ", "$warning"), text) for text in notes)]),
+        (
+            "",
+            [
+                *remote_code_lines(plan),
+                *memory_lines(plan, width),
+                *step_lines(plan, width, plain=plain),
+            ],
+        ),
+        (
+            "why",
+            [
+                *map(Content, plan.reason_texts),
+                *(Content.assemble(("note: ", "$warning"), text) for text in notes),
+            ],
+        ),
         *beside_each_other(terms, width),
         ("binding", binding_lines(plan)),
         ("the command   y copies it", [Content(command)]),
@@ -104,18 +125,29 @@ def whole(plan: Plan, command: str, width: int, *, plain: bool = False) -> Conte
     lines: list[Content] = []
     for title, body in sections:
         if body:
-            lines += [*([Content(""), Content.styled(title, "bold $faint")] if title else []), *body]
+            lines += [
+                *([Content(""), Content.styled(title, "bold $faint")] if title else []),
+                *body,
+            ]
     return Content("\n").join(lines)
 
 
-def beside_each_other(sections: Mapping[str, list[Content]], width: int) -> list[tuple[str, list[Content]]]:
+def beside_each_other(
+    sections: Mapping[str, list[Content]], width: int
+) -> list[tuple[str, list[Content]]]:
     """Return sections as one with its title in its first line, if they fit whole beside each other, else as they are."""
     shown = {title: body for title, body in sections.items() if body}
-    widths = {title: max(len(title), *(line.cell_length for line in body)) for title, body in shown.items()}
+    widths = {
+        title: max(len(title), *(line.cell_length for line in body))
+        for title, body in shown.items()
+    }
     if len(shown) < 2 or sum(widths.values()) + GAP * (len(widths) - 1) > width:
         return list(sections.items())
     columns = [
-        [line.pad_right(widths[title] + GAP - line.cell_length) for line in (Content.styled(title, "bold $faint"), *body)]
+        [
+            line.pad_right(widths[title] + GAP - line.cell_length)
+            for line in (Content.styled(title, "bold $faint"), *body)
+        ]
         for title, body in shown.items()
     ]
     blank = [Content(" " * (widths[title] + GAP)) for title in shown]
@@ -133,7 +165,11 @@ def launch_facts(plan: Plan) -> list[Content]:
         *memory_lines(plan, DIALOG),
         Content(f"{run_length(plan.spec)} on {data_name(plan.spec)}"),
         Content(", ".join(filter(None, (tokens_per_step(plan), run_duration(plan))))),
-        *([Content.assemble("In a job on Slurm partition ", (partition, "bold"))] if partition else []),
+        *(
+            [Content.assemble("In a job on Slurm partition ", (partition, "bold"))]
+            if partition
+            else []
+        ),
         Content.styled("Closing this screen does not stop it.", "$faint"),
     ]
 
@@ -143,7 +179,11 @@ def remote_code_lines(plan: Plan) -> list[Content]:
     from so_tui.plan.facts.cautions import RemoteCode
     from so_tui.plan.messages import message
 
-    return [Content.styled(f"! {message(fact)}.", "bold $warning") for fact in plan.warnings if isinstance(fact, RemoteCode)]
+    return [
+        Content.styled(f"! {message(fact)}.", "bold $warning")
+        for fact in plan.warnings
+        if isinstance(fact, RemoteCode)
+    ]
 
 
 def run_length(spec: RunSpec) -> str:
@@ -176,12 +216,22 @@ def memory_lines(plan: Plan, width: int) -> list[Content]:
         full.append(("each GPU", plan.gpu_bytes, plan.gpu_capacity_bytes, GPU_MARGIN))
     if plan.host_bytes_per_node:
         node = max(
-            plan.host_bytes_per_node, key=lambda node: plan.host_bytes_per_node[node] / (plan.host_capacity_bytes_per_node.get(node) or 1)
+            plan.host_bytes_per_node,
+            key=lambda node: (
+                plan.host_bytes_per_node[node] / (plan.host_capacity_bytes_per_node.get(node) or 1)
+            ),
         )
         memory_of_node = "APU" if plan.one_memory else "node"
         name = f"fullest {memory_of_node}" if len(plan.host_bytes_per_node) > 1 else memory_of_node
         margin = GPU_MARGIN if plan.one_memory else HOST_MARGIN
-        full.append((name, plan.host_bytes_per_node[node], plan.host_capacity_bytes_per_node.get(node), margin))
+        full.append(
+            (
+                name,
+                plan.host_bytes_per_node[node],
+                plan.host_capacity_bytes_per_node.get(node),
+                margin,
+            )
+        )
     room = width - LABEL - FIGURES
     note = ""
     if any(total and used > (1 - TIGHT_MARGIN) * total for _, used, total, _ in full):
@@ -194,13 +244,19 @@ def memory_lines(plan: Plan, width: int) -> list[Content]:
     if plan.disk_bytes:
         rest.append(("checkpoint", f"{disk(plan.disk_bytes)} on disk"))
     if width >= 70:
-        lines.append(Content("     ").join(Content.assemble((f"{name:<{LABEL}}", "$faint"), text) for name, text in rest))
+        lines.append(
+            Content("     ").join(
+                Content.assemble((f"{name:<{LABEL}}", "$faint"), text) for name, text in rest
+            )
+        )
     else:
         lines += [Content.assemble((f"{name:<{LABEL}}", "$faint"), text) for name, text in rest]
     return lines
 
 
-def _bar_line(name: str, used: int, total: int | None, width: int, margin: float, too_much: str) -> Content:
+def _bar_line(
+    name: str, used: int, total: int | None, width: int, margin: float, too_much: str
+) -> Content:
     """Return a labelled bar, coloured as the plan judges a memory in which it leaves ``margin`` free, marked if it is too full."""
     from so_tui.plan.types import TIGHT_MARGIN
 
@@ -217,11 +273,21 @@ def _bar_line(name: str, used: int, total: int | None, width: int, margin: float
 def summary(plan: Plan, width: int, *, plain: bool = False) -> list[Content]:
     """Return what a plan needs, how long a step takes, why, and which cores each rank gets; ``plain`` where only ASCII is shown."""
     lines = memory_lines(plan, width)
-    if not plan.one_memory and plan.host_bytes_per_node and (parts := host_parts(plan)).get("states"):
-        shared_out = named_sizes([("each rank: states", parts.pop("states")), *parts.items()], width - LABEL)
+    if (
+        not plan.one_memory
+        and plan.host_bytes_per_node
+        and (parts := host_parts(plan)).get("states")
+    ):
+        shared_out = named_sizes(
+            [("each rank: states", parts.pop("states")), *parts.items()], width - LABEL
+        )
         lines.insert(2 if plan.gpu_bytes else 1, Content(" " * LABEL) + shared_out)
     if plan.gpu_bytes or plan.one_memory:
-        lines.insert(1, Content(" " * LABEL) + breakdown_line(plan, "node" if plan.one_memory else "gpu", width - LABEL))
+        lines.insert(
+            1,
+            Content(" " * LABEL)
+            + breakdown_line(plan, "node" if plan.one_memory else "gpu", width - LABEL),
+        )
     lines += step_lines(plan, width, plain=plain) + reason_lines(plan, width)
     for index, line in enumerate(binding_lines(plan)):
         lines.append(Content.styled(f"{'binding' if index == 0 else '':<{LABEL}}", "$faint") + line)
@@ -230,7 +296,10 @@ def summary(plan: Plan, width: int, *, plain: bool = False) -> list[Content]:
 
 def breakdown_line(plan: Plan, location: Location, width: int) -> Content:
     """Return ``weights 7.4   states 44.1   ...``: the terms of one location, largest first, as many as fit."""
-    terms = sorted((term for term in plan.breakdown if term.location == location and term.bytes > 0), key=lambda term: -term.bytes)
+    terms = sorted(
+        (term for term in plan.breakdown if term.location == location and term.bytes > 0),
+        key=lambda term: -term.bytes,
+    )
     return named_sizes([(term.name, term.bytes) for term in terms], width)
 
 
@@ -239,8 +308,18 @@ def host_parts(plan: Plan) -> dict[str, int]:
     from so_tui.plan.terms import HOST_PARTS
 
     terms = [term for term in plan.breakdown if term.location == "node" and term.rank is None]
-    parts = {name: sum(term.bytes for term in terms if term.kind in kinds) for name, kinds in HOST_PARTS.items()}
-    return {name: size for name, size in (*parts.items(), ("other", sum(term.bytes for term in terms) - sum(parts.values()))) if size > 0}
+    parts = {
+        name: sum(term.bytes for term in terms if term.kind in kinds)
+        for name, kinds in HOST_PARTS.items()
+    }
+    return {
+        name: size
+        for name, size in (
+            *parts.items(),
+            ("other", sum(term.bytes for term in terms) - sum(parts.values())),
+        )
+        if size > 0
+    }
 
 
 def named_sizes(sizes: Sequence[tuple[str, int]], width: int) -> Content:
@@ -266,19 +345,37 @@ def step_parts(plan: Plan) -> list[Part]:
         Part("data", step.data_s, duration(step.data_s), "$data-part"),
         Part("forward", step.forward_s, duration(step.forward_s), "$forward"),
         Part("backward", step.backward_s, duration(step.backward_s), "$backward"),
-        Part("optimizer exposed", step.exposed_optimizer_s, duration(step.exposed_optimizer_s), "$exposed"),
+        Part(
+            "optimizer exposed",
+            step.exposed_optimizer_s,
+            duration(step.exposed_optimizer_s),
+            "$exposed",
+        ),
     ]
 
 
 def step_lines(plan: Plan, width: int, *, plain: bool = False) -> list[Content]:
     """Return the step's length and anatomy, predicted; ``plain`` where the terminal shows ASCII only."""
     if not plan.fits:
-        return [Content.assemble((f"{'step':<{LABEL}}", "$faint"), ("none: it does not fit", "$faint"))]
+        return [
+            Content.assemble((f"{'step':<{LABEL}}", "$faint"), ("none: it does not fit", "$faint"))
+        ]
     parts = step_parts(plan)
     if not parts or not plan.step_s:
-        return [Content.assemble((f"{'step':<{LABEL}}", "$faint"), ("not predicted: this machine's speed is not known", "$faint"))]
+        return [
+            Content.assemble(
+                (f"{'step':<{LABEL}}", "$faint"),
+                ("not predicted: this machine's speed is not known", "$faint"),
+            )
+        ]
     bar = min(40, max(8, width - LABEL - 10))
-    lines = [Content.assemble((f"{'step':<{LABEL}}", "$faint"), stacked(parts, bar, plain=plain), f"  {duration(plan.step_s)}")]
+    lines = [
+        Content.assemble(
+            (f"{'step':<{LABEL}}", "$faint"),
+            stacked(parts, bar, plain=plain),
+            f"  {duration(plan.step_s)}",
+        )
+    ]
     named = legend(parts, plain=plain)
     if named.cell_length <= width - LABEL:
         return [*lines, Content(" " * LABEL) + named]
@@ -288,10 +385,20 @@ def step_lines(plan: Plan, width: int, *, plain: bool = False) -> list[Content]:
 def reason_lines(plan: Plan, width: int) -> list[Content]:
     """Return the reasons for the verdict and the warnings, wrapped behind their labels."""
     lines: list[Content] = []
-    for name, style, texts in (("why", "$faint", plan.reason_texts), ("note", "$warning", plan.warning_texts)):
+    for name, style, texts in (
+        ("why", "$faint", plan.reason_texts),
+        ("note", "$warning", plan.warning_texts),
+    ):
         for index, text in enumerate(texts):
-            for row, part in enumerate(textwrap.wrap(_BEFORE_UNIT.sub("\xa0", text), max(20, width - LABEL))):
-                lines.append(Content.assemble((f"{name if index == row == 0 else '':<{LABEL}}", style), part.replace("\xa0", " ")))
+            for row, part in enumerate(
+                textwrap.wrap(_BEFORE_UNIT.sub("\xa0", text), max(20, width - LABEL))
+            ):
+                lines.append(
+                    Content.assemble(
+                        (f"{name if index == row == 0 else '':<{LABEL}}", style),
+                        part.replace("\xa0", " "),
+                    )
+                )
     return lines
 
 
@@ -307,10 +414,17 @@ def terms_table(terms: Sequence[MemoryTerm], width: int) -> list[Content]:
     lines = []
     for term in shown:
         name = term.name if len(term.name) <= name_width else term.name[: name_width - 1] + "…"
-        sure = Content.styled({"exact": " exact", "calibrated": " measured", "estimate": " estimate"}[term.confidence], "$faint")
+        sure = Content.styled(
+            {"exact": " exact", "calibrated": " measured", "estimate": " estimate"}[
+                term.confidence
+            ],
+            "$faint",
+        )
         lines.append(
             Content(f"{name:<{name_width}} {memory(term.bytes):>9} ")
-            + Content.styled("━" * (max(1, round(term.bytes / most * bar)) if bar else 0), "$memory")
+            + Content.styled(
+                "━" * (max(1, round(term.bytes / most * bar)) if bar else 0), "$memory"
+            )
             + sure
         )
     return lines
@@ -324,8 +438,12 @@ def binding_lines(plan: Plan) -> list[Content]:
     for rank in plan.binding:
         gpu = "no GPU" if rank.gpu is None else f"GPU {rank.gpu}"
         node = "any node" if rank.numa_node is None else f"node {rank.numa_node}"
-        adam = f"   Adam {len(rank.adam_cpus)}, main {len(rank.main_cpus)}" if rank.adam_cpus else ""
-        lines.append(Content(f"rank {rank.rank}   {gpu}   {node}   cores {cpu_ranges(rank.cpus)}{adam}"))
+        adam = (
+            f"   Adam {len(rank.adam_cpus)}, main {len(rank.main_cpus)}" if rank.adam_cpus else ""
+        )
+        lines.append(
+            Content(f"rank {rank.rank}   {gpu}   {node}   cores {cpu_ranges(rank.cpus)}{adam}")
+        )
     return lines
 
 
@@ -337,4 +455,8 @@ def tokens_per_step(plan: Plan) -> str:
 def run_duration(plan: Plan) -> str:
     """Return ``1,000 steps in about 52 min``; empty where the number of steps or the speed is not known, or it does not fit."""
     steps = plan.spec.train.steps
-    return f"{thousands(steps)} steps in about {duration(steps * plan.step_s)}" if steps and plan.step_s and plan.fits else ""
+    return (
+        f"{thousands(steps)} steps in about {duration(steps * plan.step_s)}"
+        if steps and plan.step_s and plan.fits
+        else ""
+    )

@@ -36,7 +36,9 @@ class Glyphs:
 
 
 GLYPHS: dict[GlyphName, Glyphs] = {
-    "braille": Glyphs(2, 4, ((1, 2, 4, 64), (8, 16, 32, 128)), "".join(chr(0x2800 + mask) for mask in range(256))),
+    "braille": Glyphs(
+        2, 4, ((1, 2, 4, 64), (8, 16, 32, 128)), "".join(chr(0x2800 + mask) for mask in range(256))
+    ),
     "block": Glyphs(2, 2, ((1, 4), (2, 8)), " ▘▝▀▖▌▞▛▗▚▐▜▄▙▟█"),
     "ascii": Glyphs(1, 2, ((1, 2),), " '.|"),
 }
@@ -55,7 +57,9 @@ class Scale:
         if self.log:
             if value <= 0:
                 return None
-            share = (math.log10(value) - math.log10(self.low)) / (math.log10(self.high) - math.log10(self.low))
+            share = (math.log10(value) - math.log10(self.low)) / (
+                math.log10(self.high) - math.log10(self.low)
+            )
         else:
             share = (value - self.low) / (self.high - self.low)
         return round(min(dots - 1, max(0, share * (dots - 1))))
@@ -63,14 +67,23 @@ class Scale:
     def heights(self, found: Sequence[Span | None], dots: int) -> list[tuple[int, int] | None]:
         """Return the lowest and highest dot row of each span; None where nothing can be shown."""
         if self.log:
-            pairs = [None if span is None else (self.height(span[0], dots), self.height(span[1], dots)) for span in found]
-            return [None if pair is None or pair[1] is None else (pair[0] or 0, pair[1]) for pair in pairs]
+            pairs = [
+                None if span is None else (self.height(span[0], dots), self.height(span[1], dots))
+                for span in found
+            ]
+            return [
+                None if pair is None or pair[1] is None else (pair[0] or 0, pair[1])
+                for pair in pairs
+            ]
         base, top = self.low, dots - 1
         factor = top / (self.high - base)
         return [
             None
             if span is None
-            else (round(min(top, max(0, (span[0] - base) * factor))), round(min(top, max(0, (span[1] - base) * factor))))
+            else (
+                round(min(top, max(0, (span[0] - base) * factor))),
+                round(min(top, max(0, (span[1] - base) * factor))),
+            )
             for span in found
         ]
 
@@ -82,7 +95,11 @@ def spans(line: Line, axis: Axis, columns: int) -> tuple[list[Span | None], list
     found = [extremes(start, stop) if stop > start else None for start, stop in pairwise(indices)]
     if not line.series.has_gap(indices[0], indices[-1]):
         return found, []
-    gaps = [column for column, (start, stop) in enumerate(pairwise(indices)) if stop > start and line.series.has_gap(start, stop)]
+    gaps = [
+        column
+        for column, (start, stop) in enumerate(pairwise(indices))
+        if stop > start and line.series.has_gap(start, stop)
+    ]
     return found, gaps
 
 
@@ -91,13 +108,17 @@ def _without_outliers(values: list[float]) -> Span:
     values.sort()
     first, third = values[len(values) // 4], values[3 * len(values) // 4]
     reach = OUTLIER_RANGES * (third - first)
-    return values[bisect_left(values, first - reach)], values[bisect_right(values, third + reach) - 1]
+    return values[bisect_left(values, first - reach)], values[
+        bisect_right(values, third + reach) - 1
+    ]
 
 
 def beyond(lines: Iterable[Sequence[Span | None]], scale: Scale) -> int:
     """Return how many columns have a value outside the scale."""
     drawn = [span for line in lines for span in line if span is not None]
-    return sum(low < scale.low or high > scale.high for low, high in drawn if high > 0 or not scale.log)
+    return sum(
+        low < scale.low or high > scale.high for low, high in drawn if high > 0 or not scale.log
+    )
 
 
 def fit_scale(
@@ -119,15 +140,23 @@ def fit_scale(
     if robust and drawn:
         values = [value for span in drawn for value in span]
         if logarithmic:
-            powers = _without_outliers([math.log10(min(LARGEST, value)) for value in values if value > 0])
+            powers = _without_outliers(
+                [math.log10(min(LARGEST, value)) for value in values if value > 0]
+            )
             low, high = (10**power for power in powers)
         else:
             low, high = _without_outliers(values)
     low, high = (min(LARGEST, max(-LARGEST, value)) for value in (low, high))
     if logarithmic:
-        positive = low if robust and drawn else min((value for span in drawn for value in span if value > 0), default=high)
+        positive = (
+            low
+            if robust and drawn
+            else min((value for span in drawn for value in span if value > 0), default=high)
+        )
         positive, high = (min(LARGEST, max(SMALLEST, value)) for value in (positive, high))
-        if math.log10(positive) == math.log10(high):  # as of values that differ in their last digit only
+        if math.log10(positive) == math.log10(
+            high
+        ):  # as of values that differ in their last digit only
             return Scale(high / 2, high * 2, log=True)
         return Scale(positive, high, log=True)
     if zero:
@@ -158,7 +187,9 @@ def ticks(scale: Scale, most: int) -> list[float]:
     return round_values(scale.low, scale.high, most)
 
 
-def round_values(low: float, high: float, most: int, steps: Sequence[float] = (1, 2, 2.5, 5, 10)) -> list[float]:
+def round_values(
+    low: float, high: float, most: int, steps: Sequence[float] = (1, 2, 2.5, 5, 10)
+) -> list[float]:
     """Return at most ``most`` multiples of a round step in ``[low, high]``."""
     rough = (high - low) / max(1, most)
     if rough <= 0 or not math.isfinite(rough):
@@ -172,7 +203,28 @@ def round_values(low: float, high: float, most: int, steps: Sequence[float] = (1
     return []
 
 
-_TIME_STEPS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10_800, 21_600, 43_200, 86_400, 172_800, 604_800)
+_TIME_STEPS = (
+    1,
+    2,
+    5,
+    10,
+    15,
+    30,
+    60,
+    120,
+    300,
+    600,
+    900,
+    1800,
+    3600,
+    7200,
+    10_800,
+    21_600,
+    43_200,
+    86_400,
+    172_800,
+    604_800,
+)
 
 
 def time_values(low: float, high: float, most: int) -> list[float]:
@@ -188,7 +240,9 @@ def time_values(low: float, high: float, most: int) -> list[float]:
 def _runs(glyphs: Glyphs) -> list[list[list[int]]]:
     """Return the mask of a run of dots within a cell, by column, first and last dot from the top."""
     rows = range(glyphs.rows)
-    return [[[sum(bits[first : last + 1]) for last in rows] for first in rows] for bits in glyphs.bits]
+    return [
+        [[sum(bits[first : last + 1]) for last in rows] for first in rows] for bits in glyphs.bits
+    ]
 
 
 class Canvas:
@@ -213,13 +267,17 @@ class Canvas:
         first_row, first_dot = divmod(last - high, rows)
         last_row, last_dot = divmod(last - low, rows)
         for row in range(first_row, last_row + 1):
-            mask = table[first_dot if row == first_row else 0][last_dot if row == last_row else rows - 1]
+            mask = table[first_dot if row == first_row else 0][
+                last_dot if row == last_row else rows - 1
+            ]
             layers = self.layers[row]
             if layers[cell] == layer:
                 self.masks[row][cell] |= mask
             elif layers[cell] in self._beside:
                 self.masks[row][cell] |= mask
-                layers[cell] = layer if cell % 2 else layers[cell]  # a cell has one colour: each has its turn
+                layers[cell] = (
+                    layer if cell % 2 else layers[cell]
+                )  # a cell has one colour: each has its turn
             else:
                 layers[cell] = layer
                 self.masks[row][cell] = mask
@@ -255,7 +313,9 @@ class Canvas:
             self.column(column, low, high, layer)
             before = None if column in broken else (column, low, high)
 
-    def _join(self, before: tuple[int, int, int], column: int, low: int, high: int, layer: int) -> tuple[int, int]:
+    def _join(
+        self, before: tuple[int, int, int], column: int, low: int, high: int, layer: int
+    ) -> tuple[int, int]:
         """Fill what lies between two spans; returns the later span, stretched to touch the earlier one."""
         start, before_low, before_high = before
         if column - start == 1:
@@ -272,17 +332,26 @@ class Canvas:
             last = at
         return min(low, round(min(last, right))), max(high, round(max(last, right)))
 
-    def _fill(self, before: tuple[int, int, int], column: int, low: int, high: int, layer: int) -> None:
+    def _fill(
+        self, before: tuple[int, int, int], column: int, low: int, high: int, layer: int
+    ) -> None:
         """Fill the columns between two spans of a band."""
         start, before_low, before_high = before
         for middle in range(start + 1, column):
             share = (middle - start) / (column - start)
-            self.column(middle, round(before_low + share * (low - before_low)), round(before_high + share * (high - before_high)), layer)
+            self.column(
+                middle,
+                round(before_low + share * (low - before_low)),
+                round(before_high + share * (high - before_high)),
+                layer,
+            )
 
     def sign(self, layer: int, character: str) -> None:
         """Mark a line where it is seen, every SIGN_CELLS cells, and elsewhere than the lines before and after it."""
         seen = [
-            (cell, rows) for cell in range(self.width) if (rows := [row for row in range(self.height) if self.layers[row][cell] == layer])
+            (cell, rows)
+            for cell in range(self.width)
+            if (rows := [row for row in range(self.height) if self.layers[row][cell] == layer])
         ]
         if seen:
             for cell, rows in seen[layer * SIGN_SHIFT % min(SIGN_CELLS, len(seen)) :: SIGN_CELLS]:

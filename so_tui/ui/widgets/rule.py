@@ -14,7 +14,9 @@ class Rule(Grip):
     Rule { height: 1; color: $rule; }
     """
 
-    def __init__(self, title: str | Content = "", figure: str | Content = "", *, id: str | None = None) -> None:
+    def __init__(
+        self, title: str | Content = "", figure: str | Content = "", *, id: str | None = None
+    ) -> None:
         super().__init__(id=id)
         self._shown: tuple[Content, tuple[Content, ...]] = _faint(title), (_faint(figure),)
 
@@ -36,12 +38,22 @@ class Rule(Grip):
             return Content(left + "─" * (self.size.width - 2) + right)
         # A figure that does not fit is left out: cut, it would be another one.
         room = self.size.width - title.cell_length - 6
-        figure = next((figure for figure in figures if figure.plain and figure.cell_length + 3 <= room), None)
+        figure = next(
+            (figure for figure in figures if figure.plain and figure.cell_length + 3 <= room), None
+        )
         if figure is None:
             return Content.assemble(f"{left}─ ", title, f" {'─' * max(0, room + 1)}{right}")
         if not framed(self):
-            return Content.assemble(f"{left}─ ", title, "   ", figure, f" {'─' * max(0, room - figure.cell_length - 2)}{right}")
-        return Content.assemble(f"{left}─ ", title, f" {'─' * (room - figure.cell_length - 2)} ", figure, f" ─{right}")
+            return Content.assemble(
+                f"{left}─ ",
+                title,
+                "   ",
+                figure,
+                f" {'─' * max(0, room - figure.cell_length - 2)}{right}",
+            )
+        return Content.assemble(
+            f"{left}─ ", title, f" {'─' * (room - figure.cell_length - 2)} ", figure, f" ─{right}"
+        )
 
 
 def _faint(text: str | Content) -> Content:

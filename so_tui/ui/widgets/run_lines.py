@@ -57,20 +57,35 @@ def title_line(snapshot: Snapshot, now: float, width: int) -> Content:
         return Content.assemble(*line, "  ", ("its state cannot be read yet", "$warning"))
     shown = "checking" if snapshot.checking else state.shown
     line += ["  ", ("✗ deleted", "bold $error") if snapshot.deleted else _state_piece(shown)]
-    if snapshot.live and not snapshot.checking and (snapshot.heartbeat_age_s > STALE_S or snapshot.read_error):
+    if (
+        snapshot.live
+        and not snapshot.checking
+        and (snapshot.heartbeat_age_s > STALE_S or snapshot.read_error)
+    ):
         line += ["  ", (f"stale: no news for {age(snapshot.heartbeat_age_s)}", "bold $warning")]
-    latest, total = snapshot.latest, state.total_steps or (snapshot.start.total_steps if snapshot.start else 0)
+    latest, total = (
+        snapshot.latest,
+        state.total_steps or (snapshot.start.total_steps if snapshot.start else 0),
+    )
     step = latest.step if latest is not None else state.step
     if total:
         line.append(f"  step {thousands(step)} / {thousands(total)}")
     tail = _tail(snapshot, total - step, now)
     cells = _cells(line)
     for count in range(len(tail), -1, -1):
-        rest: list[Piece] = [piece for number, pieces in enumerate(tail[:count]) for piece in ("  " if number else "", *pieces)]
+        rest: list[Piece] = [
+            piece
+            for number, pieces in enumerate(tail[:count])
+            for piece in ("  " if number else "", *pieces)
+        ]
         room = width - cells - _cells(rest) - 12
         if room >= 8 or count == 0:
             if total and room >= 8:
-                line += ["  ", *fill_pieces(step / total, min(40, room), "$accent"), f" {100 * step / total:3.0f} %"]
+                line += [
+                    "  ",
+                    *fill_pieces(step / total, min(40, room), "$accent"),
+                    f" {100 * step / total:3.0f} %",
+                ]
             return Content.assemble(*line, "  ", *rest)
     return Content.assemble(*line)
 
@@ -100,26 +115,41 @@ def news_line(snapshot: Snapshot) -> Content | None:
         ended = state is not None and state.state in FINAL_STATES
         rest = "" if ended else "processes of it that still run are being stopped; "
         return Content.assemble(
-            ("its folder has been deleted: ", "$error"), f"{rest}the figures below were read before ({snapshot.run.path})"
+            ("its folder has been deleted: ", "$error"),
+            f"{rest}the figures below were read before ({snapshot.run.path})",
         )
     if state is not None and not snapshot.live:
         reason = brief_message(state.reason or (end.reason if end else ""))
         suggestion = brief_message(state.suggestion or (end.suggestion if end else ""))
         if not reason and not suggestion:
-            return Content.assemble(("next: ", "$faint"), AFTER_THE_END) if state.state == "finished" and snapshot.checkpoints else None
+            return (
+                Content.assemble(("next: ", "$faint"), AFTER_THE_END)
+                if state.state == "finished" and snapshot.checkpoints
+                else None
+            )
         style = "$error" if state.state in ("failed", "lost") else "$warning"
-        return Content.assemble((reason or state.state, style), ("   next: " if suggestion else "", "$faint"), suggestion)
+        return Content.assemble(
+            (reason or state.state, style),
+            ("   next: " if suggestion else "", "$faint"),
+            suggestion,
+        )
     if snapshot.read_error:
         return Content.assemble(
-            ("cannot read the run right now: ", "$warning"), f"{brief_message(snapshot.read_error)}; older data is shown"
+            ("cannot read the run right now: ", "$warning"),
+            f"{brief_message(snapshot.read_error)}; older data is shown",
         )
     if snapshot.checking and state is not None:
-        return Content.assemble(("checking: ", "$warning"), f"it was {state.state} on {brief_message(state.host)}; known within a minute")
+        return Content.assemble(
+            ("checking: ", "$warning"),
+            f"it was {state.state} on {brief_message(state.host)}; known within a minute",
+        )
     if state is not None and state.detail and state.state in ("queued", "starting", "saving"):
         return Content.assemble((f"{state.shown}: ", "$accent"), brief_message(state.detail))
     if snapshot.latest is None and snapshot.phase is not None:
         detail = brief_message(snapshot.phase.detail)
-        return Content.assemble((f"{snapshot.phase.phase}: ", "$accent"), detail) if detail else None
+        return (
+            Content.assemble((f"{snapshot.phase.phase}: ", "$accent"), detail) if detail else None
+        )
     if state is not None and state.state == "training" and state.slowdown is not None:
         text, remedy = slowdown_text(state.slowdown), slowdown_remedy(state.slowdown)
         return Content.assemble(("~ ", "$warning"), text, (f"   {remedy}", "$faint"))
@@ -140,7 +170,9 @@ def anatomy_lines(snapshot: Snapshot, now: float, width: int, *, plain: bool = F
     state = snapshot.state
     since = None if state is None else state.attempt_started or state.started
     if state is not None and since and snapshot.starting:
-        return timeline_lines(stages(snapshot.phases, state.attempt, since, now, state.checks_s), width)
+        return timeline_lines(
+            stages(snapshot.phases, state.attempt, since, now, state.checks_s), width
+        )
     records, inspected = snapshot.examined, snapshot.inspected
     if not records:
         return Content.styled("step anatomy: after the first step", "$faint")
@@ -148,21 +180,40 @@ def anatomy_lines(snapshot: Snapshot, now: float, width: int, *, plain: bool = F
     step_s = sum(record.step_s for record in records) / len(records)
     parts = [
         Part(name, value, duration(value), style, short_name)
-        for name, value, style, short_name in zip(_PART_NAMES, values, _PART_STYLES, _SHORT_PART_NAMES, strict=True)
+        for name, value, style, short_name in zip(
+            _PART_NAMES, values, _PART_STYLES, _SHORT_PART_NAMES, strict=True
+        )
     ]
-    number = f"{thousands(inspected.step.step)}  " if inspected is not None and inspected.step is not None else ""
+    number = (
+        f"{thousands(inspected.step.step)}  "
+        if inspected is not None and inspected.step is not None
+        else ""
+    )
     head = Content.assemble((f"step {number}", "bold"), f"{duration(step_s)}  ")
     named = legend(parts, plain=plain)
     room = width - head.cell_length - named.cell_length - 2
     texts = _worker_texts(records[-1]) or [Content("")]
     if room >= 12 + texts[-1].cell_length:
         worker = next(text for text in texts if room >= 12 + text.cell_length)
-        return head + stacked(parts, min(60, room - worker.cell_length), plain=plain) + "  " + named + worker
+        return (
+            head
+            + stacked(parts, min(60, room - worker.cell_length), plain=plain)
+            + "  "
+            + named
+            + worker
+        )
     # Too narrow for all names: what offloading costs is what people look for, so small other parts go first.
     bar = stacked(parts, 14, plain=plain)
     shown = list(enumerate(parts))
-    while shown and head.cell_length + 16 + (text := _short_legend(shown, plain)).cell_length > width:
-        shown.remove(min((pair for pair in shown if pair[0] != 3 or len(shown) == 1), key=lambda pair: pair[1].amount))
+    while (
+        shown and head.cell_length + 16 + (text := _short_legend(shown, plain)).cell_length > width
+    ):
+        shown.remove(
+            min(
+                (pair for pair in shown if pair[0] != 3 or len(shown) == 1),
+                key=lambda pair: pair[1].amount,
+            )
+        )
     line = head + bar + "  " + (text if shown else Content(""))
     fitting = (worker for worker in texts if line.cell_length + worker.cell_length <= width)
     return line + next(fitting, Content(""))
@@ -175,14 +226,25 @@ def _worker_texts(record: StepRecord) -> list[Content]:
         pieces.insert(0, f"redone {thousands(record.redone_steps)}")
     texts = [pieces] if pieces else []
     if record.adam_busy_s and record.adam_bytes_per_s:
-        texts.insert(0, [f"Adam {duration(record.adam_busy_s)} at {bandwidth(record.adam_bytes_per_s)}", *pieces])
+        texts.insert(
+            0,
+            [
+                f"Adam {duration(record.adam_busy_s)} at {bandwidth(record.adam_bytes_per_s)}",
+                *pieces,
+            ],
+        )
     return [Content.styled(f"  {', '.join(text)}", "$faint") for text in texts]
 
 
 def _short_legend(parts: list[tuple[int, Part]], plain: bool) -> Content:
     pieces: list[tuple[str, str] | str] = []
     for index, part in parts:
-        pieces += [(fill_of(index, plain), part.style), (f" {part.short_name} ", "$faint"), part.text, "  "]
+        pieces += [
+            (fill_of(index, plain), part.style),
+            (f" {part.short_name} ", "$faint"),
+            part.text,
+            "  ",
+        ]
     return Content.assemble(*pieces[:-1])
 
 
@@ -193,9 +255,16 @@ def gpu_lines(gpus: tuple[GpuView, ...], width: int) -> Content:
     cell = width // beside
     pieces: list[Piece] = []
     for index, view in enumerate(gpus):
-        line = _gpu_line(view, cell if beside == 1 else cell - 2, host=brief_line(view.host, 16) if several_hosts else "")
+        line = _gpu_line(
+            view,
+            cell if beside == 1 else cell - 2,
+            host=brief_line(view.host, 16) if several_hosts else "",
+        )
         last = (index + 1) % beside == 0 or index + 1 == len(gpus)
-        pieces += [*line, ("\n" if index + 1 < len(gpus) else "") if last else " " * (cell - _cells(line))]
+        pieces += [
+            *line,
+            ("\n" if index + 1 < len(gpus) else "") if last else " " * (cell - _cells(line)),
+        ]
     # At once: this is drawn every second, and joining contents costs more than drawing them.
     return Content.assemble(*pieces)
 
@@ -207,11 +276,15 @@ def _gpu_line(view: GpuView, width: int, *, host: str) -> list[Piece]:
     line: list[Piece] = [(f"{host} GPU {gpu.index}".strip(), "bold $gpu")]
     figures: list[list[Piece]] = []
     if gpu.busy_percent is not None:
-        figures.append([*fill_pieces(gpu.busy_percent / 100, bar, "$gpu"), f" {gpu.busy_percent:3} %"])
+        figures.append(
+            [*fill_pieces(gpu.busy_percent / 100, bar, "$gpu"), f" {gpu.busy_percent:3} %"]
+        )
     if gpu.memory_used_bytes is not None and gpu.memory_total_bytes:
         share = gpu.memory_used_bytes / gpu.memory_total_bytes
         text = memory_of(gpu.memory_used_bytes, gpu.memory_total_bytes)
-        figures.append([*fill_pieces(share, bar, usage_style(share)), f" {text}"] if width > 60 else [text])
+        figures.append(
+            [*fill_pieces(share, bar, usage_style(share)), f" {text}"] if width > 60 else [text]
+        )
     if gpu.power_w is not None:
         limit = f" of {thousands(round(gpu.power_limit_w))}" if gpu.power_limit_w else ""
         figures.append([f"{thousands(round(gpu.power_w))}{limit} W"])
@@ -229,7 +302,9 @@ def _gpu_line(view: GpuView, width: int, *, host: str) -> list[Piece]:
         if to_host is not None and to_gpu is not None
     ]
     if gpu.module_power_w is not None:
-        limit = f" of {thousands(round(gpu.module_power_limit_w))}" if gpu.module_power_limit_w else ""
+        limit = (
+            f" of {thousands(round(gpu.module_power_limit_w))}" if gpu.module_power_limit_w else ""
+        )
         figures.append([("module ", "$faint"), f"{thousands(round(gpu.module_power_w))}{limit} W"])
     free = width - _cells(line)
     for figure in figures:

@@ -30,7 +30,9 @@ def pieces(content: Content) -> Iterator[tuple[str, Styles]]:
     else:
         yield from _beside_each_other(plain, spans)
         return
-    borders = sorted({0, len(plain), *(at for span in spans for at in (span.start, span.end) if at < len(plain))})
+    borders = sorted(
+        {0, len(plain), *(at for span in spans for at in (span.start, span.end) if at < len(plain))}
+    )
     coming = deque(sorted(range(len(spans)), key=lambda number: spans[number].start))
     present: list[int] = []
     begun = 0
@@ -38,7 +40,9 @@ def pieces(content: Content) -> Iterator[tuple[str, Styles]]:
     for start in borders[:-1]:
         while coming and spans[coming[0]].start <= start:
             present.append(coming.popleft())
-        present = sorted(number for number in present if spans[number].end > start)  # a later span lies over an earlier one
+        present = sorted(
+            number for number in present if spans[number].end > start
+        )  # a later span lies over an earlier one
         found = tuple(spans[number].style for number in present)
         if found != styles and begun < start:
             yield plain[begun:start], styles
@@ -98,7 +102,10 @@ class StyledLines(DrawsPrintable):
         self._drawn = ()
 
     def _render_key(self) -> tuple[object, ...]:
-        return self.size, self.app.theme  # the outer size stays while it is hidden, and has no room to draw
+        return (
+            self.size,
+            self.app.theme,
+        )  # the outer size stays while it is hidden, and has no room to draw
 
     def get_content_height(self, container: object, viewport: object, width: int) -> int:
         return self.rows
@@ -111,7 +118,11 @@ class StyledLines(DrawsPrintable):
         key = self._render_key()
         if key != self._drawn:
             self._strips, self._drawn = self._draw(), key
-        return self._strips[y] if y < len(self._strips) else Strip.blank(self.size.width, self._style(()))
+        return (
+            self._strips[y]
+            if y < len(self._strips)
+            else Strip.blank(self.size.width, self._style(()))
+        )
 
     def _draw(self) -> list[Strip]:
         width, base = self.size.width, self._style(())

@@ -50,7 +50,13 @@ class TickList(OptionList, Generic[Item]):
             self.highlighted = 0
 
     def _line(self, item: Item, text: Content) -> Content:
-        return Content.assemble(("✓ " if item in self.ticked else "· ", "$success" if item in self.ticked else "$faint"), text)
+        return Content.assemble(
+            (
+                "✓ " if item in self.ticked else "· ",
+                "$success" if item in self.ticked else "$faint",
+            ),
+            text,
+        )
 
     def _tick(self, items: Sequence[Item], ticked: bool) -> None:
         self.ticked = [item for item in self.ticked if ticked or item not in items]

@@ -49,7 +49,9 @@ def remove(path: Path, _chance: Random) -> None:
 
 def checkpoints(scene: Scene) -> list[Path]:
     """Return the run's checkpoints, the oldest first."""
-    found = sorted(path for path in scene.run.checkpoints_dir.glob("step-*") if path.name[5:].isdigit())
+    found = sorted(
+        path for path in scene.run.checkpoints_dir.glob("step-*") if path.name[5:].isdigit()
+    )
     if len(found) < 2:
         raise NeverCameError(f"{len(found)} checkpoints")
     return found
@@ -152,7 +154,12 @@ _CHECKPOINT = {
 
 def _checkpoint_files() -> tuple[Kind, ...]:
     return tuple(
-        _kind(f"checkpoint-{part}-{how}", f"{name} of the newest checkpoint is {how}", harmed(newest(name), harm), loses_checkpoint=True)
+        _kind(
+            f"checkpoint-{part}-{how}",
+            f"{name} of the newest checkpoint is {how}",
+            harmed(newest(name), harm),
+            loses_checkpoint=True,
+        )
         for part, name in _CHECKPOINT.items()
         for how, harm in _HARMS.items()
     )
@@ -182,14 +189,28 @@ def _run_files() -> tuple[Kind, ...]:
         for how, harm in (("torn", tear), ("empty", empty))
     )
     metrics = tuple(
-        _kind(f"metrics-{how}", f"the metrics are {how}", harmed(of_run("metrics/*.jsonl"), harm), loses_records=True)
+        _kind(
+            f"metrics-{how}",
+            f"the metrics are {how}",
+            harmed(of_run("metrics/*.jsonl"), harm),
+            loses_records=True,
+        )
         for how, harm in (_HARMS | {"flipped": spoil}).items()
     )
     index = tuple(
-        _kind(f"index-{how}", f"the index of the metrics is {how}", harmed(of_run("metrics/*.index"), harm)) for how, harm in _HARMS.items()
+        _kind(
+            f"index-{how}",
+            f"the index of the metrics is {how}",
+            harmed(of_run("metrics/*.index"), harm),
+        )
+        for how, harm in _HARMS.items()
     )
     attempt = tuple(
-        _kind(f"{name}-{how}", f"{name}.json of the last attempt is {how}", harmed(of_run(f"attempts/*/{name}.json"), harm))
+        _kind(
+            f"{name}-{how}",
+            f"{name}.json of the last attempt is {how}",
+            harmed(of_run(f"attempts/*/{name}.json"), harm),
+        )
         for name in ("plan", "launch", "command")
         for how, harm in (("torn", tear), ("missing", remove))
     )
@@ -203,7 +224,12 @@ def _missing_folder(scene: Scene, chance: Random) -> None:
 KINDS = (
     *_checkpoint_files(),
     *_run_files(),
-    _kind("checkpoints-all-torn", "every checkpoint is torn", harm_all_checkpoints, refusals=("checkpoints-unreadable",)),
+    _kind(
+        "checkpoints-all-torn",
+        "every checkpoint is torn",
+        harm_all_checkpoints,
+        refusals=("checkpoints-unreadable",),
+    ),
     _kind(
         "checkpoints-missing",
         "the folder of the checkpoints is gone",
@@ -217,8 +243,18 @@ KINDS = (
         refusals=("checkpoint-missing",),
         starts_over=True,
     ),
-    _kind("checkpoint-newest-missing", "the newest checkpoint is gone", harmed(newest(""), remove), loses_checkpoint=True),
-    _kind("checkpoint-renamed", "name and manifest of the newest checkpoint disagree", rename_newest, loses_checkpoint=True),
+    _kind(
+        "checkpoint-newest-missing",
+        "the newest checkpoint is gone",
+        harmed(newest(""), remove),
+        loses_checkpoint=True,
+    ),
+    _kind(
+        "checkpoint-renamed",
+        "name and manifest of the newest checkpoint disagree",
+        rename_newest,
+        loses_checkpoint=True,
+    ),
     _kind("checkpoint-plain-file", "a plain file is named like a later checkpoint", plain_file),
     _kind("half-a-record", "half a record ends the metrics", half_a_record),
     _kind("partial-left", "a partial checkpoint was left", partial_left),

@@ -46,7 +46,9 @@ def jump(seconds: int) -> Callable[[Scene, Random], None]:
     return lambda scene, _chance: shim_of(scene).set_clock(seconds)
 
 
-def with_locks(locks: Locks, then: Callable[[Scene, Random], None]) -> Callable[[Scene, Random], None]:
+def with_locks(
+    locks: Locks, then: Callable[[Scene, Random], None]
+) -> Callable[[Scene, Random], None]:
     """Return an effect on a file system whose locks fail or lock nothing."""
 
     def inject(scene: Scene, chance: Random) -> None:
@@ -77,21 +79,96 @@ def _kind(
     *,
     loses_records: bool = False,
 ) -> Kind:
-    return Kind(name, group, what, inject, right, moments=moments, loses_records=loses_records, needs_shim=True)
+    return Kind(
+        name,
+        group,
+        what,
+        inject,
+        right,
+        moments=moments,
+        loses_records=loses_records,
+        needs_shim=True,
+    )
 
 
 _DISK_FULL = failed("disk-full", "checkpoint-failed")
 KINDS = (
-    _kind("disk-full-checkpoint", "disk", "the disk is full for checkpoints", full("/checkpoints/"), _DISK_FULL),
-    _kind("disk-full-metrics", "disk", "the disk is full for metrics", full("/metrics/"), _DISK_FULL, loses_records=True),
-    _kind("disk-full-all", "disk", "the disk of the run is full", full("/"), _DISK_FULL | told(FINISHED), loses_records=True),
-    _kind("disk-full-log", "disk", "the disk is full for the log", full("/attempts/"), _DISK_FULL | told(FINISHED)),
-    _kind("disk-full-state", "disk", "the disk is full for the state", full_for_a_while("/.state.json"), told(FINISHED)),
-    _kind("disk-full-samples", "disk", "the disk is full for the samples", full_for_a_while("/samples."), told(FINISHED)),
-    _kind("clock-forwards", "clock", "the clock jumps an hour ahead", jump(3600), told(FINISHED), ANY_TIME),
-    _kind("clock-back", "clock", "the clock is set back by an hour", jump(-3600), told(FINISHED), ANY_TIME),
-    _kind("clock-far-back", "clock", "the clock is set back to 1970", jump(-1_700_000_000), told(FINISHED), ANY_TIME),
-    _kind("no-locks", "file-system", "flock fails; two more supervisors", with_locks("fail", supervise_again), told(FINISHED), ANY_TIME),
+    _kind(
+        "disk-full-checkpoint",
+        "disk",
+        "the disk is full for checkpoints",
+        full("/checkpoints/"),
+        _DISK_FULL,
+    ),
+    _kind(
+        "disk-full-metrics",
+        "disk",
+        "the disk is full for metrics",
+        full("/metrics/"),
+        _DISK_FULL,
+        loses_records=True,
+    ),
+    _kind(
+        "disk-full-all",
+        "disk",
+        "the disk of the run is full",
+        full("/"),
+        _DISK_FULL | told(FINISHED),
+        loses_records=True,
+    ),
+    _kind(
+        "disk-full-log",
+        "disk",
+        "the disk is full for the log",
+        full("/attempts/"),
+        _DISK_FULL | told(FINISHED),
+    ),
+    _kind(
+        "disk-full-state",
+        "disk",
+        "the disk is full for the state",
+        full_for_a_while("/.state.json"),
+        told(FINISHED),
+    ),
+    _kind(
+        "disk-full-samples",
+        "disk",
+        "the disk is full for the samples",
+        full_for_a_while("/samples."),
+        told(FINISHED),
+    ),
+    _kind(
+        "clock-forwards",
+        "clock",
+        "the clock jumps an hour ahead",
+        jump(3600),
+        told(FINISHED),
+        ANY_TIME,
+    ),
+    _kind(
+        "clock-back",
+        "clock",
+        "the clock is set back by an hour",
+        jump(-3600),
+        told(FINISHED),
+        ANY_TIME,
+    ),
+    _kind(
+        "clock-far-back",
+        "clock",
+        "the clock is set back to 1970",
+        jump(-1_700_000_000),
+        told(FINISHED),
+        ANY_TIME,
+    ),
+    _kind(
+        "no-locks",
+        "file-system",
+        "flock fails; two more supervisors",
+        with_locks("fail", supervise_again),
+        told(FINISHED),
+        ANY_TIME,
+    ),
     _kind(
         "idle-locks",
         "file-system",
@@ -141,5 +218,12 @@ KINDS = (
         needs_shim=True,
         starter_exit=frozenset({0}),
     ),
-    _kind("late-attributes", "file-system", "attributes are seconds old; the run is stopped", late, told(STOPPED, FINISHED), ANY_TIME),
+    _kind(
+        "late-attributes",
+        "file-system",
+        "attributes are seconds old; the run is stopped",
+        late,
+        told(STOPPED, FINISHED),
+        ANY_TIME,
+    ),
 )

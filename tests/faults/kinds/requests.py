@@ -31,7 +31,9 @@ def supervise_again(scene: Scene, _chance: Random) -> None:
     """Start two more supervisors of the attempt, without a starter."""
     state = scene.state()
     attempt = str(state.attempt if state else 1)
-    waiting = [scene.begin("supervise", str(scene.run.path), "--attempt", attempt) for _ in range(2)]
+    waiting = [
+        scene.begin("supervise", str(scene.run.path), "--attempt", attempt) for _ in range(2)
+    ]
     for wait in waiting:
         wait(180)
 
@@ -55,7 +57,9 @@ def resume_twice(scene: Scene, chance: Random) -> None:
     waiting = [scene.begin("resume", str(scene.run.path), "--plain") for _ in range(2)]
     codes = [wait(240).exit_code for wait in waiting]
     if codes.count(0) != 1:
-        scene.noted.append("resumed-by-two" if all(code == 0 for code in codes) else "resumed-by-none")
+        scene.noted.append(
+            "resumed-by-two" if all(code == 0 for code in codes) else "resumed-by-none"
+        )
 
 
 def supervise_no_attempt(scene: Scene, _chance: Random) -> None:
@@ -65,7 +69,14 @@ def supervise_no_attempt(scene: Scene, _chance: Random) -> None:
 
 KINDS = (
     Kind("stop", "stop", "`so-tui stop`", stop, told(STOPPED, FINISHED), moments=ANY_TIME),
-    Kind("stop-saving", "stop", "`so-tui stop` while it saves", stop, told(STOPPED, FINISHED), moments=("saving",)),
+    Kind(
+        "stop-saving",
+        "stop",
+        "`so-tui stop` while it saves",
+        stop,
+        told(STOPPED, FINISHED),
+        moments=("saving",),
+    ),
     Kind(
         "stop-without-patience",
         "stop",
@@ -74,9 +85,43 @@ KINDS = (
         told(STOPPED, FINISHED) | failed("stop-overdue"),
         moments=ANY_TIME,
     ),
-    Kind("stop-twice", "stop", "two users stop it", stop_twice, told(STOPPED, FINISHED), moments=ANY_TIME),
-    Kind("two-supervisors", "two", "two more supervisors", supervise_again, told(FINISHED), moments=("starting", *ANY_TIME)),
-    Kind("no-such-attempt", "two", "a supervisor for an attempt that was never made", supervise_no_attempt, told(STOPPED), begin="stopped"),
-    Kind("three-lists", "two", "the supervisor is killed, and three commands list the run", list_from_everywhere, told(FINISHED)),
-    Kind("two-resumes", "two", "everything is killed, and two commands resume the run", resume_twice, told(FINISHED), moments=ANY_TIME),
+    Kind(
+        "stop-twice",
+        "stop",
+        "two users stop it",
+        stop_twice,
+        told(STOPPED, FINISHED),
+        moments=ANY_TIME,
+    ),
+    Kind(
+        "two-supervisors",
+        "two",
+        "two more supervisors",
+        supervise_again,
+        told(FINISHED),
+        moments=("starting", *ANY_TIME),
+    ),
+    Kind(
+        "no-such-attempt",
+        "two",
+        "a supervisor for an attempt that was never made",
+        supervise_no_attempt,
+        told(STOPPED),
+        begin="stopped",
+    ),
+    Kind(
+        "three-lists",
+        "two",
+        "the supervisor is killed, and three commands list the run",
+        list_from_everywhere,
+        told(FINISHED),
+    ),
+    Kind(
+        "two-resumes",
+        "two",
+        "everything is killed, and two commands resume the run",
+        resume_twice,
+        told(FINISHED),
+        moments=ANY_TIME,
+    ),
 )

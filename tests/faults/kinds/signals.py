@@ -88,16 +88,45 @@ def _stopped_by(role: str, signum: signal.Signals) -> frozenset[Told]:
 
 def _kills() -> tuple[Kind, ...]:
     single = tuple(
-        Kind(f"kill-{role}", "kill", f"SIGKILL to {role}", send(role, signal.SIGKILL), right, moments=moments)
+        Kind(
+            f"kill-{role}",
+            "kill",
+            f"SIGKILL to {role}",
+            send(role, signal.SIGKILL),
+            right,
+            moments=moments,
+        )
         for role, (right, moments) in _LOST.items()
     )
     watchers = tuple(
-        Kind(f"kill-{begin}", "kill", what, send(begin, signal.SIGKILL), told(FINISHED), begin=begin, moments=ANY_TIME)
+        Kind(
+            f"kill-{begin}",
+            "kill",
+            what,
+            send(begin, signal.SIGKILL),
+            told(FINISHED),
+            begin=begin,
+            moments=ANY_TIME,
+        )
         for begin, what in _WATCHERS.items()
     )
     trees = (
-        Kind("kill-tree", "kill", "SIGKILL to every process", kill_tree, told(UNOBSERVED), moments=ANY_TIME),
-        Kind("kill-tree-saving", "kill", "SIGKILL to every process while it saves", kill_tree, told(UNOBSERVED), moments=("saving",)),
+        Kind(
+            "kill-tree",
+            "kill",
+            "SIGKILL to every process",
+            kill_tree,
+            told(UNOBSERVED),
+            moments=ANY_TIME,
+        ),
+        Kind(
+            "kill-tree-saving",
+            "kill",
+            "SIGKILL to every process while it saves",
+            kill_tree,
+            told(UNOBSERVED),
+            moments=("saving",),
+        ),
         Kind(
             "kill-all-but-supervisor",
             "kill",
@@ -106,12 +135,23 @@ def _kills() -> tuple[Kind, ...]:
             failed("rank-lost", "launcher-lost", "runner-lost"),
             moments=_BUSY,
         ),
-        Kind("hang-up-screen", "kill", "the terminal of the screen is lost", hang_up, told(FINISHED), begin="screen", moments=ANY_TIME),
+        Kind(
+            "hang-up-screen",
+            "kill",
+            "the terminal of the screen is lost",
+            hang_up,
+            told(FINISHED),
+            begin="screen",
+            moments=ANY_TIME,
+        ),
     )
     return (*single, *watchers, *trees)
 
 
-_WATCHERS: dict[Begin, str] = {"screen": "SIGKILL to the screen", "plain": "SIGKILL to `run --plain`"}
+_WATCHERS: dict[Begin, str] = {
+    "screen": "SIGKILL to the screen",
+    "plain": "SIGKILL to `run --plain`",
+}
 
 
 def _stops() -> tuple[Kind, ...]:
@@ -145,7 +185,14 @@ def _stops() -> tuple[Kind, ...]:
 
 def _suspensions() -> tuple[Kind, ...]:
     return tuple(
-        Kind(f"suspend-{role}", "suspend", f"SIGSTOP to {role} for seconds", suspend(role), told(FINISHED), moments=moments)
+        Kind(
+            f"suspend-{role}",
+            "suspend",
+            f"SIGSTOP to {role} for seconds",
+            suspend(role),
+            told(FINISHED),
+            moments=moments,
+        )
         for role, (_, moments) in _LOST.items()
     )
 

@@ -33,7 +33,12 @@ ACCOUNTING = "1198|CANCELLED by 1000|None|2026-11-24T00:01:00|n1|y\n1190|TIMEOUT
 
 def test_the_queue() -> None:
     waits, behind, runs, cancelled = parse_queue(QUEUE)
-    assert (waits.id, waits.state, waits.reason, waits.nodes) == ("1201", "PENDING", "Resources", "")
+    assert (waits.id, waits.state, waits.reason, waits.nodes) == (
+        "1201",
+        "PENDING",
+        "Resources",
+        "",
+    )
     assert waits.start is not None
     assert (behind.start, behind.folder) == (None, "/runs/a|b")
     assert (runs.state, runs.reason, runs.nodes) == ("RUNNING", "", "nid00[1001-1002]")
@@ -44,7 +49,10 @@ def test_the_queue_of_slurm_24_11() -> None:
     cancelled, begins, unavailable, down = parse_queue(QUEUE_24_11)
     assert (cancelled.id, cancelled.state, cancelled.folder) == ("4", "CANCELLED", "/root")
     assert begins.start is not None
-    assert (unavailable.reason, unavailable.start) == ("ReqNodeNotAvail, UnavailableNodes:n[1-2]", None)
+    assert (unavailable.reason, unavailable.start) == (
+        "ReqNodeNotAvail, UnavailableNodes:n[1-2]",
+        None,
+    )
     assert down.reason.startswith("Nodes required for job are DOWN")
 
 
@@ -56,7 +64,17 @@ def test_the_accounting() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["", "|", "7", "7| |||||", "7|||0001-01-01T00:00:00||", "7|||9999-12-31T23:59:59||", "\u0663|RUNNING||||/x", "\0|\0|||"]
+    "line",
+    [
+        "",
+        "|",
+        "7",
+        "7| |||||",
+        "7|||0001-01-01T00:00:00||",
+        "7|||9999-12-31T23:59:59||",
+        "\u0663|RUNNING||||/x",
+        "\0|\0|||",
+    ],
 )
 def test_a_line_that_no_slurm_would_write_breaks_nothing(line: str) -> None:
     jobs = parse_queue(f"{line}\n1201|PENDING|Resources|N/A||/x\n")
@@ -92,7 +110,15 @@ def test_no_variable_of_the_users_shell_changes_what_is_asked(
 ) -> None:
     """Slurm lets ``SBATCH_PARTITION`` win over a script, and ``SQUEUE_PARTITION`` hide a job."""
     installed(tmp_path, name, f"env > {tmp_path}/seen; echo 7")
-    hostile = {"SBATCH_JOB_NAME", "SBATCH_PARTITION", "SQUEUE_PARTITION", "SACCT_FORMAT", "SCANCEL_STATE", "SINFO_FORMAT", "SLURM_JOB_ID"}
+    hostile = {
+        "SBATCH_JOB_NAME",
+        "SBATCH_PARTITION",
+        "SQUEUE_PARTITION",
+        "SACCT_FORMAT",
+        "SCANCEL_STATE",
+        "SINFO_FORMAT",
+        "SLURM_JOB_ID",
+    }
     for variable in hostile:
         monkeypatch.setenv(variable, "x")
     monkeypatch.setenv("SLURM_CONF", "/etc/ours")
@@ -104,7 +130,9 @@ def test_no_variable_of_the_users_shell_changes_what_is_asked(
     assert ("TOKEN" in seen) == (name == "sbatch")
 
 
-def test_a_cluster_that_was_silent_is_asked_for_its_name_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_that_was_silent_is_asked_for_its_name_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = [1000.0]
     monkeypatch.setattr(commands, "CLUSTER", commands.ClusterName(clock=lambda: now[0]))
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -112,27 +140,39 @@ def test_a_cluster_that_was_silent_is_asked_for_its_name_again(tmp_path: Path, m
     for _ in range(3):
         with pytest.raises(SlurmError):
             commands.cluster_name()
-    assert (tmp_path / "asked").read_text().split() == ["asked"]  # a silent one is not asked every second
-    installed(tmp_path, "scontrol", f"echo asked >> {tmp_path}/asked; echo 'ClusterName             = here'")
+    assert (tmp_path / "asked").read_text().split() == [
+        "asked"
+    ]  # a silent one is not asked every second
+    installed(
+        tmp_path,
+        "scontrol",
+        f"echo asked >> {tmp_path}/asked; echo 'ClusterName             = here'",
+    )
     now[0] += 60
     assert [commands.cluster_name() for _ in range(3)] == ["here"] * 3
     assert (tmp_path / "asked").read_text().split() == ["asked"] * 2
 
 
-@pytest.mark.parametrize("printed", ["", "Usage: sbatch [OPTIONS(0)...]", "slurm 24.11.5", "7 8", "-7"])
+@pytest.mark.parametrize(
+    "printed", ["", "Usage: sbatch [OPTIONS(0)...]", "slurm 24.11.5", "7 8", "-7"]
+)
 def test_a_submission_without_a_number_is_refused(printed: str, tmp_path: Path) -> None:
     installed(tmp_path, "sbatch", f"echo '{printed}'")
     with pytest.raises(SlurmError):
         submit("job.sh", "/", {"PATH": f"{tmp_path}:{os.environ['PATH']}"})
 
 
-@pytest.mark.parametrize("printed", ["1201", "1201;alps", "Welcome\n----> checks ... OK\n1201;alps\n"])
+@pytest.mark.parametrize(
+    "printed", ["1201", "1201;alps", "Welcome\n----> checks ... OK\n1201;alps\n"]
+)
 def test_the_number_of_a_job_is_found_below_a_sites_own_words(printed: str, tmp_path: Path) -> None:
     installed(tmp_path, "sbatch", f"echo '{printed}'")
     assert submit("job.sh", "/", {"PATH": f"{tmp_path}:{os.environ['PATH']}"}) == "1201"
 
 
-def test_a_command_that_cannot_be_executed_is_an_error_of_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_that_cannot_be_executed_is_an_error_of_slurm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "squeue").write_text("no program")
     (tmp_path / "squeue").chmod(stat.S_IRWXU)
     monkeypatch.setenv("PATH", str(tmp_path))

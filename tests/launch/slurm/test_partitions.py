@@ -9,7 +9,9 @@ from so_tui.ui.field_notes import partition_note
 
 RECORDED = "main*|up|1:00:00|1/1/0/2|gpu:2|(null)\nstrict|up|1:00:00|1/1/0/2|gpu:2|(null)\n"
 """By Slurm 22.05.8."""
-RECORDED_24_11 = "main*|up|1:00:00|0/2/0/2|(null)|thp_never,a\nclosed|down|infinite|0/2/0/2|(null)|thp_never,a\n"
+RECORDED_24_11 = (
+    "main*|up|1:00:00|0/2/0/2|(null)|thp_never,a\nclosed|down|infinite|0/2/0/2|(null)|thp_never,a\n"
+)
 """By Slurm 24.11.5."""
 SEVERAL = """\
 gh-dev|up|2:00:00|0/8/0/8|(null)|gh
@@ -21,13 +23,23 @@ closed|down|infinite|0/0/7/7|N/A|
 
 def test_what_slurm_22_05_printed() -> None:
     main, strict = parse_partitions(RECORDED)
-    assert main == Partition(name="main", default=True, time_limit="1:00:00", nodes=2, idle=1, gpus=2)
+    assert main == Partition(
+        name="main", default=True, time_limit="1:00:00", nodes=2, idle=1, gpus=2
+    )
     assert (strict.name, strict.default) == ("strict", False)
 
 
 def test_what_slurm_24_11_printed() -> None:
     main, closed = parse_partitions(RECORDED_24_11)
-    assert main == Partition(name="main", default=True, time_limit="1:00:00", nodes=2, idle=2, gpus=0, features=("thp_never", "a"))
+    assert main == Partition(
+        name="main",
+        default=True,
+        time_limit="1:00:00",
+        nodes=2,
+        idle=2,
+        gpus=0,
+        features=("thp_never", "a"),
+    )
     assert (closed.open, closed.time_limit) == (False, "")
 
 
@@ -40,15 +52,29 @@ def test_groups_of_nodes_add_up_and_the_default_partition_comes_first() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["", "|", "PARTITION|AVAIL|TIMELIMIT|NODES(A/I/O/T)|GRES|AVAIL_FEATURES", "a|up|1:00|1/2/3|gpu:1|x", "\0|||||"]
+    "line",
+    [
+        "",
+        "|",
+        "PARTITION|AVAIL|TIMELIMIT|NODES(A/I/O/T)|GRES|AVAIL_FEATURES",
+        "a|up|1:00|1/2/3|gpu:1|x",
+        "\0|||||",
+    ],
 )
 def test_a_line_of_another_form_is_left_out(line: str) -> None:
-    assert [partition.name for partition in parse_partitions(f"{line}\n{RECORDED}")] == ["main", "strict"]
+    assert [partition.name for partition in parse_partitions(f"{line}\n{RECORDED}")] == [
+        "main",
+        "strict",
+    ]
 
 
 @pytest.mark.parametrize(
     ("chosen", "part"),
-    [("normal", "12 of 106 nodes free, 4 GPUs each, at most 1-00:00:00"), ("", "normal, gh-dev"), ("closed", "closed now")],
+    [
+        ("normal", "12 of 106 nodes free, 4 GPUs each, at most 1-00:00:00"),
+        ("", "normal, gh-dev"),
+        ("closed", "closed now"),
+    ],
 )
 def test_the_form_says_what_the_chosen_partition_offers(chosen: str, part: str) -> None:
     assert part in partition_note(parse_partitions(SEVERAL), chosen, slurm=True)

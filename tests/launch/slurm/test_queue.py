@@ -16,7 +16,12 @@ from so_tui.launch.current import current_state, queue_text
 from so_tui.launch.executor_types import JobPhase, JobStatus
 from so_tui.launch.executors.slurm import commands
 from so_tui.launch.executors.slurm.commands import SlurmError
-from so_tui.launch.executors.slurm.executor import SlurmExecutor, Submission, read_submission, write_submission
+from so_tui.launch.executors.slurm.executor import (
+    SlurmExecutor,
+    Submission,
+    read_submission,
+    write_submission,
+)
 from so_tui.launch.executors.slurm.job import Job
 from so_tui.launch.starter import new_token, record_token
 from so_tui.runs import RunDirectory, create_run, new_attempt, read_state, write_state
@@ -26,13 +31,23 @@ from so_tui.runs.records import RunState
 from so_tui.spec import InputError
 from tests.support.launching import tiny
 
-SUBMITTED = Submission(job_id="7", cluster="here", partition="gh", site="generic", poll_s=30, submitted=0.0, planned_for="login")
+SUBMITTED = Submission(
+    job_id="7",
+    cluster="here",
+    partition="gh",
+    site="generic",
+    poll_s=30,
+    submitted=0.0,
+    planned_for="login",
+)
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     """A run that was submitted as job 7 of the cluster ``here``, with a queue file of the test's own."""
-    monkeypatch.setattr("so_tui.launch.executors.slurm.queue.cache_home", lambda: tmp_path / "cache")
+    monkeypatch.setattr(
+        "so_tui.launch.executors.slurm.queue.cache_home", lambda: tmp_path / "cache"
+    )
     monkeypatch.setattr(commands, "cluster_name", lambda: "here")
     monkeypatch.setattr(commands, "accounted", lambda _: None)
     run = create_run(tiny(slurm__partition="gh"), tmp_path / "runs")
@@ -71,9 +86,13 @@ def test_the_ends_of_a_job_are_told_apart_and_recorded(
     assert read_state(run) == found
 
 
-def test_why_a_job_failed_is_said_however_much_it_wrote(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_a_job_failed_is_said_however_much_it_wrote(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Lines of ``setup`` may write anything, and a job that Slurm starts again appends to what it wrote before."""
-    written = b"loading modules\n" * 10_000 + b"10 %\r100 %\n\x1b[31mpython: not found\x1b[0m\nended"
+    written = (
+        b"loading modules\n" * 10_000 + b"10 %\r100 %\n\x1b[31mpython: not found\x1b[0m\nended"
+    )
     (run.attempt_dir(1) / "slurm.7.log").write_bytes(written)
     answer(monkeypatch, Job(id="7", state="FAILED", folder=folder_of(run)))
     status = SlurmExecutor().status(run, 1)
@@ -82,19 +101,36 @@ def test_why_a_job_failed_is_said_however_much_it_wrote(run: RunDirectory, monke
 
 
 @pytest.mark.parametrize(
-    "slurm", ["REVOKED", "EXPEDITING", "POWER_UP_NODE", "", "RUNNING", "SUSPENDED", "CONFIGURING", "REQUEUED", "STOPPED"]
+    "slurm",
+    [
+        "REVOKED",
+        "EXPEDITING",
+        "POWER_UP_NODE",
+        "",
+        "RUNNING",
+        "SUSPENDED",
+        "CONFIGURING",
+        "REQUEUED",
+        "STOPPED",
+    ],
 )
 @pytest.mark.parametrize("recorded", ["queued", "training"])
-def test_a_job_that_may_still_run_ends_nothing(slurm: str, recorded: str, run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_may_still_run_ends_nothing(
+    slurm: str, recorded: str, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A newer Slurm may have further states, and a revoked job runs on another cluster of the federation."""
-    before = msgspec.structs.replace(read_state(run), state=recorded, attempt=1 if recorded == "training" else 0, host="n1")
+    before = msgspec.structs.replace(
+        read_state(run), state=recorded, attempt=1 if recorded == "training" else 0, host="n1"
+    )
     write_state(run, before)
     answer(monkeypatch, Job(id="7", state=slurm, folder=folder_of(run)))
     assert current_state(run).state == recorded
     assert read_state(run) == before
 
 
-def test_a_run_whose_job_is_suspended_is_not_lost(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_whose_job_is_suspended_is_not_lost(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its supervisor is stopped with it, so its heartbeat stands still."""
     trains = msgspec.structs.replace(read_state(run), state="training", attempt=1, host="n1")
     write_state(run, trains)
@@ -103,11 +139,15 @@ def test_a_run_whose_job_is_suspended_is_not_lost(run: RunDirectory, monkeypatch
     assert current_state(run) == trains
 
 
-def test_the_heartbeat_decides_while_slurm_is_silent(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_heartbeat_decides_while_slurm_is_silent(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_submission(run, 1, msgspec.structs.replace(SUBMITTED, poll_s=1))
     answer(monkeypatch, Job(id="7", state="RUNNING", folder=folder_of(run)))
     assert current_state(run).state == "queued"
-    write_state(run, msgspec.structs.replace(read_state(run), state="training", attempt=1, host="n1"))
+    write_state(
+        run, msgspec.structs.replace(read_state(run), state="training", attempt=1, host="n1")
+    )
     os.utime(run.state_path, (0, 0))
 
     def fail() -> tuple[Job, ...]:
@@ -118,14 +158,18 @@ def test_the_heartbeat_decides_while_slurm_is_silent(run: RunDirectory, monkeypa
     assert current_state(run).state == "lost"
 
 
-def test_a_waiting_job_changes_nothing_that_is_recorded(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_waiting_job_changes_nothing_that_is_recorded(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = read_state(run)
     answer(monkeypatch, Job(id="7", state="PENDING", reason="Priority", folder=folder_of(run)))
     assert current_state(run) == msgspec.structs.replace(before, detail=current_state(run).detail)
     assert read_state(run) == before
 
 
-def test_slurm_that_does_not_answer_ends_nothing(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slurm_that_does_not_answer_ends_nothing(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail() -> tuple[Job, ...]:
         raise SlurmError("squeue did not answer within 20 s")
 
@@ -133,7 +177,9 @@ def test_slurm_that_does_not_answer_ends_nothing(run: RunDirectory, monkeypatch:
     assert current_state(run).state == "queued"
 
 
-def test_a_forgotten_job_ends_a_queued_run_only(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forgotten_job_ends_a_queued_run_only(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     answer(monkeypatch)
     trains = RunState(name=run.name, state="training", attempt=1, host="n1")
     queued = read_state(run)
@@ -143,14 +189,22 @@ def test_a_forgotten_job_ends_a_queued_run_only(run: RunDirectory, monkeypatch: 
     assert current_state(run).code == OutcomeCode.JOB_FORGOTTEN
 
 
-@pytest.mark.parametrize("change", [{"job_id": "7 --signal=KILL"}, {"job_id": "-a"}, {"poll_s": 0.0}])
-def test_a_submission_that_so_tui_would_not_write_is_none(change: dict[str, object], run: RunDirectory) -> None:
-    run.submission_path(1).write_bytes(msgspec.json.encode({**msgspec.to_builtins(SUBMITTED), **change}))
+@pytest.mark.parametrize(
+    "change", [{"job_id": "7 --signal=KILL"}, {"job_id": "-a"}, {"poll_s": 0.0}]
+)
+def test_a_submission_that_so_tui_would_not_write_is_none(
+    change: dict[str, object], run: RunDirectory
+) -> None:
+    run.submission_path(1).write_bytes(
+        msgspec.json.encode({**msgspec.to_builtins(SUBMITTED), **change})
+    )
     assert read_submission(run, 1) is None
     assert SlurmExecutor().cancel(run, 1) is False
 
 
-def test_nothing_is_asked_because_of_a_folder_that_is_not_ones_own(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_asked_because_of_a_folder_that_is_not_ones_own(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A colleague's job is not among one's own, which says nothing; and a forged ``poll_s`` must not decide how often Slurm is asked."""
     asked: list[str] = []
 
@@ -190,13 +244,19 @@ def test_a_job_whose_number_was_not_written_is_found_by_its_folder(
     folder = folder_of(RunDirectory(tmp_path / "link" / run.name) if linked else run)
     cancelled: list[str] = []
     monkeypatch.setattr(commands, "cancel", cancelled.append)
-    answer(monkeypatch, Job(id="6", state="RUNNING", folder="/"), Job(id="9", state="PENDING", reason="Priority", folder=folder))
+    answer(
+        monkeypatch,
+        Job(id="6", state="RUNNING", folder="/"),
+        Job(id="9", state="PENDING", reason="Priority", folder=folder),
+    )
     assert "9" in current_state(run).detail
     assert stop(run).state == "stopped"
     assert cancelled == ["9"]
 
 
-def test_a_run_that_was_never_submitted_is_lost_once_slurm_says_so(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_was_never_submitted_is_lost_once_slurm_says_so(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = msgspec.structs.replace(SUBMITTED, job_id="", submitted=time.time())
     write_submission(run, 1, now)
     answer(monkeypatch)
@@ -205,7 +265,9 @@ def test_a_run_that_was_never_submitted_is_lost_once_slurm_says_so(run: RunDirec
     assert (current_state(run).state, read_state(run).code) == ("lost", OutcomeCode.JOB_FORGOTTEN)
 
 
-def test_a_queued_run_whose_scheduler_is_gone_ends_by_the_users_word(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_queued_run_whose_scheduler_is_gone_ends_by_the_users_word(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Should its job start all the same, it is refused."""
 
     def gone() -> str:
@@ -231,18 +293,34 @@ def test_a_node_whose_clock_is_seconds_off_gets_the_schedulers_reason(
     ahead_s: float, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended = time.time() + ahead_s
-    write_state(run, RunState(name=run.name, state="failed", attempt=1, host="n1", code=OutcomeCode.RANK_LOST, ended=ended))
+    write_state(
+        run,
+        RunState(
+            name=run.name,
+            state="failed",
+            attempt=1,
+            host="n1",
+            code=OutcomeCode.RANK_LOST,
+            ended=ended,
+        ),
+    )
     answer(monkeypatch, Job(id="7", state="PREEMPTED", folder=folder_of(run)))
     assert current_state(run).code == OutcomeCode.PREEMPTED
 
 
 def test_words_of_slurm_are_shown_harmless() -> None:
-    text = queue_text(JobStatus(job_id="7", phase=JobPhase.QUEUED, waits_for="\x1b[2J", expected_start=1e6))
+    text = queue_text(
+        JobStatus(job_id="7", phase=JobPhase.QUEUED, waits_for="\x1b[2J", expected_start=1e6)
+    )
     assert text.isprintable()
     assert "1970" in text
 
 
 def test_what_slurm_adds_to_a_reason_is_left_out() -> None:
-    job = JobStatus(job_id="7", phase=JobPhase.QUEUED, waits_for="ReqNodeNotAvail, UnavailableNodes:nid[001000-002000]")
+    job = JobStatus(
+        job_id="7",
+        phase=JobPhase.QUEUED,
+        waits_for="ReqNodeNotAvail, UnavailableNodes:nid[001000-002000]",
+    )
     assert "nid" not in queue_text(job)
     assert queue_text(job) == queue_text(msgspec.structs.replace(job, waits_for="ReqNodeNotAvail"))

@@ -36,11 +36,23 @@ def test_jobs_are_read_as_from_text() -> None:
     ],
 )
 def test_what_modifies_a_state_counts(states: list[str], state: str) -> None:
-    (job,) = parse_queue_json(msgspec.json.encode({"jobs": [{"job_id": 7, "job_state": states}]}).decode())
+    (job,) = parse_queue_json(
+        msgspec.json.encode({"jobs": [{"job_id": 7, "job_state": states}]}).decode()
+    )
     assert job.state == state
 
 
-@pytest.mark.parametrize("printed", ["", "{}", "[]", '{"jobs": 1}', '{"jobs": [{}]}', '{"jobs": [{"job_id": -1, "job_state": ["x"]}]}'])
+@pytest.mark.parametrize(
+    "printed",
+    [
+        "",
+        "{}",
+        "[]",
+        '{"jobs": 1}',
+        '{"jobs": [{}]}',
+        '{"jobs": [{"job_id": -1, "job_state": ["x"]}]}',
+    ],
+)
 def test_what_is_of_another_form_is_an_error(printed: str) -> None:
     with pytest.raises(msgspec.DecodeError):
         parse_queue_json(printed)
@@ -68,20 +80,37 @@ esac
         ("22.05.8", f"cat {RECORDED}", ["text"], "/text"),
         ("24.05.1", f"cat {RECORDED}", ["text"], "/text"),
         ("of-its-own", f"cat {RECORDED}", ["text"], "/text"),
-        ("24.11.5", "echo 'squeue: error: no serializer/json plugin' >&2; exit 1", ["json", "text"], "/text"),
+        (
+            "24.11.5",
+            "echo 'squeue: error: no serializer/json plugin' >&2; exit 1",
+            ["json", "text"],
+            "/text",
+        ),
         ("26.05.0", "echo '{}'", ["json", "text"], "/text"),
     ],
 )
 def test_json_is_asked_for_where_the_version_has_it(
-    version: str, json: str, asked: list[str], folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    version: str,
+    json: str,
+    asked: list[str],
+    folder: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     squeue(tmp_path, version, json, monkeypatch)
     assert {job.folder for job in commands.own_jobs()} == {folder}
     assert (tmp_path / "asked").read_text().split() == asked
 
 
-def test_a_silent_controller_is_not_asked_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    squeue(tmp_path, "24.11.5", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1", monkeypatch)
+def test_a_silent_controller_is_not_asked_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    squeue(
+        tmp_path,
+        "24.11.5",
+        "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1",
+        monkeypatch,
+    )
     with pytest.raises(RefusedError):
         commands.own_jobs()
     assert (tmp_path / "asked").read_text().split() == ["json"]

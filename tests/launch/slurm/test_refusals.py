@@ -14,7 +14,13 @@ from so_tui.launch.executors.slurm.refusals import explained
 from so_tui.spec import InputError, Problem
 from tests.support.launching import tiny
 
-SPEC = tiny(slurm__partition="gh-dv", slurm__account="mine", slurm__qos="fast", slurm__time_limit="48:00:00", slurm__constraint="gh")
+SPEC = tiny(
+    slurm__partition="gh-dv",
+    slurm__account="mine",
+    slurm__qos="fast",
+    slurm__time_limit="48:00:00",
+    slurm__constraint="gh",
+)
 FAILED = "sbatch: error: Batch job submission failed: "
 
 
@@ -43,7 +49,12 @@ def refused(slurm: Path, printed: str) -> InputError | SlurmError:
 @pytest.mark.parametrize(
     ("printed", "code", "field", "value"),
     [
-        (f"{FAILED}Invalid account or account/partition combination specified\n", "slurm-account", "slurm.account", "mine"),
+        (
+            f"{FAILED}Invalid account or account/partition combination specified\n",
+            "slurm-account",
+            "slurm.account",
+            "mine",
+        ),
         (
             f"sbatch: error: invalid partition specified: gh-dv\n{FAILED}Invalid partition name specified\n",
             "slurm-partition",
@@ -65,11 +76,23 @@ def refused(slurm: Path, printed: str) -> InputError | SlurmError:
             "fast",
         ),
         (f"{FAILED}Requested node configuration is not available\n", "slurm-nodes", "gpus", "2"),
-        (f"{FAILED}More processors requested than permitted\n", "slurm-nodes", "nodes", "1"),  # --nodes=9 of 2, by 24.11.5
-        ("sbatch: error: Invalid generic resource (gres) specification\n", "slurm-nodes", "gpus", "2"),  # by 24.11.5
+        (
+            f"{FAILED}More processors requested than permitted\n",
+            "slurm-nodes",
+            "nodes",
+            "1",
+        ),  # --nodes=9 of 2, by 24.11.5
+        (
+            "sbatch: error: Invalid generic resource (gres) specification\n",
+            "slurm-nodes",
+            "gpus",
+            "2",
+        ),  # by 24.11.5
     ],
 )
-def test_a_refusal_names_the_key_that_caused_it(printed: str, code: str, field: str, value: str, slurm: Path) -> None:
+def test_a_refusal_names_the_key_that_caused_it(
+    printed: str, code: str, field: str, value: str, slurm: Path
+) -> None:
     error = refused(slurm, printed)
     assert isinstance(error, InputError)
     (problem,) = error.problems
@@ -79,7 +102,9 @@ def test_a_refusal_names_the_key_that_caused_it(printed: str, code: str, field: 
 
 
 def test_a_misspelt_partition_is_recognised(slurm: Path) -> None:
-    assert "gh-dev" in problem_of(refused(slurm, f"{FAILED}Invalid partition name specified\n")).remedy
+    assert (
+        "gh-dev" in problem_of(refused(slurm, f"{FAILED}Invalid partition name specified\n")).remedy
+    )
     installed(slurm, "sinfo", "exit 1")
     assert problem_of(refused(slurm, f"{FAILED}Invalid partition name specified\n")).remedy
 
@@ -90,8 +115,15 @@ def problem_of(error: InputError | SlurmError) -> Problem:
 
 
 def test_a_sites_own_words_are_shown_as_they_are(slurm: Path) -> None:
-    error = refused(slurm, f"sbatch: error: Use ibrun.\x1b[2J\n\nsbatch: error: No --mem here\n{FAILED}Invalid qos specification\n")
+    error = refused(
+        slurm,
+        f"sbatch: error: Use ibrun.\x1b[2J\n\nsbatch: error: No --mem here\n{FAILED}Invalid qos specification\n",
+    )
     assert isinstance(error, RefusedError)
-    assert error.lines == ("Use ibrun.\x1b[2J", "No --mem here", "Batch job submission failed: Invalid qos specification")
+    assert error.lines == (
+        "Use ibrun.\x1b[2J",
+        "No --mem here",
+        "Batch job submission failed: Invalid qos specification",
+    )
     assert "No --mem here" in str(error)
     assert str(error).isprintable()

@@ -42,18 +42,24 @@ def cancelled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     """A run that trains in job 7, which Slurm has started again since."""
-    monkeypatch.setattr("so_tui.launch.executors.slurm.queue.cache_home", lambda: tmp_path / "cache")
+    monkeypatch.setattr(
+        "so_tui.launch.executors.slurm.queue.cache_home", lambda: tmp_path / "cache"
+    )
     monkeypatch.setattr(commands, "cluster_name", lambda: "here")
     monkeypatch.setattr(commands, "submit", lambda *_: "7")
     monkeypatch.setattr(commands, "accounted", lambda _: None)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     run = start(prepare(tiny(slurm__partition="gh"), MACHINE), runs_dir=tmp_path / "runs")
-    write_state(run, replace(read_state(run), state="training", attempt=1, host="n1", boot_id="another"))
+    write_state(
+        run, replace(read_state(run), state="training", attempt=1, host="n1", boot_id="another")
+    )
     return run
 
 
 def answer(monkeypatch: pytest.MonkeyPatch, run: RunDirectory, state: str) -> None:
-    monkeypatch.setattr(commands, "own_jobs", lambda: (Job(id="7", state=state, folder=str(run.attempt_dir(1))),))
+    monkeypatch.setattr(
+        commands, "own_jobs", lambda: (Job(id="7", state=state, folder=str(run.attempt_dir(1))),)
+    )
 
 
 def token_of(run: RunDirectory, attempt: int = 1) -> str:
@@ -75,14 +81,28 @@ def test_slurm_counts_the_starts_of_a_job(count: str | None, again: int) -> None
     assert restarts({} if count is None else {"SLURM_RESTART_COUNT": count}) == again
 
 
-@pytest.mark.parametrize(("allowed", "nodes", "option"), [(True, 1, "--requeue"), (True, 2, "--requeue"), (False, 2, "--no-requeue")])
-def test_jobs_start_again_only_where_the_profile_allows_it(allowed: bool, nodes: int, option: str) -> None:
+@pytest.mark.parametrize(
+    ("allowed", "nodes", "option"),
+    [(True, 1, "--requeue"), (True, 2, "--requeue"), (False, 2, "--no-requeue")],
+)
+def test_jobs_start_again_only_where_the_profile_allows_it(
+    allowed: bool, nodes: int, option: str
+) -> None:
     spec = tiny(slurm__partition="gh", nodes=str(nodes))
-    script = batch_script(spec, Site(title="Ours", requeue=allowed), gpus=1, run=Path("/runs/x"), attempt=1, python="python")
+    script = batch_script(
+        spec,
+        Site(title="Ours", requeue=allowed),
+        gpus=1,
+        run=Path("/runs/x"),
+        attempt=1,
+        python="python",
+    )
     assert f"#SBATCH {option}\n" in script
 
 
-def test_the_job_makes_the_next_attempt_with_its_own_token(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_job_makes_the_next_attempt_with_its_own_token(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     os.utime(run.state_path, (1.0, 1.0))
     token = token_of(run)
     assert attempt_of_restart(run, 1, token, MACHINE, 1) == 2
@@ -93,9 +113,15 @@ def test_the_job_makes_the_next_attempt_with_its_own_token(run: RunDirectory, mo
         refuse_start(run, 2, state, new_token())
     submission = read_submission(run, 2)
     assert submission is not None
-    assert (submission.job_id, submission.works_in, submission.planned_for) == ("7", 1, MACHINE.hostname)
+    assert (submission.job_id, submission.works_in, submission.planned_for) == (
+        "7",
+        1,
+        MACHINE.hostname,
+    )
     answer(monkeypatch, run, "PENDING")
-    assert "7" in current_state(run).detail  # it is found although it works in the first attempt's folder
+    assert (
+        "7" in current_state(run).detail
+    )  # it is found although it works in the first attempt's folder
 
 
 def test_the_other_nodes_are_told_which_attempt_their_job_makes(run: RunDirectory) -> None:
@@ -105,7 +131,12 @@ def test_the_other_nodes_are_told_which_attempt_their_job_makes(run: RunDirector
         os.utime(run.state_path, (1.0, 1.0))
         made.append(attempt_of_restart(run, 1, token_of(run), MACHINE, count))
         assert waiting.result(10) == made[-1]
-        write_state(run, replace(read_state(run), state="training", attempt=made[-1], host="n1", boot_id="another"))
+        write_state(
+            run,
+            replace(
+                read_state(run), state="training", attempt=made[-1], host="n1", boot_id="another"
+            ),
+        )
     assert made == [2, 3]
 
 
@@ -132,7 +163,15 @@ def test_an_attempt_that_was_never_begun_is_begun(run: RunDirectory) -> None:
     assert run.attempts() == (1,)
 
 
-@pytest.mark.parametrize("code", [OutcomeCode.FINISHED, OutcomeCode.OUT_OF_GPU_MEMORY, OutcomeCode.NON_FINITE, OutcomeCode.JOB_CANCELLED])
+@pytest.mark.parametrize(
+    "code",
+    [
+        OutcomeCode.FINISHED,
+        OutcomeCode.OUT_OF_GPU_MEMORY,
+        OutcomeCode.NON_FINITE,
+        OutcomeCode.JOB_CANCELLED,
+    ],
+)
 def test_a_run_that_ended_by_itself_does_not_continue(code: str, run: RunDirectory) -> None:
     state = "finished" if code == OutcomeCode.FINISHED else "failed"
     write_state(run, replace(read_state(run), state=state, code=code))
@@ -144,7 +183,12 @@ def test_a_run_that_ended_by_itself_does_not_continue(code: str, run: RunDirecto
 
 @pytest.mark.parametrize(
     ("person", "signalled", "warned", "continues"),
-    [(True, False, False, False), (False, True, False, True), (False, False, True, True), (True, True, True, False)],
+    [
+        (True, False, False, False),
+        (False, True, False, True),
+        (False, False, True, True),
+        (True, True, True, False),
+    ],
 )
 def test_a_run_that_a_person_stopped_does_not_continue(
     person: bool, signalled: bool, warned: bool, continues: bool, run: RunDirectory
@@ -175,14 +219,18 @@ def test_a_job_that_waits_again_is_shown_and_can_be_cancelled(
     assert (cancelled, read_state(run).state) == (["7"], "stopped")
 
 
-def test_a_job_whose_run_a_person_took_out_of_the_queue_does_not_continue_it(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_whose_run_a_person_took_out_of_the_queue_does_not_continue_it(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Slurm was away when the person stopped the run, and starts its job again all the same."""
 
     def away() -> tuple[Job, ...]:
         raise SlurmError("no answer")
 
     monkeypatch.setattr(commands, "own_jobs", away)
-    write_state(run, queued_state(replace(read_state(run), state="stopped", code=OutcomeCode.STOPPED)))
+    write_state(
+        run, queued_state(replace(read_state(run), state="stopped", code=OutcomeCode.STOPPED))
+    )
     assert stop(run, assume_dead=True).state == "stopped"
     with pytest.raises(InputError) as caught:
         attempt_of_restart(run, 1, token_of(run), MACHINE, 1)
@@ -191,7 +239,9 @@ def test_a_job_whose_run_a_person_took_out_of_the_queue_does_not_continue_it(run
 
 
 @pytest.mark.parametrize("refused", [False, True])
-def test_a_job_near_its_time_limit_is_put_back(refused: bool, run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_near_its_time_limit_is_put_back(
+    refused: bool, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put: list[str] = []
 
     def requeue(job_id: str) -> None:
@@ -208,13 +258,17 @@ def test_a_job_near_its_time_limit_is_put_back(refused: bool, run: RunDirectory,
     assert read_state(run).saved_step == 4
 
 
-def test_a_job_is_put_back_although_its_number_could_not_be_recorded(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_is_put_back_although_its_number_could_not_be_recorded(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put: list[str] = []
     monkeypatch.setattr(commands, "requeue", put.append)
     submission = read_submission(run, 1)
     assert submission is not None
     write_submission(run, 1, replace(submission, job_id=""))
-    write_state(run, replace(read_state(run), state="stopped", code=OutcomeCode.STOPPED, saved_step=4))
+    write_state(
+        run, replace(read_state(run), state="stopped", code=OutcomeCode.STOPPED, saved_step=4)
+    )
     put_back(run)
     assert put == ["7"]
 
@@ -227,7 +281,10 @@ def test_a_run_that_no_other_job_continues_may_be_deleted_while_its_job_ends(
         return 7
 
     monkeypatch.setattr(in_job, "supervise", deleted_meanwhile)
-    once = start(prepare(tiny(slurm__partition="gh", slurm__continues="false"), MACHINE), runs_dir=tmp_path / "once")
+    once = start(
+        prepare(tiny(slurm__partition="gh", slurm__continues="false"), MACHINE),
+        runs_dir=tmp_path / "once",
+    )
     mask = os.umask(0o022)
     try:
         assert in_job.supervise_in_job(once, 1, token_of(once)) == 7

@@ -25,13 +25,32 @@ def script(site: Site = SITE, *, gpus: int = 4, run: str = "/runs/one", **change
 
 
 def options(text: str) -> list[str]:
-    return [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
+    return [
+        line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")
+    ]
 
 
 def test_the_spec_and_the_profile_become_options() -> None:
-    site = msgspec.structs.replace(SITE, cores_per_gpu=72, memory_per_gpu_gib=100, node_option="", options=("--licenses=x",))
-    given = options(script(site, slurm__account="abc", slurm__qos="high", slurm__time_limit="1:00:00", slurm__constraint="a&b"))
-    wanted = ["--partition=gh", "--account=abc", "--qos=high", "--time=1:00:00", '--constraint="a&b"', "--gpus-per-node=4"]
+    site = msgspec.structs.replace(
+        SITE, cores_per_gpu=72, memory_per_gpu_gib=100, node_option="", options=("--licenses=x",)
+    )
+    given = options(
+        script(
+            site,
+            slurm__account="abc",
+            slurm__qos="high",
+            slurm__time_limit="1:00:00",
+            slurm__constraint="a&b",
+        )
+    )
+    wanted = [
+        "--partition=gh",
+        "--account=abc",
+        "--qos=high",
+        "--time=1:00:00",
+        '--constraint="a&b"',
+        "--gpus-per-node=4",
+    ]
     assert set(wanted) <= set(given)
     assert {"--cpus-per-task=288", "--mem=400G", "--licenses=x", "--no-requeue"} <= set(given)
     assert "--exclusive" not in given
@@ -39,10 +58,14 @@ def test_the_spec_and_the_profile_become_options() -> None:
 
 
 def test_each_node_of_several_gets_a_supervisor_and_the_sites_network() -> None:
-    text = script(msgspec.structs.replace(SITE, interface="hsn0", network="AWS Libfabric"), nodes="3")
+    text = script(
+        msgspec.structs.replace(SITE, interface="hsn0", network="AWS Libfabric"), nodes="3"
+    )
     assert {"--nodes=3", "--ntasks-per-node=1", "--gpus-per-node=4"} <= set(options(text))
     assert "srun --nodes=3 --ntasks=3 --ntasks-per-node=1 --cpu-bind=none" in text.splitlines()[-1]
-    assert {"export GLOO_SOCKET_IFNAME=hsn0", "export SO_TUI_NETWORK='AWS Libfabric'"} <= set(text.splitlines())
+    assert {"export GLOO_SOCKET_IFNAME=hsn0", "export SO_TUI_NETWORK='AWS Libfabric'"} <= set(
+        text.splitlines()
+    )
     alone = script(msgspec.structs.replace(SITE, interface="hsn0", network="AWS Libfabric"))
     assert "hsn0" not in alone
     assert "--nodes=1" in options(alone)
@@ -54,15 +77,27 @@ def executed(text: str, uname: str, tmp_path: Path) -> subprocess.CompletedProce
         (tmp_path / name).write_text(f"#!/bin/sh\n{lines}\n")
         (tmp_path / name).chmod(stat.S_IRWXU)
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    return subprocess.run(["bash", "-s"], input=text, env=env, capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(
+        ["bash", "-s"], input=text, env=env, capture_output=True, text=True, check=False, timeout=60
+    )
 
 
 def test_a_job_ends_at_once_on_a_node_that_cannot_execute_its_interpreter(tmp_path: Path) -> None:
     spec = tiny(slurm__partition="gh")
-    text = batch_script(spec, SITE, gpus=1, run=Path("/run"), attempt=1, python="/it's/python", architecture="aarch64")
+    text = batch_script(
+        spec,
+        SITE,
+        gpus=1,
+        run=Path("/run"),
+        attempt=1,
+        python="/it's/python",
+        architecture="aarch64",
+    )
     ended = executed(text, "x86_64", tmp_path)
     assert (ended.returncode, ended.stdout) == (69, "")
-    assert all(part in ended.stderr for part in ("/it's/python", "aarch64", "x86_64", "site profile"))
+    assert all(
+        part in ended.stderr for part in ("/it's/python", "aarch64", "x86_64", "site profile")
+    )
     ran = executed(text, "aarch64", tmp_path)
     assert (ran.returncode, ran.stderr) == (0, "")
     assert "so_tui supervise /run --attempt 1 --in-job" in ran.stdout.splitlines()[-1]
@@ -80,7 +115,14 @@ def test_a_partition_of_the_profile_limits_the_time_unless_the_spec_does() -> No
 
 @pytest.mark.parametrize(
     ("time_limit", "seconds"),
-    [("90", 5400), ("90:30", 5430), ("1:30:00", 5400), ("2-12", 216_000), ("1-00:30", 88_200), ("1-01:00:05", 90_005)],
+    [
+        ("90", 5400),
+        ("90:30", 5430),
+        ("1:30:00", 5400),
+        ("2-12", 216_000),
+        ("1-00:30", 88_200),
+        ("1-01:00:05", 90_005),
+    ],
 )
 def test_time_limits_are_read_as_slurm_reads_them(time_limit: str, seconds: int) -> None:
     assert seconds_of(time_limit) == seconds
@@ -90,7 +132,9 @@ def test_a_job_is_warned_early_enough_for_its_checkpoint() -> None:
     assert warning_lead_s(SITE, 10**9, None) == SITE.warning_s
     assert warning_lead_s(SITE, 200 * 10**9, None) > 200
     assert warning_lead_s(SITE, 10**9, 400.0) > 400 > SITE.warning_s
-    assert warning_lead_s(SITE, 10**9, 400.0, checkpoints=2) > warning_lead_s(SITE, 10**9, 400.0) + 400
+    assert (
+        warning_lead_s(SITE, 10**9, 400.0, checkpoints=2) > warning_lead_s(SITE, 10**9, 400.0) + 400
+    )
     assert warning_lead_s(SITE, 200 * 10**9, 5.0) == SITE.warning_s
 
 
@@ -105,7 +149,9 @@ def test_a_script_that_was_kept_is_submitted_for_another_run() -> None:
     kept = script(run="/runs/one").replace("--nodes=1", "--nodes=1 --hold") + "# mine\n"
     generated = script(run="/runs/two &")
     moved = for_run(kept, generated)
-    assert moved == kept.replace("so_tui_run=/runs/one", "so_tui_run='/runs/two &'").replace("--job-name=one", "--job-name=two__")
+    assert moved == kept.replace("so_tui_run=/runs/one", "so_tui_run='/runs/two &'").replace(
+        "--job-name=one", "--job-name=two__"
+    )
     named = kept.replace("--job-name=one", "--job-name=mine")
     assert "--job-name=mine\n" in for_run(named, generated), "the user's own name stays"
     with pytest.raises(InputError) as caught:
@@ -121,10 +167,14 @@ def test_a_folder_whose_name_slurm_would_change_is_refused(folder: str) -> None:
 
 
 def test_environment_and_setup_come_before_the_start() -> None:
-    site = msgspec.structs.replace(SITE, environment={"A": "x y"}, setup=("module load cuda",), step_options=("--x=1",))
+    site = msgspec.structs.replace(
+        SITE, environment={"A": "x y"}, setup=("module load cuda",), step_options=("--x=1",)
+    )
     lines = script(site).splitlines()
     assert "export A='x y'" in lines
-    assert lines.index("module load cuda") < next(index for index, line in enumerate(lines) if line.startswith("srun"))
+    assert lines.index("module load cuda") < next(
+        index for index, line in enumerate(lines) if line.startswith("srun")
+    )
     assert shlex.split(lines[-1])[-9] == "/venv/bin/python"
     assert "--x=1" in shlex.split(lines[-1])
 
@@ -141,9 +191,18 @@ def test_environment_and_setup_come_before_the_start() -> None:
         ("generic", {"slurm__time_limit": "10"}, "time-limit-too-short"),
     ],
 )
-def test_what_a_site_would_refuse_is_refused_before(site: str, changes: dict[str, str], code: str) -> None:
+def test_what_a_site_would_refuse_is_refused_before(
+    site: str, changes: dict[str, str], code: str
+) -> None:
     with pytest.raises(InputError) as caught:
-        batch_script(tiny(slurm__partition="gh", **changes), load_site(site), gpus=1, run=Path("/run"), attempt=1, python="python")
+        batch_script(
+            tiny(slurm__partition="gh", **changes),
+            load_site(site),
+            gpus=1,
+            run=Path("/run"),
+            attempt=1,
+            python="python",
+        )
     assert [problem.code for problem in caught.value.problems] == [code]
 
 
@@ -166,7 +225,18 @@ def test_hostile_values_are_no_part_of_a_script(values: dict[str, object]) -> No
     assert [problem.field for problem in problems_in(tree)] == [f"slurm.{next(iter(values))}"]
 
 
-@pytest.mark.parametrize("option", ["--time-min=1:00:00", "--nodelist=n1", "--mem=8G", "--gpus=1", "--exclude=n2", "--hold", "--no-kill"])
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--time-min=1:00:00",
+        "--nodelist=n1",
+        "--mem=8G",
+        "--gpus=1",
+        "--exclude=n2",
+        "--hold",
+        "--no-kill",
+    ],
+)
 def test_other_options_of_sbatch_are_passed_on(option: str) -> None:
     assert option in options(script(slurm__options=f'["{option}"]'))
 
@@ -205,4 +275,7 @@ def test_a_wrong_profile_is_named(content: str) -> None:
     (user_sites() / "mine.toml").write_text(content)
     with pytest.raises(InputError) as caught:
         load_site("mine")
-    assert (caught.value.problems[0].code, caught.value.problems[0].value) == ("invalid-site", "mine")
+    assert (caught.value.problems[0].code, caught.value.problems[0].value) == (
+        "invalid-site",
+        "mine",
+    )

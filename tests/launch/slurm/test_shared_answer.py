@@ -27,7 +27,9 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[float]:
         return (Job(id="7", state="PENDING"),)
 
     monkeypatch.setattr(commands, "own_jobs", own_jobs)
-    monkeypatch.setattr("so_tui.launch.executors.slurm.queue.cache_home", lambda: tmp_path / "cache")
+    monkeypatch.setattr(
+        "so_tui.launch.executors.slurm.queue.cache_home", lambda: tmp_path / "cache"
+    )
     return times
 
 
@@ -42,20 +44,26 @@ def test_an_answer_dated_by_another_hosts_clock_counts_for_its_interval(
     queue("here", 30)
     (file,) = shutil.copytree(tmp_path / "cache", tmp_path / "other").glob("slurm/queue.*.json")
     file.write_bytes(msgspec.json.encode(Queue(asked=time.time() + ahead_s)))
-    monkeypatch.setattr("so_tui.launch.executors.slurm.queue.cache_home", lambda: tmp_path / "other")
+    monkeypatch.setattr(
+        "so_tui.launch.executors.slurm.queue.cache_home", lambda: tmp_path / "other"
+    )
     asked.clear()
     for _ in range(3):
         queue("here", 30)
     assert len(asked) == asks
 
 
-def test_where_nothing_can_be_written_slurm_is_asked_as_rarely(asked: list[float], tmp_path: Path) -> None:
+def test_where_nothing_can_be_written_slurm_is_asked_as_rarely(
+    asked: list[float], tmp_path: Path
+) -> None:
     (tmp_path / "cache").write_text("a file where the folder should be")
     assert [numbers(queue("here", 30)) for _ in range(5)] == [["7"]] * 5
     assert len(asked) == 1
 
 
-def test_without_locks_an_answer_is_found(asked: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_locks_an_answer_is_found(
+    asked: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def flock(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -63,7 +71,9 @@ def test_without_locks_an_answer_is_found(asked: list[float], monkeypatch: pytes
     assert numbers(queue("here", 30)) == ["7"]
 
 
-def test_threads_that_wait_for_a_slow_answer_do_not_ask_again(asked: list[float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_threads_that_wait_for_a_slow_answer_do_not_ask_again(
+    asked: list[float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "cache").write_text("")
     quick = commands.own_jobs
 

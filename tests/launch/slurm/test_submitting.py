@@ -31,7 +31,9 @@ def submitted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         folders.append(folder)
         return str(len(folders))
 
-    monkeypatch.setattr("so_tui.launch.executors.slurm.queue.cache_home", lambda: tmp_path / "cache")
+    monkeypatch.setattr(
+        "so_tui.launch.executors.slurm.queue.cache_home", lambda: tmp_path / "cache"
+    )
     monkeypatch.setattr(commands, "cluster_name", lambda: "here")
     monkeypatch.setattr(commands, "submit", submit)
     return folders
@@ -46,8 +48,13 @@ def stopped(submitted: list[str], tmp_path: Path) -> RunDirectory:
     return run
 
 
-def test_of_two_resumes_at_once_one_submits_a_job(stopped: RunDirectory, submitted: list[str]) -> None:
-    launches = [prepare_resume(stopped, inspect_machine(), values={"train.steps": steps}) for steps in ("30", "40")]
+def test_of_two_resumes_at_once_one_submits_a_job(
+    stopped: RunDirectory, submitted: list[str]
+) -> None:
+    launches = [
+        prepare_resume(stopped, inspect_machine(), values={"train.steps": steps})
+        for steps in ("30", "40")
+    ]
     refused: list[SoTuiError] = []
 
     def resumed(index: int) -> None:
@@ -71,9 +78,14 @@ def test_of_two_resumes_at_once_one_submits_a_job(stopped: RunDirectory, submitt
     assert plan["spec"]["train"]["steps"] == read_spec(stopped).train.steps
 
 
-def test_a_job_that_starts_although_sbatch_gave_no_answer_keeps_its_run(stopped: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_starts_although_sbatch_gave_no_answer_keeps_its_run(
+    stopped: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def submit(script: str, folder: str, environment: Mapping[str, str]) -> str:
-        write_state(stopped, msgspec.structs.replace(read_state(stopped), state="starting", attempt=2, host="n1"))
+        write_state(
+            stopped,
+            msgspec.structs.replace(read_state(stopped), state="starting", attempt=2, host="n1"),
+        )
         raise SlurmError("sbatch did not answer within 20 s")
 
     monkeypatch.setattr(commands, "submit", submit)
@@ -82,7 +94,9 @@ def test_a_job_that_starts_although_sbatch_gave_no_answer_keeps_its_run(stopped:
     assert (read_state(stopped).state, stopped.attempts()) == ("starting", (1, 2))
 
 
-def test_what_slurm_refuses_leaves_a_run_as_it_was(stopped: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_slurm_refuses_leaves_a_run_as_it_was(
+    stopped: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def submit(script: str, folder: str, environment: Mapping[str, str]) -> str:
         raise SlurmError("sbatch refused: invalid account")
 
@@ -110,12 +124,18 @@ def test_nothing_is_submitted_to_a_cluster_without_a_name(
 
 def test_a_script_is_submitted_as_it_was_edited(submitted: list[str], tmp_path: Path) -> None:
     launch = prepare(tiny(slurm__partition="gh"), inspect_machine())
-    run = start(launch, runs_dir=tmp_path / "runs", executor=SlurmExecutor(edit=lambda script: script + "# edited\n"))
+    run = start(
+        launch,
+        runs_dir=tmp_path / "runs",
+        executor=SlurmExecutor(edit=lambda script: script + "# edited\n"),
+    )
     assert submitted == [str(run.attempt_dir(1))]
     assert (run.attempt_dir(1) / "job.sh").read_text().endswith("# edited\n")
 
 
-def test_a_start_whose_editing_is_given_up_leaves_nothing(submitted: list[str], tmp_path: Path) -> None:
+def test_a_start_whose_editing_is_given_up_leaves_nothing(
+    submitted: list[str], tmp_path: Path
+) -> None:
     def given_up(_script: str) -> str:
         raise SoTuiError("the editor ended with code 1")
 

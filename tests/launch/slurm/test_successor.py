@@ -27,7 +27,14 @@ def ended(run: RunDirectory, state: str, saved_step: int | None, *, warned: bool
 
 @pytest.mark.parametrize(
     ("saved_before", "saved", "continues"),
-    [(None, 10, True), (10, 20, True), (10, 10, False), (10, None, False), (None, None, False), (None, 0, False)],
+    [
+        (None, 10, True),
+        (10, 20, True),
+        (10, 10, False),
+        (10, None, False),
+        (None, None, False),
+        (None, 0, False),
+    ],
 )
 def test_a_job_that_saved_nothing_new_has_no_successor(
     saved_before: int | None, saved: int | None, continues: bool, run: RunDirectory
@@ -72,4 +79,7 @@ def test_a_run_that_lost_a_node_continues_if_it_saved_something(
     if by_a_person:
         request_stop(run)
     write_state(run, replace(read_state(run), state="failed", code=code, saved_step=saved_step))
-    assert lost_a_node(run, RunState(name=run.name, state="queued", saved_step=10), start_over=False) is lost
+    assert (
+        lost_a_node(run, RunState(name=run.name, state="queued", saved_step=10), start_over=False)
+        is lost
+    )

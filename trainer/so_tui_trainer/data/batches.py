@@ -59,7 +59,15 @@ class Batch:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors of the batch."""
-        return (self.input_ids, self.position_ids, self.real, self.boundaries, self.predictors, self.targets, *self.apart)
+        return (
+            self.input_ids,
+            self.position_ids,
+            self.real,
+            self.boundaries,
+            self.predictors,
+            self.targets,
+            *self.apart,
+        )
 
     def to(self, device: torch.device) -> Batch:
         """Copy the batch to a device, without waiting for the copy."""
@@ -79,13 +87,31 @@ class Batch:
         each = self.input_ids.shape[1] // parts
         start = position * each
         inside = (self.predictors >= start) & (self.predictors < start + each)
-        ids, positions, real = (tensor[:, start : start + each].contiguous() for tensor in (self.input_ids, self.position_ids, self.real))
+        ids, positions, real = (
+            tensor[:, start : start + each].contiguous()
+            for tensor in (self.input_ids, self.position_ids, self.real)
+        )
         predictors, targets = self.predictors[inside] - start, self.targets[inside]
-        return Batch(ids, positions, real, self.boundaries, predictors, targets, self.longest, is_part=True, start=start)
+        return Batch(
+            ids,
+            positions,
+            real,
+            self.boundaries,
+            predictors,
+            targets,
+            self.longest,
+            is_part=True,
+            start=start,
+        )
 
     def document_lengths(self) -> Tensor:
         """Return the length of each token's document, [rows, width] int32, whichever part of it is here. Does not wait for the GPU."""
-        tokens = torch.arange(self.start, self.start + self.input_ids.numel(), dtype=torch.int32, device=self.boundaries.device)
+        tokens = torch.arange(
+            self.start,
+            self.start + self.input_ids.numel(),
+            dtype=torch.int32,
+            device=self.boundaries.device,
+        )
         documents = torch.bucketize(tokens, self.boundaries, right=True) - 1
         return self.boundaries.diff()[documents].view_as(self.input_ids)
 
@@ -95,7 +121,18 @@ class Batch:
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> Batch:
         ids, positions, real, boundaries, predictors, targets, *apart = map(change, self.tensors)
-        return Batch(ids, positions, real, boundaries, predictors, targets, self.longest, tuple(apart), self.is_part, self.start)
+        return Batch(
+            ids,
+            positions,
+            real,
+            boundaries,
+            predictors,
+            targets,
+            self.longest,
+            tuple(apart),
+            self.is_part,
+            self.start,
+        )
 
 
 @dataclass(frozen=True)
@@ -159,7 +196,9 @@ class Batches:
         self._spec, self._padding_id, self._pin = spec, padding_id, pin
         self._apart = needs_rows_apart(spec.model)
         self._replica, self._part = divmod(rank, spec.train.sequence_parallel)
-        self.sequences_per_step = spec.train.micro_batch * spec.gradient_accumulation_steps * spec.replicas
+        self.sequences_per_step = (
+            spec.train.micro_batch * spec.gradient_accumulation_steps * spec.replicas
+        )
         self._epoch_order = lru_cache(maxsize=2)(self._shuffled)
         self.end_to_end = False
         """Whether the sequences of a micro-batch are one row, so that little padding is computed. Only attention that takes boundaries
@@ -191,7 +230,15 @@ class Batches:
             return self._steps_for(math.ceil(train.tokens / float(self._useful.mean())))
         remedy = "Set one of `train.steps`, `train.epochs`, `train.tokens`."
         raise InputError(
-            [Problem(code="run-length-missing", field="train.steps", value="0", message="the run has no length", remedy=remedy)]
+            [
+                Problem(
+                    code="run-length-missing",
+                    field="train.steps",
+                    value="0",
+                    message="the run has no length",
+                    remedy=remedy,
+                )
+            ]
         )
 
     def _steps_for(self, sequences: int) -> int:
@@ -206,8 +253,13 @@ class Batches:
         return StepCounts(
             useful_tokens=int(self._useful[indices].sum()),
             trained_tokens=int(self._trained[indices].sum()),
-            document_lengths=np.concatenate([self._lengths[self.sequences.of(int(index))] for index in indices]),
-            computed_tokens=sum(len(self._rows(micro_batch)) * self._width(micro_batch) for micro_batch in micro_batches),
+            document_lengths=np.concatenate(
+                [self._lengths[self.sequences.of(int(index))] for index in indices]
+            ),
+            computed_tokens=sum(
+                len(self._rows(micro_batch)) * self._width(micro_batch)
+                for micro_batch in micro_batches
+            ),
             sequences=len(indices),
         )
 
@@ -230,15 +282,23 @@ class Batches:
         positions = np.arange(first, first + count)
         epochs, indices_in_epoch = np.divmod(positions, len(self.sequences))
         return np.array(
-            [self._epoch_order(int(epoch))[index] for epoch, index in zip(epochs, indices_in_epoch, strict=True)], dtype=np.int64
+            [
+                self._epoch_order(int(epoch))[index]
+                for epoch, index in zip(epochs, indices_in_epoch, strict=True)
+            ],
+            dtype=np.int64,
         )
 
     def _shuffled(self, epoch: int) -> npt.NDArray[np.int64]:
-        return np.random.default_rng((self._spec.train.seed, epoch)).permutation(len(self.sequences))
+        return np.random.default_rng((self._spec.train.seed, epoch)).permutation(
+            len(self.sequences)
+        )
 
     def _batch(self, indices: npt.NDArray[np.int64]) -> Batch:
         rows, width = self._rows(indices), self._width(indices)
-        batch = assemble(self._documents, self.sequences, rows, width, self._padding_id, apart=self._apart)
+        batch = assemble(
+            self._documents, self.sequences, rows, width, self._padding_id, apart=self._apart
+        )
         batch = batch.part(self._part, self._spec.train.sequence_parallel)
         return batch.pinned() if self._pin else batch
 
@@ -272,14 +332,22 @@ def width(lengths: npt.NDArray[np.int64], spec: RunSpec, *, end_to_end: bool) ->
     """
     length = spec.data.sequence_length
     if end_to_end:
-        return computed_tokens(int(lengths.sum()), spec.train.micro_batch * length, spec.train.sequence_parallel)
+        return computed_tokens(
+            int(lengths.sum()), spec.train.micro_batch * length, spec.train.sequence_parallel
+        )
     if spec.data.packing:
         return length
     return int(row_widths(lengths.max(keepdims=True), length)[0])
 
 
 def assemble(
-    documents: Documents, sequences: Sequences, rows: npt.NDArray[np.int64], width: int, padding_id: int, *, apart: bool = False
+    documents: Documents,
+    sequences: Sequences,
+    rows: npt.NDArray[np.int64],
+    width: int,
+    padding_id: int,
+    *,
+    apart: bool = False,
 ) -> Batch:
     """Make a micro-batch in host memory.
 
@@ -291,17 +359,28 @@ def assemble(
         padding_id: Token id of padding.
         apart: Whether the model needs the documents as rows of their own, too.
     """
-    chosen = [np.concatenate([sequences.of(int(sequence)) for sequence in members]) for members in rows]
-    parts = [[slice(documents.offsets[document], documents.offsets[document + 1]) for document in row] for row in chosen]
-    batch = lay_out([[documents.tokens[part] for part in row] for row in parts], width, padding_id, apart=apart)
+    chosen = [
+        np.concatenate([sequences.of(int(sequence)) for sequence in members]) for members in rows
+    ]
+    parts = [
+        [slice(documents.offsets[document], documents.offsets[document + 1]) for document in row]
+        for row in chosen
+    ]
+    batch = lay_out(
+        [[documents.tokens[part] for part in row] for row in parts], width, padding_id, apart=apart
+    )
     trained = np.concatenate([documents.trained[part] for row in parts for part in row])
     # A document's first token is never trained, so the token before a trained one is always in the same document.
     predicted = np.flatnonzero(batch.real.numpy())[trained]
     targets = batch.input_ids.numpy().ravel()[predicted]
-    return replace(batch, predictors=torch.from_numpy(predicted - 1), targets=torch.from_numpy(targets))
+    return replace(
+        batch, predictors=torch.from_numpy(predicted - 1), targets=torch.from_numpy(targets)
+    )
 
 
-def lay_out(rows: Sequence[Sequence[npt.ArrayLike]], width: int, padding_id: int = 0, *, apart: bool = False) -> Batch:
+def lay_out(
+    rows: Sequence[Sequence[npt.ArrayLike]], width: int, padding_id: int = 0, *, apart: bool = False
+) -> Batch:
     """Make a micro-batch in which no token carries loss.
 
     Args:

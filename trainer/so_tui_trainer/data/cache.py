@@ -33,7 +33,12 @@ if TYPE_CHECKING:
     from so_tui_trainer.data.sources import Opened
 
 _VERSION = 9
-_ARRAYS: dict[str, Any] = {"tokens": np.int32, "trained": np.bool_, "offsets": np.int64, "rows": np.int64}
+_ARRAYS: dict[str, Any] = {
+    "tokens": np.int32,
+    "trained": np.bool_,
+    "offsets": np.int64,
+    "rows": np.int64,
+}
 _BLOCK_BYTES = 1 << 22
 _STALE_S = 86_400.0
 """A partial entry that nothing was written to for this long belongs to a process that was killed."""
@@ -59,18 +64,34 @@ def default_folder() -> Path:
     return cache_home() / "data"
 
 
-def fingerprint(sources: Sequence[Opened], tokenizer: PreTrainedTokenizerBase, spec: RunSpec) -> str:
+def fingerprint(
+    sources: Sequence[Opened], tokenizer: PreTrainedTokenizerBase, spec: RunSpec
+) -> str:
     """Return a hash of the rows, the tokenizer with its chat template, and every option that affects the tokens."""
     digest = hashlib.sha256()
     for opened in sources:
-        digest.update(f"{opened.layout.name} {opened.source.format} {len(opened.rows)} {opened.warnings} ".encode())
+        digest.update(
+            f"{opened.layout.name} {opened.source.format} {len(opened.rows)} {opened.warnings} ".encode()
+        )
         for batch in opened.rows.with_format("arrow").iter(batch_size=10_000):
-            digest.update(batch.schema.remove_metadata().serialize())  # the names: rows are serialized without them
+            digest.update(
+                batch.schema.remove_metadata().serialize()
+            )  # the names: rows are serialized without them
             for part in batch.to_batches():
                 digest.update(part.serialize())
-    rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else repr(sorted(tokenizer.get_vocab().items()))
+    rules = (
+        tokenizer.backend_tokenizer.to_str()
+        if tokenizer.is_fast
+        else repr(sorted(tokenizer.get_vocab().items()))
+    )
     digest.update(rules.encode())
-    options = [_VERSION, tokenizer.chat_template, tokenizer.special_tokens_map, spec.data.loss, spec.data.sequence_length]
+    options = [
+        _VERSION,
+        tokenizer.chat_template,
+        tokenizer.special_tokens_map,
+        spec.data.loss,
+        spec.data.sequence_length,
+    ]
     digest.update(json.dumps(options, sort_keys=True, default=str).encode())
     return digest.hexdigest()[:32]
 
@@ -83,7 +104,9 @@ def read(folder: Path, data: DataSpec) -> Documents:
         data: The data section that it was made for.
     """
     info = _info(folder)
-    tokens, trained, offsets, rows = (np.memmap(folder / f"{name}.bin", dtype=kind, mode="r") for name, kind in _ARRAYS.items())
+    tokens, trained, offsets, rows = (
+        np.memmap(folder / f"{name}.bin", dtype=kind, mode="r") for name, kind in _ARRAYS.items()
+    )
     parts = tuple(
         SourcePart(source.source, source.weight, tally.layout, tally.documents, tally.counts)
         for source, tally in zip(data.sources, info.tallies, strict=True)
@@ -96,7 +119,9 @@ def intact(folder: Path) -> bool:
     """Return whether an entry is complete and unchanged since it was written."""
     try:
         files = _info(folder).files
-        return set(files) == set(_ARRAYS) and all(_checksum(folder / f"{name}.bin") == found for name, found in files.items())
+        return set(files) == set(_ARRAYS) and all(
+            _checksum(folder / f"{name}.bin") == found for name, found in files.items()
+        )
     except (OSError, msgspec.DecodeError):
         return False
 
@@ -114,7 +139,9 @@ class Writer:
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             _remove_stale(folder.parent)
-            self.partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.partial-", dir=folder.parent))
+            self.partial = Path(
+                tempfile.mkdtemp(prefix=f"{folder.name}.partial-", dir=folder.parent)
+            )
         except OSError as error:
             raise _unwritable(folder, error) from error
 
@@ -157,7 +184,9 @@ class Writer:
         """
         try:
             files = {name: _checksum(self.partial / f"{name}.bin") for name in _ARRAYS}
-            (self.partial / "info.json").write_bytes(msgspec.json.encode(_Info(tallies, warnings, files)))
+            (self.partial / "info.json").write_bytes(
+                msgspec.json.encode(_Info(tallies, warnings, files))
+            )
             if self._folder.exists() and not intact(self._folder):
                 with contextlib.suppress(OSError):  # Another run may be replacing it as well.
                     self._folder.rename(self.partial / "damaged")

@@ -55,7 +55,11 @@ class Chat:
     @property
     def name(self) -> str:
         """How conversations are written, for people."""
-        return "the tokenizer's chat template" if self.templated else "the Alpaca layout (the tokenizer has no chat template)"
+        return (
+            "the tokenizer's chat template"
+            if self.templated
+            else "the Alpaca layout (the tokenizer has no chat template)"
+        )
 
     def render(self, messages: Sequence[Message], *, ask: bool = False) -> str:
         """Render messages with the chat template.
@@ -69,10 +73,23 @@ class Chat:
         """
         from jinja2.exceptions import TemplateError as JinjaError
 
-        turns = [{**dict(message.extra), "role": message.role, "content": message.content} for message in messages if message.role != TOOLS]
-        tools = [tool for message in messages if message.role == TOOLS for tool in dict(message.extra)[TOOLS]] or None
+        turns = [
+            {**dict(message.extra), "role": message.role, "content": message.content}
+            for message in messages
+            if message.role != TOOLS
+        ]
+        tools = [
+            tool
+            for message in messages
+            if message.role == TOOLS
+            for tool in dict(message.extra)[TOOLS]
+        ] or None
         try:
-            return str(self.tokenizer.apply_chat_template(turns, tools=tools, tokenize=False, add_generation_prompt=ask))
+            return str(
+                self.tokenizer.apply_chat_template(
+                    turns, tools=tools, tokenize=False, add_generation_prompt=ask
+                )
+            )
         except (JinjaError, TypeError, ValueError, KeyError) as error:
             raise TemplateError(str(error) or type(error).__name__) from error
 
@@ -87,7 +104,9 @@ def chat_of(tokenizer: PreTrainedTokenizerBase) -> Chat:
     plain = Chat(tokenizer, bool(tokenizer.chat_template), end, end, "")
     if not plain.templated:
         if not end:
-            raise InputError([_no_stop_token("tokenizer-no-end-token", "has no end-of-text token", tokenizer)])
+            raise InputError(
+                [_no_stop_token("tokenizer-no-end-token", "has no end-of-text token", tokenizer)]
+            )
         return plain
     question, answer = Message("user", _placeholder(0)), Message("assistant", _placeholder(1))
     try:
@@ -108,7 +127,9 @@ def chat_of(tokenizer: PreTrainedTokenizerBase) -> Chat:
                 )
             ]
         )
-    return Chat(tokenizer, True, stop, end, asking, tuple(_stop_warnings(tokenizer, stop, end, closing)))
+    return Chat(
+        tokenizer, True, stop, end, asking, tuple(_stop_warnings(tokenizer, stop, end, closing))
+    )
 
 
 def segments(chat: Chat, conversation: Conversation, loss: LossOn = "assistant") -> list[Segment]:
@@ -124,7 +145,10 @@ def segments(chat: Chat, conversation: Conversation, loss: LossOn = "assistant")
     Raises:
         TemplateError: The template rejects the conversation.
     """
-    conversation = tuple(_without_stop_token(chat, message) if message.role in ("assistant", TEXT) else message for message in conversation)
+    conversation = tuple(
+        _without_stop_token(chat, message) if message.role in ("assistant", TEXT) else message
+        for message in conversation
+    )
     answers = [index for index, message in enumerate(conversation) if message.answers]
     if loss == "last-turn":
         answers = answers[-1:]
@@ -132,8 +156,16 @@ def segments(chat: Chat, conversation: Conversation, loss: LossOn = "assistant")
         return [Segment("", False)]
     if conversation[0].role == TEXT:
         return [Segment(conversation[0].content + chat.end, True)]
-    parts = _templated(chat, conversation, answers) if chat.templated else _alpaca(chat, conversation, frozenset(answers))
-    return [Segment("".join(part.text for part in parts), any(part.trained for part in parts))] if loss == "all" else parts
+    parts = (
+        _templated(chat, conversation, answers)
+        if chat.templated
+        else _alpaca(chat, conversation, frozenset(answers))
+    )
+    return (
+        [Segment("".join(part.text for part in parts), any(part.trained for part in parts))]
+        if loss == "all"
+        else parts
+    )
 
 
 def question(chat: Chat, conversation: Conversation) -> str:
@@ -177,10 +209,15 @@ def _templated(chat: Chat, conversation: Conversation, answers: Sequence[int]) -
     for index in answers:
         start, stop = contents[index]
         following = [contents[later][0] for later in sorted(contents) if later > index]
-        end, closed = _answer_end(chat, conversation[: index + 1], whole, stop, following[0] if following else len(whole))
+        end, closed = _answer_end(
+            chat, conversation[: index + 1], whole, stop, following[0] if following else len(whole)
+        )
         start = _answer_start(chat, conversation[:index], whole, position, start)
         said = whole[start:end].removesuffix(chat.end).removesuffix(chat.stop).strip()
-        parts += [Segment(whole[position:start], False), Segment(whole[start:end] + ("" if closed else chat.end), bool(said))]
+        parts += [
+            Segment(whole[position:start], False),
+            Segment(whole[start:end] + ("" if closed else chat.end), bool(said)),
+        ]
         position = end
     return [*parts, Segment(whole[position:], False)]
 
@@ -192,7 +229,12 @@ def _content_spans(chat: Chat, conversation: Conversation, whole: str) -> dict[i
         TemplateError: A content cannot be found.
     """
     said = [index for index, message in enumerate(conversation) if message.role == "assistant"]
-    marked = chat.render([_with_placeholder(message, index) if index in said else message for index, message in enumerate(conversation)])
+    marked = chat.render(
+        [
+            _with_placeholder(message, index) if index in said else message
+            for index, message in enumerate(conversation)
+        ]
+    )
     around = re.split("|".join(re.escape(_placeholder(index)) for index in said), marked)
     found: dict[int, Span] = {}
     position = len(around[0])
@@ -202,13 +244,19 @@ def _content_spans(chat: Chat, conversation: Conversation, whole: str) -> dict[i
             last = index == said[-1]
             for text in (content, content.strip(), content.lstrip(), content.rstrip()):
                 rest = whole[position + len(text) :]
-                if whole.startswith(text, position) and (rest == after if last else rest.startswith(after)):
+                if whole.startswith(text, position) and (
+                    rest == after if last else rest.startswith(after)
+                ):
                     found[index] = (position, position + len(text))
                     position += len(text) + len(after)
                     break
             else:
                 break
-    return found if len(found) == len(said) else {index: _changed_span(chat, conversation, whole, index) for index in said}
+    return (
+        found
+        if len(found) == len(said)
+        else {index: _changed_span(chat, conversation, whole, index) for index in said}
+    )
 
 
 def _changed_span(chat: Chat, conversation: Conversation, whole: str, index: int) -> Span:
@@ -217,9 +265,13 @@ def _changed_span(chat: Chat, conversation: Conversation, whole: str, index: int
     other = chat.render([*before, _with_placeholder(conversation[index], index), *after])
     if _placeholder(index) in other:
         start = _common_prefix_length(whole, other)
-        return start, len(whole) - min(_common_prefix_length(whole[::-1], other[::-1]), len(whole) - start)
+        return start, len(whole) - min(
+            _common_prefix_length(whole[::-1], other[::-1]), len(whole) - start
+        )
     other = chat.render([*before, _with_placeholder_calls(conversation[index]), *after])
-    if _CALLED in other:  # Later text may contain the name as well, so only the start is known; the stop token gives the end.
+    if (
+        _CALLED in other
+    ):  # Later text may contain the name as well, so only the start is known; the stop token gives the end.
         start = _common_prefix_length(whole, other)
         return start, start
     raise TemplateError(f"leaves out what the assistant says in message {index + 1}")
@@ -227,10 +279,15 @@ def _changed_span(chat: Chat, conversation: Conversation, whole: str, index: int
 
 def _common_prefix_length(one: str, other: str) -> int:
     """Return the number of characters that two texts share at their start."""
-    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return next(
+        (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
 
 
-def _answer_start(chat: Chat, before: Sequence[Message], whole: str, position: int, content: int) -> int:
+def _answer_start(
+    chat: Chat, before: Sequence[Message], whole: str, position: int, content: int
+) -> int:
     """Return where the model takes over: after the generation prompt.
 
     The template may write more before the content; that is trained too.
@@ -246,7 +303,11 @@ def _answer_start(chat: Chat, before: Sequence[Message], whole: str, position: i
         for length in range(len(chat.asking), 0, -1):
             at = whole.rfind(chat.asking[:length], position, content)
             if at >= 0:
-                return at + length if length == len(chat.asking) else _header_end(whole, at + length, content)
+                return (
+                    at + length
+                    if length == len(chat.asking)
+                    else _header_end(whole, at + length, content)
+                )
     return content
 
 
@@ -255,7 +316,9 @@ def _header_end(whole: str, at: int, content: int) -> int:
     return at if not whole[at:content].strip() else content
 
 
-def _answer_end(chat: Chat, said: Sequence[Message], whole: str, content: int, limit: int) -> tuple[int, bool]:
+def _answer_end(
+    chat: Chat, said: Sequence[Message], whole: str, content: int, limit: int
+) -> tuple[int, bool]:
     """Return where the last answer of ``said`` ends, and whether it has a stop token there. Tool calls may precede the stop token.
 
     Templates may close earlier turns with another token than the last one. Such a token is not trained, as it does not stop the model,
@@ -266,7 +329,9 @@ def _answer_end(chat: Chat, said: Sequence[Message], whole: str, content: int, l
         at = whole.find(chat.stop, content, limit)
         if at >= 0 and (calls or not whole[content:at].strip()):
             behind = at + len(chat.stop)
-            return behind + (len(chat.end) if chat.end and whole.startswith(chat.end, behind) else 0), True
+            return behind + (
+                len(chat.end) if chat.end and whole.startswith(chat.end, behind) else 0
+            ), True
     if any(name == "tool_calls" for name, _ in said[-1].extra):
         through = chat.render(said).rstrip()
         if whole.startswith(through) and content <= len(through) <= limit:
@@ -293,7 +358,10 @@ def _with_placeholder_calls(message: Message) -> Message:
 
 def _renamed(call: Any) -> Any:
     if isinstance(call, Mapping):
-        return {key: _CALLED if key == "name" else _renamed(value) if key == "function" else value for key, value in call.items()}
+        return {
+            key: _CALLED if key == "name" else _renamed(value) if key == "function" else value
+            for key, value in call.items()
+        }
     return call
 
 
@@ -304,10 +372,14 @@ def _special_at_start(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     return max((token for token in specials if text.startswith(token)), key=len, default="")
 
 
-def _stop_warnings(tokenizer: PreTrainedTokenizerBase, stop: str, end: str, closing: str) -> list[str]:
+def _stop_warnings(
+    tokenizer: PreTrainedTokenizerBase, stop: str, end: str, closing: str
+) -> list[str]:
     if stop and end and stop != end and not closing.lstrip().startswith(stop + end):
         number = tokenizer.convert_tokens_to_ids(stop)
-        return [f"an answer ends with {stop}, but the tokenizer's end-of-text token is {end}: generate with eos_token_id = {number}"]
+        return [
+            f"an answer ends with {stop}, but the tokenizer's end-of-text token is {end}: generate with eos_token_id = {number}"
+        ]
     if not stop and closing.strip():
         pieces = len(tokenizer(closing.strip(), add_special_tokens=False)["input_ids"])
         shown = closing.strip().split("\n")[0][:40]
@@ -319,4 +391,10 @@ def _stop_warnings(tokenizer: PreTrainedTokenizerBase, stop: str, end: str, clos
 
 def _no_stop_token(code: str, message: str, tokenizer: PreTrainedTokenizerBase) -> Problem:
     remedy = "Use the tokenizer of an instruction-tuned model, or set eos_token in its tokenizer_config.json."
-    return Problem(code=code, field="model.tokenizer", value=str(tokenizer.name_or_path), message=message, remedy=remedy)
+    return Problem(
+        code=code,
+        field="model.tokenizer",
+        value=str(tokenizer.name_or_path),
+        message=message,
+        remedy=remedy,
+    )

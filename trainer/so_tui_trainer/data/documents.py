@@ -32,7 +32,9 @@ class Counts(Struct, frozen=True):
     """Rows of plain text that were cut into several documents, without loss."""
 
     def __add__(self, other: Counts) -> Counts:
-        return Counts(*(getattr(self, name) + getattr(other, name) for name in self.__struct_fields__))
+        return Counts(
+            *(getattr(self, name) + getattr(other, name) for name in self.__struct_fields__)
+        )
 
 
 class SourcePart(Struct, frozen=True):
@@ -77,7 +79,9 @@ class Documents(NamedTuple):
         counted = []
         for first in range(0, len(self.offsets) - 1, _PART_DOCUMENTS):
             ends = self.offsets[first : first + _PART_DOCUMENTS + 1]
-            totals = np.concatenate(([0], np.cumsum(self.trained[ends[0] : ends[-1]], dtype=np.int64)))
+            totals = np.concatenate(
+                ([0], np.cumsum(self.trained[ends[0] : ends[-1]], dtype=np.int64))
+            )
             counted.append(np.diff(totals[ends - ends[0]]))
         return np.concatenate(counted)
 
@@ -85,7 +89,9 @@ class Documents(NamedTuple):
         """Return the number of a document's row in its source, from 1."""
         return document + 1 if self.rows is None else int(self.rows[document])
 
-    def epoch(self, seed: int, members: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.int64]:
+    def epoch(
+        self, seed: int, members: npt.NDArray[np.int64] | None = None
+    ) -> npt.NDArray[np.int64]:
         """Return the documents of an epoch, where those of a source with a large weight occur several times.
 
         Args:
@@ -112,18 +118,36 @@ class Documents(NamedTuple):
         Raises:
             InputError: A weight is too large.
         """
-        per_document = [(part.weight / size, part) for part, size in zip(self.parts, sizes, strict=True) if size]
+        per_document = [
+            (part.weight / size, part) for part, size in zip(self.parts, sizes, strict=True) if size
+        ]
         most, part = max(per_document, key=lambda pair: pair[0])
         rounds = most / min(weight for weight, _ in per_document)
         if rounds > MAX_ROUNDS:
             times = f"{significant(rounds)} times; the limit is {thousands(MAX_ROUNDS)}"
-            message = f"an epoch, which uses every row of every source, would repeat its rows {times}"
-            remedy = 'Lower the weight, or use a part of the largest source (split = "train[:10%]").'
+            message = (
+                f"an epoch, which uses every row of every source, would repeat its rows {times}"
+            )
+            remedy = (
+                'Lower the weight, or use a part of the largest source (split = "train[:10%]").'
+            )
             value = f"weight {part.weight:g} of {part.source}"
-            raise InputError([Problem(code="data-weight-too-large", field="data.source", value=value, message=message, remedy=remedy)])
+            raise InputError(
+                [
+                    Problem(
+                        code="data-weight-too-large",
+                        field="data.source",
+                        value=value,
+                        message=message,
+                        remedy=remedy,
+                    )
+                ]
+            )
 
 
-def mixture(members: Sequence[npt.NDArray[np.int64]], weights: Sequence[float], seed: int) -> npt.NDArray[np.int64]:
+def mixture(
+    members: Sequence[npt.NDArray[np.int64]], weights: Sequence[float], seed: int
+) -> npt.NDArray[np.int64]:
     """Mix documents of several sources in proportion to their weights.
 
     Every document occurs at least once. A source that has too few documents for its share is repeated as a whole, and the rest of its
@@ -137,12 +161,21 @@ def mixture(members: Sequence[npt.NDArray[np.int64]], weights: Sequence[float], 
     Returns:
         Indices of the documents of an epoch, [documents].
     """
-    present = [(source_members, weight) for source_members, weight in zip(members, weights, strict=True) if len(source_members)]
+    present = [
+        (source_members, weight)
+        for source_members, weight in zip(members, weights, strict=True)
+        if len(source_members)
+    ]
     total_weight = sum(weight for _, weight in present)
     size = max(len(source_members) * total_weight / weight for source_members, weight in present)
     rng = np.random.default_rng(seed)
     chosen = []
     for source_members, weight in present:
-        copies, rest = divmod(max(len(source_members), round(size * weight / total_weight)), len(source_members))
-        chosen += [np.tile(source_members, copies), np.sort(rng.choice(source_members, rest, replace=False))]
+        copies, rest = divmod(
+            max(len(source_members), round(size * weight / total_weight)), len(source_members)
+        )
+        chosen += [
+            np.tile(source_members, copies),
+            np.sort(rng.choice(source_members, rest, replace=False)),
+        ]
     return np.concatenate(chosen)

@@ -49,23 +49,40 @@ class Encoder:
         Returns:
             For each conversation its token ids and flags.
         """
-        return self._encode_segments(batch) if encodes_segments_apart(self.chat.tokenizer) else self._encode_joined(batch)
+        return (
+            self._encode_segments(batch)
+            if encodes_segments_apart(self.chat.tokenizer)
+            else self._encode_joined(batch)
+        )
 
     def _encode_segments(self, batch: Sequence[Sequence[Segment]]) -> list[Tokens]:
         texts = [segment.text for parts in batch for segment in parts]
-        encoded = iter(self.chat.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else [])
+        encoded = iter(
+            self.chat.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+            if texts
+            else []
+        )
         found = []
         for parts in batch:
             pieces = list(islice(encoded, len(parts)))
             flags = np.repeat([part.trained for part in parts], [len(piece) for piece in pieces])
-            found.append((np.array([token for piece in pieces for token in piece], dtype=np.int32), flags.astype(np.bool_)))
+            found.append(
+                (
+                    np.array([token for piece in pieces for token in piece], dtype=np.int32),
+                    flags.astype(np.bool_),
+                )
+            )
         return found
 
     def _encode_joined(self, batch: Sequence[Sequence[Segment]]) -> list[Tokens]:
         texts = ["".join(segment.text for segment in parts) for parts in batch]
-        encoded = self.chat.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        encoded = self.chat.tokenizer(
+            texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
         found = []
-        for parts, ids, spans in zip(batch, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        for parts, ids, spans in zip(
+            batch, encoded["input_ids"], encoded["offset_mapping"], strict=True
+        ):
             ends = np.cumsum([len(part.text) for part in parts])
             trained = np.array([part.trained for part in parts])
             # Only ends: byte-level tokenizers leave spaces out of spans, so that a token of spaces has an empty one, which ends behind it.
@@ -91,10 +108,16 @@ class Encoder:
                     parts.append(segments(self.chat, conversation, self.loss))
                 except TemplateError as error:
                     message = f"the chat template rejects it: {error}"
-                    raise bad_row("data-row-template", opened.source.source, number, message) from error
-            for index, (conversation, tokens) in enumerate(zip(batch, self.encode(parts), strict=True), number - len(batch) + 1):
+                    raise bad_row(
+                        "data-row-template", opened.source.source, number, message
+                    ) from error
+            for index, (conversation, tokens) in enumerate(
+                zip(batch, self.encode(parts), strict=True), number - len(batch) + 1
+            ):
                 bare = bool(conversation) and conversation[0].role == TEXT
-                yield self._fit(index, leading if bare or not self.chat.templated else [], tokens, bare=bare)
+                yield self._fit(
+                    index, leading if bare or not self.chat.templated else [], tokens, bare=bare
+                )
 
     def _fit(self, row: int, leading: Sequence[int], tokens: Tokens, *, bare: bool) -> Encoded:
         """Cut a row to sequences, and drop what follows the last trained token, since no token learns from it."""
@@ -102,7 +125,10 @@ class Encoder:
         ids = np.concatenate((np.array(leading, dtype=np.int32), tokens[0]))
         trained = np.concatenate((np.zeros(len(leading), dtype=np.bool_), tokens[1]))
         ids, trained = ids[: _end(trained)], trained[: _end(trained)]
-        pieces = [(ids[at : at + limit], trained[at : at + limit].copy()) for at in range(0, len(ids), limit)]
+        pieces = [
+            (ids[at : at + limit], trained[at : at + limit].copy())
+            for at in range(0, len(ids), limit)
+        ]
         documents = []
         for piece, flags in pieces if bare else pieces[:1]:
             if len(flags):
@@ -111,7 +137,11 @@ class Encoder:
                 documents.append((piece[:end], flags[:end]))
         longer = len(ids) > limit
         return Encoded(
-            row, documents, truncated=longer and not bare and bool(documents), too_long=longer and not documents, cut=len(documents) > 1
+            row,
+            documents,
+            truncated=longer and not bare and bool(documents),
+            too_long=longer and not documents,
+            cut=len(documents) > 1,
         )
 
 
@@ -130,7 +160,9 @@ class Encoded(NamedTuple):
 
     @property
     def counts(self) -> Counts:
-        return Counts(1, int(self.truncated), int(not self.documents), int(self.too_long), int(self.cut))
+        return Counts(
+            1, int(self.truncated), int(not self.documents), int(self.too_long), int(self.cut)
+        )
 
 
 def _end(flags: npt.NDArray[np.bool_]) -> int:
@@ -141,7 +173,9 @@ def _end(flags: npt.NDArray[np.bool_]) -> int:
 
 def encodes_segments_apart(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return whether segments that are encoded separately give the same ids as the whole text."""
-    one, other, both = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("a\n", "b", "a\nb"))
+    one, other, both = (
+        tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("a\n", "b", "a\nb")
+    )
     return bool([*one, *other] == both) or not tokenizer.is_fast
 
 

@@ -50,15 +50,37 @@ def check_file(path: Path, source: DataSource, name: str = "") -> None:
     """
     name = name or source.source
     if not stat.S_ISREG(path.stat().st_mode):
-        message, remedy = f"{path} is a pipe or a device", "Name a JSON, JSONL, Parquet, CSV or TSV file, or a folder of such files."
-        raise InputError([Problem(code="data-source-not-a-file", field="data.source", value=name, message=message, remedy=remedy)])
+        message, remedy = (
+            f"{path} is a pipe or a device",
+            "Name a JSON, JSONL, Parquet, CSV or TSV file, or a folder of such files.",
+        )
+        raise InputError(
+            [
+                Problem(
+                    code="data-source-not-a-file",
+                    field="data.source",
+                    value=name,
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        )
     if ending(path) not in _LINES:
         return
     compressed = path.suffix.lower() in COMPRESSED
     try:
-        with fsspec.open(str(path), "rb", compression="infer") if compressed else path.open("rb") as file:
+        with (
+            fsspec.open(str(path), "rb", compression="infer")
+            if compressed
+            else path.open("rb") as file
+        ):
             _check_rows(file, name)
-    except (EOFError, ValueError, zlib.error, lzma.LZMAError):  # cut short, damaged, or its package is missing: the reader says which
+    except (
+        EOFError,
+        ValueError,
+        zlib.error,
+        lzma.LZMAError,
+    ):  # cut short, damaged, or its package is missing: the reader says which
         return
 
 
@@ -77,20 +99,47 @@ def _check_rows(file: BinaryIO, name: str) -> None:
             _check_list(line + file.read(_LONGEST_LIST_BYTES), name)
             return
         if len(line) > LONGEST_ROW_BYTES:
-            message = f"is longer than {LONGEST_ROW_BYTES >> 20} MiB; a file of rows has one row a line"
+            message = (
+                f"is longer than {LONGEST_ROW_BYTES >> 20} MiB; a file of rows has one row a line"
+            )
             raise bad_row("data-row-too-long", name, row, message)
         if _is_deep(line):
-            raise bad_row("data-row-too-deep", name, row, f"is nested more than {MOST_NESTED} levels deep")
+            raise bad_row(
+                "data-row-too-deep", name, row, f"is nested more than {MOST_NESTED} levels deep"
+            )
 
 
 def _check_list(content: bytes, name: str) -> None:
     if len(content) > _LONGEST_LIST_BYTES:
         message = f"is a JSON list of more than {_LONGEST_LIST_BYTES >> 20} MiB"
         remedy = "Write one row a line (JSONL), which is read in parts, or use Parquet."
-        raise InputError([Problem(code="data-list-too-long", field="data.source", value=name, message=message, remedy=remedy)])
+        raise InputError(
+            [
+                Problem(
+                    code="data-list-too-long",
+                    field="data.source",
+                    value=name,
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        )
     if _is_deep(content):
-        message, remedy = f"is nested more than {MOST_NESTED} levels deep", "Remove the rows that are."
-        raise InputError([Problem(code="data-row-too-deep", field="data.source", value=name, message=message, remedy=remedy)])
+        message, remedy = (
+            f"is nested more than {MOST_NESTED} levels deep",
+            "Remove the rows that are.",
+        )
+        raise InputError(
+            [
+                Problem(
+                    code="data-row-too-deep",
+                    field="data.source",
+                    value=name,
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        )
 
 
 def _is_deep(text: bytes) -> bool:
@@ -105,7 +154,9 @@ def _deepest(text: bytes) -> int:
     """Return how deeply brackets are nested, in chunks: one sum over all of them would take many times the memory of the text."""
     level = deepest = 0
     for start in range(0, len(text), _CHUNK_BYTES):
-        chunk = np.frombuffer(text, dtype=np.uint8, count=min(_CHUNK_BYTES, len(text) - start), offset=start)
+        chunk = np.frombuffer(
+            text, dtype=np.uint8, count=min(_CHUNK_BYTES, len(text) - start), offset=start
+        )
         levels = np.cumsum(_STEPS[chunk], dtype=np.int32)
         deepest, level = max(deepest, level + int(levels.max())), level + int(levels[-1])
     return deepest

@@ -50,7 +50,9 @@ class Sequences:
         return np.diff(totals[self.offsets])
 
 
-def fill(lengths: npt.NDArray[np.int64], chosen: npt.NDArray[np.int64], spec: DataSpec) -> Sequences:
+def fill(
+    lengths: npt.NDArray[np.int64], chosen: npt.NDArray[np.int64], spec: DataSpec
+) -> Sequences:
     """Return the sequences of an epoch, packed or one document each as the data section says.
 
     Args:
@@ -102,7 +104,10 @@ def one_each(documents: int) -> Sequences:
 
 def _sequences(bins: Sequence[Sequence[int]]) -> Sequences:
     documents = np.fromiter((document for content in bins for document in content), dtype=np.int64)
-    return Sequences(documents, np.concatenate(([0], np.cumsum([len(content) for content in bins], dtype=np.int64))))
+    return Sequences(
+        documents,
+        np.concatenate(([0], np.cumsum([len(content) for content in bins], dtype=np.int64))),
+    )
 
 
 def row_widths(longest: npt.NDArray[np.int64], sequence_length: int) -> npt.NDArray[np.int64]:

@@ -40,7 +40,9 @@ class Prefetcher(Generic[Item]):
     def __init__(self, source: Iterator[Item], device: torch.device) -> None:
         self._source, self._device = source, device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._queue: queue.Queue[tuple[Item, torch.cuda.Event | None] | BaseException] = queue.Queue(PREFETCH_DEPTH)
+        self._queue: queue.Queue[tuple[Item, torch.cuda.Event | None] | BaseException] = (
+            queue.Queue(PREFETCH_DEPTH)
+        )
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._fill, name="prefetcher", daemon=True)
         self._thread.start()
@@ -85,7 +87,9 @@ class Prefetcher(Generic[Item]):
     def _fill(self) -> None:
         try:
             if self._stream is not None:
-                torch.cuda.set_device(self._device)  # Each thread has a current device; pinning would open a context on GPU 0.
+                torch.cuda.set_device(
+                    self._device
+                )  # Each thread has a current device; pinning would open a context on GPU 0.
             for item in self._source:
                 if self._closing.is_set():
                     return

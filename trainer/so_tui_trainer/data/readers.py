@@ -20,7 +20,14 @@ from so_tui_trainer.data.rows import TEXT_COLUMNS
 if TYPE_CHECKING:
     from datasets import Dataset
 
-_READERS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}
+_READERS = {
+    ".json": "json",
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".tsv": "csv",
+}
 _METADATA_FILES = ("dataset_info.json", "dataset_infos.json")
 _MAX_NAMED_FILES = 3
 
@@ -72,7 +79,9 @@ def read_folder(path: Path, source: DataSource) -> tuple[Dataset, tuple[str, ...
     files = [file for file in sorted(path.rglob("*")) if file.is_file()]
     for file in files:
         check_file(file, source, str(Path(source.source) / file.relative_to(path)))
-    rows = _read_mixed_columns(source, str(path), source.subset or None, cache_dir=_cache_dir(files))
+    rows = _read_mixed_columns(
+        source, str(path), source.subset or None, cache_dir=_cache_dir(files)
+    )
     return rows, () if source.subset else _ignored_files(path)
 
 
@@ -88,9 +97,17 @@ def read_verbatim(source: DataSource, *what: str | None, **options: Any) -> Data
     if "features" in options:
         return rows
     if rows.info.builder_name == "csv":
-        return datasets.load_dataset(*what, split=source.split, **options, **_text_columns(rows.column_names))
-    features = _verbatim_features(rows.features) if rows.info.builder_name == "json" else rows.features
-    return rows if features == rows.features else datasets.load_dataset(*what, split=source.split, **options, features=features)
+        return datasets.load_dataset(
+            *what, split=source.split, **options, **_text_columns(rows.column_names)
+        )
+    features = (
+        _verbatim_features(rows.features) if rows.info.builder_name == "json" else rows.features
+    )
+    return (
+        rows
+        if features == rows.features
+        else datasets.load_dataset(*what, split=source.split, **options, features=features)
+    )
 
 
 def is_saved_dataset(folder: Path) -> bool:
@@ -100,7 +117,11 @@ def is_saved_dataset(folder: Path) -> bool:
 
 def looks_like_path(name: str) -> bool:
     """Return whether a source can only be a path, not a hub id."""
-    return name.startswith(("/", ".", "~")) or Path(name).suffix in (*_READERS, *COMPRESSED) or name.count("/") > 1
+    return (
+        name.startswith(("/", ".", "~"))
+        or Path(name).suffix in (*_READERS, *COMPRESSED)
+        or name.count("/") > 1
+    )
 
 
 def files_read(folder: Path, subset: str = "") -> set[Path]:
@@ -112,7 +133,11 @@ def files_read(folder: Path, subset: str = "") -> set[Path]:
     import datasets
 
     builder = datasets.load_dataset_builder(str(folder), subset or None)
-    return {Path(file).resolve() for files in (builder.config.data_files or {}).values() for file in files}
+    return {
+        Path(file).resolve()
+        for files in (builder.config.data_files or {}).values()
+        for file in files
+    }
 
 
 def _separator(path: Path) -> str:
@@ -133,8 +158,16 @@ def _cache_dir(files: Iterable[Path]) -> str:
     """
     import datasets
 
-    states = [(str(file), state.st_size, state.st_mtime_ns, state.st_ctime_ns) for file in files for state in (file.stat(),)]
-    return str(Path(datasets.config.HF_DATASETS_CACHE) / "so-tui" / hashlib.sha256(repr(states).encode()).hexdigest()[:16])
+    states = [
+        (str(file), state.st_size, state.st_mtime_ns, state.st_ctime_ns)
+        for file in files
+        for state in (file.stat(),)
+    ]
+    return str(
+        Path(datasets.config.HF_DATASETS_CACHE)
+        / "so-tui"
+        / hashlib.sha256(repr(states).encode()).hexdigest()[:16]
+    )
 
 
 def _ignored_files(folder: Path) -> tuple[str, ...]:
@@ -143,16 +176,26 @@ def _ignored_files(folder: Path) -> tuple[str, ...]:
     It reads files of one kind only, and if file names mention splits, only those files.
     """
     used = files_read(folder)
-    present = (path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file() and path.resolve() not in used)
+    present = (
+        path.relative_to(folder)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.resolve() not in used
+    )
     hidden = re.compile(r"(^|/)\.")
     ignored = [
-        str(path) for path in present if ending(path) in _READERS and path.name not in _METADATA_FILES and not hidden.search(str(path))
+        str(path)
+        for path in present
+        if ending(path) in _READERS
+        and path.name not in _METADATA_FILES
+        and not hidden.search(str(path))
     ]
     if not ignored:
         return ()
     more = f" and {len(ignored) - _MAX_NAMED_FILES} more" if len(ignored) > _MAX_NAMED_FILES else ""
     named = ", ".join(ignored[:_MAX_NAMED_FILES])
-    return (f"{folder}: not read: {named}{more} (only files of one kind are read, and only those of a split if names mention splits)",)
+    return (
+        f"{folder}: not read: {named}{more} (only files of one kind are read, and only those of a split if names mention splits)",
+    )
 
 
 def _read_mixed_columns(source: DataSource, *what: str | None, **options: Any) -> Dataset:
@@ -172,10 +215,14 @@ def _read_mixed_columns(source: DataSource, *what: str | None, **options: Any) -
             if type(config).__name__ != "JsonConfig":
                 raise
             columns = _json_columns(file for files in config.data_files.values() for file in files)
-            partial = columns_file.with_suffix(f".{os.getpid()}")  # another run may be writing the same file
+            partial = columns_file.with_suffix(
+                f".{os.getpid()}"
+            )  # another run may be writing the same file
             partial.write_text(json.dumps(columns))
             partial.replace(columns_file)
-    features = datasets.Features({name: datasets.Json() for name in json.loads(columns_file.read_text())})
+    features = datasets.Features(
+        {name: datasets.Json() for name in json.loads(columns_file.read_text())}
+    )
     return read_verbatim(source, *what, **options, features=features)
 
 
@@ -192,7 +239,9 @@ def _json_columns(files: Iterable[str]) -> list[str]:
         with fsspec.open(file, "rt", encoding="utf-8-sig", compression="infer") as text:
             is_list = text.read(1) == "["
             text.seek(0)
-            for row in json.load(text) if is_list else (json.loads(line) for line in text if line.strip()):
+            for row in (
+                json.load(text) if is_list else (json.loads(line) for line in text if line.strip())
+            ):
                 if not isinstance(row, dict):
                     raise ValueError(f"{file}: a row is not a JSON object")
                 found |= dict.fromkeys(row)
@@ -203,7 +252,10 @@ def _text_columns(columns: Iterable[str]) -> dict[str, Any]:
     """Return the options that load every column of a CSV file as text."""
     import datasets
 
-    return {"features": datasets.Features({name: datasets.Value("string") for name in columns}), "keep_default_na": False}
+    return {
+        "features": datasets.Features({name: datasets.Value("string") for name in columns}),
+        "keep_default_na": False,
+    }
 
 
 def _verbatim_features(features: Any, name: str = "") -> Any:
@@ -211,11 +263,17 @@ def _verbatim_features(features: Any, name: str = "") -> Any:
     import datasets
 
     if isinstance(features, dict):
-        return type(features)({name: _verbatim_features(inner, name) for name, inner in features.items()})
+        return type(features)(
+            {name: _verbatim_features(inner, name) for name, inner in features.items()}
+        )
     if isinstance(features, datasets.List):
         return datasets.List(_verbatim_features(features.feature))
     kind = features.dtype if isinstance(features, datasets.Value) else ""
-    return datasets.Json() if kind.startswith("timestamp") or (kind.startswith("float") and name in TEXT_COLUMNS) else features
+    return (
+        datasets.Json()
+        if kind.startswith("timestamp") or (kind.startswith("float") and name in TEXT_COLUMNS)
+        else features
+    )
 
 
 def _reader(path: Path, source: DataSource) -> str:

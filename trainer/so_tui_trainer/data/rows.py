@@ -16,7 +16,9 @@ from so_tui.units import thousands
 Row = Mapping[str, Any]
 TEXT = "text"
 """Role of plain text."""
-TEXT_COLUMNS = frozenset(("instruction", "input", "output", "prompt", "completion", "text", "content", "value"))
+TEXT_COLUMNS = frozenset(
+    ("instruction", "input", "output", "prompt", "completion", "text", "content", "value")
+)
 """Columns of rows, and keys of their turns, that hold text."""
 TOOLS = "tools"
 """Role of the message whose ``extra`` holds descriptions of tools, for chat templates that write them."""
@@ -35,7 +37,9 @@ class Message(NamedTuple):
     @property
     def answers(self) -> bool:
         """Whether the message has something for the model to learn."""
-        said = bool(self.content.strip()) or any(name == "tool_calls" and calls for name, calls in self.extra)
+        said = bool(self.content.strip()) or any(
+            name == "tool_calls" and calls for name, calls in self.extra
+        )
         return self.role in ("assistant", TEXT) and said and UNTRAINED not in self.extra
 
 
@@ -76,7 +80,12 @@ def _history(row: Row) -> Iterator[Message]:
     """Yield the earlier rounds of an Alpaca row, as LLaMA-Factory's data sets have them: pairs of a prompt and its answer."""
     pairs = row.get("history")
     for index, pair in enumerate(pairs if isinstance(pairs, list) else ()):
-        if not isinstance(pair, Sequence) or isinstance(pair, str) or not len(pair) == 2 or not all(isinstance(said, str) for said in pair):
+        if (
+            not isinstance(pair, Sequence)
+            or isinstance(pair, str)
+            or not len(pair) == 2
+            or not all(isinstance(said, str) for said in pair)
+        ):
             raise RowError(f"history[{index}]", f"is {_short_repr(pair)}, not a pair of texts")
         yield Message("user", pair[0])
         yield Message("assistant", pair[1])
@@ -84,12 +93,19 @@ def _history(row: Row) -> Iterator[Message]:
 
 def _prompt_completion(row: Row) -> Conversation:
     """Read both columns. Answers in the prompt are context, as in TRL."""
-    prompt = (message._replace(extra=(*message.extra, UNTRAINED)) for message in _side(row, "prompt", "user"))
+    prompt = (
+        message._replace(extra=(*message.extra, UNTRAINED))
+        for message in _side(row, "prompt", "user")
+    )
     return *prompt, *_side(row, "completion", "assistant")
 
 
 def _side(row: Row, column: str, role: str) -> Conversation:
-    return (Message(role, _text(row, column)),) if isinstance(row[column], str | int | float | None) else _turns(row, column)
+    return (
+        (Message(role, _text(row, column)),)
+        if isinstance(row[column], str | int | float | None)
+        else _turns(row, column)
+    )
 
 
 def _plain(row: Row) -> Conversation:
@@ -108,7 +124,18 @@ _NAMES = {
     "system": ("system",),
     "developer": ("developer",),
     "user": ("user", "human"),
-    "assistant": ("assistant", "gpt", "model", "chatgpt", "bot", "chatbot", "ai", "bing", "bard", "function_call"),
+    "assistant": (
+        "assistant",
+        "gpt",
+        "model",
+        "chatgpt",
+        "bot",
+        "chatbot",
+        "ai",
+        "bing",
+        "bard",
+        "function_call",
+    ),
     "tool": ("tool", "observation", "function", "function_response", "tool_response", "ipython"),
 }
 _ROLES = {name: role for role, names in _NAMES.items() for name in names}
@@ -131,14 +158,25 @@ def _turn(turn: object, column: str) -> Message:
             continue
         role = _ROLES.get(str(turn[role_key]).strip().lower().replace("-", "_"))
         if role is None:
-            raise RowError(f"{column}.{role_key}", f"is {_short_repr(turn[role_key])}, not one of {', '.join(_ROLES)}")
+            raise RowError(
+                f"{column}.{role_key}",
+                f"is {_short_repr(turn[role_key])}, not one of {', '.join(_ROLES)}",
+            )
         extra = tuple(
-            (name, _tool_calls(value, f"{column}.{name}") if name == "tool_calls" else _without_nulls(value))
+            (
+                name,
+                _tool_calls(value, f"{column}.{name}")
+                if name == "tool_calls"
+                else _without_nulls(value),
+            )
             for name, value in turn.items()
             if name not in (role_key, content_key) and value is not None
         )
         return Message(role, _content(turn.get(content_key), f"{column}.{content_key}"), extra)
-    raise RowError(column, f"has the keys {', '.join(turn) or '(none)'}, but needs role and content, or from and value")
+    raise RowError(
+        column,
+        f"has the keys {', '.join(turn) or '(none)'}, but needs role and content, or from and value",
+    )
 
 
 def _content(value: object, column: str) -> str:
@@ -276,7 +314,14 @@ def layout_of_row(row: Row, usual: Layout) -> Layout:
     """
     if any(row.get(column) is not None for column in usual.columns):
         return usual
-    return next((layout for layout in LAYOUTS if all(row.get(column) is not None for column in layout.columns)), usual)
+    return next(
+        (
+            layout
+            for layout in LAYOUTS
+            if all(row.get(column) is not None for column in layout.columns)
+        ),
+        usual,
+    )
 
 
 def read_row(row: Row, layout: Layout, source: str, number: int) -> Conversation:
@@ -288,7 +333,9 @@ def read_row(row: Row, layout: Layout, source: str, number: int) -> Conversation
     try:
         return _with_context(row, layout)
     except RowError as error:
-        raise bad_row("data-row-unreadable", source, number, f"{error} (read as {layout.name})") from error
+        raise bad_row(
+            "data-row-unreadable", source, number, f"{error} (read as {layout.name})"
+        ) from error
 
 
 def bad_row(code: str, source: str, number: int, message: str) -> InputError:
@@ -301,4 +348,14 @@ def bad_row(code: str, source: str, number: int, message: str) -> InputError:
         message: What is wrong with it.
     """
     remedy = "Correct or remove the row, or set another `data.format`."
-    return InputError([Problem(code=code, field="data.source", value=f"{source}, row {thousands(number)}", message=message, remedy=remedy)])
+    return InputError(
+        [
+            Problem(
+                code=code,
+                field="data.source",
+                value=f"{source}, row {thousands(number)}",
+                message=message,
+                remedy=remedy,
+            )
+        ]
+    )

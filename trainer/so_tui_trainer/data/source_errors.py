@@ -21,18 +21,27 @@ from so_tui_trainer.data.rows import bad_row
 NOT_UTF8_REMEDY = "Save the file as UTF-8."
 _NO_ROWS_SELECTED = re.compile(r"corresponds to no data")
 _BAD_SUBSET = re.compile(r"config name is missing|builderconfig")
-_BAD_SPLIT = re.compile(r"unknown split|bad split|no split|unrecognized instruction|slice boundar|corresponds to no data")
+_BAD_SPLIT = re.compile(
+    r"unknown split|bad split|no split|unrecognized instruction|slice boundar|corresponds to no data"
+)
 _MISSING_ZSTD = re.compile(r"zstd|zstandard")
 
 
 def source_problem(source: DataSource, code: str, message: str, remedy: str) -> Problem:
     """Return a problem of ``data.source``."""
-    return Problem(code=code, field="data.source", value=source.source, message=message, remedy=remedy)
+    return Problem(
+        code=code, field="data.source", value=source.source, message=message, remedy=remedy
+    )
 
 
 def empty_source(source: DataSource) -> Problem:
     """Return the problem of a source without rows."""
-    return source_problem(source, "data-source-empty", "has no rows", f"Add rows, or choose another split than {source.split}.")
+    return source_problem(
+        source,
+        "data-source-empty",
+        "has no rows",
+        f"Add rows, or choose another split than {source.split}.",
+    )
 
 
 def unreadable_source(source: DataSource, error: Exception) -> Problem:
@@ -47,14 +56,28 @@ def unreadable_source(source: DataSource, error: Exception) -> Problem:
     if _BAD_SUBSET.search(text):
         message = f"{source.source}: {reason}"
         return Problem(
-            code="data-subset-unknown", field="data.subset", value=source.subset, message=message, remedy="Name one of its subsets."
+            code="data-subset-unknown",
+            field="data.subset",
+            value=source.subset,
+            message=message,
+            remedy="Name one of its subsets.",
         )
     no_rows = _NO_ROWS_SELECTED.search(text) is not None
     if no_rows and "[" not in source.split:
         return empty_source(source)
     if _BAD_SPLIT.search(text):
-        code, message = ("data-split-empty", "selects no rows") if no_rows else ("data-split-unknown", reason.rstrip("."))
-        return Problem(code=code, field="data.split", value=source.split, message=message, remedy=f"Name a split of {source.source}.")
+        code, message = (
+            ("data-split-empty", "selects no rows")
+            if no_rows
+            else ("data-split-unknown", reason.rstrip("."))
+        )
+        return Problem(
+            code=code,
+            field="data.split",
+            value=source.split,
+            message=message,
+            remedy=f"Name a split of {source.source}.",
+        )
     code, remedy = _classify(source, error, text)
     return source_problem(source, code, f"cannot be read ({reason})", remedy)
 
@@ -63,7 +86,10 @@ def _classify(source: DataSource, error: Exception, text: str) -> tuple[str, str
     """Return the code and the remedy of a source that exists but cannot be read, or does not exist."""
     names = {type(cause).__name__ for cause in _causes(error)}
     if "RecursionError" in names:
-        return "data-row-too-deep", "Remove the rows with lists or objects that are nested hundreds of levels deep."
+        return (
+            "data-row-too-deep",
+            "Remove the rows with lists or objects that are nested hundreds of levels deep.",
+        )
     if "UnicodeDecodeError" in names:
         return "data-not-utf8", NOT_UTF8_REMEDY
     if _MISSING_ZSTD.search(text):
@@ -71,10 +97,19 @@ def _classify(source: DataSource, error: Exception, text: str) -> tuple[str, str
     found = exists(Path(resolve_source(source.source)).expanduser())
     if looks_like_path(source.source) or found:
         code = "data-source-unreadable" if found else "data-source-missing"
-        return code, "Name a JSON, JSONL, Parquet, CSV or TSV file, or a folder whose files have one layout."
+        return (
+            code,
+            "Name a JSON, JSONL, Parquet, CSV or TSV file, or a folder whose files have one layout.",
+        )
     if "GatedRepoError" in names or _is_denied(error):
-        return "hub-access-denied", "Accept its terms on the hub, then log in with `hf auth login` (or set HF_TOKEN)."
-    return "data-source-unreadable", "Check the name on the hub and the network, or download it first with `so-tui fetch`."
+        return (
+            "hub-access-denied",
+            "Accept its terms on the hub, then log in with `hf auth login` (or set HF_TOKEN).",
+        )
+    return (
+        "data-source-unreadable",
+        "Check the name on the hub and the network, or download it first with `so-tui fetch`.",
+    )
 
 
 def _is_denied(error: BaseException) -> bool:
@@ -103,7 +138,9 @@ def unwritable_cache(error: BaseException) -> Problem | None:
         Path(constants.HF_HUB_CACHE): ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME"),
     }
     if error.filename:
-        folders = [folder for folder in variables if _is_related(Path(os.fsdecode(error.filename)), folder)]
+        folders = [
+            folder for folder in variables if _is_related(Path(os.fsdecode(error.filename)), folder)
+        ]
     elif error.errno in (errno.ENOSPC, errno.EDQUOT):
         # Nothing else is written. The error does not name the folder, so take the one with the least space.
         folders = sorted(variables, key=_free_bytes)
@@ -111,7 +148,9 @@ def unwritable_cache(error: BaseException) -> Problem | None:
         folders = []
     if not folders:
         return None
-    variable = next((name for name in variables[folders[0]] if name in os.environ), "XDG_CACHE_HOME")
+    variable = next(
+        (name for name in variables[folders[0]] if name in os.environ), "XDG_CACHE_HOME"
+    )
     return Problem(
         code="cache-unwritable",
         field=variable,
@@ -155,12 +194,16 @@ def _check_rows(path: Path, name: str) -> None:
             try:
                 row = json.loads(line) if line.strip() else {}
             except json.JSONDecodeError as error:
-                message = f"is not JSON ({error.msg.removesuffix(' at')} at character {error.colno})"
+                message = (
+                    f"is not JSON ({error.msg.removesuffix(' at')} at character {error.colno})"
+                )
                 raise bad_row("data-row-not-json", name, number, message) from error
             except RecursionError as error:
                 raise bad_row("data-row-too-deep", name, number, "is nested too deeply") from error
             except ValueError as error:  # Python converts integers of up to 4,300 digits
-                raise bad_row("data-number-too-long", name, number, "has a number of thousands of digits") from error
+                raise bad_row(
+                    "data-number-too-long", name, number, "has a number of thousands of digits"
+                ) from error
             if not isinstance(row, dict):
                 raise bad_row("data-row-not-object", name, number, "is not a JSON object")
 
@@ -171,7 +214,9 @@ def _is_related(path: Path, folder: Path) -> bool:
 
 
 def _free_bytes(folder: Path) -> int:
-    return shutil.disk_usage(next(parent for parent in (folder, *folder.parents) if parent.is_dir())).free
+    return shutil.disk_usage(
+        next(parent for parent in (folder, *folder.parents) if parent.is_dir())
+    ).free
 
 
 def _reason(error: BaseException) -> str:
@@ -184,7 +229,10 @@ def _reason(error: BaseException) -> str:
 
 def _root_cause(error: BaseException) -> BaseException:
     """Unwrap the DatasetGenerationError that ``datasets`` raises around the error of a reader."""
-    while type(error).__name__ == "DatasetGenerationError" and (error.__cause__ or error.__context__) is not None:
+    while (
+        type(error).__name__ == "DatasetGenerationError"
+        and (error.__cause__ or error.__context__) is not None
+    ):
         error = error.__cause__ or error.__context__ or error
     return error
 

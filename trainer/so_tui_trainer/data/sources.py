@@ -51,9 +51,15 @@ class Opened(NamedTuple):
             stop = min(start + _BATCH_ROWS, last)
             try:
                 batch = rows[start:stop]
-            except UnicodeDecodeError as error:  # Arrow decodes text only when it becomes a Python string.
-                message = f"row {thousands(_undecodable_row(rows, start))} has text that is not UTF-8"
-                raise InputError([source_problem(source, "data-not-utf8", message, NOT_UTF8_REMEDY)]) from error
+            except (
+                UnicodeDecodeError
+            ) as error:  # Arrow decodes text only when it becomes a Python string.
+                message = (
+                    f"row {thousands(_undecodable_row(rows, start))} has text that is not UTF-8"
+                )
+                raise InputError(
+                    [source_problem(source, "data-not-utf8", message, NOT_UTF8_REMEDY)]
+                ) from error
             for index in range(len(next(iter(batch.values())))):
                 row = {name: values[index] for name, values in batch.items()}
                 row_layout = layout_of_row(row, layout) if source.format == "auto" else layout
@@ -94,7 +100,15 @@ def _load(source: DataSource) -> tuple[Dataset, tuple[str, ...]]:
         if looks_like_path(name):
             raise FileNotFoundError(2, "no such file or folder")
         return read_verbatim(source, name, source.subset or None), ()
-    except (OSError, ValueError, EOFError, ImportError, RecursionError, HTTPError, datasets.exceptions.DatasetsError) as error:
+    except (
+        OSError,
+        ValueError,
+        EOFError,
+        ImportError,
+        RecursionError,
+        HTTPError,
+        datasets.exceptions.DatasetsError,
+    ) as error:
         if problem := unwritable_cache(error):
             raise InputError([problem]) from error
         if not isinstance(error, OSError):

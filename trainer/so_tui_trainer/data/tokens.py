@@ -55,34 +55,68 @@ def tokenizer_of(model: ModelSpec) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     name = resolve_source(model.tokenizer or model.id)
-    field, revision = ("model.tokenizer", "main") if model.tokenizer else ("model.id", model.revision)
+    field, revision = (
+        ("model.tokenizer", "main") if model.tokenizer else ("model.id", model.revision)
+    )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=model.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, revision=revision, trust_remote_code=model.trust_remote_code
+        )
     except (OSError, ValueError) as error:
         reason = first_line(error)
         remedy = "Check the name and the network, log in with `hf auth login` if it is gated, or download it first with `so-tui fetch`."
         code = "tokenizer-unreadable"
         if Path(name).is_dir():
-            code, reason, remedy = "tokenizer-files-missing", "transformers finds none in that folder", _NO_FILES
+            code, reason, remedy = (
+                "tokenizer-files-missing",
+                "transformers finds none in that folder",
+                _NO_FILES,
+            )
         elif name.startswith(("/", ".", "~")):
             code, reason = "tokenizer-folder-missing", "there is no such folder"
             remedy = "Name a folder with a tokenizer, or a model on the hub (owner/name)."
-        raise InputError([Problem(code=code, field=field, value=name, message=f"no tokenizer ({reason})", remedy=remedy)]) from error
+        raise InputError(
+            [
+                Problem(
+                    code=code,
+                    field=field,
+                    value=name,
+                    message=f"no tokenizer ({reason})",
+                    remedy=remedy,
+                )
+            ]
+        ) from error
     except Exception as error:  # a damaged file raises whatever it leads to
         raise InputError([_damaged(field, name, first_line(error))]) from error
     if not tokenizer("a text", add_special_tokens=False)["input_ids"]:
         # transformers makes an empty tokenizer for a folder with only weights and config.json.
         message = "has no tokenizer files: its tokenizer has no tokens"
-        raise InputError([Problem(code="tokenizer-files-missing", field=field, value=name, message=message, remedy=_NO_FILES)])
+        raise InputError(
+            [
+                Problem(
+                    code="tokenizer-files-missing",
+                    field=field,
+                    value=name,
+                    message=message,
+                    remedy=_NO_FILES,
+                )
+            ]
+        )
     return tokenizer
 
 
 def _damaged(field: str, name: str, reason: str) -> Problem:
     message, remedy = f"a damaged tokenizer ({reason})", "Copy or download its files again."
-    return Problem(code="tokenizer-unreadable", field=field, value=name, message=message, remedy=remedy)
+    return Problem(
+        code="tokenizer-unreadable", field=field, value=name, message=message, remedy=remedy
+    )
 
 
-def prepare(spec: RunSpec, cache_dir: Path | None = None, on_progress: Callable[[int, int], None] | None = None) -> Path:
+def prepare(
+    spec: RunSpec,
+    cache_dir: Path | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Path:
     """Run ``preparing`` to its end.
 
     Args:
@@ -120,7 +154,9 @@ def preparing(spec: RunSpec, cache_dir: Path | None = None) -> Generator[Progres
     sources = open_sources(spec.data)
     folder = (cache_dir or cache.default_folder()) / cache.fingerprint(sources, tokenizer, spec)
     if not cache.intact(folder):
-        yield from _tokenise(sources, Encoder(chat_of(tokenizer), spec.data.loss, spec.data.sequence_length), folder)
+        yield from _tokenise(
+            sources, Encoder(chat_of(tokenizer), spec.data.loss, spec.data.sequence_length), folder
+        )
     _store_workload(spec, folder)
     return folder
 
@@ -129,8 +165,12 @@ def _store_workload(spec: RunSpec, folder: Path) -> None:
     """Store what the data do to a step, for the plans of later runs. Done once for each data set, as it reads the flags of all tokens."""
     known = workload.seen(spec)
     if known is None or known.fingerprint != folder.name:
-        found = workload.Seen(fingerprint=folder.name, workload=workload_of(cache.read(folder, spec.data), spec.data))
-        with suppress(OSError):  # If the folder cannot be written, plans keep their default workload.
+        found = workload.Seen(
+            fingerprint=folder.name, workload=workload_of(cache.read(folder, spec.data), spec.data)
+        )
+        with suppress(
+            OSError
+        ):  # If the folder cannot be written, plans keep their default workload.
             workload.remember(spec, found)
 
 
@@ -147,7 +187,9 @@ def workload_of(documents: Documents, data: DataSpec) -> Workload:
     )
 
 
-def row_shares(lengths: npt.NDArray[np.int64], sequence_length: int) -> tuple[tuple[int, float], ...]:
+def row_shares(
+    lengths: npt.NDArray[np.int64], sequence_length: int
+) -> tuple[tuple[int, float], ...]:
     """Return (micro-batch, its expected width as a share of the sequence length) of documents that are a row each.
 
     Of n documents, the i-th shortest is the longest of m drawn ones with a probability of (i / n)^m - ((i - 1) / n)^m.
@@ -218,8 +260,17 @@ def _tokenise(sources: Sequence[Opened], encoder: Encoder, folder: Path) -> Iter
         for opened, count, found in zip(sources, counts, documents, strict=True):
             if not found:
                 raise _no_trained_tokens(opened, count, encoder.sequence_length)
-        tallies = tuple(cache.Tally(o.layout.name, n, c) for o, n, c in zip(sources, documents, counts, strict=True))
-        writer.close(tallies, (*(warning for opened in sources for warning in opened.warnings), *encoder.chat.warnings))
+        tallies = tuple(
+            cache.Tally(o.layout.name, n, c)
+            for o, n, c in zip(sources, documents, counts, strict=True)
+        )
+        writer.close(
+            tallies,
+            (
+                *(warning for opened in sources for warning in opened.warnings),
+                *encoder.chat.warnings,
+            ),
+        )
 
 
 class _Worker(NamedTuple):
@@ -233,7 +284,10 @@ class _Worker(NamedTuple):
         """Tokenise a task's rows into files of its own, holding one batch of rows in memory."""
         stem = self.folder / f"{task.source}-{task.first}"
         lengths, rows, counts = [], [], Counts(0, 0, 0)
-        with stem.with_suffix(".tokens").open("wb") as tokens, stem.with_suffix(".trained").open("wb") as trained:
+        with (
+            stem.with_suffix(".tokens").open("wb") as tokens,
+            stem.with_suffix(".trained").open("wb") as trained,
+        ):
             for encoded in self.encoder.documents(self.sources[task.source], task.first, task.last):
                 counts += encoded.counts
                 for ids, flags in encoded.documents:
@@ -241,10 +295,14 @@ class _Worker(NamedTuple):
                     trained.write(flags.data)
                     lengths.append(len(ids))
                     rows.append(encoded.row)
-        return _Done(task, stem, np.array(lengths, dtype=np.int64), np.array(rows, dtype=np.int64), counts)
+        return _Done(
+            task, stem, np.array(lengths, dtype=np.int64), np.array(rows, dtype=np.int64), counts
+        )
 
 
-def _run_tasks(worker: _Worker, tasks: Sequence[_Task], processes: int, stack: ExitStack) -> Iterator[_Done]:
+def _run_tasks(
+    worker: _Worker, tasks: Sequence[_Task], processes: int, stack: ExitStack
+) -> Iterator[_Done]:
     """Yield the tasks' results in order; ``stack`` ends the processes.
 
     Raises:
@@ -254,7 +312,9 @@ def _run_tasks(worker: _Worker, tasks: Sequence[_Task], processes: int, stack: E
         yield from map(worker.work, tasks)
         return
     # Spawned, not forked: this process may have threads and a CUDA context.
-    pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=_start, initargs=(worker,))
+    pool = ProcessPoolExecutor(
+        processes, mp_context=get_context("spawn"), initializer=_start, initargs=(worker,)
+    )
     stack.callback(pool.shutdown, cancel_futures=True)
     yield from pool.map(_work, tasks)
 
@@ -282,4 +342,14 @@ def _no_trained_tokens(opened: Opened, counts: Counts, limit: int) -> InputError
         remedy = f"The prompts of {thousands(counts.dropped_too_long)} rows are longer than a sequence: raise `data.sequence_length`."
     else:
         code, remedy = "data-nothing-trained", "Check the columns: the answers are empty."
-    return InputError([Problem(code=code, field="data.source", value=opened.source.source, message=message, remedy=remedy)])
+    return InputError(
+        [
+            Problem(
+                code=code,
+                field="data.source",
+                value=opened.source.source,
+                message=message,
+                remedy=remedy,
+            )
+        ]
+    )

@@ -36,8 +36,14 @@ def untrained(meta: PreTrainedModel, model: ModelSpec) -> dict[str, Tensor]:
     if not names:
         return {}
     found = {name: tensor for name, tensor in _initial(meta).items() if name in names}
-    if any(tensor.isnan().all() for tensor in found.values()):  # what the constructor says is final (Apertus' activation)
-        found |= {name: tensor for name, tensor in _constructed(meta, model).items() if name in found and found[name].isnan().all()}
+    if any(
+        tensor.isnan().all() for tensor in found.values()
+    ):  # what the constructor says is final (Apertus' activation)
+        found |= {
+            name: tensor
+            for name, tensor in _constructed(meta, model).items()
+            if name in found and found[name].isnan().all()
+        }
     if model.weights == "pretrained":
         index = read_index(weights_folder(model))
         for conversion in matching.match(meta, index).conversions:
@@ -47,7 +53,9 @@ def untrained(meta: PreTrainedModel, model: ModelSpec) -> dict[str, Tensor]:
     return found
 
 
-def trained_shapes(model: PreTrainedModel, *, remove_duplicate: bool = True) -> dict[str, torch.Size]:
+def trained_shapes(
+    model: PreTrainedModel, *, remove_duplicate: bool = True
+) -> dict[str, torch.Size]:
     """Return the shapes of the parameters that are trained, by name."""
     named = model.named_parameters(remove_duplicate=remove_duplicate)
     return {name: parameter.shape for name, parameter in named if parameter.requires_grad}
@@ -61,14 +69,32 @@ def _initial(meta: PreTrainedModel) -> dict[str, Tensor]:
     owner: Any = meta
     for module in meta.modules():
         buffers = dict(module.named_buffers(recurse=False))
-        frozen = {name: tensor for name, tensor in module.named_parameters(recurse=False) if not tensor.requires_grad}
+        frozen = {
+            name: tensor
+            for name, tensor in module.named_parameters(recurse=False)
+            if not tensor.requires_grad
+        }
         for name, buffer in buffers.items():
-            setattr(module, name, torch.full_like(buffer, torch.nan if buffer.is_floating_point() else 0, device="cpu"))
+            setattr(
+                module,
+                name,
+                torch.full_like(
+                    buffer, torch.nan if buffer.is_floating_point() else 0, device="cpu"
+                ),
+            )
         for name, parameter in frozen.items():
-            setattr(module, name, nn.Parameter(torch.zeros_like(parameter, device="cpu"), requires_grad=False))
+            setattr(
+                module,
+                name,
+                nn.Parameter(torch.zeros_like(parameter, device="cpu"), requires_grad=False),
+            )
         if buffers or frozen:
             owner._init_weights(module)
-    frozen_now = {name: tensor.detach() for name, tensor in meta.named_parameters() if not tensor.requires_grad}
+    frozen_now = {
+        name: tensor.detach()
+        for name, tensor in meta.named_parameters()
+        if not tensor.requires_grad
+    }
     return dict(meta.named_buffers()) | frozen_now
 
 
@@ -79,5 +105,7 @@ def _constructed(meta: PreTrainedModel, model: ModelSpec) -> dict[str, Tensor]:
 
     factory: Any = AutoModelForCausalLM
     with no_init_weights():
-        causal = factory.from_config(meta.config, dtype=torch.bfloat16, trust_remote_code=model.trust_remote_code)
+        causal = factory.from_config(
+            meta.config, dtype=torch.bfloat16, trust_remote_code=model.trust_remote_code
+        )
     return dict(causal.named_buffers())

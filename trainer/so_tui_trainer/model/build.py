@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from so_tui.model.activations import MLP_TILE_TOKENS, offloads_inputs, offloads_results, policy_of, result_bytes, tiles_mlp
+from so_tui.model.activations import (
+    MLP_TILE_TOKENS,
+    offloads_inputs,
+    offloads_results,
+    policy_of,
+    result_bytes,
+    tiles_mlp,
+)
 from so_tui.model.architecture import architecture
 from so_tui.spec import InputError, ModelSpec, Problem, RunSpec
 from so_tui.spec.layers import packing_problem
@@ -27,7 +34,10 @@ if TYPE_CHECKING:
 
 
 def build(
-    spec: RunSpec, device: torch.device, ds_config: dict[str, Any], on_files: loading.OnFiles = lambda done, total: None
+    spec: RunSpec,
+    device: torch.device,
+    ds_config: dict[str, Any],
+    on_files: loading.OnFiles = lambda done, total: None,
 ) -> TrainedModel:
     """Build the model in bf16, sharded as ``ds_config`` says, ready to train.
 
@@ -54,47 +64,80 @@ def build(
     causal.config.use_cache = False
     if spec.model.kernels == "auto":
         kernels.install(causal)
-    recompute.install(causal, policy_of(spec.model), _host_activations(causal, spec, implementation, device))
+    recompute.install(
+        causal, policy_of(spec.model), _host_activations(causal, spec, implementation, device)
+    )
     if tiles_mlp(spec.model) and not tiles.install(causal, MLP_TILE_TOKENS):
-        message = "no layer has a feed-forward block of its own whose tokens are computed one by one"
-        problem = Problem(code="nothing-to-tile", field="model.tiled_mlp", value="on", message=message, remedy="Set it to off.")
+        message = (
+            "no layer has a feed-forward block of its own whose tokens are computed one by one"
+        )
+        problem = Problem(
+            code="nothing-to-tile",
+            field="model.tiled_mlp",
+            value="on",
+            message=message,
+            remedy="Set it to off.",
+        )
         raise InputError([problem])
     set_leaf_modules(causal, spec)
     causal.train()
     coefficient = spec.train.router_loss_coefficient
-    return TrainedModel(causal, implementation, RouterLoss(causal, coefficient) if coefficient else None)
+    return TrainedModel(
+        causal, implementation, RouterLoss(causal, coefficient) if coefficient else None
+    )
 
 
-def _host_activations(causal: PreTrainedModel, spec: RunSpec, implementation: str, device: torch.device) -> HostActivations | None:
+def _host_activations(
+    causal: PreTrainedModel, spec: RunSpec, implementation: str, device: torch.device
+) -> HostActivations | None:
     if not offloads_inputs(spec.model) and not offloads_results(spec.model):
         return None
-    layers, tokens, inputs, results = len(recompute.checkpointed_layers(causal)), spec.micro_batch_tokens, None, list[Room]()
+    layers, tokens, inputs, results = (
+        len(recompute.checkpointed_layers(causal)),
+        spec.micro_batch_tokens,
+        None,
+        list[Room](),
+    )
     if offloads_inputs(spec.model):
-        inputs = Room(layers, tokens * causal.config.get_text_config().hidden_size * causal.dtype.itemsize)
-    if offloads_results(spec.model) and attention.takes_boundaries(implementation):  # others compute attention again
+        inputs = Room(
+            layers, tokens * causal.config.get_text_config().hidden_size * causal.dtype.itemsize
+        )
+    if offloads_results(spec.model) and attention.takes_boundaries(
+        implementation
+    ):  # others compute attention again
         shape = architecture(spec.model.config)
         results = [Room(layers - shape.other_layers, tokens * size) for size in result_bytes(shape)]
     return HostActivations(inputs, results, device)
 
 
 def _causal(
-    run: RunSpec, config: PretrainedConfig, device: torch.device, ds_config: dict[str, Any], on_files: loading.OnFiles
+    run: RunSpec,
+    config: PretrainedConfig,
+    device: torch.device,
+    ds_config: dict[str, Any],
+    on_files: loading.OnFiles,
 ) -> tuple[PreTrainedModel, str]:
     """Build the sharded model with its weights, and choose its attention implementation."""
     spec = run.model
     model_class = _model_class(config, spec)
     meta = meta_model(config, trust_remote_code=spec.trust_remote_code)
     plain, sinks = bool(model_class._supports_sdpa), attention.has_sinks(meta)
-    needs = attention.needs_of(config, supports_sdpa=plain, sinks=sinks, deterministic=run.train.deterministic)
+    needs = attention.needs_of(
+        config, supports_sdpa=plain, sinks=sinks, deterministic=run.train.deterministic
+    )
     implementation = attention.choose(spec, needs, device, run.train.sequence_parallel)
     if spec.weights == "random":
-        causal = loading.empty_model(config, meta, implementation, ds_config, trust_remote_code=spec.trust_remote_code)
+        causal = loading.empty_model(
+            config, meta, implementation, ds_config, trust_remote_code=spec.trust_remote_code
+        )
         loading.initialise(causal)
         return causal, implementation
     index = read_index(weights_folder(spec))
     found = matching.match(meta, index)
     matching.refuse(found, spec)
-    causal = loading.empty_model(config, meta, implementation, ds_config, trust_remote_code=spec.trust_remote_code)
+    causal = loading.empty_model(
+        config, meta, implementation, ds_config, trust_remote_code=spec.trust_remote_code
+    )
     loading.load(causal, meta, found, index, on_files)
     return causal, implementation
 
@@ -106,7 +149,9 @@ def _model_class(config: PretrainedConfig, model: ModelSpec) -> type[PreTrainedM
         found: Any = AutoModelForCausalLM._model_mapping[type(config)]
     except KeyError as error:
         message = f"is a {config.model_type}, which transformers has no causal language model for"
-        raise InputError([model_problem("model-not-causal", model, message, "Choose a causal language model.")]) from error
+        raise InputError(
+            [model_problem("model-not-causal", model, message, "Choose a causal language model.")]
+        ) from error
     model_class: type[PreTrainedModel] = found
     return model_class
 
@@ -126,8 +171,17 @@ def set_leaf_modules(causal: PreTrainedModel, spec: RunSpec) -> None:
     classes = {type(module).__name__: type(module) for module in causal.modules()}
     named = spec.model.leaf_modules
     if absent := [name for name in named if name not in classes]:
-        message, remedy = f"the model has no {', '.join(absent)}", f"It has {', '.join(sorted(classes))}."
-        problem = Problem(code="leaf-module-unknown", field="model.leaf_modules", value=", ".join(named), message=message, remedy=remedy)
+        message, remedy = (
+            f"the model has no {', '.join(absent)}",
+            f"It has {', '.join(sorted(classes))}.",
+        )
+        problem = Problem(
+            code="leaf-module-unknown",
+            field="model.leaf_modules",
+            value=", ".join(named),
+            message=message,
+            remedy=remedy,
+        )
         raise InputError([problem])
     layers = [found for found in classes.values() if issubclass(found, GradientCheckpointingLayer)]
     if whole := list(dict.fromkeys([*(classes[name] for name in named), *layers])):

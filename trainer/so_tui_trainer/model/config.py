@@ -37,10 +37,18 @@ def config_of(shape: Mapping[str, Any]) -> PretrainedConfig:
     kind = shape["model_type"]
     owner = type(AutoConfig.for_model(kind))
     names = owner.attribute_map
-    given = {key: value for key, value in shape.items() if key != "model_type" and not _is_computed(owner, names.get(key, key))}
+    given = {
+        key: value
+        for key, value in shape.items()
+        if key != "model_type" and not _is_computed(owner, names.get(key, key))
+    }
     config: PretrainedConfig = AutoConfig.for_model(kind, **given)
-    if "pad_token_id" not in given and (config.pad_token_id or 0) >= (getattr(config, "vocab_size", None) or math.inf):
-        config.pad_token_id = None  # the kind's own default, which a smaller vocabulary lacks; TOML cannot say null
+    if "pad_token_id" not in given and (config.pad_token_id or 0) >= (
+        getattr(config, "vocab_size", None) or math.inf
+    ):
+        config.pad_token_id = (
+            None  # the kind's own default, which a smaller vocabulary lacks; TOML cannot say null
+        )
     return config
 
 
@@ -56,7 +64,9 @@ def _given_config(model: ModelSpec) -> PretrainedConfig:
         if model.weights == "random":
             return config_of(model.config)
         found: PretrainedConfig = AutoConfig.from_pretrained(
-            resolve_source(model.id), revision=model.revision, trust_remote_code=model.trust_remote_code
+            resolve_source(model.id),
+            revision=model.revision,
+            trust_remote_code=model.trust_remote_code,
         )
         found = language_part(found)
         if hasattr(found, "quantization_config"):
@@ -64,7 +74,13 @@ def _given_config(model: ModelSpec) -> PretrainedConfig:
         return found
     except KeyError as error:
         remedy = "Give the model's `config.json` as `[model.config]`, with `model_type`."
-        problem = Problem(code="model-config-incomplete", field="model.config", value="", message=f"lacks {error}", remedy=remedy)
+        problem = Problem(
+            code="model-config-incomplete",
+            field="model.config",
+            value="",
+            message=f"lacks {error}",
+            remedy=remedy,
+        )
         raise InputError([problem]) from error
     except Exception as error:  # a damaged config.json raises whatever it leads to
         message = f"cannot be read ({first_line(error)})"
@@ -81,7 +97,9 @@ def _given_config(model: ModelSpec) -> PretrainedConfig:
                 ]
             ) from error
         remedy = "Check the name and the network, log in with `hf auth login` if it is gated, or download it first with `so-tui fetch`."
-        raise InputError([model_problem("model-config-unreadable", model, message, remedy)]) from error
+        raise InputError(
+            [model_problem("model-config-unreadable", model, message, remedy)]
+        ) from error
 
 
 def language_part(config: PretrainedConfig) -> PretrainedConfig:
@@ -96,7 +114,9 @@ def language_part(config: PretrainedConfig) -> PretrainedConfig:
     # Mistral 3 says of the whole, by default, that its head is its embedding; a head that is stored must not be lost. Where that is not the
     # default, as in Qwen3.5, the folder says so, and it may say it of the whole only.
     said = not getattr(type(config), "tie_word_embeddings", True)
-    text.tie_word_embeddings = bool(config.tie_word_embeddings and (said or text.tie_word_embeddings))
+    text.tie_word_embeddings = bool(
+        config.tie_word_embeddings and (said or text.tie_word_embeddings)
+    )
     if getattr(config, "quantization_config", None) is not None:
         text.quantization_config = config.quantization_config
     return text

@@ -72,7 +72,9 @@ class HostActivations:
         """Whether there is room for attention's results."""
         return bool(self._results)
 
-    def checkpoint(self, checkpoint: Checkpoint, layer: Callable[..., Any], inputs: Tensor, *others: Any) -> Any:
+    def checkpoint(
+        self, checkpoint: Checkpoint, layer: Callable[..., Any], inputs: Tensor, *others: Any
+    ) -> Any:
         """Run a layer by torch's ``checkpoint``, with its input kept here where there is room for inputs.
 
         Raises:
@@ -104,11 +106,15 @@ class LayerResults:
 
     def save(self, results: tuple[Tensor, ...]) -> None:
         """Keep results. Raises TrainingError as ``HostActivations.checkpoint``."""
-        self._kept.append([slots.keep(result) for slots, result in zip(self._slots, results, strict=True)])
+        self._kept.append(
+            [slots.keep(result) for slots, result in zip(self._slots, results, strict=True)]
+        )
 
     def reuse(self) -> tuple[Tensor, ...]:
         """Return the results that were saved first, on the GPU, and let go of them."""
-        return tuple(slots.take(kept) for slots, kept in zip(self._slots, self._kept.popleft(), strict=True))
+        return tuple(
+            slots.take(kept) for slots, kept in zip(self._slots, self._kept.popleft(), strict=True)
+        )
 
 
 class _Slots:
@@ -117,9 +123,15 @@ class _Slots:
     def __init__(self, room: Room, device: torch.device, copies: Any) -> None:
         self._device, self._copies = device, copies
         # Not shared, as Python's default is: the kernel grants huge pages for shared memory more rarely.
-        memory = mmap.mmap(-1, max(1, room.tensors * room.tensor_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(
+            -1,
+            max(1, room.tensors * room.tensor_bytes),
+            flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
+        )
         prefer_huge_pages(memory)
-        self._slots = torch.frombuffer(memory, dtype=torch.uint8).view(room.tensors, room.tensor_bytes)
+        self._slots = torch.frombuffer(memory, dtype=torch.uint8).view(
+            room.tensors, room.tensor_bytes
+        )
         if copies is not None:
             pin(self._slots.data_ptr(), self._slots.nbytes)
             weakref.finalize(self, unpin, self._slots.data_ptr())

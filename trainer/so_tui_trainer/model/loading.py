@@ -38,7 +38,12 @@ def host_peak_bytes(found: Match, index: Mapping[str, Stored]) -> int:
 
 
 def empty_model(
-    config: PretrainedConfig, meta: PreTrainedModel, implementation: str, ds_config: dict[str, Any], *, trust_remote_code: bool = False
+    config: PretrainedConfig,
+    meta: PreTrainedModel,
+    implementation: str,
+    ds_config: dict[str, Any],
+    *,
+    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Build the model in bf16, sharded, with uninitialised weights and computed buffers.
 
@@ -55,7 +60,10 @@ def empty_model(
     factory: Any = AutoModelForCausalLM
     with no_init_weights(), superoffload.shard(ds_config):
         causal: PreTrainedModel = factory.from_config(
-            config, dtype=torch.bfloat16, attn_implementation=implementation, trust_remote_code=trust_remote_code
+            config,
+            dtype=torch.bfloat16,
+            attn_implementation=implementation,
+            trust_remote_code=trust_remote_code,
         )
     causal.tie_weights()
     _compute_buffers(causal, meta)
@@ -70,7 +78,13 @@ def initialise(causal: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def load(causal: PreTrainedModel, meta: PreTrainedModel, found: Match, index: Mapping[str, Stored], on_files: OnFiles) -> None:
+def load(
+    causal: PreTrainedModel,
+    meta: PreTrainedModel,
+    found: Match,
+    index: Mapping[str, Stored],
+    on_files: OnFiles,
+) -> None:
     """Fill the model's weights and stored buffers from a checkpoint that matches it.
 
     Args:
@@ -86,10 +100,16 @@ def load(causal: PreTrainedModel, meta: PreTrainedModel, found: Match, index: Ma
     left = Counter(path for conversion in found.conversions for path in _files(conversion, index))
     files, read = len(left), 0
     on_files(read, files)
-    tensors: dict[str, Any] = dict(causal.named_parameters(remove_duplicate=False)) | dict(causal.named_buffers())
+    tensors: dict[str, Any] = dict(causal.named_parameters(remove_duplicate=False)) | dict(
+        causal.named_buffers()
+    )
     done: set[int] = set()
     for conversion in found.conversions:
-        wanted = {name: tensors[name] for name in conversion.shapes if name in tensors and id(tensors[name]) not in done}
+        wanted = {
+            name: tensors[name]
+            for name in conversion.shapes
+            if name in tensors and id(tensors[name]) not in done
+        }
         done |= {id(tensor) for tensor in wanted.values()}
         if conversion.converter is None:
             for tensor in wanted.values():
@@ -120,7 +140,11 @@ def _fill_from_file(tensor: torch.Tensor, stored: Stored) -> None:
 
 def _local_shard(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Return this rank's flat shard of a tensor, and its start in the flattened tensor. Buffers are whole on every rank."""
-    return superoffload.local_shard(tensor) if isinstance(tensor, nn.Parameter) else (tensor.data.view(-1), 0)
+    return (
+        superoffload.local_shard(tensor)
+        if isinstance(tensor, nn.Parameter)
+        else (tensor.data.view(-1), 0)
+    )
 
 
 def _compute_buffers(causal: PreTrainedModel, meta: PreTrainedModel) -> None:

@@ -38,7 +38,9 @@ def logit_changes(config: PretrainedConfig) -> tuple[float, float]:
 
 def changes_logits_otherwise(config: PretrainedConfig) -> bool:
     """Return whether a model changes its logits in a way that ``logit_changes`` does not know."""
-    return logit_changes(config) == (1.0, 0.0) and any(getattr(config, key, None) not in (None, 1.0) for key in LOGIT_KEYS)
+    return logit_changes(config) == (1.0, 0.0) and any(
+        getattr(config, key, None) not in (None, 1.0) for key in LOGIT_KEYS
+    )
 
 
 def expected_first_loss(config: PretrainedConfig) -> float:

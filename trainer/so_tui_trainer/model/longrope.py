@@ -41,8 +41,16 @@ def long_documents_of(causal: PreTrainedModel) -> LongDocuments:
     """Return the documents by which ``causal`` chooses its frequencies; the first call makes it do so."""
     found = causal.__dict__.get(_OWNED)
     if not isinstance(found, LongDocuments):
-        rotary: list[Any] = [module for module in causal.modules() if getattr(module, "rope_type", None) == "longrope"]
-        length = int(rotary[0].config.rope_parameters["original_max_position_embeddings"]) if rotary else None
+        rotary: list[Any] = [
+            module
+            for module in causal.modules()
+            if getattr(module, "rope_type", None) == "longrope"
+        ]
+        length = (
+            int(rotary[0].config.rope_parameters["original_max_position_embeddings"])
+            if rotary
+            else None
+        )
         found = causal.__dict__[_OWNED] = LongDocuments(length)
         for module in rotary:
             module.forward = partial(_by_document, module.forward, found)
@@ -50,7 +58,10 @@ def long_documents_of(causal: PreTrainedModel) -> LongDocuments:
 
 
 def _by_document(
-    run: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], documents: LongDocuments, x: Tensor, position_ids: Tensor
+    run: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    documents: LongDocuments,
+    x: Tensor,
+    position_ids: Tensor,
 ) -> tuple[Tensor, ...]:
     """Return cosines and sines of each token, [rows, width, size]: ``run`` once with each set of frequencies."""
     if documents.tokens is None or documents.original_length is None:
@@ -58,4 +69,7 @@ def _by_document(
     short = run(x, position_ids.clamp(max=documents.original_length - 1))
     beyond = position_ids.new_full((len(position_ids), 1), documents.original_length)
     long = run(x, torch.cat((position_ids, beyond), dim=1))
-    return tuple(torch.where(documents.tokens[..., None], angles[:, :-1], other) for angles, other in zip(long, short, strict=True))
+    return tuple(
+        torch.where(documents.tokens[..., None], angles[:, :-1], other)
+        for angles, other in zip(long, short, strict=True)
+    )

@@ -31,7 +31,9 @@ class HeadLoss(nn.Module):
         super().__init__()
         self.weight, self._factor, self._cap = weight, factor, cap
 
-    def forward(self, hidden: Tensor, predictors: Tensor, targets: Tensor | None, scale: float = 1.0) -> Tensor:
+    def forward(
+        self, hidden: Tensor, predictors: Tensor, targets: Tensor | None, scale: float = 1.0
+    ) -> Tensor:
         """Compute the scaled loss. Only trained tokens get logits.
 
         Args:
@@ -60,8 +62,12 @@ class _BlockedCrossEntropy(torch.autograd.Function):
     """Computes loss and gradients in the forward pass, while the head's weight is gathered; backward only scales the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: float, cap: float) -> Tensor:
-        normaliser, score, saved_blocks = _normalise(hidden, weight, targets, cap, save=kept_blocks(len(hidden), len(weight)))
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: float, cap: float
+    ) -> Tensor:
+        normaliser, score, saved_blocks = _normalise(
+            hidden, weight, targets, cap, save=kept_blocks(len(hidden), len(weight))
+        )
         hidden_gradient = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
         weight_gradient = torch.empty_like(weight)
         for block in _blocks(len(hidden), len(weight)):
@@ -91,7 +97,9 @@ def _logits(hidden: Tensor, weight: Tensor, cap: float) -> Tensor:
     return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 
 
-def _normalise(hidden: Tensor, weight: Tensor, targets: Tensor, cap: float, *, save: int) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
+def _normalise(
+    hidden: Tensor, weight: Tensor, targets: Tensor, cap: float, *, save: int
+) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
     """Compute the log-sum-exp over the vocabulary.
 
     Args:

@@ -56,7 +56,10 @@ def meta_model(config: PretrainedConfig, *, trust_remote_code: bool = False) -> 
     factory: Any = AutoModelForCausalLM
     with torch.device("meta"):
         model: PreTrainedModel = factory.from_config(
-            config, dtype=torch.bfloat16, attn_implementation=DEFAULT_ATTENTION, trust_remote_code=trust_remote_code
+            config,
+            dtype=torch.bfloat16,
+            attn_implementation=DEFAULT_ATTENTION,
+            trust_remote_code=trust_remote_code,
         )
     return model
 
@@ -81,16 +84,24 @@ def match(model: PreTrainedModel, index: Mapping[str, Stored]) -> Match:
     for target, converter, sources in groups:
         try:
             shapes = _outputs(model, target, converter, sources, index)
-        except (RuntimeError, ValueError, AssertionError) as error:  # The parts do not fit together. Older torch only asserts that.
+        except (
+            RuntimeError,
+            ValueError,
+            AssertionError,
+        ) as error:  # The parts do not fit together. Older torch only asserts that.
             mismatched[target] = f"{target} ({first_line(error)})"
             continue
         conversions.append(Conversion(target, tuple(sources), converter, shapes))
         for name, shape in shapes.items():
             if name in wanted and tuple(wanted[name].shape) != shape:
-                mismatched[name] = f"{name} ({_text(shape)}, the model's is {_text(wanted[name].shape)})"
+                mismatched[name] = (
+                    f"{name} ({_text(shape)}, the model's is {_text(wanted[name].shape)})"
+                )
     loaded = {name for conversion in conversions for name in conversion.shapes}
     ties = _ties(model)
-    missing = [name for name in wanted if not (ties.get(name, {name}) & (loaded | mismatched.keys()))]
+    missing = [
+        name for name in wanted if not (ties.get(name, {name}) & (loaded | mismatched.keys()))
+    ]
     return Match(
         tuple(conversions),
         _without(missing, model._keys_to_ignore_on_load_missing),
@@ -103,7 +114,9 @@ _OLD_BUFFERS = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
 """Buffers in old checkpoints that models compute today."""
 
 
-def realised(model: PreTrainedModel, conversion: Conversion, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+def realised(
+    model: PreTrainedModel, conversion: Conversion, read: Callable[[str], Tensor]
+) -> dict[str, Tensor]:
     """Run a conversion.
 
     Args:
@@ -120,7 +133,9 @@ def realised(model: PreTrainedModel, conversion: Conversion, read: Callable[[str
     for pattern, name in conversion.sources:
         working.add_tensor(conversion.target, name, pattern, read(name))
     made: dict[str, Any] = working.convert(conversion.target, model=model, config=model.config)
-    return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
+    return {
+        name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()
+    }
 
 
 def refuse(found: Match, model: ModelSpec) -> None:
@@ -136,13 +151,29 @@ def refuse(found: Match, model: ModelSpec) -> None:
     )
     if parts := [f"{verb} {_some(names)}" for verb, names in kinds if names]:
         message = f"its checkpoint {'; '.join(parts)}"
-        remedy = "Check `model.id` and `model.revision`, then download it again with `so-tui fetch`."
-        raise InputError([Problem(code="weights-mismatch", field="model.id", value=model.id, message=message, remedy=remedy)])
+        remedy = (
+            "Check `model.id` and `model.revision`, then download it again with `so-tui fetch`."
+        )
+        raise InputError(
+            [
+                Problem(
+                    code="weights-mismatch",
+                    field="model.id",
+                    value=model.id,
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        )
 
 
 def largest_conversion_bytes(found: Match, index: Mapping[str, Stored]) -> int:
     """Return the bytes of the stored tensors of the largest conversion; 0 if every tensor is stored as the model has it."""
-    sizes = (sum(index[name].bytes for _, name in conversion.sources) for conversion in found.conversions if conversion.converter)
+    sizes = (
+        sum(index[name].bytes for _, name in conversion.sources)
+        for conversion in found.conversions
+        if conversion.converter
+    )
     return max(sizes, default=0)
 
 
@@ -150,8 +181,14 @@ def _of_language(wanted: Iterable[str], names: Iterable[str]) -> dict[str, str]:
     """Return by name each stored tensor's own name; those of a multimodal model by their name in its language part, without the others."""
     stored, own = list(names), list(wanted)
     for prefix, replacement in _LANGUAGE_PARTS:
-        if any(name.startswith(prefix) for name in stored) and not any(name.startswith(prefix) for name in own):
-            inside = {replacement + name.removeprefix(prefix): name for name in stored if name.startswith(prefix)}
+        if any(name.startswith(prefix) for name in stored) and not any(
+            name.startswith(prefix) for name in own
+        ):
+            inside = {
+                replacement + name.removeprefix(prefix): name
+                for name in stored
+                if name.startswith(prefix)
+            }
             return inside | {name: name for name in stored if name.startswith("lm_head.")}
     return {name: name for name in stored}
 
@@ -169,16 +206,27 @@ def _grouped(
     ``names``: each stored tensor's own name, by the name that the model's conversions know.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
 
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    numbers = {pattern: number for number, converter in enumerate(converters) for pattern in converter.source_patterns}
+    numbers = {
+        pattern: number
+        for number, converter in enumerate(converters)
+        for pattern in converter.source_patterns
+    }
     groups: dict[tuple[str, int | None], list[tuple[str, str]]] = {}
     unexpected = []
     for name in sorted(names, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, dict(wanted))
+        target, pattern = rename_source_key(
+            name, renamings, converters, model.base_model_prefix, dict(wanted)
+        )
         if target not in wanted and name in wanted:
             target, pattern = name, None
         if target in wanted:
@@ -186,15 +234,26 @@ def _grouped(
             groups.setdefault((target, number), []).append((pattern or name, names[name]))
         else:
             unexpected.append(names[name])
-    joined = [(target, None if number is None else converters[number], sources) for (target, number), sources in groups.items()]
+    joined = [
+        (target, None if number is None else converters[number], sources)
+        for (target, number), sources in groups.items()
+    ]
     return joined, unexpected
 
 
 def _outputs(
-    model: PreTrainedModel, target: str, converter: Any, sources: list[tuple[str, str]], index: Mapping[str, Stored]
+    model: PreTrainedModel,
+    target: str,
+    converter: Any,
+    sources: list[tuple[str, str]],
+    index: Mapping[str, Stored],
 ) -> dict[str, tuple[int, ...]]:
     draft = Conversion(target, tuple(sources), converter, {})
-    made = realised(model, draft, lambda name: torch.empty(index[name].shape, dtype=index[name].dtype, device="meta"))
+    made = realised(
+        model,
+        draft,
+        lambda name: torch.empty(index[name].shape, dtype=index[name].dtype, device="meta"),
+    )
     return {name: tuple(tensor.shape) for name, tensor in made.items()}
 
 

@@ -55,7 +55,11 @@ def dequantised(blocks: Tensor, scales: Tensor) -> Tensor:
     both = torch.tensor([*VALUES, *(-value for value in VALUES)], dtype=torch.bfloat16)
     byte = torch.arange(256)
     pairs = torch.stack((both[byte & 15], both[byte >> 4]), dim=-1).view(torch.int32).flatten()
-    values = pairs.index_select(0, blocks.flatten().to(torch.int32)).view(torch.bfloat16).view(*scales.shape, 32)
+    values = (
+        pairs.index_select(0, blocks.flatten().to(torch.int32))
+        .view(torch.bfloat16)
+        .view(*scales.shape, 32)
+    )
     powers = torch.ldexp(torch.ones(256), torch.arange(256) - 127).to(torch.bfloat16)
     return (values * powers[scales.to(torch.int64)][..., None]).flatten(1).t().contiguous()
 
@@ -65,7 +69,12 @@ def missing_bytes(source: Path, target: Path) -> int:
     if target.is_dir():
         return 0
     partial, files = _partial(target), _outputs(read_index(source))
-    return sum(output.bytes for name, tensors in files.items() if not (partial / name).is_file() for output in tensors.values())
+    return sum(
+        output.bytes
+        for name, tensors in files.items()
+        if not (partial / name).is_file()
+        for output in tensors.values()
+    )
 
 
 def convert(source: Path, target: Path) -> Iterator[str]:
@@ -101,9 +110,21 @@ def check_room(folder: Path, needed_bytes: int) -> None:
     """
     free = shutil.disk_usage(folder).free
     if free < needed_bytes:
-        message = f"has {disk_size(free)} free, but the weights in bf16 need {disk_size(needed_bytes)}"
+        message = (
+            f"has {disk_size(free)} free, but the weights in bf16 need {disk_size(needed_bytes)}"
+        )
         remedy = "Free some space, or set XDG_CACHE_HOME."
-        raise InputError([Problem(code="disk-full", field="XDG_CACHE_HOME", value=str(folder), message=message, remedy=remedy)])
+        raise InputError(
+            [
+                Problem(
+                    code="disk-full",
+                    field="XDG_CACHE_HOME",
+                    value=str(folder),
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        )
 
 
 def _partial(target: Path) -> Path:
@@ -118,7 +139,9 @@ def _outputs(index: Mapping[str, Stored]) -> dict[str, dict[str, _Output]]:
         if name.endswith(_BLOCKS) and (scales := index.get(name.removesuffix(_BLOCKS) + _SCALES)):
             experts, rows, blocks, _ = stored.shape
             shape = (experts, blocks * 32, rows)
-            file[name.removesuffix(_BLOCKS)] = _Output(torch.bfloat16, shape, lambda s=stored, c=scales: _experts(s, c))  # type: ignore[misc]
+            file[name.removesuffix(_BLOCKS)] = _Output(
+                torch.bfloat16, shape, lambda s=stored, c=scales: _experts(s, c)
+            )  # type: ignore[misc]
         elif not (name.endswith(_SCALES) and name.removesuffix(_SCALES) + _BLOCKS in index):
             file[name] = _Output(stored.dtype, stored.shape, lambda s=stored: iter((s.read(),)))  # type: ignore[misc]
     return {name: tensors for name, tensors in files.items() if tensors}
@@ -128,8 +151,12 @@ def _experts(blocks: Stored, scales: Stored) -> Iterator[Tensor]:
     """Yield the experts' matrices."""
     experts, of_blocks, of_scales = blocks.shape[0], prod(blocks.shape[1:]), prod(scales.shape[1:])
     for expert in range(experts):
-        packed = blocks.elements(expert * of_blocks, (expert + 1) * of_blocks).view(blocks.shape[1:])
-        exponents = scales.elements(expert * of_scales, (expert + 1) * of_scales).view(scales.shape[1:])
+        packed = blocks.elements(expert * of_blocks, (expert + 1) * of_blocks).view(
+            blocks.shape[1:]
+        )
+        exponents = scales.elements(expert * of_scales, (expert + 1) * of_scales).view(
+            scales.shape[1:]
+        )
         yield dequantised(packed, exponents)
 
 
@@ -138,7 +165,11 @@ def _write_file(path: Path, tensors: Mapping[str, _Output]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, output in tensors.items():
-        header[name] = {"dtype": _NAMES[output.dtype], "shape": output.shape, "data_offsets": (offset, offset + output.bytes)}
+        header[name] = {
+            "dtype": _NAMES[output.dtype],
+            "shape": output.shape,
+            "data_offsets": (offset, offset + output.bytes),
+        }
         offset += output.bytes
     text = json.dumps(header).encode()
     text += b" " * (-(len(text) + 8) % _HEADER_ALIGNMENT)
@@ -156,13 +187,21 @@ def _write_file(path: Path, tensors: Mapping[str, _Output]) -> None:
 def _write_rest(source: Path, partial: Path, files: Mapping[str, Mapping[str, _Output]]) -> None:
     """Copy all other files, remove the quantisation from the configuration, and write an index of the new files."""
     for path in source.iterdir():
-        if path.is_file() and path.suffix in (".json", ".jinja", ".txt", ".model") and not path.name.endswith(".index.json"):
+        if (
+            path.is_file()
+            and path.suffix in (".json", ".jinja", ".txt", ".model")
+            and not path.name.endswith(".index.json")
+        ):
             shutil.copyfile(path, partial / path.name)
     config = json.loads((source / "config.json").read_text())
     config.pop("quantization_config", None)
     (partial / "config.json").write_text(json.dumps(config, indent=2))
     index = {
-        "metadata": {"total_size": sum(output.bytes for tensors in files.values() for output in tensors.values())},
+        "metadata": {
+            "total_size": sum(
+                output.bytes for tensors in files.values() for output in tensors.values()
+            )
+        },
         "weight_map": {tensor: name for name, tensors in files.items() for tensor in tensors},
     }
     (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))

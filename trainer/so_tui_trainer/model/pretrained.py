@@ -58,15 +58,23 @@ def trainable_folder(source: Path) -> Path:
         InputError: They are quantised in another way, or config.json cannot be read.
     """
     try:
-        quantisation: dict[str, Any] = json.loads((source / "config.json").read_text()).get("quantization_config") or {}
+        quantisation: dict[str, Any] = (
+            json.loads((source / "config.json").read_text()).get("quantization_config") or {}
+        )
     except (OSError, ValueError) as error:
-        message, remedy = f"has no readable config.json ({error})", "Name the folder of a complete model."
+        message, remedy = (
+            f"has no readable config.json ({error})",
+            "Name the folder of a complete model.",
+        )
         raise _problem("model-config-unreadable", str(source), message, remedy) from error
     method = quantisation.get("quant_method")
     if not quantisation:
         return source
     if method != "mxfp4":
-        message, remedy = f"its weights are quantised ({method}), which cannot be trained", "Choose a checkpoint in bf16."
+        message, remedy = (
+            f"its weights are quantised ({method}), which cannot be trained",
+            "Choose a checkpoint in bf16.",
+        )
         raise _problem("weights-quantised", str(source), message, remedy)
     return converted_folder(source)
 
@@ -90,14 +98,20 @@ def _downloaded(model: ModelSpec, *, local_files_only: bool = False) -> Path:
     download: Any = snapshot_download
     wanted = {"allow_patterns": list(WANTED), "ignore_patterns": list(UNWANTED)}
     try:
-        return Path(download(model.id, revision=model.revision, local_files_only=local_files_only, **wanted))
+        return Path(
+            download(model.id, revision=model.revision, local_files_only=local_files_only, **wanted)
+        )
     except (OSError, ValueError) as error:
         remedy = "Check the name and the network, or download it with `so-tui fetch` where there is a network."
-        raise _problem("model-unavailable", model.id, f"cannot be downloaded ({first_line(error)})", remedy) from error
+        raise _problem(
+            "model-unavailable", model.id, f"cannot be downloaded ({first_line(error)})", remedy
+        ) from error
 
 
 def _problem(code: str, value: str, message: str, remedy: str) -> InputError:
-    return InputError([Problem(code=code, field="model.id", value=value, message=message, remedy=remedy)])
+    return InputError(
+        [Problem(code=code, field="model.id", value=value, message=message, remedy=remedy)]
+    )
 
 
 @contextmanager

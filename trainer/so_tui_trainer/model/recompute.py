@@ -77,7 +77,11 @@ _local = _Local()
 
 def checkpointed_layers(causal: PreTrainedModel) -> list[nn.Module]:
     """Return the layers that can be checkpointed."""
-    return [module for module in causal.modules() if hasattr(module, "gradient_checkpointing") and module is not decoder_of(causal)]
+    return [
+        module
+        for module in causal.modules()
+        if hasattr(module, "gradient_checkpointing") and module is not decoder_of(causal)
+    ]
 
 
 def install(causal: PreTrainedModel, policy: Policy, host: HostActivations | None = None) -> None:
@@ -86,8 +90,14 @@ def install(causal: PreTrainedModel, policy: Policy, host: HostActivations | Non
         return
     # Not reentrant, which would run ZeRO-3's end-of-backward work several times per backward pass. There is no dropout to repeat, but some
     # routers draw random numbers. The tests check that both passes save equal shapes.
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": _draws(causal.config), "determinism_check": "none"}
-    options["context_fn"] = partial(_contexts, _SAVED[policy], host.results if host and host.keeps_results else _OnGpu)
+    options: dict[str, Any] = {
+        "use_reentrant": False,
+        "preserve_rng_state": _draws(causal.config),
+        "determinism_check": "none",
+    }
+    options["context_fn"] = partial(
+        _contexts, _SAVED[policy], host.results if host and host.keeps_results else _OnGpu
+    )
     for layer in checkpointed_layers(causal):
         inner, ending = _linear_layers(layer)
         for module in ending:
@@ -138,7 +148,9 @@ class SavedLinear(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         (gradient,) = gradients
         inputs, weight = ctx.saved_tensors
         flat = gradient.flatten(0, -2)
@@ -181,9 +193,17 @@ def _linear_layers(layer: nn.Module) -> tuple[list[nn.Linear], list[nn.Linear]]:
 
     The last linear layer beside attention, which some list after it (Falcon-H1), ends it if it belongs to a feed-forward block of its own.
     """
-    found = [(name.rpartition(".")[0], module) for name, module in layer.named_modules() if type(module) is nn.Linear]
+    found = [
+        (name.rpartition(".")[0], module)
+        for name, module in layer.named_modules()
+        if type(module) is nn.Linear
+    ]
     within = mixing_blocks(layer)
-    ending = [module for block, module in found if not f"{block}.".startswith(within)][-1:] if len(dict(found)) > 1 else []
+    ending = (
+        [module for block, module in found if not f"{block}.".startswith(within)][-1:]
+        if len(dict(found)) > 1
+        else []
+    )
     return [module for _, module in found if module not in ending], ending
 
 
@@ -192,7 +212,11 @@ def mixing_blocks(layer: nn.Module) -> tuple[str, ...]:
 
     It tells some feed-forward blocks, too (HunYuan), but these take hidden states alone, neither cache nor mask.
     """
-    return tuple(f"{name}." for name, module in layer.named_modules() if name and hasattr(module, "layer_idx") and _takes_more(module))
+    return tuple(
+        f"{name}."
+        for name, module in layer.named_modules()
+        if name and hasattr(module, "layer_idx") and _takes_more(module)
+    )
 
 
 def _takes_more(module: nn.Module) -> bool:

@@ -42,10 +42,16 @@ def documents_of(causal: PreTrainedModel) -> Documents:
     if not isinstance(found, Documents):
         layers = checkpointed_layers(causal)
         kinds = chain(kinds_of(causal.config.get_text_config()), repeat(None))
-        mixers = [mixer for layer, kind in zip(layers, kinds, strict=False) if (mixer := _mixer(layer, kind)) is not None]
+        mixers = [
+            mixer
+            for layer, kind in zip(layers, kinds, strict=False)
+            if (mixer := _mixer(layer, kind)) is not None
+        ]
         found = causal.__dict__[_OWNED] = Documents(len(mixers))
         for mixer in mixers:
-            mixer.forward = partial(_each_alone, mixer.forward, _other_arguments(mixer.forward), found)
+            mixer.forward = partial(
+                _each_alone, mixer.forward, _other_arguments(mixer.forward), found
+            )
     return found
 
 
@@ -60,12 +66,21 @@ def _mixer(layer: nn.Module, kind: str | None) -> nn.Module | None:
 def _other_arguments(run: Callable[..., Any]) -> dict[str, None]:
     """Return what else a function demands: masks and caches, of which a row that is one document needs none."""
     _, *others = inspect.signature(run).parameters.values()
-    demanded = (other.name for other in others if other.default is other.empty and other.kind is other.POSITIONAL_OR_KEYWORD)
+    demanded = (
+        other.name
+        for other in others
+        if other.default is other.empty and other.kind is other.POSITIONAL_OR_KEYWORD
+    )
     return dict.fromkeys(demanded)
 
 
 def _each_alone(
-    run: Callable[..., Any], others: dict[str, None], documents: Documents, hidden_states: Tensor, *rest: Any, **options: Any
+    run: Callable[..., Any],
+    others: dict[str, None],
+    documents: Documents,
+    hidden_states: Tensor,
+    *rest: Any,
+    **options: Any,
 ) -> Any:
     """Compute ``run`` with each document as a row, [rows, width, size] to the same. Without documents, as it was called."""
     if not documents.rows:
@@ -113,4 +128,7 @@ class _Join(torch.autograd.Function):
         sizes = [rows * width for rows, width, _ in ctx.shapes]
         together = gradients[0].new_zeros(sum(sizes), gradients[0].shape[-1])
         together[places] = gradients[0]
-        return None, *(part.view(shape) for part, shape in zip(torch.split(together, sizes), ctx.shapes, strict=True))
+        return None, *(
+            part.view(shape)
+            for part, shape in zip(torch.split(together, sizes), ctx.shapes, strict=True)
+        )

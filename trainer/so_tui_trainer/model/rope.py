@@ -36,8 +36,14 @@ def scale(config: PretrainedConfig, model: ModelSpec) -> None:
     changed.max_position_embeddings = round(positions * model.rope_factor)
     try:
         changed.validate_rope()
-    except (ValueError, KeyError, TypeError) as error:  # Phi-3 and Phi-3.5-MoE know only their own way of scaling.
-        raise _refusal(model, f"transformers does not scale this model's positions so ({first_line(error)})") from error
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+    ) as error:  # Phi-3 and Phi-3.5-MoE know only their own way of scaling.
+        raise _refusal(
+            model, f"transformers does not scale this model's positions so ({first_line(error)})"
+        ) from error
 
 
 def _has_other_positions(config: PretrainedConfig) -> bool:
@@ -48,5 +54,13 @@ def _has_other_positions(config: PretrainedConfig) -> bool:
 def _refusal(model: ModelSpec, message: str) -> InputError:
     remedy = 'Set model.rope_scaling to "model" and model.rope_factor to 1.'
     return InputError(
-        [Problem(code="rope-not-scalable", field="model.rope_scaling", value=model.rope_scaling, message=message, remedy=remedy)]
+        [
+            Problem(
+                code="rope-not-scalable",
+                field="model.rope_scaling",
+                value=model.rope_scaling,
+                message=message,
+                remedy=remedy,
+            )
+        ]
     )

@@ -32,7 +32,9 @@ class RouterLoss:
             InputError: The model has no routers, records them in several ways (JetMoE), or their numbers of chosen experts differ.
         """
         self.coefficient = coefficient
-        self._experts_per_token = int(same_in_all_layers(getattr(causal.config, "num_experts_per_tok", None)) or 0)
+        self._experts_per_token = int(
+            same_in_all_layers(getattr(causal.config, "num_experts_per_tok", None)) or 0
+        )
         self._seen: list[Tensor] | None = None
         routers = _routers(causal)
         if not routers or not self._experts_per_token:
@@ -109,6 +111,12 @@ class _ProbabilitySum(torch.autograd.Function):
 def _routers(causal: PreTrainedModel) -> list[tuple[nn.Module, int]]:
     """Return the modules whose logits transformers itself would record, and where in their result these are: second in Llama 4."""
     recorded = getattr(causal, "_can_record_outputs", None) or {}
-    recorder = recorded.get("router_logits") or (getattr(decoder_of(causal), "_can_record_outputs", None) or {}).get("router_logits")
+    recorder = recorded.get("router_logits") or (
+        getattr(decoder_of(causal), "_can_record_outputs", None) or {}
+    ).get("router_logits")
     kind, place = getattr(recorder, "target_class", None), getattr(recorder, "index", 0)
-    return [] if kind is None else [(module, place) for module in causal.modules() if isinstance(module, kind)]
+    return (
+        []
+        if kind is None
+        else [(module, place) for module in causal.modules() if isinstance(module, kind)]
+    )

@@ -75,7 +75,9 @@ class Stored(NamedTuple):
             while done < len(buffer):
                 count = file.readinto(buffer[done:])
                 if not count:
-                    raise OSError(f"{self.path} is truncated; it was not copied or downloaded completely")
+                    raise OSError(
+                        f"{self.path} is truncated; it was not copied or downloaded completely"
+                    )
                 done += count
         return flat
 
@@ -88,23 +90,33 @@ def read_index(folder: Path) -> dict[str, Stored]:
     """
     names = shards(folder)
     if absent := [name for name in names if not (folder / name).is_file()]:
-        message = f"lacks {absent[0]}" + (f" and {len(absent) - 1} more files" if absent[1:] else "")
+        message = f"lacks {absent[0]}" + (
+            f" and {len(absent) - 1} more files" if absent[1:] else ""
+        )
         raise _problem("weights-incomplete", folder, message)
     if not names:
-        raise _problem("weights-missing", folder, "has no weights (*.safetensors, or pytorch_model*.bin)")
+        raise _problem(
+            "weights-missing", folder, "has no weights (*.safetensors, or pytorch_model*.bin)"
+        )
     return {name: stored for file in names for name, stored in _tensors(folder / file).items()}
 
 
 def shards(folder: Path) -> list[str]:
     """Return the names of the weight files: the single file, else those of the index, else any. safetensors come before torch.save's."""
-    return _named(folder, "model.safetensors") or sorted(path.name for path in folder.glob("*.safetensors")) or _named(folder, _TORCH_SAVED)
+    return (
+        _named(folder, "model.safetensors")
+        or sorted(path.name for path in folder.glob("*.safetensors"))
+        or _named(folder, _TORCH_SAVED)
+    )
 
 
 def _named(folder: Path, file: str) -> list[str]:
     if (folder / file).is_file():
         return [file]
     index = folder / f"{file}.index.json"
-    return sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else []
+    return (
+        sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else []
+    )
 
 
 def _tensors(path: Path) -> dict[str, Stored]:
@@ -123,16 +135,25 @@ def _of_torch_save(path: Path) -> dict[str, Stored]:
             loaded = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise _unreadable(path, first_line(error)) from error
-    if not isinstance(loaded, dict) or not all(isinstance(tensor, Tensor) for tensor in loaded.values()):
+    if not isinstance(loaded, dict) or not all(
+        isinstance(tensor, Tensor) for tensor in loaded.values()
+    ):
         raise _unreadable(path, "it is not a dictionary of tensors")
     found = {}
     for name, tensor in loaded.items():
         begin = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
         if begin is None:
-            raise _unreadable(path, "it is of a format older than torch 1.6, or torch is older than 2.7 here")
+            raise _unreadable(
+                path, "it is of a format older than torch 1.6, or torch is older than 2.7 here"
+            )
         if not tensor.is_contiguous():
             raise _unreadable(path, f"{name} is not contiguous")
-        found[name] = Stored(path, tensor.dtype, tuple(tensor.shape), begin + int(tensor.storage_offset()) * tensor.itemsize)
+        found[name] = Stored(
+            path,
+            tensor.dtype,
+            tuple(tensor.shape),
+            begin + int(tensor.storage_offset()) * tensor.itemsize,
+        )
     return found
 
 
@@ -147,11 +168,18 @@ def _of_safetensors(path: Path) -> dict[str, Stored]:
         header.pop("__metadata__", None)
         begin = 8 + header_bytes
         found = {
-            name: Stored(path, DTYPES[entry["dtype"]], tuple(entry["shape"]), begin + entry["data_offsets"][0])
+            name: Stored(
+                path,
+                DTYPES[entry["dtype"]],
+                tuple(entry["shape"]),
+                begin + entry["data_offsets"][0],
+            )
             for name, entry in header.items()
         }
     except (ValueError, KeyError) as error:
-        raise _problem("weights-damaged", path, f"is not a readable safetensors file ({error})") from error
+        raise _problem(
+            "weights-damaged", path, f"is not a readable safetensors file ({error})"
+        ) from error
     if any(stored.start + stored.bytes > size for stored in found.values()):
         raise _problem("weights-truncated", path, "is shorter than its tensors")
     return found
@@ -160,9 +188,21 @@ def _of_safetensors(path: Path) -> dict[str, Stored]:
 def _unreadable(path: Path, reason: str) -> InputError:
     message = f"cannot be read ({reason})"
     remedy = "Load it with transformers and save it again with `save_pretrained`, or download the model again if the file is truncated."
-    return InputError([Problem(code="weights-unreadable", field="model.id", value=str(path), message=message, remedy=remedy)])
+    return InputError(
+        [
+            Problem(
+                code="weights-unreadable",
+                field="model.id",
+                value=str(path),
+                message=message,
+                remedy=remedy,
+            )
+        ]
+    )
 
 
 def _problem(code: str, path: Path, message: str) -> InputError:
     remedy = "Download it again with `so-tui fetch`, name a folder with the complete model, or start with `model.weights = random`."
-    return InputError([Problem(code=code, field="model.id", value=str(path), message=message, remedy=remedy)])
+    return InputError(
+        [Problem(code=code, field="model.id", value=str(path), message=message, remedy=remedy)]
+    )

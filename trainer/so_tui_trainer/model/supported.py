@@ -33,8 +33,12 @@ def refuse_unsupported(causal: PreTrainedModel, model: ModelSpec) -> None:
         code, message, remedy = "model-head-bias", "its output projection has a bias", _PLAIN_HEAD
     elif changes_logits_otherwise(config):
         code, remedy = "model-logits-changed", _PLAIN_HEAD
-        message = "it changes its logits after the output projection in a way that so-tui does not know"
-    elif config.model_type in _UNSUPPORTED_TYPES or not (attention.needs_rows(config) or _passes_boundaries(causal)):
+        message = (
+            "it changes its logits after the output projection in a way that so-tui does not know"
+        )
+    elif config.model_type in _UNSUPPORTED_TYPES or not (
+        attention.needs_rows(config) or _passes_boundaries(causal)
+    ):
         code, remedy = "model-packing-unsupported", "Choose a newer kind of model."
         message = f"documents that are packed into one sequence cannot be told apart by transformers' code for {config.model_type}"
     else:
@@ -51,7 +55,9 @@ def _passes_boundaries(causal: PreTrainedModel) -> bool:
     kinds = set(kinds_of(config))
     carrying = recurrent_kinds(kinds)
     without_attention = carrying and layers_without_attention(kinds) == len(kinds)
-    attends = model_class._supports_attention_backend or (carrying and model_class._supports_flash_attn)
+    attends = model_class._supports_attention_backend or (
+        carrying and model_class._supports_flash_attn
+    )
     return bool(attends or without_attention)
 
 
@@ -66,5 +72,13 @@ def refuse_unlisted(causal: PreTrainedModel, model: ModelSpec) -> None:
         message = f"does not list the {layers} layers that carry a state from token to token"
         remedy = "Add the model anew with `so-tui presets add`, or list the kind of each layer, such as linear_attention."
         raise InputError(
-            [Problem(code="recurrent-layers-unlisted", field="model.config.layer_types", value="", message=message, remedy=remedy)]
+            [
+                Problem(
+                    code="recurrent-layers-unlisted",
+                    field="model.config.layer_types",
+                    value="",
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
         )

@@ -38,16 +38,26 @@ def install(causal: PreTrainedModel, tile_tokens: int) -> int:
     Returns:
         The number of feed-forward blocks.
     """
-    found = [(layer, block) for layer in checkpointed_layers(causal) if (block := _feed_forward(layer)) is not None]
+    found = [
+        (layer, block)
+        for layer in checkpointed_layers(causal)
+        if (block := _feed_forward(layer)) is not None
+    ]
     for layer, block in found:
         for module in (block, *_norms(layer)):
-            module.forward = partial(_tiled, module.forward, tuple(module.parameters()), tile_tokens)
+            module.forward = partial(
+                _tiled, module.forward, tuple(module.parameters()), tile_tokens
+            )
     return len(found)
 
 
 def _norms(layer: nn.Module) -> list[nn.Module]:
     """Return the norms around a layer's blocks that are more than one kernel. Those of queries and keys are within attention."""
-    named = [module for module in layer.children() if type(module).__name__.endswith("Norm") and not list(module.children())]
+    named = [
+        module
+        for module in layer.children()
+        if type(module).__name__.endswith("Norm") and not list(module.children())
+    ]
     whole = (nn.LayerNorm, nn.RMSNorm)
     return [module for module in named if type(module) not in whole and not is_fused_norm(module)]
 
@@ -57,7 +67,9 @@ def _feed_forward(layer: nn.Module) -> nn.Module | None:
 
     Some layers list attention after it (Falcon-H1).
     """
-    parents = [name.rpartition(".")[0] for name, module in layer.named_modules() if type(module) in _LINEAR]
+    parents = [
+        name.rpartition(".")[0] for name, module in layer.named_modules() if type(module) in _LINEAR
+    ]
     if len(set(filter(None, parents))) < 2:
         return None
     within = mixing_blocks(layer)
@@ -65,11 +77,16 @@ def _feed_forward(layer: nn.Module) -> nn.Module | None:
     if not blocks:
         return None
     found = layer.get_submodule(blocks[-1])
-    plain = all(type(module) in _LINEAR or not list(module.parameters(recurse=False)) for module in found.modules())
+    plain = all(
+        type(module) in _LINEAR or not list(module.parameters(recurse=False))
+        for module in found.modules()
+    )
     return found if plain and blocks.count(blocks[-1]) > 1 else None
 
 
-def _tiled(run: Block, parameters: tuple[nn.Parameter, ...], tile_tokens: int, inputs: Tensor) -> Tensor:
+def _tiled(
+    run: Block, parameters: tuple[nn.Parameter, ...], tile_tokens: int, inputs: Tensor
+) -> Tensor:
     rows = inputs.reshape(1, -1, inputs.shape[-1])
     if rows.shape[1] <= tile_tokens:
         return run(inputs)
@@ -97,7 +114,14 @@ class _Keep(torch.autograd.Function):
 
 class _Tiles(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, run: Block, keeper: Any, tile_tokens: int, *parameters: nn.Parameter) -> Tensor:
+    def forward(
+        ctx: Any,
+        inputs: Tensor,
+        run: Block,
+        keeper: Any,
+        tile_tokens: int,
+        *parameters: nn.Parameter,
+    ) -> Tensor:
         ctx.run, ctx.keeper, ctx.tile_tokens, ctx.parameters = run, keeper, tile_tokens, parameters
         return _forward(run, tile_tokens, inputs)
 
@@ -106,18 +130,26 @@ class _Tiles(torch.autograd.Function):
         (inputs,) = ctx.keeper.saved_tensors
         trained = [parameter for parameter in ctx.parameters if parameter.requires_grad]
         sums = {
-            id(parameter): torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32)) for parameter in trained
+            id(parameter): torch.zeros_like(
+                parameter, dtype=torch.promote_types(parameter.dtype, torch.float32)
+            )
+            for parameter in trained
         }
         of_inputs = torch.empty_like(inputs)
         for tile in _tiles(inputs.shape[1], ctx.tile_tokens):
             with torch.enable_grad():
                 part = inputs[:, tile].detach().requires_grad_()
                 result = ctx.run(part)
-            of_part, *of_parameters = torch.autograd.grad(result, (part, *trained), gradients[0][:, tile])
+            of_part, *of_parameters = torch.autograd.grad(
+                result, (part, *trained), gradients[0][:, tile]
+            )
             of_inputs[:, tile] = of_part
             for parameter, gradient in zip(trained, of_parameters, strict=True):
                 sums[id(parameter)] += gradient
-        of_weights = (sums[id(parameter)].to(parameter.dtype) if id(parameter) in sums else None for parameter in ctx.parameters)
+        of_weights = (
+            sums[id(parameter)].to(parameter.dtype) if id(parameter) in sums else None
+            for parameter in ctx.parameters
+        )
         return of_inputs, None, None, None, *of_weights
 
 

@@ -26,7 +26,9 @@ PREFIX = "causal."
 class TrainedModel(nn.Module):
     """A Hugging Face model with a loss in place of its output projection."""
 
-    def __init__(self, causal: PreTrainedModel, implementation: str, router: RouterLoss | None = None) -> None:
+    def __init__(
+        self, causal: PreTrainedModel, implementation: str, router: RouterLoss | None = None
+    ) -> None:
         """Wrap a model.
 
         Args:
@@ -52,7 +54,9 @@ class TrainedModel(nn.Module):
         self.last_router_loss: Tensor | None = None
         """The router loss of the last forward pass, scaled but without its coefficient; detached."""
 
-    def forward(self, batch: Batch, scale: float, router_scale: float = 0.0, *, logits: bool = False) -> Tensor:
+    def forward(
+        self, batch: Batch, scale: float, router_scale: float = 0.0, *, logits: bool = False
+    ) -> Tensor:
         """Compute the scaled loss of a micro-batch, or logits.
 
         Args:
@@ -99,11 +103,15 @@ def parameter_groups(model: nn.Module, spec: RunSpec) -> list[dict[str, Any]]:
 
     Under ZeRO-3 a parameter is empty, and its shape is in ``ds_shape``.
     """
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    named = [
+        (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
+    ]
     groups = []
     for decay in (True, False):
         members = [
-            (name, parameter) for name, parameter in named if decays(name, len(getattr(parameter, "ds_shape", parameter.shape))) == decay
+            (name, parameter)
+            for name, parameter in named
+            if decays(name, len(getattr(parameter, "ds_shape", parameter.shape))) == decay
         ]
         if members:
             groups.append(
@@ -119,4 +127,6 @@ def parameter_groups(model: nn.Module, spec: RunSpec) -> list[dict[str, Any]]:
 
 def parameter_count(model: nn.Module) -> int:
     """Return the number of parameters of the whole model, whatever shard of them is here."""
-    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
+    return sum(
+        getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters()
+    )

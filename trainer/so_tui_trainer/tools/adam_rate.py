@@ -37,10 +37,20 @@ def main(request: dict[str, Any]) -> None:
     memory = mmap.mmap(-1, layout(size).bytes)
     kernel = Kernel(request["library"], memory, size)
     kernel.run(Command(Operation.INITIALIZE, 0))
-    step = Command(Operation.STEP, 0, 3, learning_rate=1e-5, beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01)
+    step = Command(
+        Operation.STEP,
+        0,
+        3,
+        learning_rate=1e-5,
+        beta1=0.9,
+        beta2=0.999,
+        epsilon=1e-8,
+        weight_decay=0.01,
+    )
     accumulate = Command(Operation.ACCUMULATE, 0)
     answer = {
-        f"{name}_bytes_per_s": bytes_moved(command, numel, size.weight_bytes) / _seconds(partial(kernel.run, command), request["seconds"])
+        f"{name}_bytes_per_s": bytes_moved(command, numel, size.weight_bytes)
+        / _seconds(partial(kernel.run, command), request["seconds"])
         for name, command in (("step", step), ("accumulate", accumulate))
     }
     print(json.dumps(answer), flush=True)

@@ -22,7 +22,11 @@ Seconds = Callable[[Callable[[], object]], float]
 def usable_backends(device: Any) -> dict[AttentionBackend, Kernels]:
     """Return the kernels of every backend that can be used on a device."""
     available = present(device)
-    names = [kernel.name for kernel in KERNELS if obstacle_to(kernel.name, Needs(head_size=HEAD_SIZE), available) is None]
+    names = [
+        kernel.name
+        for kernel in KERNELS
+        if obstacle_to(kernel.name, Needs(head_size=HEAD_SIZE), available) is None
+    ]
     return {name: kernels_of(name) for name in names}
 
 
@@ -32,20 +36,36 @@ def attention_rates(
     """Return (length of documents, FLOP/s of forward, FLOP/s of backward) of each backend, as ``so_tui.plan.constants.AttentionRate``."""
     lengths = {max(1, int(length * scale)): count for length, count in PACKS.items()}
     return [
-        (backend, [(length, *flops_per_s(kernels, [length] * count, device, seconds)) for length, count in lengths.items()])
+        (
+            backend,
+            [
+                (length, *flops_per_s(kernels, [length] * count, device, seconds))
+                for length, count in lengths.items()
+            ],
+        )
         for backend, kernels in backends.items()
     ]
 
 
-def flops_per_s(kernels: Kernels, lengths: Sequence[int], device: Any, seconds: Seconds) -> tuple[float, float]:
+def flops_per_s(
+    kernels: Kernels, lengths: Sequence[int], device: Any, seconds: Seconds
+) -> tuple[float, float]:
     """Return the FLOP/s of forward and of backward over documents of these lengths."""
     import torch
 
-    documents = Documents(torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32), max(lengths), HEAD_SIZE**-0.5)
+    documents = Documents(
+        torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32),
+        max(lengths),
+        HEAD_SIZE**-0.5,
+    )
     shapes = [(sum(lengths), heads, HEAD_SIZE) for heads in (HEADS, KEY_HEADS, KEY_HEADS, HEADS)]
-    query, key, value, gradient = (torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes)
+    query, key, value, gradient = (
+        torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes
+    )
     out, normaliser = kernels.forward(query, key, value, documents)
     flops = 4.0 * HEADS * HEAD_SIZE * sum(map(attention_pairs, lengths))
     forward_s = seconds(lambda: kernels.forward(query, key, value, documents))
-    backward_s = seconds(lambda: kernels.backward(gradient, query, key, value, out, normaliser, documents))
+    backward_s = seconds(
+        lambda: kernels.backward(gradient, query, key, value, out, normaliser, documents)
+    )
     return flops / forward_s, BACKWARD_ATTENTION * flops / backward_s

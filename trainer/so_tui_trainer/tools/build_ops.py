@@ -34,11 +34,21 @@ def build() -> dict[str, object]:
     reason = ""
     try:
         load_cpu_adam()
-    except (RuntimeError, OSError, AssertionError, CUDAMismatchException, MissingCUDAException) as error:
+    except (
+        RuntimeError,
+        OSError,
+        AssertionError,
+        CUDAMismatchException,
+        MissingCUDAException,
+    ) as error:
         reason = first_line(error)
     seconds = time.monotonic() - began
     # Loading a cached build takes a second or two, compiling most of a minute.
-    return {"cpu_adam": "built" if seconds > 10 else "ready", "seconds": round(seconds, 1), "deepspeed": reason}
+    return {
+        "cpu_adam": "built" if seconds > 10 else "ready",
+        "seconds": round(seconds, 1),
+        "deepspeed": reason,
+    }
 
 
 def main() -> int:

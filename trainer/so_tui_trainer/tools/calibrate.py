@@ -52,7 +52,9 @@ def work(request: Answer) -> Iterator[Answer]:
     for answer in _cpu(request["nodes"], request["gpus"] or request.get("pretend_gpus", []), scale):
         rates |= answer.pop("rates", {})
         yield answer
-    gpus, device = (request["gpus"], "cuda:0") if request["gpus"] else (request.get("pretend_gpus", []), "cpu")
+    gpus, device = (
+        (request["gpus"], "cuda:0") if request["gpus"] else (request.get("pretend_gpus", []), "cpu")
+    )
     if gpus:
         for answer in _gpus(gpus, device, scale):
             rates |= answer.pop("rates", {})
@@ -63,10 +65,14 @@ def work(request: Answer) -> Iterator[Answer]:
 
 def core_counts(cores: int) -> tuple[int, ...]:
     """Return the numbers of cores for Adam's curve: few where it rises, and those that the default shares of cores give."""
-    return tuple(sorted({max(1, round(cores * share)) for share in (0, 0.25, 0.5, 0.7, 0.8, 0.9, 1)}))
+    return tuple(
+        sorted({max(1, round(cores * share)) for share in (0, 0.25, 0.5, 0.7, 0.8, 0.9, 1)})
+    )
 
 
-def _cpu(nodes: Sequence[dict[str, Any]], gpus: Sequence[dict[str, Any]], scale: float) -> Iterator[Answer]:
+def _cpu(
+    nodes: Sequence[dict[str, Any]], gpus: Sequence[dict[str, Any]], scale: float
+) -> Iterator[Answer]:
     """Measure Adam on growing numbers of cores, on every node, and by several ranks together."""
     points: list[tuple[int, float]] = []
     together: list[tuple[int, float]] = []
@@ -74,12 +80,16 @@ def _cpu(nodes: Sequence[dict[str, Any]], gpus: Sequence[dict[str, Any]], scale:
     for position, node in enumerate(nodes):
         cpus = node["cpus"]
         best = 0.0  # Over all numbers of cores: on a busy host, all cores may be slower than half of them.
-        for count in core_counts(len(cpus)) if position == 0 else sorted({-(-len(cpus) // 2), len(cpus)}):
+        for count in (
+            core_counts(len(cpus)) if position == 0 else sorted({-(-len(cpus) // 2), len(cpus)})
+        ):
             found = _adam(cpus[:count], scale)
             points += [(count, found["step_bytes_per_s"])] if position == 0 else []
             best = max(best, *found.values())
             cores = "1 core" if count == 1 else f"{count} cores"
-            yield {"message": f"node {node['id']}: CPU Adam on {cores}: {found['step_bytes_per_s'] / 1e9:.1f} GB/s"}
+            yield {
+                "message": f"node {node['id']}: CPU Adam on {cores}: {found['step_bytes_per_s'] / 1e9:.1f} GB/s"
+            }
         bandwidth.append((node["id"], best))
     remote: list[tuple[int, float]] = []
     for node in nodes[1:]:
@@ -89,17 +99,28 @@ def _cpu(nodes: Sequence[dict[str, Any]], gpus: Sequence[dict[str, Any]], scale:
     for ranks in rank_counts(nodes, gpus):
         cpus = nodes[0]["cpus"]
         share = len(cpus) // ranks
-        slowest = slowest_together([cpus[rank * share : (rank + 1) * share] for rank in range(ranks)], scale)
+        slowest = slowest_together(
+            [cpus[rank * share : (rank + 1) * share] for rank in range(ranks)], scale
+        )
         together.append((ranks, slowest))
-        yield {"message": f"node {nodes[0]['id']}: CPU Adam of {ranks} ranks together, {share} cores each: {slowest / 1e9:.1f} GB/s each"}
-    rates = {"adam": _rising(points), "adam_remote": remote, "adam_together": together, "node_bytes_per_s": bandwidth}
+        yield {
+            "message": f"node {nodes[0]['id']}: CPU Adam of {ranks} ranks together, {share} cores each: {slowest / 1e9:.1f} GB/s each"
+        }
+    rates = {
+        "adam": _rising(points),
+        "adam_remote": remote,
+        "adam_together": together,
+        "node_bytes_per_s": bandwidth,
+    }
     yield {"message": "CPU measured", "rates": rates}
 
 
 def _adam_on(memory: int, node: dict[str, Any], scale: float) -> tuple[str, float | None]:
     """Measure Adam on a node's cores while its states lie in the memory of another one. Return it in words, and None where that fails."""
     where = f"node {node['id']}: CPU Adam with its states on node {memory}"
-    problems = set_memory_policy(MemoryPolicy(mode="bind", nodes=(memory,)))  # the process that measures inherits it
+    problems = set_memory_policy(
+        MemoryPolicy(mode="bind", nodes=(memory,))
+    )  # the process that measures inherits it
     if problems:
         return f"{where}: {'; '.join(problems)}", None
     try:
@@ -113,7 +134,11 @@ def _adam_on(memory: int, node: dict[str, Any], scale: float) -> tuple[str, floa
 
 def rank_counts(nodes: Sequence[dict[str, Any]], gpus: Sequence[dict[str, Any]]) -> tuple[int, ...]:
     """Return how many ranks may share the first node: 2, 4, ... up to the number of its GPUs, limited by its cores."""
-    near = sum(not gpu["cpus"] or bool(set(gpu["cpus"]) & set(nodes[0]["cpus"])) for gpu in gpus) if nodes else 0
+    near = (
+        sum(not gpu["cpus"] or bool(set(gpu["cpus"]) & set(nodes[0]["cpus"])) for gpu in gpus)
+        if nodes
+        else 0
+    )
     return _up_to(min(near, len(nodes[0]["cpus"]))) if nodes else ()
 
 
@@ -157,13 +182,21 @@ def _start_adam(cpus: Sequence[int], scale: float, together: int = 1) -> subproc
         "worker": worker.__file__,
         "cpus": list(cpus),
         "parameters": parameters,
-        "seconds": _SECONDS * scale * (2 if together > 1 else 1),  # Longer, so that all of them overlap for most of it.
+        "seconds": _SECONDS
+        * scale
+        * (2 if together > 1 else 1),  # Longer, so that all of them overlap for most of it.
     }
     script = Path(__file__).with_name("adam_rate.py")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "KMP_", "GOMP_"))}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("OMP_", "KMP_", "GOMP_"))
+    }
     with kernel.opened(kernel.library()) as library:
         request["library"] = kernel.loadable(library)
-        return start([sys.executable, "-I", "-S", str(script), json.dumps(request)], environment, library)
+        return start(
+            [sys.executable, "-I", "-S", str(script), json.dumps(request)], environment, library
+        )
 
 
 def _gpus(gpus: Sequence[dict[str, Any]], device: str, scale: float) -> Iterator[Answer]:
@@ -194,9 +227,14 @@ def _gpus(gpus: Sequence[dict[str, Any]], device: str, scale: float) -> Iterator
         ]
         answers = finish_all(children)
     slowest = min(answer["peer_bytes_per_s"] for answer in answers)
-    yield {"message": f"between {len(gpus)} GPUs: {slowest / 1e9:.0f} GB/s", "rates": {"peer_bytes_per_s": slowest}}
+    yield {
+        "message": f"between {len(gpus)} GPUs: {slowest / 1e9:.0f} GB/s",
+        "rates": {"peer_bytes_per_s": slowest},
+    }
     together = answers[0]["small_layer_together"]
-    times = ", ".join(f"{thousands(round(1e6 * seconds))} µs on {count}" for count, seconds in together)
+    times = ", ".join(
+        f"{thousands(round(1e6 * seconds))} µs on {count}" for count, seconds in together
+    )
     yield {
         "message": f"layer launch overhead: {thousands(round(1e6 * rates['small_layer_s']))} µs on one GPU, {times} together",
         "rates": {"small_layer_together": together},
@@ -211,23 +249,42 @@ def _attention(request: dict[str, Any], environment: dict[str, str]) -> Iterator
         yield {"message": f"attention: {error}"}
         return
     for backend, found in rates["attention"]:
-        speeds = ", ".join(f"{forward / 1e12:.0f} / {backward / 1e12:.0f} at {thousands(length)}" for length, forward, backward in found)
-        yield {"message": f"attention, {backend}, TFLOPS forward / backward by tokens of a document: {speeds}"}
+        speeds = ", ".join(
+            f"{forward / 1e12:.0f} / {backward / 1e12:.0f} at {thousands(length)}"
+            for length, forward, backward in found
+        )
+        yield {
+            "message": f"attention, {backend}, TFLOPS forward / backward by tokens of a document: {speeds}"
+        }
     yield {"message": "attention measured", "rates": rates}
 
 
 def gpu_argv(request: dict[str, Any]) -> list[str]:
     """Return the command that measures one GPU."""
-    return [sys.executable, "-P", str(Path(__file__).with_name("gpu_rates.py")), json.dumps(request)]
+    return [
+        sys.executable,
+        "-P",
+        str(Path(__file__).with_name("gpu_rates.py")),
+        json.dumps(request),
+    ]
 
 
 def _answer(argv: Sequence[str], environment: dict[str, str]) -> dict[str, Any]:
     return _finish(start(argv, environment))
 
 
-def start(argv: Sequence[str], environment: dict[str, str], *inherited: int) -> subprocess.Popen[str]:
+def start(
+    argv: Sequence[str], environment: dict[str, str], *inherited: int
+) -> subprocess.Popen[str]:
     """Start a measurement."""
-    return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, pass_fds=inherited)
+    return subprocess.Popen(
+        argv,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        pass_fds=inherited,
+    )
 
 
 def finish_all(children: Sequence[subprocess.Popen[str]]) -> list[dict[str, Any]]:
@@ -236,7 +293,9 @@ def finish_all(children: Sequence[subprocess.Popen[str]]) -> list[dict[str, Any]
     Raises:
         SoTuiError: A child failed or took too long.
     """
-    with ThreadPoolExecutor(len(children)) as threads:  # One each, so that no child blocks on a full pipe.
+    with ThreadPoolExecutor(
+        len(children)
+    ) as threads:  # One each, so that no child blocks on a full pipe.
         answers = [threads.submit(_finish, child) for child in children]
         try:
             ended, _ = wait(answers, return_when=FIRST_EXCEPTION)
@@ -262,7 +321,10 @@ def _finish(child: subprocess.Popen[str]) -> dict[str, Any]:
         child.communicate()
         raise SoTuiError(f"a measurement took longer than {_LIMIT_S:.0f} s") from error
     if child.returncode != 0:
-        raise SoTuiError("a measurement failed: " + (errors.strip().rpartition("\n")[2] or f"exit code {child.returncode}"))
+        raise SoTuiError(
+            "a measurement failed: "
+            + (errors.strip().rpartition("\n")[2] or f"exit code {child.returncode}")
+        )
     found: dict[str, Any] = json.loads(out.strip().rpartition("\n")[2])
     return found
 

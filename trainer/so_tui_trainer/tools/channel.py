@@ -60,6 +60,10 @@ def requested_spec(request: Answer) -> RunSpec:
 def problems_json(error: SoTuiError | OffloadError) -> list[Answer]:
     """Return the problems of an error as plain values; one problem without a field if the error has none."""
     code = error.code if isinstance(error, OffloadError) and error.code else "error"
-    found = error.problems if isinstance(error, InputError) else (Problem(code=code, field="", value="", message=str(error), remedy=""),)
+    found = (
+        error.problems
+        if isinstance(error, InputError)
+        else (Problem(code=code, field="", value="", message=str(error), remedy=""),)
+    )
     problems: list[Answer] = msgspec.to_builtins(found)
     return problems

@@ -32,7 +32,9 @@ def check(request: Answer) -> Iterator[Answer]:
         try:
             warnings += check_one(spec)
         except InputError as error:
-            problems += [problem for problem in problems_json(error) if problem not in problems]  # Several checks need the tokenizer.
+            problems += [
+                problem for problem in problems_json(error) if problem not in problems
+            ]  # Several checks need the tokenizer.
     yield {"problems": problems, "warnings": warnings, "done": True}
 
 
@@ -66,7 +68,9 @@ def _weights(spec: RunSpec) -> list[str]:
         missing = missing_files(spec.model, remote_files(spec.model))
         if missing:
             size = disk_size(sum(missing.values()))
-            return [f"{size} of {spec.model.id} are not downloaded yet; `so-tui fetch {spec.name}` downloads them beforehand"]
+            return [
+                f"{size} of {spec.model.id} are not downloaded yet; `so-tui fetch {spec.name}` downloads them beforehand"
+            ]
     source = downloaded(spec.model)
     return [] if source is None else _stored(spec, source)
 
@@ -83,8 +87,12 @@ def _stored(spec: RunSpec, source: Path) -> list[str]:
         needed = mxfp4.missing_bytes(source, folder)
         mxfp4.check_room(next(parent for parent in folder.parents if parent.is_dir()), needed)
         size = disk_size(needed)
-        return [f"the MXFP4 weights must be converted to bf16 once ({size}); `so-tui prepare {spec.name}` does that beforehand"]
-    meta = matching.meta_model(load_config(spec.model), trust_remote_code=spec.model.trust_remote_code)
+        return [
+            f"the MXFP4 weights must be converted to bf16 once ({size}); `so-tui prepare {spec.name}` does that beforehand"
+        ]
+    meta = matching.meta_model(
+        load_config(spec.model), trust_remote_code=spec.model.trust_remote_code
+    )
     matching.refuse(matching.match(meta, read_index(folder)), spec.model)
     return []
 

@@ -21,7 +21,11 @@ _PROGRESS_S = 0.5
 
 
 def with_newest(
-    run: RunDirectory, spec: RunSpec, doing: str, work: Callable[[Found], Result], progress: Callable[[], Answer] = dict
+    run: RunDirectory,
+    spec: RunSpec,
+    doing: str,
+    work: Callable[[Found], Result],
+    progress: Callable[[], Answer] = dict,
 ) -> Generator[Answer, None, Result]:
     """Call ``work`` with the newest readable checkpoint; again with a newer one if the run, which may be going on, replaces it meanwhile.
 
@@ -46,7 +50,9 @@ def with_newest(
     while True:
         found = _newest(run, spec)
         for damage in found.damaged:
-            yield {"message": f"{damage.path.name} cannot be used ({damage.reason}); {doing} an older one"}
+            yield {
+                "message": f"{damage.path.name} cannot be used ({damage.reason}); {doing} an older one"
+            }
         yield {"message": f"{doing} step {thousands(found.manifest.step)} of {run.name}"}
         try:
             return (yield from _reported(partial(work, found), progress))
@@ -55,7 +61,9 @@ def with_newest(
                 raise
 
 
-def _reported(work: Callable[[], Result], progress: Callable[[], Answer]) -> Generator[Answer, None, Result]:
+def _reported(
+    work: Callable[[], Result], progress: Callable[[], Answer]
+) -> Generator[Answer, None, Result]:
     """Do work in a thread; yield its progress meanwhile, whenever it has changed, and at the end. Return what the work returns."""
     last: Answer = {}
     with ThreadPoolExecutor(1) as pool:
@@ -81,7 +89,17 @@ def refuse_code_of_others(run: RunDirectory, spec: RunSpec) -> None:
     if spec.model.trust_remote_code and (distrust := distrust_of_file(run.spec_path)) is not None:
         message = f"asks to run the model's code, but {run.spec_path} is not a file that only you can write ({distrust})"
         remedy = "Copy the run, read its spec.json, and use the copy."
-        raise InputError([Problem(code="not-your-spec", field="model.trust_remote_code", value="true", message=message, remedy=remedy)])
+        raise InputError(
+            [
+                Problem(
+                    code="not-your-spec",
+                    field="model.trust_remote_code",
+                    value="true",
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        )
 
 
 def _newest(run: RunDirectory, spec: RunSpec) -> Found:
@@ -94,10 +112,22 @@ def _newest(run: RunDirectory, spec: RunSpec) -> Found:
     try:
         found = newest(checkpoints_folder(run, spec), run_id(run))
     except TrainingError as error:
-        problem = Problem(code=error.code, field="run", value=run.name, message=error.reason, remedy=error.suggestion)
+        problem = Problem(
+            code=error.code,
+            field="run",
+            value=run.name,
+            message=error.reason,
+            remedy=error.suggestion,
+        )
         raise InputError([problem]) from error
     if found is None:
         remedy = "Resume it and let it save one: at its end, on stop, every `checkpoint.every_steps` or `every_minutes`."
-        problem = Problem(code="checkpoint-missing", field="run", value=run.name, message="has no checkpoint yet", remedy=remedy)
+        problem = Problem(
+            code="checkpoint-missing",
+            field="run",
+            value=run.name,
+            message="has no checkpoint yet",
+            remedy=remedy,
+        )
         raise InputError([problem])
     return found

@@ -33,7 +33,11 @@ def convert(request: Answer) -> Iterator[Answer]:
         OffloadError: A file of the checkpoint is missing or damaged.
     """
     run = Path(request["run"])
-    return _from_deepspeed(Path(request["deepspeed"]), run) if "deepspeed" in request else _to_deepspeed(run, Path(request["to"]))
+    return (
+        _from_deepspeed(Path(request["deepspeed"]), run)
+        if "deepspeed" in request
+        else _to_deepspeed(run, Path(request["to"]))
+    )
 
 
 def _to_deepspeed(path: Path, folder: Path) -> Iterator[Answer]:
@@ -50,14 +54,28 @@ def _to_deepspeed(path: Path, folder: Path) -> Iterator[Answer]:
     refuse_foreign(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     spec = read_spec(run)
-    refuse_without_room(folder, _STATES_BYTES * sum(parameter.numel for parameter in trainable(spec.model.parameters)))
+    refuse_without_room(
+        folder,
+        _STATES_BYTES * sum(parameter.numel for parameter in trainable(spec.model.parameters)),
+    )
 
     def write(found: Found) -> int:
         manifest = found.manifest
-        extra = {"data": manifest.data, "useful_tokens": manifest.useful_tokens, "trained_tokens": manifest.trained_tokens}
+        extra = {
+            "data": manifest.data,
+            "useful_tokens": manifest.useful_tokens,
+            "trained_tokens": manifest.trained_tokens,
+        }
         progress = superoffload.Progress(manifest.step, manifest.consumed_sequences, extra)
-        with replacing(folder, ExportMarker(run=run.name, step=manifest.step, version=so_tui.__version__)) as partial:
-            superoffload.write_universal(optimizer_folder(found.path), partial, progress, lambda name: name.removeprefix(PREFIX))
+        with replacing(
+            folder, ExportMarker(run=run.name, step=manifest.step, version=so_tui.__version__)
+        ) as partial:
+            superoffload.write_universal(
+                optimizer_folder(found.path),
+                partial,
+                progress,
+                lambda name: name.removeprefix(PREFIX),
+            )
         return manifest.step
 
     step = yield from with_newest(run, spec, "converting", write)
@@ -75,13 +93,17 @@ def _from_deepspeed(source: Path, path: Path) -> Iterator[Answer]:
     spec = read_spec(run)
     found = _read(source.expanduser())
     _refuse_other_model(source, found, spec)
-    yield {"message": f"converting step {thousands(found.progress.step)}, {plural(len(found.numels), 'parameter')}"}
+    yield {
+        "message": f"converting step {thousands(found.progress.step)}, {plural(len(found.numels), 'parameter')}"
+    }
     folder = checkpoint_folder.claim(run, spec)
     try:
         field = "checkpoint.folder" if spec.checkpoint.folder else "--runs-dir"
         disk_room.make_room(folder, _STATES_BYTES * sum(found.numels.values()), field)
         partial = checkpoint_folder.begin(folder, found.progress.step)
-        superoffload.write_states(found, checkpoint_folder.optimizer_folder(partial), lambda name: PREFIX + name)
+        superoffload.write_states(
+            found, checkpoint_folder.optimizer_folder(partial), lambda name: PREFIX + name
+        )
         checkpoint_folder.complete(partial, _manifest(run_id(run), found.progress, spec))
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)  # the run is new, and nothing else is in it
@@ -97,7 +119,13 @@ def _read(source: Path) -> DeepSpeedStates:
         return superoffload.deepspeed_states(source)
     except superoffload.OffloadError as error:
         remedy = "Name the folder that was given to DeepSpeed's save_checkpoint, or that of a step in it."
-        problem = Problem(code=error.code, field="checkpoint", value=str(source), message=str(error).rstrip("."), remedy=remedy)
+        problem = Problem(
+            code=error.code,
+            field="checkpoint",
+            value=str(source),
+            message=str(error).rstrip("."),
+            remedy=remedy,
+        )
         raise InputError([problem]) from error
 
 
@@ -106,11 +134,25 @@ def _refuse_other_model(source: Path, found: DeepSpeedStates, spec: RunSpec) -> 
     from so_tui.spec import InputError, Problem
 
     wanted = {parameter.name: parameter.numel for parameter in trainable(spec.model.parameters)}
-    if differing := sorted(name for name in wanted.keys() | found.numels.keys() if wanted.get(name) != found.numels.get(name)):
+    if differing := sorted(
+        name
+        for name in wanted.keys() | found.numels.keys()
+        if wanted.get(name) != found.numels.get(name)
+    ):
         names = f"{', '.join(differing[:3])}{' ...' if len(differing) > 3 else ''}"
         message = f"is not of the model of {spec.label}: {len(differing)} parameters differ in name or size: {names}"
         remedy = "Name the preset of its model with --as."
-        raise InputError([Problem(code="checkpoint-differs", field="checkpoint", value=str(source), message=message, remedy=remedy)])
+        raise InputError(
+            [
+                Problem(
+                    code="checkpoint-differs",
+                    field="checkpoint",
+                    value=str(source),
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        )
 
 
 def _manifest(run: str, progress: Progress, spec: RunSpec) -> Any:

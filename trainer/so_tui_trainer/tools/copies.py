@@ -25,20 +25,35 @@ def work(request: Answer) -> Iterator[Answer]:
     for gpu in gpus:
         for node in nodes:
             found += _together([(gpu["index"], node)], request)
-            yield {"message": f"GPU {gpu['index']} and node {node['id']}: {found[-1]['pinned_d2h'] / 1e9:.0f} GB/s d2h"}
+            yield {
+                "message": f"GPU {gpu['index']} and node {node['id']}: {found[-1]['pinned_d2h'] / 1e9:.0f} GB/s d2h"
+            }
     if len(gpus) > 1:
         near = {node["id"]: node for node in nodes}
-        found += _together([(gpu["index"], near.get(gpu["node"], nodes[0])) for gpu in gpus], request)
-        yield {"message": f"all {len(gpus)} GPUs at once: {found[-1]['pinned_d2h'] / 1e9:.0f} GB/s d2h each"}
+        found += _together(
+            [(gpu["index"], near.get(gpu["node"], nodes[0])) for gpu in gpus], request
+        )
+        yield {
+            "message": f"all {len(gpus)} GPUs at once: {found[-1]['pinned_d2h'] / 1e9:.0f} GB/s d2h each"
+        }
     yield {"copies": found, "done": True}
 
 
 def _together(pairs: list[tuple[int, dict[str, Any]]], request: Answer) -> list[dict[str, Any]]:
     scale = float(request.get("scale", 1.0))
-    shared = {"device": request.get("device", "cuda:0"), "seconds": _SECONDS * scale, "scale": scale, "copies": True}
+    shared = {
+        "device": request.get("device", "cuda:0"),
+        "seconds": _SECONDS * scale,
+        "scale": scale,
+        "copies": True,
+    }
     environment = os.environ | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     children = [
-        start(gpu_argv(shared | {"cpus": node["cpus"]}), environment | {"CUDA_VISIBLE_DEVICES": str(index)}) for index, node in pairs
+        start(
+            gpu_argv(shared | {"cpus": node["cpus"]}),
+            environment | {"CUDA_VISIBLE_DEVICES": str(index)},
+        )
+        for index, node in pairs
     ]
     return [
         {

@@ -92,7 +92,11 @@ def _prepared(spec: RunSpec) -> Generator[Answer, None, Path]:
         except StopIteration as end:
             folder: Path = end.value
             return folder
-        yield {"message": f"tokenised {thousands(rows)} of {thousands(total)} rows", "done_rows": rows, "total_rows": total}
+        yield {
+            "message": f"tokenised {thousands(rows)} of {thousands(total)} rows",
+            "done_rows": rows,
+            "total_rows": total,
+        }
 
 
 def histogram(lengths: npt.NDArray[np.int64]) -> list[Answer]:
@@ -103,7 +107,12 @@ def histogram(lengths: npt.NDArray[np.int64]) -> list[Answer]:
     bins = np.minimum((lengths - 1) // width, _BINS)
     counts, tokens = np.bincount(bins), np.bincount(bins, weights=lengths)
     return [
-        {"from": at * width + 1, "to": longest if at == _BINS else min((at + 1) * width, longest), "documents": int(n), "tokens": int(held)}
+        {
+            "from": at * width + 1,
+            "to": longest if at == _BINS else min((at + 1) * width, longest),
+            "documents": int(n),
+            "tokens": int(held),
+        }
         for at, (n, held) in enumerate(zip(counts, tokens, strict=True))
         if at >= np.flatnonzero(counts)[0]
     ]
@@ -112,7 +121,9 @@ def histogram(lengths: npt.NDArray[np.int64]) -> list[Answer]:
 def _sources(documents: Documents, epoch: npt.NDArray[np.int64]) -> list[Answer]:
     """Describe each source and its share of ``epoch``, the documents that an epoch trains on."""
     firsts = np.cumsum([0, *(part.documents for part in documents.parts)])
-    met = np.bincount(np.searchsorted(firsts, epoch, side="right") - 1, minlength=len(documents.parts))
+    met = np.bincount(
+        np.searchsorted(firsts, epoch, side="right") - 1, minlength=len(documents.parts)
+    )
     lengths, trained = documents.lengths, documents.trained_lengths
     answers = []
     for index, part in enumerate(documents.parts):
@@ -138,7 +149,10 @@ def _sequence(documents: Documents, sequences: Sequences) -> Answer:
     order = np.argsort(np.diff(sequences.offsets), kind="stable")
     held = sequences.of(int(order[len(order) // 2]))
     return {
-        "documents": [{**_origin(documents, int(index)), "tokens": int(documents.lengths[index])} for index in held],
+        "documents": [
+            {**_origin(documents, int(index)), "tokens": int(documents.lengths[index])}
+            for index in held
+        ],
         "tokens": int(documents.lengths[held].sum()),
     }
 
@@ -160,8 +174,13 @@ def _origin(documents: Documents, index: int) -> Answer:
 def _sample(documents: Documents, tokenizer: PreTrainedTokenizerBase, index: int) -> Answer:
     """Return a document as pieces of text, each with whether it is trained. They are exactly the model's tokens, with the special ones."""
     start, stop = int(documents.offsets[index]), int(documents.offsets[index + 1])
-    tokens = zip(documents.tokens[start:stop].tolist(), documents.trained[start:stop].tolist(), strict=True)
-    pieces = [(str(tokenizer.decode([token for token, _ in run])), trained) for trained, run in groupby(tokens, key=lambda item: item[1])]
+    tokens = zip(
+        documents.tokens[start:stop].tolist(), documents.trained[start:stop].tolist(), strict=True
+    )
+    pieces = [
+        (str(tokenizer.decode([token for token, _ in run])), trained)
+        for trained, run in groupby(tokens, key=lambda item: item[1])
+    ]
     return {
         **_origin(documents, index),
         "tokens": stop - start,

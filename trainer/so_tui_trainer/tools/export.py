@@ -36,7 +36,9 @@ def export_run(request: Answer) -> Iterator[Answer]:
     folder = Path(request.get("to") or run.path / "export").expanduser().resolve()
     refuse_foreign(folder)
     if request.get("to"):
-        folder.parent.mkdir(parents=True, exist_ok=True)  # But never recreate a run's own folder that somebody has deleted.
+        folder.parent.mkdir(
+            parents=True, exist_ok=True
+        )  # But never recreate a run's own folder that somebody has deleted.
     spec = read_spec(run)
     refuse_code_of_others(run, spec)
     stage = Stage()
@@ -51,8 +53,22 @@ def export_run(request: Answer) -> Iterator[Answer]:
 
 
 def _progress(stage: Stage) -> Answer:
-    doing = {"doing": stage.doing, "done_bytes": stage.done_bytes(), "total_bytes": stage.total_bytes}
-    return {"progress": {**doing, "done_tensors": stage.done_tensors, "total_tensors": stage.total_tensors}} if stage.total_bytes else {}
+    doing = {
+        "doing": stage.doing,
+        "done_bytes": stage.done_bytes(),
+        "total_bytes": stage.total_bytes,
+    }
+    return (
+        {
+            "progress": {
+                **doing,
+                "done_tensors": stage.done_tensors,
+                "total_tensors": stage.total_tensors,
+            }
+        }
+        if stage.total_bytes
+        else {}
+    )
 
 
 if __name__ == "__main__":

@@ -32,7 +32,10 @@ def fetch(request: Answer) -> Iterator[Answer]:
 
     spec = requested_spec(request)
     total = 0
-    if spec.model.weights == "pretrained" and not Path(resolve_source(spec.model.id)).expanduser().is_dir():
+    if (
+        spec.model.weights == "pretrained"
+        and not Path(resolve_source(spec.model.id)).expanduser().is_dir()
+    ):
         for answer in _model(spec):
             total = answer["done_bytes"]
             yield answer
@@ -40,14 +43,20 @@ def fetch(request: Answer) -> Iterator[Answer]:
     yield {"message": f"tokenizer of {spec.model.tokenizer or spec.model.id}: ready"}
     other = evaluation_spec(spec)
     for opened in (*open_sources(spec.data), *(open_sources(other.data) if other else ())):
-        yield {"message": f"data: {thousands(len(opened.rows))} rows of {opened.source.source} ready"}
+        yield {
+            "message": f"data: {thousands(len(opened.rows))} rows of {opened.source.source} ready"
+        }
     yield {"message": f"everything for {spec.name} is downloaded", "bytes": total, "done": True}
 
 
 def _model(spec: RunSpec) -> Iterator[Answer]:
     missing = missing_files(spec.model, remote_files(spec.model))
     total, done = sum(missing.values()), 0
-    yield {"message": f"{spec.model.id}: {disk_size(total)} in {len(missing)} files to download", "done_bytes": 0, "total_bytes": total}
+    yield {
+        "message": f"{spec.model.id}: {disk_size(total)} in {len(missing)} files to download",
+        "done_bytes": 0,
+        "total_bytes": total,
+    }
     for name, size in sorted(missing.items(), key=lambda item: item[1]):
         for part in download(spec.model, name):
             yield _progress(name, part, done + part, total) | {"partial": True}
@@ -56,7 +65,11 @@ def _model(spec: RunSpec) -> Iterator[Answer]:
 
 
 def _progress(name: str, size: int, done: int, total: int) -> Answer:
-    return {"message": f"{name}: {disk_size(size)} ({done / max(1, total):.0%})", "done_bytes": done, "total_bytes": total}
+    return {
+        "message": f"{name}: {disk_size(size)} ({done / max(1, total):.0%})",
+        "done_bytes": done,
+        "total_bytes": total,
+    }
 
 
 if __name__ == "__main__":

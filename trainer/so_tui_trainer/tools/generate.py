@@ -64,7 +64,9 @@ def serve(lines: Iterator[str]) -> Iterator[channel.Answer]:
         yield from map(msgspec.to_builtins, answers(writers, ask, requests))
 
 
-def _changed(steps: Generator[Item, None, Result], change: Callable[[Item], Other]) -> Generator[Other, None, Result]:
+def _changed(
+    steps: Generator[Item, None, Result], change: Callable[[Item], Other]
+) -> Generator[Other, None, Result]:
     """Yield what ``steps`` yields, changed, and return what it returns."""
     while True:
         try:
@@ -158,7 +160,9 @@ def _loading(load: LoadModel) -> Generator[Event, None, Writers]:
     device = whole.chosen_device(load.device, sum(each.parameters for each in known))
     stop = stop_tokens(chat, tuned)
     # Both are asked in the layout of the tuned model, and end their answers by its tokens: the base model may know neither.
-    writers: Writers = {side: Writer(whole.placed(each, device), chat, stop) for side, each in models.items()}
+    writers: Writers = {
+        side: Writer(whole.placed(each, device), chat, stop) for side, each in models.items()
+    }
     yield Loaded(models=tuple(known), device=_name(device), layout=chat.name)
     return writers
 
@@ -181,28 +185,59 @@ def base_of(load: LoadModel, model: ModelSpec) -> ModelSpec:
     """
     if load.base:
         return ModelSpec(id=load.base)
-    message = "the training began with random weights" if load.run else "nothing in the folder says what the training began with"
+    message = (
+        "the training began with random weights"
+        if load.run
+        else "nothing in the folder says what the training began with"
+    )
     if model.weights == "pretrained" and model.id:
         if not load.run or distrust_of_folder(Path(load.run)) is None:
             return model
         message = f"the run may be another user's work, so {model.id} is not downloaded on its word"
     remedy = "Name a model to compare with: --base FOLDER, or a hub id."
-    raise InputError([Problem(code="base-model-unknown", field="--compare", value="", message=message, remedy=remedy)])
+    raise InputError(
+        [
+            Problem(
+                code="base-model-unknown",
+                field="--compare",
+                value="",
+                message=message,
+                remedy=remedy,
+            )
+        ]
+    )
 
 
-def _of_run(load: LoadModel) -> Generator[Event, None, tuple[PreTrainedModel, ModelSpec, ModelFacts]]:
+def _of_run(
+    load: LoadModel,
+) -> Generator[Event, None, tuple[PreTrainedModel, ModelSpec, ModelFacts]]:
     from so_tui.runs import RunDirectory, read_spec
     from so_tui_trainer import whole
 
     run = RunDirectory(Path(load.run))
     spec = read_spec(run)
     refuse_code_of_others(run, spec)
-    steps = with_newest(run, spec, "loading", lambda found: (whole.of_checkpoint(found.path, spec), found.manifest.step))
-    causal, step = yield from _changed(steps, lambda answer: Progress(message=str(answer["message"])))
-    return causal, spec.model, ModelFacts(side="tuned", name=run.name, step=step, parameters=whole.parameter_count(causal))
+    steps = with_newest(
+        run,
+        spec,
+        "loading",
+        lambda found: (whole.of_checkpoint(found.path, spec), found.manifest.step),
+    )
+    causal, step = yield from _changed(
+        steps, lambda answer: Progress(message=str(answer["message"]))
+    )
+    return (
+        causal,
+        spec.model,
+        ModelFacts(
+            side="tuned", name=run.name, step=step, parameters=whole.parameter_count(causal)
+        ),
+    )
 
 
-def of_folder(load: LoadModel) -> Generator[Event, None, tuple[PreTrainedModel, ModelSpec, ModelFacts]]:
+def of_folder(
+    load: LoadModel,
+) -> Generator[Event, None, tuple[PreTrainedModel, ModelSpec, ModelFacts]]:
     """Load a model's folder.
 
     Yields:
@@ -219,10 +254,18 @@ def of_folder(load: LoadModel) -> Generator[Event, None, tuple[PreTrainedModel, 
     causal = whole.of_folder(folder, ModelSpec(id=load.folder))
     marker = read_marker(folder)
     base = ModelSpec(id=load.folder, weights="random")
-    if marker is not None and marker.base and distrust_of_folder(folder) is None:  # another user's export does not say what is downloaded
+    if (
+        marker is not None and marker.base and distrust_of_folder(folder) is None
+    ):  # another user's export does not say what is downloaded
         base = ModelSpec(id=marker.base, revision=marker.revision or "main")
     step = marker.step if marker is not None else None
-    return causal, base, ModelFacts(side="tuned", name=folder.name, step=step, parameters=whole.parameter_count(causal))
+    return (
+        causal,
+        base,
+        ModelFacts(
+            side="tuned", name=folder.name, step=step, parameters=whole.parameter_count(causal)
+        ),
+    )
 
 
 def _of_base(model: ModelSpec) -> Generator[Event, None, tuple[PreTrainedModel, ModelFacts]]:

@@ -36,7 +36,11 @@ def main(request: dict[str, Any]) -> None:
     """Measure and print the answer."""
     if request.get("cpus"):
         os.sched_setaffinity(0, request["cpus"])
-    alone = (("ranks", _measure_between_gpus), ("copies", _measure_copies), ("attention", _measure_attention))
+    alone = (
+        ("ranks", _measure_between_gpus),
+        ("copies", _measure_copies),
+        ("attention", _measure_attention),
+    )
     measure = next((measure for name, measure in alone if request.get(name)), _measure_one_gpu)
     answer = measure(request)
     print(json.dumps(answer), flush=True)
@@ -55,7 +59,12 @@ def _measure_one_gpu(request: dict[str, Any]) -> dict[str, Any]:
     layers = [
         (
             torch.randn(tokens, max(16, int(wide * scale)), device=device, dtype=torch.bfloat16),
-            torch.randn(max(16, int(wide * scale)), max(16, int(out * scale)), device=device, dtype=torch.bfloat16),
+            torch.randn(
+                max(16, int(wide * scale)),
+                max(16, int(out * scale)),
+                device=device,
+                dtype=torch.bfloat16,
+            ),
         )
         for wide, out in SHAPES
     ]
@@ -104,7 +113,9 @@ def _measure_copies(request: dict[str, Any]) -> dict[str, Any]:
         "up_bytes_per_s": size / h2d,
         "pageable_d2h_bytes_per_s": size / _seconds(lambda: pageable.copy_(near), device, limit_s),
         "pageable_h2d_bytes_per_s": size / _seconds(lambda: near.copy_(pageable), device, limit_s),
-        "cast_h2d_bytes_per_s": size / 2 / _seconds(lambda: weights.copy_(masters), device, limit_s),
+        "cast_h2d_bytes_per_s": size
+        / 2
+        / _seconds(lambda: weights.copy_(masters), device, limit_s),
         "both_ways_bytes_per_s": [size / together, size / together],
     }
 
@@ -119,14 +130,24 @@ def _measure_attention(request: dict[str, Any]) -> dict[str, Any]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     limit_s = request["seconds"] / 4
-    return {"attention": attention_rates(usable_backends(device), device, lambda run: _seconds(run, device, limit_s), request["scale"])}
+    return {
+        "attention": attention_rates(
+            usable_backends(device),
+            device,
+            lambda run: _seconds(run, device, limit_s),
+            request["scale"],
+        )
+    }
 
 
 def _small_layers(device: Any) -> Callable[[], object]:
     """Return a forward and backward pass of a chain of modules with hooks, as ZeRO-3 adds them to every module."""
     import torch
 
-    modules = [torch.nn.Linear(SMALL_WIDTH, SMALL_WIDTH, device=device, dtype=torch.bfloat16) for _ in range(SMALL_LAYERS)]
+    modules = [
+        torch.nn.Linear(SMALL_WIDTH, SMALL_WIDTH, device=device, dtype=torch.bfloat16)
+        for _ in range(SMALL_LAYERS)
+    ]
     for module in modules:
         module.register_forward_pre_hook(lambda _module, inputs: inputs)
         module.register_forward_hook(lambda _module, _inputs, output: output)
@@ -152,18 +173,26 @@ def _measure_between_gpus(request: dict[str, Any]) -> dict[str, Any]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    distributed.init_process_group(backend, init_method=f"file://{request['store']}", rank=rank, world_size=ranks)
-    share = torch.zeros(max(4096, int(ALL_GATHER_BYTES * request["scale"])), dtype=torch.uint8, device=device)
+    distributed.init_process_group(
+        backend, init_method=f"file://{request['store']}", rank=rank, world_size=ranks
+    )
+    share = torch.zeros(
+        max(4096, int(ALL_GATHER_BYTES * request["scale"])), dtype=torch.uint8, device=device
+    )
     whole = torch.zeros(ranks * share.numel(), dtype=torch.uint8, device=device)
     times = []
     for _ in range(8):  # The same number on every rank, whatever it measures.
         distributed.barrier()
         times.append(_once(lambda: all_gather_single(whole, share), device))
     seconds = median_high(times)
-    together = [(count, _small_layer_together_s(count, request, device)) for count in request["counts"]]
+    together = [
+        (count, _small_layer_together_s(count, request, device)) for count in request["counts"]
+    ]
     return {
         "peer_bytes_per_s": (ranks - 1) * share.numel() / seconds,
-        "small_layer_together": [(count, seconds) for count, seconds in together if seconds is not None],
+        "small_layer_together": [
+            (count, seconds) for count, seconds in together if seconds is not None
+        ],
     }
 
 

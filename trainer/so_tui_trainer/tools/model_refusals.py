@@ -20,7 +20,13 @@ def refuse_unreadable(model: ModelSpec, error: Exception) -> NoReturn:
     text = str(error)
     if "trust_remote_code" in text and not model.trust_remote_code:
         remedy = "Read that code first. If you trust it, add --trust-remote-code."
-        refuse("model-needs-remote-code", model, "comes with its own Python code, which is not run by default", remedy, error)
+        refuse(
+            "model-needs-remote-code",
+            model,
+            "comes with its own Python code, which is not run by default",
+            remedy,
+            error,
+        )
     if _caused_by(error, "GatedRepoError"):
         remedy = "Accept its terms on its page on the hub, then log in with `hf auth login` (or set HF_TOKEN)."
         refuse("hub-access-denied", model, "is gated, and this user has no access", remedy, error)
@@ -32,7 +38,13 @@ def refuse_unreadable(model: ModelSpec, error: Exception) -> NoReturn:
         from transformers import __version__
 
         message = f"is of a kind that transformers {__version__} does not know"
-        refuse("model-type-unknown", model, message, "Install a newer transformers, or choose another model.", error)
+        refuse(
+            "model-type-unknown",
+            model,
+            message,
+            "Install a newer transformers, or choose another model.",
+            error,
+        )
     message = f"its config.json cannot be read ({_reason(error)})"
     refuse("model-config-unreadable", model, message, "Correct it, or download it again.", error)
 
@@ -44,7 +56,12 @@ def refuse_shape(model: ModelSpec, error: Exception) -> NoReturn:
         InputError: Always.
     """
     message = f"its shape cannot be built: {_reason(error)}"
-    refuse("model-shape-invalid", model, message, "Check its config.json. Some models need other packages, or a newer transformers.")
+    refuse(
+        "model-shape-invalid",
+        model,
+        message,
+        "Check its config.json. Some models need other packages, or a newer transformers.",
+    )
 
 
 def refuse_other_kinds(model: ModelSpec, config: PretrainedConfig) -> None:
@@ -53,21 +70,30 @@ def refuse_other_kinds(model: ModelSpec, config: PretrainedConfig) -> None:
     Raises:
         InputError: It is another kind of model.
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    )
 
     remedy = "Choose a model for text generation (a causal language model)."
     classes = tuple(config.architectures or ())
     if getattr(config, "is_encoder_decoder", False):
-        refuse("model-not-causal", model, "is an encoder-decoder, not a causal language model", remedy)
+        refuse(
+            "model-not-causal", model, "is an encoder-decoder, not a causal language model", remedy
+        )
     text = config.get_text_config()
     if text is not config:
         message = f"is a multimodal model, and transformers has no model for its language part alone ({text.model_type})"
         refuse("model-multimodal", model, message, remedy)
-    if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
+    if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(
+        config, "is_decoder", False
+    ):
         message = f"is an encoder ({classes[0] if classes else config.model_type}), not a causal language model"
         refuse("model-not-causal", model, message, remedy)
     known = set(_names(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
-    own_code = model.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    own_code = model.trust_remote_code and "AutoModelForCausalLM" in (
+        getattr(config, "auto_map", None) or {}
+    )
     if own_code:
         return
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
@@ -82,7 +108,9 @@ def refuse_head(model: ModelSpec, causal: PreTrainedModel) -> None:
 
     if causal.get_output_embeddings() is None:  # type: ignore[no-untyped-call]
         message = "has no output projection that so-tui can find"
-        refuse("model-head-missing", model, message, "Choose a model with a plain output projection.")
+        refuse(
+            "model-head-missing", model, message, "Choose a model with a plain output projection."
+        )
     refuse_unsupported(causal, model)
 
 
@@ -99,11 +127,21 @@ def refuse_unplannable(model: ModelSpec) -> None:
     except InputError as error:
         missing = ", ".join(problem.field.rpartition(".")[2] for problem in error.problems)
         message = f"a {model.config.get('model_type')} has no {missing}: this kind of model cannot be planned"
-        refuse("model-not-plannable", model, message, "Choose a decoder with attention in every layer.", error)
+        refuse(
+            "model-not-plannable",
+            model,
+            message,
+            "Choose a decoder with attention in every layer.",
+            error,
+        )
 
 
-def refuse(code: str, model: ModelSpec, message: str, remedy: str, error: Exception | None = None) -> NoReturn:
-    raise InputError([Problem(code=code, field="model.id", value=model.id, message=message, remedy=remedy)]) from error
+def refuse(
+    code: str, model: ModelSpec, message: str, remedy: str, error: Exception | None = None
+) -> NoReturn:
+    raise InputError(
+        [Problem(code=code, field="model.id", value=model.id, message=message, remedy=remedy)]
+    ) from error
 
 
 def _caused_by(error: BaseException | None, name: str) -> bool:

@@ -36,7 +36,15 @@ _SHAPE = [
     "tie_word_embeddings",
 ]
 """Keys that the planner reads. They are written out even if the model's own config uses a default or another name."""
-_NOT_SHAPE = {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache", "auto_map", *QUANTISED}
+_NOT_SHAPE = {
+    "transformers_version",
+    "_name_or_path",
+    "dtype",
+    "torch_dtype",
+    "use_cache",
+    "auto_map",
+    *QUANTISED,
+}
 """Keys that do not belong into a preset."""
 _WIDTHS = ("ffn_dim", "ffn_hidden_size", "n_inner")
 """Names of ``intermediate_size`` in older models."""
@@ -48,7 +56,9 @@ def shape_of(config: PretrainedConfig, causal: PreTrainedModel) -> dict[str, Any
     """Return ``[model.config]``: what differs from the defaults of this kind of model, and all that the planner reads. Without None, as in
     TOML.
     """
-    shape: dict[str, Any] = _toml_values({key: value for key, value in config.to_diff_dict().items() if key not in _NOT_SHAPE})
+    shape: dict[str, Any] = _toml_values(
+        {key: value for key, value in config.to_diff_dict().items() if key not in _NOT_SHAPE}
+    )
     return shape | planned_shape(config, causal)
 
 
@@ -57,10 +67,16 @@ def planned_shape(config: PretrainedConfig, causal: PreTrainedModel) -> dict[str
     own = _without_layers(config)
     named = {key: same_in_all_layers(getattr(own, key, None)) for key in _SHAPE}
     named["intermediate_size"] = named["intermediate_size"] or _width(config, causal)
-    named["num_key_value_heads"] = named["num_key_value_heads"] or getattr(config, "num_kv_heads", None)
-    shape: dict[str, Any] = {key: value for key, value in named.items() if isinstance(value, int | float)}
+    named["num_key_value_heads"] = named["num_key_value_heads"] or getattr(
+        config, "num_kv_heads", None
+    )
+    shape: dict[str, Any] = {
+        key: value for key, value in named.items() if isinstance(value, int | float)
+    }
     kinds = list(kinds_of(config))
-    return shape | {"layer_types": kinds} if mixing_kinds(kinds) or recurrent_kinds(kinds) else shape
+    return (
+        shape | {"layer_types": kinds} if mixing_kinds(kinds) or recurrent_kinds(kinds) else shape
+    )
 
 
 def _without_layers(config: PretrainedConfig) -> PretrainedConfig:
@@ -81,7 +97,11 @@ def _width(config: PretrainedConfig, causal: PreTrainedModel) -> int | None:
         if isinstance(value := getattr(config, key, None), int):
             return value
     head = causal.get_output_embeddings()  # type: ignore[no-untyped-call]
-    inputs = [module.in_features for module in causal.modules() if isinstance(module, Linear) and module is not head]
+    inputs = [
+        module.in_features
+        for module in causal.modules()
+        if isinstance(module, Linear) and module is not head
+    ]
     inputs += [module.weight.shape[0] for module in causal.modules() if isinstance(module, Conv1D)]
     return max(inputs, default=None)
 
@@ -89,7 +109,9 @@ def _width(config: PretrainedConfig, causal: PreTrainedModel) -> int | None:
 def _toml_values(value: Any) -> Any:
     """Remove None, tables with keys that are not text, and lists with an infinity (``time_step_limit``), which JSON cannot hold."""
     if isinstance(value, dict):
-        known = {key: item for key, item in value.items() if isinstance(key, str) and item is not None}
+        known = {
+            key: item for key, item in value.items() if isinstance(key, str) and item is not None
+        }
         return {key: _toml_values(item) for key, item in known.items() if not _unwritable(item)}
     if isinstance(value, list | tuple):
         return [_toml_values(item) for item in value if item is not None]
@@ -99,12 +121,18 @@ def _toml_values(value: Any) -> Any:
 def _unwritable(value: Any) -> bool:
     if isinstance(value, dict):
         return any(not isinstance(key, str) for key in value)
-    return isinstance(value, list | tuple) and any(isinstance(item, float) and math.isinf(item) for item in value)
+    return isinstance(value, list | tuple) and any(
+        isinstance(item, float) and math.isinf(item) for item in value
+    )
 
 
 def expert_blocks(causal: PreTrainedModel) -> tuple[str, ...]:
     """Return the classes of the blocks with experts. ZeRO-3 all-gathers such a block as a whole, whichever experts a token uses."""
-    blocks = {type(module).__name__ for module in causal.modules() if any(name == "experts" for name, _ in module.named_children())}
+    blocks = {
+        type(module).__name__
+        for module in causal.modules()
+        if any(name == "experts" for name, _ in module.named_children())
+    }
     return tuple(sorted(blocks))
 
 
@@ -132,7 +160,10 @@ def blocks_of(tensors: Iterable[Tensor]) -> tuple[ParameterBlock, ...]:
         if index is None:
             blocks.append(ParameterBlock(tensors=tuple(group)))
             continue
-        pattern = tuple(Tensor(_LAYER.sub(r"\1{i}", t.name, count=1), t.shape, t.decay, t.kind, t.tied) for t in group)
+        pattern = tuple(
+            Tensor(_LAYER.sub(r"\1{i}", t.name, count=1), t.shape, t.decay, t.kind, t.tied)
+            for t in group
+        )
         last = blocks[-1] if blocks else None
         if last is not None and last.tensors == pattern and last.first + last.repeat == index:
             blocks[-1] = ParameterBlock(repeat=last.repeat + 1, first=last.first, tensors=pattern)

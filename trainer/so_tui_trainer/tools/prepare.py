@@ -47,7 +47,9 @@ def prepare(request: Answer) -> Iterator[Answer]:
     built = build_ops.build()
     yield {"message": f"CPU kernels: {built['cpu_adam']} ({built['seconds']} s)"}
     if built["deepspeed"]:
-        yield {"message": f"DeepSpeed's CPU Adam, which only some settings need, cannot be compiled: {built['deepspeed']}"}
+        yield {
+            "message": f"DeepSpeed's CPU Adam, which only some settings need, cannot be compiled: {built['deepspeed']}"
+        }
     yield {"message": f"{spec.name} is ready to start", "done": True}
 
 

@@ -34,7 +34,9 @@ def model_config(model: ModelSpec) -> PretrainedConfig:
     """Return the transformers config of a model section: from its ``[model.config]``, or from the hub or folder if that is empty."""
     if not model.config:
         config: PretrainedConfig = AutoConfig.from_pretrained(
-            resolve_source(model.id), revision=model.revision, trust_remote_code=model.trust_remote_code
+            resolve_source(model.id),
+            revision=model.revision,
+            trust_remote_code=model.trust_remote_code,
         )
         return language_part(config)
     return config_of(model.config)
@@ -54,7 +56,10 @@ def rewritten(path: Path) -> tuple[str, int]:
     model = find_preset(str(path.resolve()), table=False).spec.model
     own = path.read_text(encoding="utf-8").partition(MARKER)[0].rstrip("\n")
     if re.search(r"^\s*\[\[\s*model\s*\.\s*parameters", own, re.MULTILINE):
-        message, remedy = "is above the generated table", "Delete it; the generated one replaces it."
+        message, remedy = (
+            "is above the generated table",
+            "Delete it; the generated one replaces it.",
+        )
         raise _refusal("table-not-generated", "model.parameters", message, remedy, path)
     config = model_config(model)
     causal = meta_model(config)
@@ -77,19 +82,27 @@ def _with_keys(own: str, missing: dict[str, Any], path: Path) -> str:
         own = own[: header.start()] + own[header.end() :]
     elif given is not None:
         remedy = "Write it as a section: [model.config] and its keys below."
-        raise _refusal("model-config-not-section", "model.config", f"lacks {', '.join(missing)}", remedy, path)
+        raise _refusal(
+            "model-config-not-section", "model.config", f"lacks {', '.join(missing)}", remedy, path
+        )
     section = tomli_w.dumps({"model": {"config": missing}}).rstrip("\n")
     return f"{own}\n\n{section}"
 
 
 def _refusal(code: str, field: str, message: str, remedy: str, path: Path) -> InputError:
-    return InputError([Problem(code=code, field=field, value="", message=message, remedy=remedy, file=str(path))])
+    return InputError(
+        [Problem(code=code, field=field, value="", message=message, remedy=remedy, file=str(path))]
+    )
 
 
 def main() -> int:
     """Rewrite or check the files of the command line; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m so_tui_trainer.tools.presets", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a file is not current")
+    parser = argparse.ArgumentParser(
+        prog="python -m so_tui_trainer.tools.presets", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit with 1 if a file is not current"
+    )
     parser.add_argument("files", nargs="+", type=Path)
     arguments = parser.parse_args()
     current = True

@@ -64,14 +64,17 @@ def write(tokenizer: Tokenizer, folder: Path, longest: int = LONGEST) -> None:
         "model_max_length": longest,
         "clean_up_tokenization_spaces": False,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(settings, indent=2) + "\n", encoding="utf-8"
+    )
 
 
 def main() -> None:
     """Train and write the tokenizer."""
     home = Path(resolve_source("builtin:tiny"))
     parser = argparse.ArgumentParser(
-        prog="python -m so_tui_trainer.tools.tokenizer", description=__doc__.splitlines()[0] if __doc__ else None
+        prog="python -m so_tui_trainer.tools.tokenizer",
+        description=__doc__.splitlines()[0] if __doc__ else None,
     )
     parser.add_argument("--rows", type=Path, default=home / "rows.jsonl")
     parser.add_argument("--folder", type=Path, default=home)

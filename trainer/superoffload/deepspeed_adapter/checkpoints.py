@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DICT, PARTITION_COUNT, ZERO_STAGE
+from deepspeed.checkpoint.constants import (
+    FP32_FLAT_GROUPS,
+    OPTIMIZER_STATE_DICT,
+    PARTITION_COUNT,
+    ZERO_STAGE,
+)
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from superoffload.conversion import deepspeed_states
@@ -15,7 +20,9 @@ from superoffload.errors import OffloadError
 from superoffload.optimizer import SuperOffload
 
 
-def to_state_dict(core: SuperOffload, parameter_groups: Sequence[Mapping[str, Any]], partition_count: Any) -> dict[str, Any]:
+def to_state_dict(
+    core: SuperOffload, parameter_groups: Sequence[Mapping[str, Any]], partition_count: Any
+) -> dict[str, Any]:
     """Return copies of the states, which ``zero_to_fp32.py`` can read.
 
     Args:
@@ -25,10 +32,17 @@ def to_state_dict(core: SuperOffload, parameter_groups: Sequence[Mapping[str, An
     """
     moments = [core.moments(index) for index in range(len(core.sub_groups))]
     state = {
-        index: {"step": core.steps_taken, "exp_avg": first.cpu().clone(), "exp_avg_sq": second.cpu().clone()}
+        index: {
+            "step": core.steps_taken,
+            "exp_avg": first.cpu().clone(),
+            "exp_avg_sq": second.cpu().clone(),
+        }
         for index, (first, second) in enumerate(moments)
     }
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in parameter_groups]
+    groups = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in parameter_groups
+    ]
     return {
         ZERO_STAGE: ZeroStageEnum.weights,
         PARTITION_COUNT: partition_count,
@@ -37,7 +51,13 @@ def to_state_dict(core: SuperOffload, parameter_groups: Sequence[Mapping[str, An
     }
 
 
-def load_state_dict(core: SuperOffload, parameter_groups: Sequence[dict[str, Any]], saved: Mapping[str, Any], *, moments: bool) -> None:
+def load_state_dict(
+    core: SuperOffload,
+    parameter_groups: Sequence[dict[str, Any]],
+    saved: Mapping[str, Any],
+    *,
+    moments: bool,
+) -> None:
     """Load what ``to_state_dict`` returned, of as many ranks and sub-groups.
 
     Args:
@@ -65,10 +85,14 @@ def load_state_dict(core: SuperOffload, parameter_groups: Sequence[dict[str, Any
     if moments:
         for group, values in zip(parameter_groups, optimizer_state["param_groups"], strict=True):
             group.update(values)
-        core.set_steps_taken(max((int(state["step"]) for state in optimizer_state["state"].values()), default=0))
+        core.set_steps_taken(
+            max((int(state["step"]) for state in optimizer_state["state"].values()), default=0)
+        )
 
 
-def load_universal(core: SuperOffload, folder: Path, numels: Mapping[str, int], rank: int, *, moments: bool) -> None:
+def load_universal(
+    core: SuperOffload, folder: Path, numels: Mapping[str, int], rank: int, *, moments: bool
+) -> None:
     """Load a universal checkpoint, which any ranks and sub-groups may have saved.
 
     Args:
@@ -83,15 +107,29 @@ def load_universal(core: SuperOffload, folder: Path, numels: Mapping[str, int], 
     """
     saved = deepspeed_states(folder)
     if dict(saved.numels) != numels:
-        names = sorted(name for name in saved.numels.keys() | numels.keys() if saved.numels.get(name) != numels.get(name))
+        names = sorted(
+            name
+            for name in saved.numels.keys() | numels.keys()
+            if saved.numels.get(name) != numels.get(name)
+        )
         message = f"{folder} is of another model: {len(names)} parameters differ in name or size, {', '.join(names[:3])} first."
         raise OffloadError(message, code="other-parameters")
-    places = {name: (index, group.span(member)) for index, group in enumerate(core.sub_groups) for member, name in enumerate(group.names)}
-    found = [[torch.zeros(group.weights.numel()) for _ in range(2)] for group in core.sub_groups] if moments and saved.moments else []
+    places = {
+        name: (index, group.span(member))
+        for index, group in enumerate(core.sub_groups)
+        for member, name in enumerate(group.names)
+    }
+    found = (
+        [[torch.zeros(group.weights.numel()) for _ in range(2)] for group in core.sub_groups]
+        if moments and saved.moments
+        else []
+    )
     for states in saved.read():
         index, (begin, end) = places[states.name]
         kinds = [core.master_weights(index), *(found[index] if found else ())]
-        for target, whole in zip(kinds, (states.master_weights, *(states.moments or ())), strict=False):
+        for target, whole in zip(
+            kinds, (states.master_weights, *(states.moments or ())), strict=False
+        ):
             shard = whole[rank * (end - begin) : (rank + 1) * (end - begin)]
             target[begin : begin + len(shard)].copy_(shard)
     for index, (first, second) in enumerate(found):

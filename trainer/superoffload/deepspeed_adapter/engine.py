@@ -80,14 +80,18 @@ def join_process_group(**settings: Any) -> None:
     On a CPU, with all ranks on one host, those create a file of 69 MB a rank in /dev/shm that is never removed, and make an ordinary exit
     abort. Only inference would use them.
     """
-    backend: Any = import_module("deepspeed.comm.torch")  # the attribute deepspeed.comm.torch is torch itself
+    backend: Any = import_module(
+        "deepspeed.comm.torch"
+    )  # the attribute deepspeed.comm.torch is torch itself
     backend.build_shm_op = lambda: None
     deepspeed.init_distributed(**settings)
 
 
 def shard(ds_config: Mapping[str, Any]) -> AbstractContextManager[Any]:
     """Return a context in which the parameters of every new module are sharded over the ranks as soon as it is constructed."""
-    context: AbstractContextManager[Any] = deepspeed.zero.Init(config_dict_or_path=streaming.without_pinning(ds_config))
+    context: AbstractContextManager[Any] = deepspeed.zero.Init(
+        config_dict_or_path=streaming.without_pinning(ds_config)
+    )
     return context
 
 
@@ -113,7 +117,9 @@ def share_hyperparameters(engine: Engine) -> None:
     backup = getattr(optimizer, "backup_optimizer", None)
     if backup is None:
         return
-    for group, backup_group in zip(optimizer.optimizer.param_groups, backup.param_groups, strict=True):
+    for group, backup_group in zip(
+        optimizer.optimizer.param_groups, backup.param_groups, strict=True
+    ):
         for key, value in backup_group.items():
             group.setdefault(key, value)
         group["params"] = []
@@ -132,13 +138,19 @@ def limit_run_ahead(engine: Engine, limit: int) -> None:
         return
     coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
     # Blocking events: a host that spins while it waits takes time from CPU Adam on the same core's other thread.
-    limiter, fetch = RunAheadLimiter(limit, partial(accelerator.Event, blocking=True)), coordinator.fetch_sub_module
+    limiter, fetch = (
+        RunAheadLimiter(limit, partial(accelerator.Event, blocking=True)),
+        coordinator.fetch_sub_module,
+    )
     numels: dict[int, int] = {}
 
     def fetch_within_limit(module: Any, forward: bool) -> None:
         fetch(module, forward)
         if module.ds_id not in numels:
-            numels[module.ds_id] = sum(parameter.ds_numel for parameter in iter_params(module, recurse=z3_leaf_module(module)))
+            numels[module.ds_id] = sum(
+                parameter.ds_numel
+                for parameter in iter_params(module, recurse=z3_leaf_module(module))
+            )
         limiter.before_use(module, numels[module.ds_id])
 
     coordinator.fetch_sub_module = fetch_within_limit
@@ -153,7 +165,10 @@ def super_offload(engine: Engine) -> SuperOffload | None:
 def sub_group_parameters(engine: Engine) -> tuple[tuple[tuple[str, int], ...], ...]:
     """Return the name and the elements, over all ranks, of the parameters of each sub-group, in order."""
     optimizer = engine.optimizer
-    return tuple(tuple((optimizer.param_names[parameter], parameter.ds_numel) for parameter in group) for group in optimizer.fp16_groups)
+    return tuple(
+        tuple((optimizer.param_names[parameter], parameter.ds_numel) for parameter in group)
+        for group in optimizer.fp16_groups
+    )
 
 
 def sub_group_states(engine: Engine) -> list[SubGroupState]:
@@ -179,12 +194,18 @@ def _own_state(core: SuperOffload, index: int) -> SubGroupState:
 
 def _stage3_state(optimizer: Any, index: int) -> SubGroupState:
     leaf = optimizer.fp32_partitioned_groups_flat[index]
-    device = optimizer.subgroup_to_device[index] if optimizer.offload_optimizer else str(leaf.device.type)
+    device = (
+        optimizer.subgroup_to_device[index]
+        if optimizer.offload_optimizer
+        else str(leaf.device.type)
+    )
     weights = optimizer.fp16_partitioned_groups_flat[index]
     # The tensor is a leaf that requires grad; only its storage is read and written here.
     flat = leaf.detach()
     if device == "cpu" and hasattr(optimizer, "superoffload_cpu_optimizer"):
-        return SubGroupState(device, weights, flat, None, lambda first, second: None, 0, lambda step: None)
+        return SubGroupState(
+            device, weights, flat, None, lambda first, second: None, 0, lambda step: None
+        )
     on_backup = optimizer.offload_optimizer and device != "cpu"
     inner = optimizer.backup_optimizer if on_backup else optimizer.optimizer
     state = inner.state[leaf]
@@ -203,7 +224,15 @@ def _stage3_state(optimizer: Any, index: int) -> SubGroupState:
         state["exp_avg"].copy_(first)
         state["exp_avg_sq"].copy_(second)
 
-    return SubGroupState(device, weights, flat, lambda: (state["exp_avg"], state["exp_avg_sq"]), set_moments, int(state["step"]), set_step)
+    return SubGroupState(
+        device,
+        weights,
+        flat,
+        lambda: (state["exp_avg"], state["exp_avg_sq"]),
+        set_moments,
+        int(state["step"]),
+        set_step,
+    )
 
 
 def _first_step(inner: Any, master_weights: torch.Tensor) -> int | torch.Tensor:
@@ -211,12 +240,17 @@ def _first_step(inner: Any, master_weights: torch.Tensor) -> int | torch.Tensor:
     if not isinstance(inner, torch.optim.AdamW):
         return 0
     on_device = inner.defaults.get("fused") or inner.defaults.get("capturable")
-    return torch.zeros((), dtype=torch.float32, device=master_weights.device if on_device else "cpu")
+    return torch.zeros(
+        (), dtype=torch.float32, device=master_weights.device if on_device else "cpu"
+    )
 
 
 def publish_weights(engine: Engine) -> None:
     """Cast the master weights to the weights on all ranks, after loading them."""
-    checkpoints.publish_weights(engine.optimizer, [(state.weights, state.master_weights) for state in sub_group_states(engine)])
+    checkpoints.publish_weights(
+        engine.optimizer,
+        [(state.weights, state.master_weights) for state in sub_group_states(engine)],
+    )
 
 
 def set_learning_rate(engine: Engine, learning_rate: float) -> None:
@@ -240,8 +274,24 @@ def replay_bias_correction(engine: Engine) -> None:
     beta1, beta2 = group["betas"]
     empty = torch.empty(0)
     # A step with other betas makes it restart.
-    for step, first, second in ((1, beta1 / 2, beta2 / 2), *((step, beta1, beta2) for step in range(1, steps + 1))):
-        library.adam_update(inner.opt_id, step, group["lr"], first, second, group["eps"], 0.0, True, empty, empty, empty, empty)
+    for step, first, second in (
+        (1, beta1 / 2, beta2 / 2),
+        *((step, beta1, beta2) for step in range(1, steps + 1)),
+    ):
+        library.adam_update(
+            inner.opt_id,
+            step,
+            group["lr"],
+            first,
+            second,
+            group["eps"],
+            0.0,
+            True,
+            empty,
+            empty,
+            empty,
+            empty,
+        )
 
 
 def last_gradient_norm(engine: Engine) -> float | None:

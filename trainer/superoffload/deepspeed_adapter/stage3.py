@@ -81,14 +81,20 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         """Have the base class cut host memory that does not exist into sub-groups: ``_setup_for_real_optimizer`` places the weights."""
         for group in self.trainable_param_groups:
             numel = sum(parameter.partition_numel() for parameter in group["params"])
-            self.param_groups_fp16_flat_cpu_memory.append(torch.empty(numel, dtype=self.dtype, device="meta"))
+            self.param_groups_fp16_flat_cpu_memory.append(
+                torch.empty(numel, dtype=self.dtype, device="meta")
+            )
 
-    def _move_to_flat_buffer(self, param_list: list[Any], flat_buffer: torch.Tensor, avoid_copy: bool = False) -> None:
+    def _move_to_flat_buffer(
+        self, param_list: list[Any], flat_buffer: torch.Tensor, avoid_copy: bool = False
+    ) -> None:
         for parameter in param_list:
             parameter.ds_tensor.final_location = "not-nvme"
 
     def _create_fp16_sub_groups(self, params_group: list[Any]) -> list[list[Any]]:
-        slices = sub_group_slices([parameter.partition_numel() for parameter in params_group], self.sub_group_size)
+        slices = sub_group_slices(
+            [parameter.partition_numel() for parameter in params_group], self.sub_group_size
+        )
         return [params_group[start:stop] for start, stop in slices]
 
     def _setup_for_real_optimizer(self) -> None:
@@ -98,11 +104,17 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         device = torch.device(get_accelerator().current_device_name())
         host_weights = None
         if self.offload_param:
-            self.fp16_partitioned_groups_flat[:], host_weights = streaming.place(self.fp16_groups, numels, on_gpu, device)
+            self.fp16_partitioned_groups_flat[:], host_weights = streaming.place(
+                self.fp16_groups, numels, on_gpu, device
+            )
             self.param_groups_fp16_flat_cpu_memory.clear()
-        order = {parameter.ds_id: position for position, parameter in enumerate(self.module.parameters())}
+        order = {
+            parameter.ds_id: position for position, parameter in enumerate(self.module.parameters())
+        }
         try:
-            sub_groups = [self._sub_group(index, index < on_gpu, order) for index in range(len(numels))]
+            sub_groups = [
+                self._sub_group(index, index < on_gpu, order) for index in range(len(numels))
+            ]
             settings = within_share(
                 sub_groups,
                 settings,
@@ -127,17 +139,25 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
                 host_weights.close()
             raise
         self._refer_to_master_weights()
-        self.subgroup_to_device = {index: "gpu" if index < on_gpu else "cpu" for index in range(len(numels))}
+        self.subgroup_to_device = {
+            index: "gpu" if index < on_gpu else "cpu" for index in range(len(numels))
+        }
         self._member = {
-            parameter.ds_id: (index, member) for index, group in enumerate(self.fp16_groups) for member, parameter in enumerate(group)
+            parameter.ds_id: (index, member)
+            for index, group in enumerate(self.fp16_groups)
+            for member, parameter in enumerate(group)
         }
         for group in self.optimizer.param_groups:
             group["params"] = []
         for dtype, bucket in self.ipg_buckets.items():
-            bucket.buffer = torch.empty(self.reduce_bucket_size, dtype=dtype, device=get_accelerator().current_device_name())
+            bucket.buffer = torch.empty(
+                self.reduce_bucket_size, dtype=dtype, device=get_accelerator().current_device_name()
+            )
         # Other methods of the base class expect these attributes.
         self.grad_partitions_flat_buffer = None
-        self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition: dict[int, torch.Tensor] = {}
+        self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition: dict[
+            int, torch.Tensor
+        ] = {}
         self._waits = Waits(self.core, {ds_id: index for ds_id, (index, _) in self._member.items()})
         self._waits.before_all_gather(self.module)
         self._waits.before_layers(self.parameter_offload.get_param_coordinator())
@@ -151,7 +171,9 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         for parameter in parameters:
             numel = parameter.partition_numel()
             real = min(numel, max(0, parameter.ds_numel - rank * numel))
-            weights[offsets[-1] + real : offsets[-1] + numel].zero_()  # padding is uninitialised memory, which may hold NaN
+            weights[
+                offsets[-1] + real : offsets[-1] + numel
+            ].zero_()  # padding is uninitialised memory, which may hold NaN
             offsets.append(offsets[-1] + numel)
         return SubGroup(
             weights=weights,
@@ -166,9 +188,15 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     def _parameter_group(self, parameter: Any) -> int:
         """Return the index of a parameter's group. DeepSpeed 0.18.9 and 0.19.0 themselves do not count groups of frozen parameters."""
         groups = self.optimizer.param_groups
-        return next(index for index, group in enumerate(groups) if any(parameter is member for member in group["params"]))
+        return next(
+            index
+            for index, group in enumerate(groups)
+            if any(parameter is member for member in group["params"])
+        )
 
-    def partition_grads(self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]) -> None:
+    def partition_grads(
+        self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]
+    ) -> None:
         gradients = [
             Gradient(*self._member[parameter.ds_id], self._outside_bucket(partition))
             for parameter, partition in zip(params_to_release, grad_partitions, strict=True)
@@ -188,7 +216,10 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         if get_accelerator().is_synchronized_device():
             return partition
         storage = partition.untyped_storage().data_ptr()
-        in_bucket = any(storage == bucket.buffer.untyped_storage().data_ptr() for bucket in self.ipg_buckets.values())
+        in_bucket = any(
+            storage == bucket.buffer.untyped_storage().data_ptr()
+            for bucket in self.ipg_buckets.values()
+        )
         return partition.clone() if in_bucket else partition
 
     def independent_gradient_partition_epilogue(self) -> None:
@@ -205,15 +236,21 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     def step(self, closure: None = None) -> None:
         self._pre_step()
         self._partition_all_parameters()
-        self.overflow = not self.core.step()  # The engine counts a step that was skipped and leaves its scheduler alone.
+        self.overflow = (
+            not self.core.step()
+        )  # The engine counts a step that was skipped and leaves its scheduler alone.
         self._refer_to_master_weights()
         self._global_grad_norm = None  # ``last_gradient_norm`` reads it on demand
 
     def _refer_to_master_weights(self) -> None:
         """Tell the base class where the master weights are: after a speculative step, in the other set of states."""
-        self.fp32_partitioned_groups_flat = [self.core.master_weights(index) for index in range(len(self.core.sub_groups))]
+        self.fp32_partitioned_groups_flat = [
+            self.core.master_weights(index) for index in range(len(self.core.sub_groups))
+        ]
 
-    def _get_fp32_opt_state_partition(self, param: Any, release_swap_buffers: bool, optim_state_key: str | None = None) -> Any:
+    def _get_fp32_opt_state_partition(
+        self, param: Any, release_swap_buffers: bool, optim_state_key: str | None = None
+    ) -> Any:
         """Return this rank's shard of the master weights or of a moment, for DeepSpeed's ``safe_get_*`` and ``safe_set_*``.
 
         Raises OffloadError (``compact-moments``) for a ``safe_set_*`` of compact moments, which would change a copy only.
@@ -235,7 +272,8 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 
     def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> Any:
         raise OffloadError(
-            "SuperOffload stores no gradients: the optimizer takes them over while backward runs.", code="no-stored-gradients"
+            "SuperOffload stores no gradients: the optimizer takes them over while backward runs.",
+            code="no-stored-gradients",
         )
 
     def refresh_fp32_params(self) -> None:
@@ -249,10 +287,17 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         They are copies, 12 bytes of host memory a parameter. ``superoffload.save_state`` needs none.
         """
         self.core.synchronize()
-        return checkpoints.to_state_dict(self.core, self.optimizer.param_groups, self.partition_count)
+        return checkpoints.to_state_dict(
+            self.core, self.optimizer.param_groups, self.partition_count
+        )
 
     def load_state_dict(
-        self, state_dict_list: Any, load_optimizer_states: bool = True, *arguments: Any, checkpoint_folder: str | None = None, **others: Any
+        self,
+        state_dict_list: Any,
+        load_optimizer_states: bool = True,
+        *arguments: Any,
+        checkpoint_folder: str | None = None,
+        **others: Any,
     ) -> None:
         """Load what ``state_dict`` returned, by as many ranks and sub-groups.
 
@@ -269,11 +314,25 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         self.core.synchronize()
         rank = comm.get_rank(group=self.dp_process_group)
         if checkpoint_folder:
-            numels = {self.param_names[parameter]: parameter.ds_numel for group in self.fp16_groups for parameter in group}
-            checkpoints.load_universal(self.core, Path(checkpoint_folder), numels, rank, moments=load_optimizer_states)
+            numels = {
+                self.param_names[parameter]: parameter.ds_numel
+                for group in self.fp16_groups
+                for parameter in group
+            }
+            checkpoints.load_universal(
+                self.core, Path(checkpoint_folder), numels, rank, moments=load_optimizer_states
+            )
         else:
-            checkpoints.load_state_dict(self.core, self.optimizer.param_groups, state_dict_list[rank], moments=load_optimizer_states)
-        states = [(group.weights, self.core.master_weights(index)) for index, group in enumerate(self.core.sub_groups)]
+            checkpoints.load_state_dict(
+                self.core,
+                self.optimizer.param_groups,
+                state_dict_list[rank],
+                moments=load_optimizer_states,
+            )
+        states = [
+            (group.weights, self.core.master_weights(index))
+            for index, group in enumerate(self.core.sub_groups)
+        ]
         checkpoints.publish_weights(self, states)
 
     def destroy(self) -> None:

@@ -47,10 +47,18 @@ def place(
         The weights of each sub-group, and the ``HostWeights`` of the others; None where there are no others.
     """
     dtype = groups[0][0].ds_tensor.dtype
-    host = HostWeights(numels[on_gpu:], dtype, pinned=device.type == "cuda") if on_gpu < len(numels) else None
+    host = (
+        HostWeights(numels[on_gpu:], dtype, pinned=device.type == "cuda")
+        if on_gpu < len(numels)
+        else None
+    )
     found = []
     for index, (group, numel) in enumerate(zip(groups, numels, strict=True)):
-        weights = torch.empty(numel, dtype=dtype, device=device) if host is None or index < on_gpu else host.weights(index - on_gpu)
+        weights = (
+            torch.empty(numel, dtype=dtype, device=device)
+            if host is None or index < on_gpu
+            else host.weights(index - on_gpu)
+        )
         begin = 0
         for parameter in group:
             target = weights.narrow(0, begin, parameter.partition_numel())
@@ -61,7 +69,9 @@ def place(
     return found, host
 
 
-def gather(all_gather: Callable[..., Any], parameters: Sequence[Any], *arguments: Any, **keywords: Any) -> Any:
+def gather(
+    all_gather: Callable[..., Any], parameters: Sequence[Any], *arguments: Any, **keywords: Any
+) -> Any:
     """All-gather parameters, with their shards copied to the GPU on the current stream. The host does not wait for the copies.
 
     One rank gathers nothing: there DeepSpeed's own copies are the weights.
@@ -69,7 +79,9 @@ def gather(all_gather: Callable[..., Any], parameters: Sequence[Any], *arguments
     with _shards_on_gpu(parameters) as copies:
         handle = all_gather(parameters, *arguments, **keywords)
         if copies is not None and hasattr(handle, "wait"):
-            handle.shards = copies  # which the collective may still read, until the handle has been waited for
+            handle.shards = (
+                copies  # which the collective may still read, until the handle has been waited for
+            )
         return handle
 
 
@@ -78,13 +90,16 @@ def _shards_on_gpu(parameters: Sequence[Any]) -> Iterator[torch.Tensor | None]:
     on_host = [
         parameter
         for parameter in parameters
-        if parameter.ds_status == ZeroParamStatus.NOT_AVAILABLE and parameter.ds_tensor.device != parameter.device
+        if parameter.ds_status == ZeroParamStatus.NOT_AVAILABLE
+        and parameter.ds_tensor.device != parameter.device
     ]
     if not on_host or comm.get_world_size(group=on_host[0].ds_process_group) == 1:
         yield None
         return
     shards = [parameter.ds_tensor for parameter in on_host]
-    copies = torch.empty(sum(shard.numel() for shard in shards), dtype=shards[0].dtype, device=on_host[0].device)
+    copies = torch.empty(
+        sum(shard.numel() for shard in shards), dtype=shards[0].dtype, device=on_host[0].device
+    )
     begin = 0
     for parameter, shard in zip(on_host, shards, strict=True):
         copy = copies.narrow(0, begin, shard.numel())

@@ -50,7 +50,9 @@ class Waits:
         def measured_fetch(current_submodule: Any, forward: bool) -> None:
             key = current_submodule.ds_id
             if key not in sub_groups:
-                sub_groups[key] = self._sub_groups(iter_params(current_submodule, recurse=z3_leaf_module(current_submodule)))
+                sub_groups[key] = self._sub_groups(
+                    iter_params(current_submodule, recurse=z3_leaf_module(current_submodule))
+                )
             with self._core.measuring_wait(sub_groups[key]):
                 fetch(current_submodule, forward)
 
@@ -67,4 +69,8 @@ class Waits:
         setattr(owner, name, function)
 
     def _sub_groups(self, parameters: Any) -> frozenset[int]:
-        return frozenset(self._sub_group[parameter.ds_id] for parameter in parameters if parameter.ds_id in self._sub_group)
+        return frozenset(
+            self._sub_group[parameter.ds_id]
+            for parameter in parameters
+            if parameter.ds_id in self._sub_group
+        )

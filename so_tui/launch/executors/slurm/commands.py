@@ -70,7 +70,9 @@ def own_jobs() -> tuple[Job, ...]:
         try:
             return parse_queue_json(_call((*asked, "--json")))
         except RefusedError as error:
-            if not any("json" in line.lower() for line in error.lines):  # otherwise the site has left that plugin out
+            if not any(
+                "json" in line.lower() for line in error.lines
+            ):  # otherwise the site has left that plugin out
                 raise
         except msgspec.DecodeError as error:
             _LOG.warning("squeue --json is of another form: %s", error)
@@ -89,8 +91,19 @@ def version() -> tuple[int, ...]:
 def accounted(job_id: str) -> Job | None:
     """Return a job as the accounting database recorded it; None without one."""
     try:
-        printed = _call(("sacct", f"--jobs={job_id}", "--allocations", "--noheader", "--parsable2", f"--format={_ACCOUNTING}"))
-    except SlurmError:  # most sites have it; without it the queue's own memory of some minutes must do
+        printed = _call(
+            (
+                "sacct",
+                f"--jobs={job_id}",
+                "--allocations",
+                "--noheader",
+                "--parsable2",
+                f"--format={_ACCOUNTING}",
+            )
+        )
+    except (
+        SlurmError
+    ):  # most sites have it; without it the queue's own memory of some minutes must do
         return None
     return next((job for job in parse_queue(printed) if job.id == job_id), None)
 
@@ -119,7 +132,14 @@ class ClusterName:
         if not self._name and self._clock() >= self._again_at:
             try:
                 lines = _call(("scontrol", "show", "config")).splitlines()
-                self._name = next((line.partition("=")[2].strip() for line in lines if line.startswith("ClusterName")), "")
+                self._name = next(
+                    (
+                        line.partition("=")[2].strip()
+                        for line in lines
+                        if line.startswith("ClusterName")
+                    ),
+                    "",
+                )
             except SlurmError as error:
                 self._error = error
             self._again_at = self._clock() + _AGAIN_S
@@ -160,22 +180,37 @@ def parse_queue(printed: str) -> tuple[Job, ...]:
 
 def _seconds(text: str) -> float | None:
     try:
-        return datetime.fromisoformat(text).timestamp()  # in the time zone of this host, as Slurm prints it
+        return datetime.fromisoformat(
+            text
+        ).timestamp()  # in the time zone of this host, as Slurm prints it
     except (ValueError, OverflowError):
         return None
 
 
 def _call(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
     given = os.environ if environment is None else environment
-    env = {name: value for name, value in given.items() if name in _CONNECTION or not name.startswith(_OPTIONS)}
+    env = {
+        name: value
+        for name, value in given.items()
+        if name in _CONNECTION or not name.startswith(_OPTIONS)
+    }
     env |= {"SLURM_TIME_FORMAT": "standard", "LC_ALL": "C.UTF-8"}
     _LOG.info("calling %s", quoted(*argv))
     try:
         done = subprocess.run(
-            argv, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False, timeout=TIMEOUT_S
+            argv,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            timeout=TIMEOUT_S,
         )
     except FileNotFoundError:
-        raise SlurmError(f"{argv[0]} is not installed here. Runs are submitted from a login node of the cluster") from None
+        raise SlurmError(
+            f"{argv[0]} is not installed here. Runs are submitted from a login node of the cluster"
+        ) from None
     except OSError as error:
         raise SlurmError(f"{argv[0]} cannot be executed: {error.strerror}") from error
     except subprocess.TimeoutExpired:

@@ -36,11 +36,15 @@ def edited(text: str) -> str:
             with _interrupts_left_to_the_editor():
                 code = subprocess.run([*shlex.split(editor), str(path)], check=False).returncode
         except (OSError, ValueError) as error:
-            raise SoTuiError(f"the editor `{editor}` cannot be started ({error}). Set EDITOR to another one") from error
+            raise SoTuiError(
+                f"the editor `{editor}` cannot be started ({error}). Set EDITOR to another one"
+            ) from error
         try:
             saved = path.read_text(encoding="utf-8") if path.exists() else ""
         except UnicodeDecodeError as error:
-            raise SoTuiError(f"the editor `{editor}` saved what is not UTF-8 ({error}). Set its encoding to UTF-8") from error
+            raise SoTuiError(
+                f"the editor `{editor}` saved what is not UTF-8 ({error}). Set its encoding to UTF-8"
+            ) from error
     if code != 0 or not saved.strip():
         why = f"ended with code {code}" if code else "left an empty file"
         raise SoTuiError(f"the editor `{editor}` {why}, so the script was not changed")
@@ -70,7 +74,11 @@ def kept(script: str, name: str, before: Draft | None = None) -> Draft:
         OSError, SoTuiError: It cannot be written.
     """
     folder = private_folder(state_home() / "scripts")
-    path = before.path if before else folder / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.sh"
+    path = (
+        before.path
+        if before
+        else folder / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.sh"
+    )
     write_atomic(path, script.encode())
     return Draft(script, path)
 

@@ -21,7 +21,11 @@ from so_tui.launch.attempt_files import read_launch
 from so_tui.launch.executor_types import JobPhase, JobStatus
 from so_tui.launch.executors.slurm import commands
 from so_tui.launch.executors.slurm.commands import SlurmError
-from so_tui.launch.executors.slurm.interpreters import foreign_interpreter, interpreter_architecture, interpreter_of
+from so_tui.launch.executors.slurm.interpreters import (
+    foreign_interpreter,
+    interpreter_architecture,
+    interpreter_of,
+)
 from so_tui.launch.executors.slurm.job import Job
 from so_tui.launch.executors.slurm.queue import queue
 from so_tui.launch.executors.slurm.refusals import explained
@@ -48,7 +52,17 @@ from so_tui.trust.printable import so_tui_command
 _FORGOTTEN_S = 60.0
 """An answer this much younger than a submission, without the job, means that Slurm has forgotten it or never had it. Clocks differ."""
 _RUNNING = frozenset(("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT"))
-_QUEUED = frozenset(("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"))
+_QUEUED = frozenset(
+    (
+        "PENDING",
+        "CONFIGURING",
+        "REQUEUED",
+        "REQUEUE_HOLD",
+        "REQUEUE_FED",
+        "SPECIAL_EXIT",
+        "RESV_DEL_HOLD",
+    )
+)
 _ENDS: dict[str, OutcomeCode | None] = {
     "COMPLETED": None,
     "TIMEOUT": OutcomeCode.OUT_OF_TIME,
@@ -96,7 +110,9 @@ class SlurmExecutor:
 
     here = False
 
-    def __init__(self, *, edit: Callable[[str], str] = str, restarted: Restarted | None = None) -> None:
+    def __init__(
+        self, *, edit: Callable[[str], str] = str, restarted: Restarted | None = None
+    ) -> None:
         """Submit batch scripts as ``edit`` returns them. What it raises ends the start, before anything is submitted.
 
         With ``restarted``, nothing is submitted: attempts are started in a job that Slurm has started again.
@@ -121,7 +137,9 @@ class SlurmExecutor:
             planned_for=planned_for,
             works_in=self._restarted.works_in if self._restarted else 0,
         )
-        before, queued = _enter_queue(run, attempt, script, submission, assume_dead=launch.assume_dead)
+        before, queued = _enter_queue(
+            run, attempt, script, submission, assume_dead=launch.assume_dead
+        )
         try:
             if self._restarted is None:
                 job_id = _submitted(run, attempt, token, plan.spec)
@@ -129,7 +147,9 @@ class SlurmExecutor:
                 job_id = self._restarted.job_id
                 record_token(run, attempt, self._restarted.token)
         except BaseException:
-            if read_state(run) == queued:  # sbatch may have failed to say that it succeeded, and the job may have started
+            if (
+                read_state(run) == queued
+            ):  # sbatch may have failed to say that it succeeded, and the job may have started
                 write_state(run, before)
             raise
         with contextlib.suppress(OSError):  # the job is found by its folder, too
@@ -138,7 +158,11 @@ class SlurmExecutor:
     def unavailable(self, launch: Launch) -> tuple[Problem, ...]:
         """Return that the nodes cannot execute the interpreter, and what is not in the cache, if nodes have no internet."""
         spec, site = launch.spec, site_of(launch.spec)[1]
-        absent = () if site.internet else not_cached(spec, {**os.environ, **site.environment}, site.title)
+        absent = (
+            ()
+            if site.internet
+            else not_cached(spec, {**os.environ, **site.environment}, site.title)
+        )
         return (*foreign_interpreter(launch.machine, site, spec.slurm.partition), *absent)
 
     def preview(self, launch: Launch) -> str:
@@ -158,13 +182,28 @@ class SlurmExecutor:
             return unknown
         if (job := _job_of(run, attempt, submission, answer.jobs)) is not None:
             status = self._status(run, attempt, job)
-            return unknown if answer.error and status.phase is JobPhase.RUNNING else status  # it may have ended since
-        if answer.error or answer.asked < submission.submitted + _FORGOTTEN_S or answer.lists(submission.job_id):
+            return (
+                unknown if answer.error and status.phase is JobPhase.RUNNING else status
+            )  # it may have ended since
+        if (
+            answer.error
+            or answer.asked < submission.submitted + _FORGOTTEN_S
+            or answer.lists(submission.job_id)
+        ):
             return unknown
-        recorded = _accounted(submission.job_id, int(time.monotonic() // 60)) if submission.job_id else None
-        if recorded is not None and (job := _job_of(run, attempt, submission, (recorded,))) is not None:
+        recorded = (
+            _accounted(submission.job_id, int(time.monotonic() // 60))
+            if submission.job_id
+            else None
+        )
+        if (
+            recorded is not None
+            and (job := _job_of(run, attempt, submission, (recorded,))) is not None
+        ):
             return self._status(run, attempt, job)
-        return JobStatus(job_id=submission.job_id, phase=JobPhase.ENDED, end=OutcomeCode.JOB_FORGOTTEN)
+        return JobStatus(
+            job_id=submission.job_id, phase=JobPhase.ENDED, end=OutcomeCode.JOB_FORGOTTEN
+        )
 
     def cancel(self, run: RunDirectory, attempt: int) -> bool:
         """Cancel the attempt's job; see ``Executor.cancel``."""
@@ -172,7 +211,9 @@ class SlurmExecutor:
         if submission is None:
             return False
         if submission.cluster != commands.cluster_name():
-            raise SlurmError(f"its job is on the cluster {submission.cluster}. Cancel it from a login node of that cluster")
+            raise SlurmError(
+                f"its job is on the cluster {submission.cluster}. Cancel it from a login node of that cluster"
+            )
         job = _job_of(run, attempt, submission, commands.own_jobs())
         if job is None:
             return False
@@ -181,7 +222,9 @@ class SlurmExecutor:
 
     def _status(self, run: RunDirectory, attempt: int, job: Job) -> JobStatus:
         if job.state in _QUEUED:
-            return JobStatus(job_id=job.id, phase=JobPhase.QUEUED, waits_for=job.reason, expected_start=job.start)
+            return JobStatus(
+                job_id=job.id, phase=JobPhase.QUEUED, waits_for=job.reason, expected_start=job.start
+            )
         if job.state in _RUNNING:
             return JobStatus(job_id=job.id, phase=JobPhase.RUNNING, nodes=job.nodes)
         if job.state == "COMPLETING":
@@ -189,7 +232,13 @@ class SlurmExecutor:
         if job.state not in _ENDS:
             return JobStatus(job_id=job.id, phase=JobPhase.UNKNOWN, nodes=job.nodes)
         output = _last_lines(Path(job.folder), job.id) if job.state == "FAILED" else ""
-        return JobStatus(job_id=job.id, phase=JobPhase.ENDED, nodes=job.nodes, end=_ENDS[job.state], output=output)
+        return JobStatus(
+            job_id=job.id,
+            phase=JobPhase.ENDED,
+            nodes=job.nodes,
+            end=_ENDS[job.state],
+            output=output,
+        )
 
 
 def site_of(spec: RunSpec) -> tuple[str, Site]:
@@ -231,12 +280,16 @@ def _submitted(run: RunDirectory, attempt: int, token: str, spec: RunSpec) -> st
     """Submit an attempt's script and return the job's id. Raises InputError with the codes of ``refusals``, or SlurmError."""
     environment = {**os.environ, TOKEN_VARIABLE: token}
     try:
-        return commands.submit(str(run.job_script_path(attempt)), str(run.attempt_dir(attempt)), environment)
+        return commands.submit(
+            str(run.job_script_path(attempt)), str(run.attempt_dir(attempt)), environment
+        )
     except SlurmError as error:
         raise explained(error, spec) from error
 
 
-def _enter_queue(run: RunDirectory, attempt: int, script: str, submission: Submission, *, assume_dead: bool) -> tuple[RunState, RunState]:
+def _enter_queue(
+    run: RunDirectory, attempt: int, script: str, submission: Submission, *, assume_dead: bool
+) -> tuple[RunState, RunState]:
     """Write what the job needs and that the run is queued, and return the states before and after.
 
     Raises:
@@ -245,7 +298,9 @@ def _enter_queue(run: RunDirectory, attempt: int, script: str, submission: Submi
     with run_lock(run, assume_dead=assume_dead) as lock:
         before = read_state(run)
         if lock is None or before.state == "queued":
-            raise SoTuiError(f"another start of {run.name} came first: `{so_tui_command('watch', run.name)}` shows it")
+            raise SoTuiError(
+                f"another start of {run.name} came first: `{so_tui_command('watch', run.name)}` shows it"
+            )
         write_run_file(run, run.job_script_path(attempt), script.encode())
         write_submission(run, attempt, submission)
         queued = queued_state(before)
@@ -253,13 +308,22 @@ def _enter_queue(run: RunDirectory, attempt: int, script: str, submission: Submi
     return before, queued
 
 
-def _job_of(run: RunDirectory, attempt: int, submission: Submission, jobs: Iterable[Job]) -> Job | None:
+def _job_of(
+    run: RunDirectory, attempt: int, submission: Submission, jobs: Iterable[Job]
+) -> Job | None:
     """Return an attempt's job: it works in the attempt's folder, and has the number that was written, if it was.
 
     The number alone would name the original's job in a copy of its folder, and some other job once Slurm begins to count again.
     """
     folder = run.attempt_dir(submission.works_in or attempt)
-    return next((job for job in jobs if job.id == (submission.job_id or job.id) and _is_folder(job.folder, folder)), None)
+    return next(
+        (
+            job
+            for job in jobs
+            if job.id == (submission.job_id or job.id) and _is_folder(job.folder, folder)
+        ),
+        None,
+    )
 
 
 def _is_folder(name: str, folder: Path) -> bool:
@@ -274,7 +338,16 @@ def _script(plan: Plan, site: Site, run: Path, attempt: int, checkpoint_s: float
     checkpoints = 2 if plan.spec.checkpoint.repeats and plan.spec.checkpoint.background else 1
     warning_s = warning_lead_s(site, plan.disk_bytes, checkpoint_s, checkpoints)
     python, architecture = interpreter_of(site), interpreter_architecture(site)
-    return batch_script(plan.spec, site, gpus=gpus, run=run, attempt=attempt, python=python, architecture=architecture, warning_s=warning_s)
+    return batch_script(
+        plan.spec,
+        site,
+        gpus=gpus,
+        run=run,
+        attempt=attempt,
+        python=python,
+        architecture=architecture,
+        warning_s=warning_s,
+    )
 
 
 def _checkpoint_s(run: RunDirectory) -> float | None:

@@ -33,4 +33,10 @@ def foreign_interpreter(nodes: Machine, site: Site, partition: str) -> Iterator[
     if architecture and not here and architecture != nodes.architecture:
         message = f"is built for {architecture}, and the nodes of partition {partition} are {nodes.architecture}"
         remedy = "Install so-tui with its training packages for them, and name that interpreter in the site profile (python = ...)."
-        yield Problem(code="foreign-interpreter", field="slurm.site", value=interpreter_of(site), message=message, remedy=remedy)
+        yield Problem(
+            code="foreign-interpreter",
+            field="slurm.site",
+            value=interpreter_of(site),
+            message=message,
+            remedy=remedy,
+        )

@@ -44,7 +44,9 @@ def parse_partitions(printed: str) -> tuple[Partition, ...]:
     for line in printed.splitlines():
         if (part := _parsed(line.strip().split("|"))) is not None:
             found.setdefault(part.name, []).append(part)
-    return tuple(sorted(map(_together, found.values()), key=lambda partition: not partition.default))
+    return tuple(
+        sorted(map(_together, found.values()), key=lambda partition: not partition.default)
+    )
 
 
 def _parsed(row: list[str]) -> Partition | None:

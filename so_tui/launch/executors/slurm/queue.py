@@ -76,7 +76,9 @@ def _ask(path: Path, interval_s: float) -> None:
 
 
 def _is_fresh(answer: Queue | None, interval_s: float) -> bool:
-    return answer is not None and abs(time.time() - answer.asked) < interval_s  # another host's clock may be ahead
+    return (
+        answer is not None and abs(time.time() - answer.asked) < interval_s
+    )  # another host's clock may be ahead
 
 
 def _found(path: Path) -> Queue | None:
@@ -96,7 +98,9 @@ def _alone(path: Path) -> Iterator[bool]:
             try:
                 private_folder(path.parent)
                 flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-                lock = stack.enter_context(os.fdopen(os.open(path.with_suffix(".lock"), flags, 0o600), "r+b"))
+                lock = stack.enter_context(
+                    os.fdopen(os.open(path.with_suffix(".lock"), flags, 0o600), "r+b")
+                )
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 yield False
@@ -117,4 +121,6 @@ def _read(path: Path) -> Queue | None:
 
 def _path(cluster: str) -> Path:
     """Return the file of a cluster: one home may serve several."""
-    return cache_home() / "slurm" / f"queue.{hashlib.sha256(cluster.encode()).hexdigest()[:12]}.json"
+    return (
+        cache_home() / "slurm" / f"queue.{hashlib.sha256(cluster.encode()).hexdigest()[:12]}.json"
+    )

@@ -41,22 +41,68 @@ _SLURMS = (
 """How lines of sbatch itself begin."""
 _ACCOUNTS = "`sacctmgr show associations user=$USER format=account,partition,qos` lists yours."
 _REFUSALS = (
-    _Refusal("invalid account or account/partition combination", "slurm-account", "slurm.account", _ACCOUNTS),
+    _Refusal(
+        "invalid account or account/partition combination",
+        "slurm-account",
+        "slurm.account",
+        _ACCOUNTS,
+    ),
     _Refusal("invalid partition", "slurm-partition", "slurm.partition", ""),
-    _Refusal("required partition not available", "slurm-partition", "slurm.partition", "It is closed now; try again later."),
-    _Refusal("group not permitted to use this partition", "slurm-not-permitted", "slurm.partition", "Choose another, or ask your site."),
+    _Refusal(
+        "required partition not available",
+        "slurm-partition",
+        "slurm.partition",
+        "It is closed now; try again later.",
+    ),
+    _Refusal(
+        "group not permitted to use this partition",
+        "slurm-not-permitted",
+        "slurm.partition",
+        "Choose another, or ask your site.",
+    ),
     _Refusal("invalid qos", "slurm-qos", "slurm.qos", _ACCOUNTS),
-    _Refusal("invalid feature", "slurm-constraint", "slurm.constraint", "`sinfo --format='%P %f'` lists the features of nodes."),
-    _Refusal("time limit is invalid", "slurm-time-limit", "slurm.time_limit", "`sinfo --format='%P %l'` lists the limits of partitions."),
     _Refusal(
-        "violates accounting/qos policy", "slurm-limit", "slurm.qos", "Ask for fewer nodes or less time, or name another account or qos."
+        "invalid feature",
+        "slurm-constraint",
+        "slurm.constraint",
+        "`sinfo --format='%P %f'` lists the features of nodes.",
     ),
     _Refusal(
-        "requested node configuration is not available", "slurm-nodes", "gpus", "`sinfo --format='%P %c %m %G'` lists what nodes have."
+        "time limit is invalid",
+        "slurm-time-limit",
+        "slurm.time_limit",
+        "`sinfo --format='%P %l'` lists the limits of partitions.",
     ),
-    _Refusal("invalid generic resource", "slurm-nodes", "gpus", "`sinfo --format='%P %G'` lists the GPUs of nodes."),
-    _Refusal("more processors requested than permitted", "slurm-nodes", "nodes", "`sinfo --format='%P %D %c'` lists how many there are."),
-    _Refusal("node count specification invalid", "slurm-nodes", "nodes", "`sinfo --format='%P %D %s'` lists how many a job may have."),
+    _Refusal(
+        "violates accounting/qos policy",
+        "slurm-limit",
+        "slurm.qos",
+        "Ask for fewer nodes or less time, or name another account or qos.",
+    ),
+    _Refusal(
+        "requested node configuration is not available",
+        "slurm-nodes",
+        "gpus",
+        "`sinfo --format='%P %c %m %G'` lists what nodes have.",
+    ),
+    _Refusal(
+        "invalid generic resource",
+        "slurm-nodes",
+        "gpus",
+        "`sinfo --format='%P %G'` lists the GPUs of nodes.",
+    ),
+    _Refusal(
+        "more processors requested than permitted",
+        "slurm-nodes",
+        "nodes",
+        "`sinfo --format='%P %D %c'` lists how many there are.",
+    ),
+    _Refusal(
+        "node count specification invalid",
+        "slurm-nodes",
+        "nodes",
+        "`sinfo --format='%P %D %s'` lists how many a job may have.",
+    ),
 )
 
 
@@ -65,7 +111,9 @@ def explained(error: SlurmError, spec: RunSpec) -> InputError | SlurmError:
 
     It stays as it is if Slurm's words are not known, or if a site's own rule has refused it, in words of its own.
     """
-    if not isinstance(error, RefusedError) or not all(line.startswith(_SLURMS) for line in error.lines):
+    if not isinstance(error, RefusedError) or not all(
+        line.startswith(_SLURMS) for line in error.lines
+    ):
         return error
     said = error.lines[-1].removeprefix(_FAILED)
     found = next((refusal for refusal in _REFUSALS if refusal.words in said.lower()), None)
@@ -74,7 +122,15 @@ def explained(error: SlurmError, spec: RunSpec) -> InputError | SlurmError:
     remedy = found.remedy or _partitions_remedy(spec.slurm.partition)
     value = _value(spec, found.field)
     return InputError(
-        [Problem(code=found.code, field=found.field, value=value, message=f"Slurm says: {brief_message(said)}", remedy=remedy)]
+        [
+            Problem(
+                code=found.code,
+                field=found.field,
+                value=value,
+                message=f"Slurm says: {brief_message(said)}",
+                remedy=remedy,
+            )
+        ]
     )
 
 

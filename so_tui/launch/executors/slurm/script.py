@@ -35,15 +35,48 @@ _RUN = re.compile(r"^so_tui_run=(.*)$", re.MULTILINE)
 _QUOTES = "'\""
 _RESERVED = frozenset(
     (
-        *("--array", "--chdir", "--clusters", "--error", "--export", "--export-file", "--get-user-env", "--input", "--job-name"),
-        *("--nodes", "--no-requeue", "--ntasks", "--ntasks-per-node", "--open-mode", "--output", "--parsable", "--partition", "--requeue"),
-        *("--signal", "--test-only", "--time", "--wait", "--wrap", "--account", "--qos", "--constraint", "--uid", "--gid"),
+        *(
+            "--array",
+            "--chdir",
+            "--clusters",
+            "--error",
+            "--export",
+            "--export-file",
+            "--get-user-env",
+            "--input",
+            "--job-name",
+        ),
+        *(
+            "--nodes",
+            "--no-requeue",
+            "--ntasks",
+            "--ntasks-per-node",
+            "--open-mode",
+            "--output",
+            "--parsable",
+            "--partition",
+            "--requeue",
+        ),
+        *(
+            "--signal",
+            "--test-only",
+            "--time",
+            "--wait",
+            "--wrap",
+            "--account",
+            "--qos",
+            "--constraint",
+            "--uid",
+            "--gid",
+        ),
     )
 )
 _REMEDY = "so-tui: name an interpreter of the compute nodes, with so-tui and its training packages, in the site profile (python = ...)"
 
 
-def warning_lead_s(site: Site, checkpoint_bytes: int, measured_s: float | None, checkpoints: int = 1) -> int:
+def warning_lead_s(
+    site: Site, checkpoint_bytes: int, measured_s: float | None, checkpoints: int = 1
+) -> int:
     """Return how long before its time limit a job is warned: the profile's time, or more if a checkpoint takes longer.
 
     Args:
@@ -57,7 +90,15 @@ def warning_lead_s(site: Site, checkpoint_bytes: int, measured_s: float | None, 
 
 
 def batch_script(
-    spec: RunSpec, site: Site, *, gpus: int, run: Path, attempt: int, python: str, architecture: str = "", warning_s: int = 0
+    spec: RunSpec,
+    site: Site,
+    *,
+    gpus: int,
+    run: Path,
+    attempt: int,
+    python: str,
+    architecture: str = "",
+    warning_s: int = 0,
 ) -> str:
     """Return the batch script of an attempt.
 
@@ -90,7 +131,10 @@ def batch_script(
             *(f"#SBATCH {option}" for option in _options(spec, site, gpus, warning_s)),
             "",
             f"# Attempt {attempt} of the run {spec.name}, written by so-tui for {site.title}.",
-            *(f"export {name}={shlex.quote(value)}" for name, value in sorted(_environment(spec, site).items())),
+            *(
+                f"export {name}={shlex.quote(value)}"
+                for name, value in sorted(_environment(spec, site).items())
+            ),
             *site.setup,
             *_architecture_check(architecture, python),
             f"{check} || {{ echo {shlex.quote(_REMEDY)} >&2; exit 69; }}",
@@ -119,8 +163,21 @@ def for_run(script: str, generated: str) -> str:
     """
     named, other = _RUN.search(generated), _RUN.search(script)
     if named is None or other is None:
-        message, remedy = "has no line `so_tui_run=...`, which names the run directory", "Keep it, and what uses it, as --edit shows them."
-        raise InputError([Problem(code="script-without-run", field="--script", value="", message=message, remedy=remedy)])
+        message, remedy = (
+            "has no line `so_tui_run=...`, which names the run directory",
+            "Keep it, and what uses it, as --edit shows them.",
+        )
+        raise InputError(
+            [
+                Problem(
+                    code="script-without-run",
+                    field="--script",
+                    value="",
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        )
     moved = _RUN.sub(lambda _: named[0], script, count=1)
     return moved.replace(_name_option(other), _name_option(named), 1)
 
@@ -136,7 +193,11 @@ def _job_name(run_name: str) -> str:
 
 def _environment(spec: RunSpec, site: Site) -> dict[str, str]:
     """Return a job's variables; those of the profile win. Without internet, every look-up on the hub would wait for half a minute."""
-    several = {EXPECTED_VARIABLE: site.network, "GLOO_SOCKET_IFNAME": site.interface, "NCCL_SOCKET_IFNAME": site.interface}
+    several = {
+        EXPECTED_VARIABLE: site.network,
+        "GLOO_SOCKET_IFNAME": site.interface,
+        "NCCL_SOCKET_IFNAME": site.interface,
+    }
     found = {name: value for name, value in several.items() if value} if spec.nodes > 1 else {}
     return found | ({} if site.internet else {"HF_HUB_OFFLINE": "1"}) | site.environment
 
@@ -167,33 +228,70 @@ def seconds_of(time_limit: str) -> int:
 def _problems(spec: RunSpec, site: Site, warning_s: int) -> Iterator[Problem]:
     if site.account_required and not spec.slurm.account:
         remedy = "Give it with --account NAME, or in a preset of yours."
-        yield Problem(code="account-missing", field="slurm.account", value="", message=f"{site.title} charges an account", remedy=remedy)
+        yield Problem(
+            code="account-missing",
+            field="slurm.account",
+            value="",
+            message=f"{site.title} charges an account",
+            remedy=remedy,
+        )
     time_limit = time_limit_of(spec, site)
     if time_limit and seconds_of(time_limit) < 2 * warning_s + _EARLY_S:
         message = f"the job saves its checkpoint {duration(warning_s + _EARLY_S)} before the end, which leaves too little time to train"
         remedy = f"Ask for at least {duration(2 * warning_s + _EARLY_S)}, or lower warning_s in the site profile."
-        yield Problem(code="time-limit-too-short", field="slurm.time_limit", value=time_limit, message=message, remedy=remedy)
+        yield Problem(
+            code="time-limit-too-short",
+            field="slurm.time_limit",
+            value=time_limit,
+            message=message,
+            remedy=remedy,
+        )
     for option in spec.slurm.options:
         name = option.partition("=")[0]
         if name in site.refused_options:
             message, remedy = f"{site.title} refuses {name}", "Leave it out."
-            yield Problem(code="option-refused", field="slurm.options", value=option, message=message, remedy=remedy)
+            yield Problem(
+                code="option-refused",
+                field="slurm.options",
+                value=option,
+                message=message,
+                remedy=remedy,
+            )
         elif any(reserved.startswith(name) for reserved in _RESERVED):  # Slurm takes abbreviations
             remedy = "Leave it out; partition, account, qos, time_limit and constraint have keys of their own."
-            yield Problem(code="option-reserved", field="slurm.options", value=option, message="so-tui sets this option", remedy=remedy)
+            yield Problem(
+                code="option-reserved",
+                field="slurm.options",
+                value=option,
+                message="so-tui sets this option",
+                remedy=remedy,
+            )
 
 
 def _path_problems(run: Path) -> Iterator[Problem]:
     # Slurm replaces %j and the like in the whole path of a job's output, its folder included.
     if any(character in str(run) for character in "%\\\n"):
-        message, remedy = "Slurm cannot write into a folder with %, \\ or a line end in its path", "Choose another folder with --runs-dir."
-        yield Problem(code="path-unfit-for-slurm", field="--runs-dir", value=str(run.parent), message=message, remedy=remedy)
+        message, remedy = (
+            "Slurm cannot write into a folder with %, \\ or a line end in its path",
+            "Choose another folder with --runs-dir.",
+        )
+        yield Problem(
+            code="path-unfit-for-slurm",
+            field="--runs-dir",
+            value=str(run.parent),
+            message=message,
+            remedy=remedy,
+        )
 
 
 def _options(spec: RunSpec, site: Site, gpus: int, warning_s: int) -> Iterator[str]:
     slurm = spec.slurm
     yield f"--partition={slurm.partition}"
-    yield from (f"--{name}={value}" for name, value in (("account", slurm.account), ("qos", slurm.qos)) if value)
+    yield from (
+        f"--{name}={value}"
+        for name, value in (("account", slurm.account), ("qos", slurm.qos))
+        if value
+    )
     if time_limit := time_limit_of(spec, site):
         yield f"--time={time_limit}"
     if slurm.constraint:

@@ -104,7 +104,15 @@ def user_sites() -> Path:
 
 def site_names() -> tuple[str, ...]:
     """Return the names of all profiles."""
-    return tuple(sorted({path.stem for folder in (builtin_sites(), user_sites()) for path in folder.glob("*.toml")}))
+    return tuple(
+        sorted(
+            {
+                path.stem
+                for folder in (builtin_sites(), user_sites())
+                for path in folder.glob("*.toml")
+            }
+        )
+    )
 
 
 def load_site(name: str) -> Site:
@@ -113,12 +121,26 @@ def load_site(name: str) -> Site:
     path = own if own.is_file() else builtin
     if not path.is_file():
         remedy = f"Choose one of {', '.join(site_names())}, or write {own}."
-        raise InputError([Problem(code="unknown-site", field="slurm.site", value=name, message="there is no such profile", remedy=remedy)])
+        raise InputError(
+            [
+                Problem(
+                    code="unknown-site",
+                    field="slurm.site",
+                    value=name,
+                    message="there is no such profile",
+                    remedy=remedy,
+                )
+            ]
+        )
     try:
         content = read_own(path) if path == own else path.read_bytes()
         return msgspec.convert(decode_toml(content), Site)
     except NotOwnError as error:
-        raise _invalid(path, f"its lines would be executed: {error}", "Make it your own file, which others cannot write.") from error
+        raise _invalid(
+            path,
+            f"its lines would be executed: {error}",
+            "Make it your own file, which others cannot write.",
+        ) from error
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.DecodeError) as error:
         raise _invalid(path, str(error), "docs/cluster.md lists its keys.") from error
 
@@ -136,7 +158,9 @@ def wrong_sites() -> tuple[Problem, ...]:
 
 def recognised_site(cluster: str) -> str:
     """Return the name of the profile that names a cluster, else ``generic``. A wrong profile concerns only the cluster that it names."""
-    return next((name for name in site_names() if cluster and cluster in _clusters_of(name)), GENERIC)
+    return next(
+        (name for name in site_names() if cluster and cluster in _clusters_of(name)), GENERIC
+    )
 
 
 def _clusters_of(name: str) -> tuple[str, ...]:
@@ -149,13 +173,32 @@ def _clusters_of(name: str) -> tuple[str, ...]:
     except InputError as error:
         _LOG.info("site profile %s cannot be used: %s", name, error)
     builtin = builtin_sites() / f"{name}.toml"
-    replaced = msgspec.convert(decode_toml(builtin.read_bytes()), Site).clusters if builtin.is_file() else ()
+    replaced = (
+        msgspec.convert(decode_toml(builtin.read_bytes()), Site).clusters
+        if builtin.is_file()
+        else ()
+    )
     try:
         given = decode_toml(read_own(user_sites() / f"{name}.toml")).get("clusters")
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.DecodeError):
         return replaced
-    return (*replaced, *(text for text in given if isinstance(text, str))) if isinstance(given, list) else replaced
+    return (
+        (*replaced, *(text for text in given if isinstance(text, str)))
+        if isinstance(given, list)
+        else replaced
+    )
 
 
 def _invalid(path: Path, message: str, remedy: str) -> InputError:
-    return InputError([Problem(code="invalid-site", field="slurm.site", value=path.stem, message=message, remedy=remedy, file=str(path))])
+    return InputError(
+        [
+            Problem(
+                code="invalid-site",
+                field="slurm.site",
+                value=path.stem,
+                message=message,
+                remedy=remedy,
+                file=str(path),
+            )
+        ]
+    )

@@ -31,7 +31,10 @@ def main() -> int:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
     if "deaf" in MANNERS:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    print(f"rank {RANK} of {os.environ['WORLD_SIZE']} on {sorted(os.sched_getaffinity(0))}", flush=True)
+    print(
+        f"rank {RANK} of {os.environ['WORLD_SIZE']} on {sorted(os.sched_getaffinity(0))}",
+        flush=True,
+    )
     (arguments.run / f"rank{RANK}.pid").write_text(str(os.getpid()))
     run = RunDirectory(arguments.run)
     shared_memory(run).write_bytes(b"leftover")
@@ -39,11 +42,22 @@ def main() -> int:
 
 
 def train(run: RunDirectory, attempt: int) -> int:
-    steps = next((int(word.removeprefix("steps=")) for word in MANNERS if word.startswith("steps=")), 1_000_000)
+    steps = next(
+        (int(word.removeprefix("steps=")) for word in MANNERS if word.startswith("steps=")),
+        1_000_000,
+    )
     writer = MetricsWriter(run, attempt) if RANK == 0 else None
     if writer:
         writer.append(
-            StartRecord(attempt=attempt, time=time.time(), model="fake", mode="zerooffload", ranks=2, total_steps=steps, parameters=1)
+            StartRecord(
+                attempt=attempt,
+                time=time.time(),
+                model="fake",
+                mode="zerooffload",
+                ranks=2,
+                total_steps=steps,
+                parameters=1,
+            )
         )
         writer.append(PhaseRecord(attempt=attempt, time=time.time(), phase="training"))
     for step in range(1, steps + 1):
@@ -54,8 +68,15 @@ def train(run: RunDirectory, attempt: int) -> int:
             os.system("true &")  # it ends at once, and nobody but its subreaper collects it
         if "crash" in MANNERS and RANK == 1 and step >= 3 and known(run):
             raise RuntimeError("the loss is a teapot")
-        if "mourns" in MANNERS and RANK == 1 and step > 3 and not Path("/proc", (run.path / "rank0.pid").read_text(), "exe").exists():
-            (run.attempt_dir(attempt) / "failure.rank1.json").write_text('{"rank": 1, "reason": "another rank was lost"}')
+        if (
+            "mourns" in MANNERS
+            and RANK == 1
+            and step > 3
+            and not Path("/proc", (run.path / "rank0.pid").read_text(), "exe").exists()
+        ):
+            (run.attempt_dir(attempt) / "failure.rank1.json").write_text(
+                '{"rank": 1, "reason": "another rank was lost"}'
+            )
             raise ConnectionError("closed by peer")
         if (run.control_dir / "stop").exists() and "stubborn" not in MANNERS:
             return leave(writer, run, attempt, step, "stopped")
@@ -74,11 +95,30 @@ def known(run: RunDirectory) -> bool:
     return any(process.pid == os.getpid() for process in read_state(run).processes)
 
 
-def leave(writer: MetricsWriter | None, run: RunDirectory, attempt: int, step: int, state: str) -> int:
+def leave(
+    writer: MetricsWriter | None, run: RunDirectory, attempt: int, step: int, state: str
+) -> int:
     if writer:
         (run.checkpoints_dir / f"step-{step:06d}").mkdir(parents=True, exist_ok=True)
-        writer.append(CheckpointRecord(attempt=attempt, time=time.time(), step=step, path=str(run.checkpoints_dir), bytes=1, seconds=0.0))
-        writer.append(EndRecord(attempt=attempt, time=time.time(), state=state, step=step, saved=str(run.checkpoints_dir)))  # type: ignore[arg-type]
+        writer.append(
+            CheckpointRecord(
+                attempt=attempt,
+                time=time.time(),
+                step=step,
+                path=str(run.checkpoints_dir),
+                bytes=1,
+                seconds=0.0,
+            )
+        )
+        writer.append(
+            EndRecord(
+                attempt=attempt,
+                time=time.time(),
+                state=state,
+                step=step,
+                saved=str(run.checkpoints_dir),
+            )
+        )  # type: ignore[arg-type]
         writer.close()
     shared_memory(run).unlink()
     if "lingers" in MANNERS:

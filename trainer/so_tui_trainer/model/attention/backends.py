@@ -31,7 +31,9 @@ def _torch_flash() -> Kernels:
     """
     aten: Any = torch.ops.aten
 
-    def forward(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> tuple[Tensor, Tensor]:
+    def forward(
+        query: Tensor, key: Tensor, value: Tensor, documents: Documents
+    ) -> tuple[Tensor, Tensor]:
         out, normaliser, *_ = aten._flash_attention_forward(
             *(query, key, value, *_lengths(documents), 0.0, documents.window is None, False),
             scale=documents.scale,
@@ -40,12 +42,32 @@ def _torch_flash() -> Kernels:
         return out, normaliser
 
     def backward(
-        gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, normaliser: Tensor, documents: Documents
+        gradient: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        normaliser: Tensor,
+        documents: Documents,
     ) -> tuple[Tensor, Tensor, Tensor]:
         # The state of the random number generator, which only dropout uses.
-        state = torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)
+        state = (
+            torch.zeros(2, dtype=torch.uint64, device=query.device),
+            torch.empty(0, device=query.device),
+        )
         found: tuple[Tensor, Tensor, Tensor] = aten._flash_attention_backward(
-            *(gradient, query, key, value, out, normaliser, *_lengths(documents), 0.0, documents.window is None, *state),
+            *(
+                gradient,
+                query,
+                key,
+                value,
+                out,
+                normaliser,
+                *_lengths(documents),
+                0.0,
+                documents.window is None,
+                *state,
+            ),
             scale=documents.scale,
             **_sides(documents),
         )
@@ -56,7 +78,10 @@ def _torch_flash() -> Kernels:
 
 def _flash_attn_2() -> Kernels:
     """Return the kernels of flash-attn 2.7 and newer, which return the log-sum-exp as [heads, tokens]."""
-    from flash_attn.flash_attn_interface import _flash_attn_varlen_backward, _flash_attn_varlen_forward
+    from flash_attn.flash_attn_interface import (
+        _flash_attn_varlen_backward,
+        _flash_attn_varlen_forward,
+    )
 
     def options(documents: Documents) -> dict[str, Any]:
         return {
@@ -68,12 +93,22 @@ def _flash_attn_2() -> Kernels:
             **_sides(documents),
         }
 
-    def forward(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> tuple[Tensor, Tensor]:
-        out, normaliser, *_ = _flash_attn_varlen_forward(query, key, value, *_lengths(documents), **options(documents))
+    def forward(
+        query: Tensor, key: Tensor, value: Tensor, documents: Documents
+    ) -> tuple[Tensor, Tensor]:
+        out, normaliser, *_ = _flash_attn_varlen_forward(
+            query, key, value, *_lengths(documents), **options(documents)
+        )
         return out, normaliser
 
     def backward(
-        gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, normaliser: Tensor, documents: Documents
+        gradient: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        normaliser: Tensor,
+        documents: Documents,
     ) -> tuple[Tensor, Tensor, Tensor]:
         found = _empty_like(query, key, value)
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -91,14 +126,29 @@ def _flash_attn_3() -> Kernels:
     from flash_attn_interface import _flash_attn_backward, _flash_attn_forward
 
     def options(documents: Documents) -> dict[str, Any]:
-        return {**_named_lengths(documents), "softmax_scale": documents.scale, "softcap": documents.softcap, **_sides(documents)}
+        return {
+            **_named_lengths(documents),
+            "softmax_scale": documents.scale,
+            "softcap": documents.softcap,
+            **_sides(documents),
+        }
 
-    def forward(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> tuple[Tensor, Tensor]:
-        out, normaliser, *_ = _flash_attn_forward(query, key, value, causal=True, **options(documents))
+    def forward(
+        query: Tensor, key: Tensor, value: Tensor, documents: Documents
+    ) -> tuple[Tensor, Tensor]:
+        out, normaliser, *_ = _flash_attn_forward(
+            query, key, value, causal=True, **options(documents)
+        )
         return out, normaliser
 
     def backward(
-        gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, normaliser: Tensor, documents: Documents
+        gradient: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        normaliser: Tensor,
+        documents: Documents,
     ) -> tuple[Tensor, Tensor, Tensor]:
         found = _empty_like(query, key, value)
         of_query, of_key, of_value = found
@@ -121,7 +171,10 @@ def _flash_attn_4() -> Kernels:
 
     def options(documents: Documents) -> dict[str, Any]:
         window = documents.window
-        sides = {"window_size_left": None if window is None else window - 1, "window_size_right": None if window is None else 0}
+        sides = {
+            "window_size_left": None if window is None else window - 1,
+            "window_size_right": None if window is None else 0,
+        }
         return {
             **_named_lengths(documents),
             **sides,
@@ -130,16 +183,33 @@ def _flash_attn_4() -> Kernels:
             "softcap": documents.softcap,
         }
 
-    def forward(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> tuple[Tensor, Tensor]:
-        out, normaliser, *_ = _flash_attn_fwd(query, key, value, return_lse=True, **options(documents))
+    def forward(
+        query: Tensor, key: Tensor, value: Tensor, documents: Documents
+    ) -> tuple[Tensor, Tensor]:
+        out, normaliser, *_ = _flash_attn_fwd(
+            query, key, value, return_lse=True, **options(documents)
+        )
         return out, normaliser
 
     def backward(
-        gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, normaliser: Tensor, documents: Documents
+        gradient: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        normaliser: Tensor,
+        documents: Documents,
     ) -> tuple[Tensor, Tensor, Tensor]:
         deterministic = torch.are_deterministic_algorithms_enabled()
         of_query, of_key, of_value, *_ = _flash_attn_bwd(
-            query, key, value, out, gradient, normaliser, deterministic=deterministic, **options(documents)
+            query,
+            key,
+            value,
+            out,
+            gradient,
+            normaliser,
+            deterministic=deterministic,
+            **options(documents),
         )
         return of_query, of_key, of_value
 
@@ -159,7 +229,10 @@ def _named_lengths(documents: Documents) -> dict[str, Any]:
 
 def _sides(documents: Documents) -> dict[str, int]:
     """Return how far a token sees to its left and right, in the kernels' terms: -1 is no limit."""
-    return {"window_size_left": -1 if documents.window is None else documents.window - 1, "window_size_right": 0}
+    return {
+        "window_size_left": -1 if documents.window is None else documents.window - 1,
+        "window_size_right": 0,
+    }
 
 
 def _empty_like(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

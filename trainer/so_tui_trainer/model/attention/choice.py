@@ -57,13 +57,17 @@ def present(device: torch.device) -> Present:
     """Return what this host has for attention on a device."""
     if device.type != "cuda":
         return Present(generation=None)
-    packages = frozenset(kernel.package for kernel in KERNELS if kernel.package and package_version(kernel.package))
+    packages = frozenset(
+        kernel.package for kernel in KERNELS if kernel.package and package_version(kernel.package)
+    )
     # With ROCm a "capability" is AMD's own number: 9.4 of an MI300A is not Hopper.
     generation = UNKNOWN_GPU if torch.version.hip else torch.cuda.get_device_capability(device)[0]
     return Present(generation=generation, packages=packages)
 
 
-def needs_of(config: PretrainedConfig, *, supports_sdpa: bool, sinks: bool, deterministic: bool) -> Needs:
+def needs_of(
+    config: PretrainedConfig, *, supports_sdpa: bool, sinks: bool, deterministic: bool
+) -> Needs:
     """Return what a model asks of attention.
 
     Args:
@@ -72,13 +76,25 @@ def needs_of(config: PretrainedConfig, *, supports_sdpa: bool, sinks: bool, dete
         sinks: Whether its heads have sinks.
         deterministic: Whether backward passes must be deterministic.
     """
-    latent = (getattr(config, "qk_nope_head_dim", None) or 0) + (getattr(config, "qk_rope_head_dim", None) or 0)
+    latent = (getattr(config, "qk_nope_head_dim", None) or 0) + (
+        getattr(config, "qk_rope_head_dim", None) or 0
+    )
     layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else (config,)
-    widest = max(getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads for layer in layers)
+    widest = max(
+        getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+        for layer in layers
+    )
     size = latent or widest
     softcap = bool(getattr(config, "attn_logit_softcapping", None))
     rows = needs_rows(config)
-    return Needs(head_size=size, sinks=sinks, softcap=softcap, rows=rows, deterministic=deterministic, plain=supports_sdpa)
+    return Needs(
+        head_size=size,
+        sinks=sinks,
+        softcap=softcap,
+        rows=rows,
+        deterministic=deterministic,
+        plain=supports_sdpa,
+    )
 
 
 def decide(model: ModelSpec, needs: Needs, available: Present) -> Chosen:
@@ -93,11 +109,19 @@ def decide(model: ModelSpec, needs: Needs, available: Present) -> Chosen:
     if (obstacle := obstacle_to(backend, needs, available)) is None:
         return Chosen(backend)
     remedy = "Set it to auto, which takes the fastest one that can be used."
-    problem = Problem(code=_CODES[obstacle], field="model.attention", value=model.attention, message=OBSTACLES[obstacle], remedy=remedy)
+    problem = Problem(
+        code=_CODES[obstacle],
+        field="model.attention",
+        value=model.attention,
+        message=OBSTACLES[obstacle],
+        remedy=remedy,
+    )
     raise InputError([problem])
 
 
-def choose(model: ModelSpec, needs: Needs, device: torch.device, ranks_per_sequence: int = 1) -> str:
+def choose(
+    model: ModelSpec, needs: Needs, device: torch.device, ranks_per_sequence: int = 1
+) -> str:
     """Choose the attention implementation, by transformers' name, and register it. All ranks must call it.
 
     Raises:
@@ -108,9 +132,22 @@ def choose(model: ModelSpec, needs: Needs, device: torch.device, ranks_per_seque
         return register(kernels_of(backend), sequence_group(ranks_per_sequence))
     if ranks_per_sequence == 1:
         return backend
-    message, remedy = f"needs attention that takes document boundaries, and here it runs on {backend}", "Set it to 1."
+    message, remedy = (
+        f"needs attention that takes document boundaries, and here it runs on {backend}",
+        "Set it to 1.",
+    )
     code = "sequence-parallel-attention"
-    raise InputError([Problem(code=code, field="train.sequence_parallel", value=str(ranks_per_sequence), message=message, remedy=remedy)])
+    raise InputError(
+        [
+            Problem(
+                code=code,
+                field="train.sequence_parallel",
+                value=str(ranks_per_sequence),
+                message=message,
+                remedy=remedy,
+            )
+        ]
+    )
 
 
 def has_sinks(model: nn.Module) -> bool:
@@ -128,7 +165,9 @@ def takes_boundaries(implementation: str) -> bool:
     return implementation == NAME
 
 
-def arguments(batch: Batch, implementation: str, config: PretrainedConfig, dtype: torch.dtype) -> dict[str, Any]:
+def arguments(
+    batch: Batch, implementation: str, config: PretrainedConfig, dtype: torch.dtype
+) -> dict[str, Any]:
     """Return the arguments of the model's forward pass that say where its tokens are, and keep the documents of a batch apart.
 
     Args:
@@ -160,7 +199,9 @@ def arguments(batch: Batch, implementation: str, config: PretrainedConfig, dtype
     # Models that mix kinds of layers take a mask for each kind. The mask that gpt-oss would make itself ignores the position ids.
     from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-    shape = torch.empty((*batch.input_ids.shape, 1), dtype=dtype, device=batch.input_ids.device)  # Stands in for the embeddings.
+    shape = torch.empty(
+        (*batch.input_ids.shape, 1), dtype=dtype, device=batch.input_ids.device
+    )  # Stands in for the embeddings.
     known: dict[str, Any] = {
         "config": config,
         "inputs_embeds": shape,
@@ -170,5 +211,8 @@ def arguments(batch: Batch, implementation: str, config: PretrainedConfig, dtype
     }
     if apart:
         return positions | {"attention_mask": create_causal_mask(**known)}
-    makers = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+    makers = {
+        "full_attention": create_causal_mask,
+        "sliding_attention": create_sliding_window_causal_mask,
+    }
     return positions | {"attention_mask": {kind: makers[kind](**known) for kind in kinds}}

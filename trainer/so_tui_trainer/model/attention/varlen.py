@@ -45,11 +45,20 @@ class Kernels(NamedTuple):
 
     forward: Callable[[Tensor, Tensor, Tensor, Documents], tuple[Tensor, Tensor]]
     """(query, key, value, documents) -> (out, log-sum-exp)"""
-    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Documents], tuple[Tensor, Tensor, Tensor]]
+    backward: Callable[
+        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Documents], tuple[Tensor, Tensor, Tensor]
+    ]
     """(gradient of out, query, key, value, out, log-sum-exp, documents) -> gradients of query, key, value"""
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, documents: Documents, kernels: Kernels) -> Tensor:
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    documents: Documents,
+    kernels: Kernels,
+) -> Tensor:
     """Compute attention within documents.
 
     Args:
@@ -70,28 +79,47 @@ def attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, docu
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, documents: Documents, kernels: Kernels
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        documents: Documents,
+        kernels: Kernels,
     ) -> Tensor:
-        out, normaliser = recompute.save_or_reuse("attention", lambda: _forward(query, key, value, sinks, documents, kernels))
+        out, normaliser = recompute.save_or_reuse(
+            "attention", lambda: _forward(query, key, value, sinks, documents, kernels)
+        )
         ctx.save_for_backward(query, key, value, sinks, out, normaliser)
         ctx.documents, ctx.kernels = documents, kernels
         return out
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None, None]:
+    def backward(
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None, None]:
         query, key, value, sinks, out, normaliser = ctx.saved_tensors
         gradient = gradients[0].contiguous()
-        of_query, of_key, of_value = ctx.kernels.backward(gradient, query, key, value, out, normaliser, ctx.documents)
+        of_query, of_key, of_value = ctx.kernels.backward(
+            gradient, query, key, value, out, normaliser, ctx.documents
+        )
         of_sinks = None
         if sinks is not None:
-            delta = (gradient * out).sum(-1, dtype=normaliser.dtype).t()  # Rounding of the bf16 products averages out over the tokens.
+            delta = (
+                (gradient * out).sum(-1, dtype=normaliser.dtype).t()
+            )  # Rounding of the bf16 products averages out over the tokens.
             share = (sinks.to(normaliser.dtype)[:, None] - normaliser).exp_()
             of_sinks = -(share * delta).sum(1).to(sinks.dtype)
         return of_query, of_key, of_value, of_sinks, None, None
 
 
 def _forward(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, documents: Documents, kernels: Kernels
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    documents: Documents,
+    kernels: Kernels,
 ) -> tuple[Tensor, Tensor]:
     """Return the output [tokens, heads, size] and the log-sum-exp [heads, tokens], both with the sinks."""
     out, without = kernels.forward(query, key, value, documents)
@@ -146,7 +174,9 @@ def register(kernels: Kernels, ranks: SequenceGroup | None = None) -> str:
         rows, heads, width, size = query.shape
         of_value = value.shape[-1]
         padded = value if of_value == size else nn.functional.pad(value, (0, size - of_value))
-        flat_query, flat_key, flat_value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, padded))
+        flat_query, flat_key, flat_value = (
+            tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, padded)
+        )
         documents = Documents(cu_seq_lens_q, max_length_q, scaling, sliding_window, softcap or 0.0)
         if ranks is None or not is_part:
             mixed = attend(flat_query, flat_key, flat_value, s_aux, documents, kernels)

@@ -35,7 +35,9 @@ def install(causal: PreTrainedModel, parts: Collection[str] = ALL) -> tuple[str,
     if NORM in parts:
         replaced += _replace_modules(causal, _is_rms_norm, _rms_norm)
     if GATE in parts:
-        replaced += _replace_modules(causal, _is_gated, _gated_mlp) + _replace_modules(causal, _is_stacked_gated, _stacked_gated_mlp)
+        replaced += _replace_modules(causal, _is_gated, _gated_mlp) + _replace_modules(
+            causal, _is_stacked_gated, _stacked_gated_mlp
+        )
     if EXPERTS in parts:
         replaced += _replace_modules(causal, _is_mixture, _mixture)
     if ROTARY in parts:
@@ -48,7 +50,11 @@ def is_fused_norm(module: nn.Module) -> bool:
     return getattr(module.forward, "func", None) is _rms_norm
 
 
-def _replace_modules(causal: nn.Module, same: Callable[[type[nn.Module], nn.Module], bool], forward: Callable[..., Tensor]) -> list[str]:
+def _replace_modules(
+    causal: nn.Module,
+    same: Callable[[type[nn.Module], nn.Module], bool],
+    forward: Callable[..., Tensor],
+) -> list[str]:
     checked: dict[type[nn.Module], bool] = {}
     for module in causal.modules():
         kind = type(module)
@@ -77,16 +83,28 @@ def _stacked_gated_mlp(module: Any, hidden: Tensor) -> Tensor:
 
 def _mixture(module: Any, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
     biases = getattr(module, "gate_up_proj_bias", None), getattr(module, "down_proj_bias", None)
-    return mixture(hidden, chosen, shares, Weights(module.gate_up_proj, module.down_proj, *biases, module.is_transposed), _gate(module))
+    return mixture(
+        hidden,
+        chosen,
+        shares,
+        Weights(module.gate_up_proj, module.down_proj, *biases, module.is_transposed),
+        _gate(module),
+    )
 
 
 def _gate(module: Any) -> Gate:
     limited = hasattr(module, "limit") and hasattr(module, "alpha")  # gpt-oss
-    return Gate(interleaved=True, alpha=float(module.alpha), limit=float(module.limit), shift=1.0) if limited else Gate()
+    return (
+        Gate(interleaved=True, alpha=float(module.alpha), limit=float(module.limit), shift=1.0)
+        if limited
+        else Gate()
+    )
 
 
 def _is_rms_norm(kind: type[nn.Module], module: nn.Module) -> bool:
-    if not kind.__name__.endswith("RMSNorm") or [name for name, _ in module.named_parameters()] != ["weight"]:
+    if not kind.__name__.endswith("RMSNorm") or [name for name, _ in module.named_parameters()] != [
+        "weight"
+    ]:
         return False
     if not hasattr(module, "variance_epsilon"):
         return False
@@ -95,14 +113,21 @@ def _is_rms_norm(kind: type[nn.Module], module: nn.Module) -> bool:
 
 
 def _is_gated(kind: type[nn.Module], module: nn.Module) -> bool:
-    return _is_mlp(kind, module, {"gate_proj": (8, 6), "up_proj": (8, 6), "down_proj": (6, 8)}, _gated_mlp)
+    return _is_mlp(
+        kind, module, {"gate_proj": (8, 6), "up_proj": (8, 6), "down_proj": (6, 8)}, _gated_mlp
+    )
 
 
 def _is_stacked_gated(kind: type[nn.Module], module: nn.Module) -> bool:
     return _is_mlp(kind, module, {"gate_up_proj": (8, 12), "down_proj": (6, 8)}, _stacked_gated_mlp)
 
 
-def _is_mlp(kind: type[nn.Module], module: nn.Module, shapes: dict[str, tuple[int, int]], ours: Callable[..., Tensor]) -> bool:
+def _is_mlp(
+    kind: type[nn.Module],
+    module: nn.Module,
+    shapes: dict[str, tuple[int, int]],
+    ours: Callable[..., Tensor],
+) -> bool:
     """Return whether a class computes what ``ours`` does.
 
     Args:
@@ -117,7 +142,9 @@ def _is_mlp(kind: type[nn.Module], module: nn.Module, shapes: dict[str, tuple[in
     if {name.split(".")[0] for name, _ in module.named_parameters()} != set(shapes):
         return False
     # Functions on tensors instead of modules, which ZeRO-3 would shard.
-    projections: dict[str, Any] = {name: partial(_linear, _random(*reversed(shape))) for name, shape in shapes.items()}
+    projections: dict[str, Any] = {
+        name: partial(_linear, _random(*reversed(shape))) for name, shape in shapes.items()
+    }
     rest = {name: child for name, child in children.items() if name not in shapes}
     stand_in = SimpleNamespace(**_settings(module), **rest, **projections)
     return _agree(kind.forward, ours, stand_in, _random(3, 8))
@@ -125,28 +152,53 @@ def _is_mlp(kind: type[nn.Module], module: nn.Module, shapes: dict[str, tuple[in
 
 def _settings(module: nn.Module) -> dict[str, Any]:
     """Return the module's attributes besides its parameters, with limits so low that the random numbers reach them."""
-    found = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "forward"}
-    return found | {name: 1.0 for name, value in found.items() if name.endswith("limit") and isinstance(value, int | float)}
+    found = {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith("_") and name != "forward"
+    }
+    return found | {
+        name: 1.0
+        for name, value in found.items()
+        if name.endswith("limit") and isinstance(value, int | float)
+    }
 
 
 def _is_mixture(kind: type[nn.Module], module: nn.Module) -> bool:
     names = {name for name, _ in module.named_parameters()}
-    if names - {"gate_up_proj_bias", "down_proj_bias"} != {"gate_up_proj", "down_proj"} or not hasattr(module, "is_transposed"):
+    if names - {"gate_up_proj_bias", "down_proj_bias"} != {
+        "gate_up_proj",
+        "down_proj",
+    } or not hasattr(module, "is_transposed"):
         return False
     experts, size, width = 4, 8, 12
-    shapes: dict[str, tuple[int, ...]] = {"gate_up_proj_bias": (experts, 2 * width), "down_proj_bias": (experts, size)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "gate_up_proj_bias": (experts, 2 * width),
+        "down_proj_bias": (experts, size),
+    }
     if module.is_transposed:
         shapes |= {"gate_up_proj": (experts, size, 2 * width), "down_proj": (experts, width, size)}
     else:
         shapes |= {"gate_up_proj": (experts, 2 * width, size), "down_proj": (experts, size, width)}
     weights = {name: _random(*shapes[name]).float() for name in names}
     children = dict(module.named_children())
-    settings = _settings(module) | {"num_experts": experts, "config": SimpleNamespace(_experts_implementation="eager")}
+    settings = _settings(module) | {
+        "num_experts": experts,
+        "config": SimpleNamespace(_experts_implementation="eager"),
+    }
     stand_in = SimpleNamespace(**settings, **children, **weights)
     stand_in._apply_gate = partial(getattr(kind, "_apply_gate", None) or nn.Identity(), stand_in)
     # Only experts 0, 1 and 3, since an expert may have no token. Grouped products do not support float64.
     hidden, chosen = 4 * _random(3, 8).float(), torch.tensor([[1, 0], [3, 1], [0, 3]], device="cpu")
-    return _agree(kind.forward, _mixture, stand_in, hidden, chosen, 0.1 * _random(3, 2).float(), tolerance=1e-4)
+    return _agree(
+        kind.forward,
+        _mixture,
+        stand_in,
+        hidden,
+        chosen,
+        0.1 * _random(3, 2).float(),
+        tolerance=1e-4,
+    )
 
 
 def _linear(weight: Tensor, inputs: Tensor) -> Tensor:
@@ -159,8 +211,13 @@ def _replace_rotary(module: Any) -> list[str]:
         return []
     if getattr(theirs, "func", None) is _rotate_both:
         return ["apply_rotary_pos_emb"]
-    query, key, cos, sin = (_random(*shape) for shape in ((2, 4, 3, 8), (2, 2, 3, 8), (2, 3, 4), (2, 3, 4)))
-    for copies in (2, 1):  # Most models repeat the cosines for both halves of a head; gpt-oss does not.
+    query, key, cos, sin = (
+        _random(*shape) for shape in ((2, 4, 3, 8), (2, 2, 3, 8), (2, 3, 4), (2, 3, 4))
+    )
+    for copies in (
+        2,
+        1,
+    ):  # Most models repeat the cosines for both halves of a head; gpt-oss does not.
         ours = partial(_rotate_both, theirs, copies)
         angles = (torch.cat([half] * copies, -1) for half in (cos, sin))
         if _agree(_first_of(theirs), _first_of(ours), query, key, *angles):
@@ -188,7 +245,12 @@ def _rotate_both(
     return rotate(query, cos, sin), rotate(key, cos, sin)
 
 
-def _agree(theirs: Callable[..., Tensor], ours: Callable[..., Tensor], *arguments: Any, tolerance: float = 1e-6) -> bool:
+def _agree(
+    theirs: Callable[..., Tensor],
+    ours: Callable[..., Tensor],
+    *arguments: Any,
+    tolerance: float = 1e-6,
+) -> bool:
     """Return whether both functions give the same result on the CPU; False if the other one cannot be called like this."""
     try:
         with torch.no_grad():
@@ -200,4 +262,9 @@ def _agree(theirs: Callable[..., Tensor], ours: Callable[..., Tensor], *argument
 
 
 def _random(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64, device="cpu")
+    return torch.randn(
+        shape,
+        generator=torch.Generator().manual_seed(sum(shape)),
+        dtype=torch.float64,
+        device="cpu",
+    )

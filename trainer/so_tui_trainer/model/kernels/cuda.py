@@ -20,7 +20,9 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
     result = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     rows, columns = gate_rows.shape
     grid = (rows, triton.cdiv(columns, _COLUMNS))
-    _gated_kernel[grid](gate_rows, up_rows, result, columns, gate_rows.stride(0), up_rows.stride(0), block=_COLUMNS)
+    _gated_kernel[grid](
+        gate_rows, up_rows, result, columns, gate_rows.stride(0), up_rows.stride(0), block=_COLUMNS
+    )
     return result
 
 
@@ -32,21 +34,39 @@ def gated_backward(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, 
     rows, columns = gate_rows.shape
     strides = gradient_rows.stride(0), gate_rows.stride(0), up_rows.stride(0)
     grid = (rows, triton.cdiv(columns, _COLUMNS))
-    _gated_backward_kernel[grid](gradient_rows, gate_rows, up_rows, of_gate, of_up, columns, *strides, block=_COLUMNS)
+    _gated_backward_kernel[grid](
+        gradient_rows, gate_rows, up_rows, of_gate, of_up, columns, *strides, block=_COLUMNS
+    )
     return of_gate, of_up
 
 
 def turn(heads: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     """Compute ``rotary._turn`` on the GPU."""
     rows, count, width, size = heads.shape
-    result = torch.empty((rows, width, count, size), dtype=heads.dtype, device=heads.device).transpose(1, 2)
+    result = torch.empty(
+        (rows, width, count, size), dtype=heads.dtype, device=heads.device
+    ).transpose(1, 2)
     if heads.stride(-1) != 1:
         heads = heads.contiguous()
     angles = cos.shape[-1]  # The head size, or half of it if both halves share the angles.
     cos, sin = (tensor.expand(rows, width, angles).contiguous() for tensor in (cos, sin))
-    blocks = {"padded_count": triton.next_power_of_2(count), "padded_half": triton.next_power_of_2(size // 2)}
+    blocks = {
+        "padded_count": triton.next_power_of_2(count),
+        "padded_half": triton.next_power_of_2(size // 2),
+    }
     _turn_kernel[(rows * width,)](
-        heads, cos, sin, result, width, count, size // 2, angles, *heads.stride()[:3], *result.stride()[:3], direction=direction, **blocks
+        heads,
+        cos,
+        sin,
+        result,
+        width,
+        count,
+        size // 2,
+        angles,
+        *heads.stride()[:3],
+        *result.stride()[:3],
+        direction=direction,
+        **blocks,
     )
     return result
 
@@ -55,16 +75,22 @@ def log_sum_exp(logits: Tensor) -> Tensor:
     """Compute ``softmax.log_sum_exp`` on the GPU."""
     result = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     if len(logits):
-        _log_sum_exp_kernel[(len(logits),)](logits, result, logits.shape[1], logits.stride(0), block=_COLUMNS)
+        _log_sum_exp_kernel[(len(logits),)](
+            logits, result, logits.shape[1], logits.stride(0), block=_COLUMNS
+        )
     return result
 
 
-def cross_entropy_gradient(logits: Tensor, normaliser: Tensor, targets: Tensor, scale: float) -> Tensor:
+def cross_entropy_gradient(
+    logits: Tensor, normaliser: Tensor, targets: Tensor, scale: float
+) -> Tensor:
     """Compute ``softmax.cross_entropy_gradient`` on the GPU."""
     rows, columns = logits.shape
     if rows:
         grid = (rows, triton.cdiv(columns, _COLUMNS))
-        _cross_entropy_gradient_kernel[grid](logits, normaliser, targets, scale, columns, logits.stride(0), block=_COLUMNS)
+        _cross_entropy_gradient_kernel[grid](
+            logits, normaliser, targets, scale, columns, logits.stride(0), block=_COLUMNS
+        )
     return logits
 
 
@@ -105,7 +131,11 @@ def _gated_backward_kernel(  # type: ignore[no-untyped-def]
     gates = tl.load(gate + row * gate_stride + column, mask=inside).to(tl.float32)
     ups = tl.load(up + row * up_stride + column, mask=inside).to(tl.float32)
     sigmoid = tl.sigmoid(gates)
-    tl.store(of_gate + row * columns + column, gradients * ups * sigmoid * (1 + gates * (1 - sigmoid)), mask=inside)
+    tl.store(
+        of_gate + row * columns + column,
+        gradients * ups * sigmoid * (1 + gates * (1 - sigmoid)),
+        mask=inside,
+    )
     tl.store(of_up + row * columns + column, gradients * gates * sigmoid, mask=inside)
 
 
@@ -144,7 +174,13 @@ def _turn_kernel(  # type: ignore[no-untyped-def]
     source = heads + row * row_stride + position * position_stride + head * head_stride + column
     first = tl.load(source, mask=inside).to(tl.float32)
     second = tl.load(source + half, mask=inside).to(tl.float32)
-    target = result + row * result_row_stride + position * result_position_stride + head * result_head_stride + column
+    target = (
+        result
+        + row * result_row_stride
+        + position * result_position_stride
+        + head * result_head_stride
+        + column
+    )
     if direction > 0:
         tl.store(target, first * cos1 - second * sin1, mask=inside)
         tl.store(target + half, second * cos2 + first * sin2, mask=inside)
@@ -159,11 +195,15 @@ def _log_sum_exp_kernel(  # type: ignore[no-untyped-def]
 ):
     """Reduce one row in one program. Every lane has its own maximum and sum until the end."""
     row = tl.program_id(0).to(tl.int64)
-    highest = tl.full([block], -1e30, tl.float32)  # Finite, so that a lane without a column does not compute inf - inf.
+    highest = tl.full(
+        [block], -1e30, tl.float32
+    )  # Finite, so that a lane without a column does not compute inf - inf.
     total = tl.zeros([block], tl.float32)
     for start in range(0, columns, block):
         column = start + tl.arange(0, block)
-        values = tl.load(logits + row * stride + column, mask=column < columns, other=-1e30).to(tl.float32)
+        values = tl.load(logits + row * stride + column, mask=column < columns, other=-1e30).to(
+            tl.float32
+        )
         higher = tl.maximum(highest, values)
         total = total * tl.exp(highest - higher) + tl.exp(values - higher)
         highest = higher

@@ -25,11 +25,20 @@ def sums(rows: Tensor, row_of_pair: Tensor) -> Tensor:
     rows, (tokens, count), columns = rows.contiguous(), row_of_pair.shape, rows.shape[1]
     result = torch.empty((tokens, columns), dtype=rows.dtype, device=rows.device)
     if tokens:
-        _sums_kernel[(tokens, triton.cdiv(columns, _COLUMNS))](rows, row_of_pair, result, columns, count=count, block=_COLUMNS)
+        _sums_kernel[(tokens, triton.cdiv(columns, _COLUMNS))](
+            rows, row_of_pair, result, columns, count=count, block=_COLUMNS
+        )
     return result
 
 
-def gated(products: Tensor, shares: Tensor, order: Tensor, bias: Tensor | None, experts: Tensor | None, gate: Gate) -> Tensor:
+def gated(
+    products: Tensor,
+    shares: Tensor,
+    order: Tensor,
+    bias: Tensor | None,
+    experts: Tensor | None,
+    gate: Gate,
+) -> Tensor:
     """Apply the gate and the routing weights.
 
     Args:
@@ -54,7 +63,13 @@ def gated(products: Tensor, shares: Tensor, order: Tensor, bias: Tensor | None, 
 
 
 def gated_backward(
-    gradient: Tensor, products: Tensor, shares: Tensor, order: Tensor, bias: Tensor | None, experts: Tensor | None, gate: Gate
+    gradient: Tensor,
+    products: Tensor,
+    shares: Tensor,
+    order: Tensor,
+    bias: Tensor | None,
+    experts: Tensor | None,
+    gate: Gate,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of ``products`` and ``shares``."""
     rows, columns = products.shape[0], products.shape[1] // 2
@@ -112,7 +127,18 @@ def _with_bias(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _gated_kernel(  # type: ignore[no-untyped-def]
-    products, shares, order, bias, experts, result, columns, alpha, limit, shift, interleaved: tl.constexpr, block: tl.constexpr
+    products,
+    shares,
+    order,
+    bias,
+    experts,
+    result,
+    columns,
+    alpha,
+    limit,
+    shift,
+    interleaved: tl.constexpr,
+    block: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * block
@@ -121,7 +147,11 @@ def _gated_kernel(  # type: ignore[no-untyped-def]
     gates, ups = _with_bias(products, bias, experts, row, first, columns, interleaved, block)
     gates = tl.minimum(gates, limit)
     ups = tl.maximum(tl.minimum(ups, limit), -limit)
-    tl.store(result + row * columns + column, gates * tl.sigmoid(alpha * gates) * (ups + shift) * share, mask=column < columns)
+    tl.store(
+        result + row * columns + column,
+        gates * tl.sigmoid(alpha * gates) * (ups + shift) * share,
+        mask=column < columns,
+    )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -149,8 +179,12 @@ def _gated_backward_kernel(  # type: ignore[no-untyped-def]
     for first in range(0, columns, block):
         column = first + tl.arange(0, block)
         inside = column < columns
-        gradients = tl.load(gradient + row * columns + column, mask=inside, other=0.0).to(tl.float32)
-        own_gates, own_ups = _with_bias(products, bias, experts, row, first, columns, interleaved, block)
+        gradients = tl.load(gradient + row * columns + column, mask=inside, other=0.0).to(
+            tl.float32
+        )
+        own_gates, own_ups = _with_bias(
+            products, bias, experts, row, first, columns, interleaved, block
+        )
         gates = tl.minimum(own_gates, limit)
         shifted = tl.maximum(tl.minimum(own_ups, limit), -limit) + shift
         sigmoid = tl.sigmoid(alpha * gates)

@@ -72,7 +72,11 @@ def mixture(hidden: Tensor, chosen: Tensor, shares: Tensor, weights: Weights, ga
 def _second_product(narrow: Tensor, weights: Weights, ends: Tensor) -> Tensor:
     if in_checkpointed_layer():
         # torch's own function saves its inputs before it computes, and nothing after it saves anything: the recomputation ends here.
-        return grouped_mm(narrow, weights.second if weights.inputs_first else weights.second.transpose(-2, -1), offs=ends)
+        return grouped_mm(
+            narrow,
+            weights.second if weights.inputs_first else weights.second.transpose(-2, -1),
+            offs=ends,
+        )
     result: Tensor = _Product.apply(narrow, weights.second, ends, weights.inputs_first)  # type: ignore[no-untyped-call]
     return result
 
@@ -85,10 +89,17 @@ def route(chosen: Tensor, experts: int) -> Routing:
         chosen: [tokens, k]
         experts: Number of experts.
     """
-    expert, order = chosen.flatten().to(torch.int16).sort(stable=True)  # GPUs use radix sort, so narrow integers take fewer passes.
+    expert, order = (
+        chosen.flatten().to(torch.int16).sort(stable=True)
+    )  # GPUs use radix sort, so narrow integers take fewer passes.
     row_of_pair = torch.empty_like(order)
     row_of_pair[order] = torch.arange(len(order), device=order.device)
-    ends = torch.searchsorted(expert, torch.arange(experts, device=expert.device, dtype=expert.dtype), right=True, out_int32=True)
+    ends = torch.searchsorted(
+        expert,
+        torch.arange(experts, device=expert.device, dtype=expert.dtype),
+        right=True,
+        out_int32=True,
+    )
     return Routing(order, row_of_pair.view(chosen.shape), ends)
 
 
@@ -110,12 +121,16 @@ class _Collected(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, routing: Routing) -> Tensor:
-        ctx.routing = routing  # Not by save_for_backward, which would extend the recomputation up to here.
+        ctx.routing = (
+            routing  # Not by save_for_backward, which would extend the recomputation up to here.
+        )
         return _sums(rows, routing.row_of_pair)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0].index_select(0, ctx.routing.order // ctx.routing.row_of_pair.shape[1]), None
+        return gradients[0].index_select(
+            0, ctx.routing.order // ctx.routing.row_of_pair.shape[1]
+        ), None
 
 
 def _sums(rows: Tensor, row_of_pair: Tensor) -> Tensor:
@@ -135,19 +150,28 @@ class _Product(torch.autograd.Function):
         # Save the weight itself: a view would keep the all-gathered weight alive.
         ctx.save_for_backward(rows, weight, ends)
         ctx.inputs_first = inputs_first
-        (result,) = save_or_reuse("product", lambda: (grouped_mm(rows, weight if inputs_first else weight.transpose(-2, -1), offs=ends),))
+        (result,) = save_or_reuse(
+            "product",
+            lambda: (
+                grouped_mm(rows, weight if inputs_first else weight.transpose(-2, -1), offs=ends),
+            ),
+        )
         return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         rows, weight, ends = ctx.saved_tensors
         gradient = gradients[0].contiguous()
-        of_rows = grouped_mm(gradient, weight.transpose(-2, -1) if ctx.inputs_first else weight, offs=ends)
+        of_rows = grouped_mm(
+            gradient, weight.transpose(-2, -1) if ctx.inputs_first else weight, offs=ends
+        )
         left, right = (rows, gradient) if ctx.inputs_first else (gradient, rows)
         return of_rows, grouped_mm(left.t(), right, offs=ends), None, None
 
 
-def gated(products: Tensor, shares: Tensor, bias: Tensor | None, routing: Routing, gate: Gate) -> Tensor:
+def gated(
+    products: Tensor, shares: Tensor, bias: Tensor | None, routing: Routing, gate: Gate
+) -> Tensor:
     """Apply the gate and the routing weights.
 
     Args:
@@ -166,16 +190,27 @@ def gated(products: Tensor, shares: Tensor, bias: Tensor | None, routing: Routin
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, products: Tensor, shares: Tensor, bias: Tensor | None, routing: Routing, gate: Gate) -> Tensor:
+    def forward(
+        ctx: Any,
+        products: Tensor,
+        shares: Tensor,
+        bias: Tensor | None,
+        routing: Routing,
+        gate: Gate,
+    ) -> Tensor:
         ctx.save_for_backward(products, shares, bias)
         ctx.routing, ctx.gate = routing, gate
         if products.is_cuda:
             from so_tui_trainer.model.kernels import cuda_experts
 
             return cuda_experts.gated(products, shares, routing.order, *_bias(bias, routing), gate)
-        gates, ups = _limited(_halves(products if bias is None else products + bias[_experts(routing)], gate), gate)
+        gates, ups = _limited(
+            _halves(products if bias is None else products + bias[_experts(routing)], gate), gate
+        )
         share = shares.flatten()[routing.order][:, None]
-        return (gates * (gates * gate.alpha).sigmoid() * (ups + gate.shift) * share).to(products.dtype)
+        return (gates * (gates * gate.alpha).sigmoid() * (ups + gate.shift) * share).to(
+            products.dtype
+        )
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
@@ -188,12 +223,25 @@ class _Gated(torch.autograd.Function):
                 gradient, products, shares, ctx.routing.order, *_bias(bias, ctx.routing), ctx.gate
             )
         else:
-            of_products, of_shares = _gated_backward(gradient, products, shares, bias, ctx.routing, ctx.gate)
-        return of_products, of_shares, None if bias is None else _of_bias(of_products, ctx.routing), None, None
+            of_products, of_shares = _gated_backward(
+                gradient, products, shares, bias, ctx.routing, ctx.gate
+            )
+        return (
+            of_products,
+            of_shares,
+            None if bias is None else _of_bias(of_products, ctx.routing),
+            None,
+            None,
+        )
 
 
 def _gated_backward(
-    gradient: Tensor, products: Tensor, shares: Tensor, bias: Tensor | None, routing: Routing, gate: Gate
+    gradient: Tensor,
+    products: Tensor,
+    shares: Tensor,
+    bias: Tensor | None,
+    routing: Routing,
+    gate: Gate,
 ) -> tuple[Tensor, Tensor]:
     own = _halves(products if bias is None else products + bias[_experts(routing)], gate)
     gates, ups = _limited(own, gate)
@@ -202,7 +250,14 @@ def _gated_backward(
     activated, shifted = gates * sigmoid, ups + gate.shift
     of_shares = torch.empty_like(shares).flatten()
     of_shares[routing.order] = (gradient * activated * shifted).sum(-1, dtype=shares.dtype)
-    of_gates = gradient * share * shifted * sigmoid * (1 + gate.alpha * gates * (1 - sigmoid)) * (own[0] <= gate.limit)
+    of_gates = (
+        gradient
+        * share
+        * shifted
+        * sigmoid
+        * (1 + gate.alpha * gates * (1 - sigmoid))
+        * (own[0] <= gate.limit)
+    )
     of_ups = gradient * share * activated * (own[1].abs() <= gate.limit)
     of_products = torch.empty_like(products)
     for part, found in zip(_halves(of_products, gate), (of_gates, of_ups), strict=True):
@@ -218,7 +273,11 @@ def _of_bias(of_products: Tensor, routing: Routing) -> Tensor:
 
 def _experts(routing: Routing) -> Tensor:
     """Return the expert of each row, [pairs]."""
-    return torch.searchsorted(routing.ends, torch.arange(len(routing.order), device=routing.ends.device, dtype=torch.int32), right=True)
+    return torch.searchsorted(
+        routing.ends,
+        torch.arange(len(routing.order), device=routing.ends.device, dtype=torch.int32),
+        right=True,
+    )
 
 
 def _limited(halves: tuple[Tensor, ...], gate: Gate) -> tuple[Tensor, Tensor]:

@@ -48,7 +48,8 @@ def _turn(heads: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     cos, sin = cos[:, None], sin[:, None]
     first, second = heads.chunk(2, dim=-1)
     (cos1, cos2), (sin1, sin2) = (
-        (angles, angles) if angles.shape[-1] == first.shape[-1] else angles.chunk(2, dim=-1) for angles in (cos, sin)
+        (angles, angles) if angles.shape[-1] == first.shape[-1] else angles.chunk(2, dim=-1)
+        for angles in (cos, sin)
     )
     if direction > 0:
         turned = torch.cat((first * cos1 - second * sin1, second * cos2 + first * sin2), dim=-1)

@@ -24,7 +24,9 @@ def log_sum_exp(logits: Tensor) -> Tensor:
     return highest + wide.sub_(highest[:, None]).exp_().sum(-1).log()
 
 
-def cross_entropy_gradient(logits: Tensor, normaliser: Tensor, targets: Tensor, scale: float) -> Tensor:
+def cross_entropy_gradient(
+    logits: Tensor, normaliser: Tensor, targets: Tensor, scale: float
+) -> Tensor:
     """Compute ``scale`` x (softmax - 1 at the target) in place.
 
     Args:
@@ -43,4 +45,6 @@ def cross_entropy_gradient(logits: Tensor, normaliser: Tensor, targets: Tensor, 
     softmax = logits.to(torch.float32).sub_(normaliser[:, None]).exp_().mul_(scale)
     inside = (targets >= 0) & (targets < logits.shape[1])
     column = targets.clamp(0, logits.shape[1] - 1)
-    return logits.copy_(softmax.scatter_add_(-1, column[:, None], (inside * -scale)[:, None].to(torch.float32)))
+    return logits.copy_(
+        softmax.scatter_add_(-1, column[:, None], (inside * -scale)[:, None].to(torch.float32))
+    )
