@@ -253,8 +253,8 @@ def _measure(watched: Watched, plan: Plan, arguments: argparse.Namespace) -> dic
     for number in range(arguments.checkpoints):
         # If it took longer than the interval, the next one is due at once.
         watched.until(
-            lambda due=begin + number * arguments.interval * writing_s: time.monotonic() >= due
-        )  # type: ignore[misc]
+            lambda due=begin + number * arguments.interval * writing_s: time.monotonic() >= due  # type: ignore[misc]
+        )
         watched.save()
     watched.until(
         lambda: time.monotonic() >= begin + arguments.checkpoints * arguments.interval * writing_s

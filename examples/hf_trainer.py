@@ -99,9 +99,9 @@ def train(
 def _without_offloading() -> dict[str, Any]:
     zero = {
         key: value
-        for key, value in DS_CONFIG["zero_optimization"].items()
+        for key, value in DS_CONFIG["zero_optimization"].items()  # type: ignore[attr-defined]
         if key != "offload_optimizer"
-    }  # type: ignore[attr-defined]
+    }
     return {**DS_CONFIG, "zero_optimization": zero, "zero_allow_untested_optimizer": True}
 
 

@@ -62,8 +62,11 @@ def train(
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
     model.to(get_accelerator().current_device_name())
     settings = superoffload.Settings(
-        mode=mode, learning_rate=1e-3, weight_decay=0.01, speculation_bytes=1 << 40
-    )  # type: ignore[arg-type] # engine
+        mode=mode,  # type: ignore[arg-type]
+        learning_rate=1e-3,
+        weight_decay=0.01,
+        speculation_bytes=1 << 40,
+    )  # engine
     parameters: list[dict[str, Any]] = [{"params": list(model.parameters())}]
     engine, *_ = superoffload.initialize(  # engine
         model,

@@ -48,9 +48,9 @@ def useful_tokens(
 
     prepare = _module(script).preprocess_alpaca_example
     content = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
-    order: list[int] = list(DistributedSampler(content, num_replicas=1, rank=0))[
+    order: list[int] = list(DistributedSampler(content, num_replicas=1, rank=0))[  # type: ignore[arg-type]
         : SEQUENCES * steps
-    ]  # type: ignore[arg-type]
+    ]
     loaded = AutoTokenizer.from_pretrained(tokenizer)
     lengths = [
         sum(prepare(content[index], loaded, sequence_length)["attention_mask"]) for index in order

@@ -120,9 +120,9 @@ def section_names() -> tuple[str, ...]:
     """Return the names of the sections of a preset: ``model``, ``data``, ..."""
     return tuple(
         field.name
-        for field in inspect.type_info(RunSpec).fields
+        for field in inspect.type_info(RunSpec).fields  # type: ignore[attr-defined]
         if isinstance(_bare(field.type), inspect.StructType)
-    )  # type: ignore[attr-defined]
+    )
 
 
 def _walk(struct: type[Struct], prefix: str) -> list[FieldInfo]:

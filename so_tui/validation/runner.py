@@ -98,8 +98,8 @@ def run(
                 measurement,
                 pace(report.outcomes),
                 deadline,
-                lambda text, share=share: tell(text, share),
-            )  # type: ignore[misc]
+                lambda text, share=share: tell(text, share),  # type: ignore[misc]
+            )
             report = report.with_outcome(outcome)
             write(report)
         over_s += measurement.estimate_s

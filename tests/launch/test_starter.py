@@ -53,9 +53,9 @@ def started(run: RunDirectory, **values: object) -> None:
         run,
         RunState(
             name=run.name,
-            **({"state": "training", "attempt": 1, "host": socket.gethostname()} | values),
+            **({"state": "training", "attempt": 1, "host": socket.gethostname()} | values),  # type: ignore[arg-type]
         ),
-    )  # type: ignore[arg-type]
+    )
 
 
 def test_a_token_starts_only_the_attempt_that_it_was_made_for(run: RunDirectory) -> None:

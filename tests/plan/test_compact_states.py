@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from so_tui.machine import Machine
 from so_tui.model.profile import profile_of
 from so_tui.plan import make_plan, recommend
 from so_tui.plan.accuracy import ALIKE, SURE
@@ -60,13 +61,13 @@ def test_without_offload_the_format_changes_nothing() -> None:
     ],
 )
 def test_what_fits_on_grace_hopper_parts(
-    model: str, gpus: int, machine: object, verdicts: tuple[str, ...]
+    model: str, gpus: int, machine: Machine, verdicts: tuple[str, ...]
 ) -> None:
     """The table in docs/offload.md."""
     found = [
         recommend(spec_of(model, gpus=str(gpus), offload__states=states), machine, gpus)
         for states in FORMATS
-    ]  # type: ignore[arg-type]
+    ]
     assert tuple(plan.verdict for plan in found) == verdicts
 
 

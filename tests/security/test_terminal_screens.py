@@ -94,10 +94,10 @@ async def test_screens_show_only_printable_characters(
                 await driver.press(key)
                 await driver.pilot.pause(0.1)
             await driver.until(
-                lambda name=name: (
+                lambda name=name: (  # type: ignore[misc]
                     len(driver.app.screen_stack) == 2 if name in DIALOGS else "x1b" in driver.text()
                 )
-            )  # type: ignore[misc]
+            )
             assert_only_text(driver)
             if name in DIALOGS:
                 await driver.press("escape")

@@ -246,8 +246,8 @@ def test_ended_in_the_middle_of_a_step_it_leaves_nothing_and_another_can_start(
     with pytest.raises(RuntimeError, match="something in the model"), support.engine(run) as made:  # noqa: PT012
         support.train(made, support.batches(1))
         made.module.blocks[2].register_forward_hook(
-            lambda module, inputs, output: Failing.apply(output)
-        )  # type: ignore[no-untyped-call]
+            lambda module, inputs, output: Failing.apply(output)  # type: ignore[no-untyped-call]
+        )
         support.train(made, support.batches(1))
     assert time.monotonic() - begun < 30, "the watchdog did not have to find it"
     assert not traces()

@@ -98,9 +98,9 @@ class Poison(torch.autograd.Function):
 
 def poison(made: Any) -> RemovableHandle:
     """Make every gradient below the third block NaN from now on, until the hook is removed."""
-    return made.module.blocks[2].register_forward_hook(
-        lambda module, inputs, output: Poison.apply(output)
-    )  # type: ignore[no-untyped-call,no-any-return]
+    return made.module.blocks[2].register_forward_hook(  # type: ignore[no-any-return]
+        lambda module, inputs, output: Poison.apply(output)  # type: ignore[no-untyped-call]
+    )
 
 
 def parameter_groups(model: torch.nn.Module) -> list[dict[str, Any]]:

@@ -38,11 +38,11 @@ def checkpoint_of(
                 "cpu",
                 share,
                 share,
-                lambda share=share: (share, share),
+                lambda share=share: (share, share),  # type: ignore[misc]
                 lambda first, second: None,
                 1,
                 lambda step: None,
-            )  # type: ignore[misc]
+            )
             for share in _shares(groups, rank, ranks)
         ]
         members = [[(name, parameter.numel()) for name, parameter in group] for group in groups]

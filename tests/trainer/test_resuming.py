@@ -170,9 +170,9 @@ def test_other_shares_of_a_mixture_are_another_order(
         None,
         mixture(*weights),
         found.manifest.data,
-        Ranks(0, 1, torch.device("cpu"), None),
+        Ranks(0, 1, torch.device("cpu"), None),  # type: ignore[arg-type]
         told,
-    )  # type: ignore[arg-type]
+    )
     assert told == codes
 
 

@@ -80,7 +80,7 @@ async def test_after_a_failure_the_next_name_is_taken_at_once(
             if model == "broken":
                 threads.release()
             await ui.until(
-                lambda model=model: (
+                lambda model=model: (  # type: ignore[misc]
                     model in ui.shown("#said") and "reading" not in ui.shown("#said")
                 )
             )

@@ -133,7 +133,7 @@ async def test_a_field_to_find_with_takes_no_columns(runs_dir: Path) -> None:
         ):
             await ui.press(key)
             await ui.until(
-                lambda page=page, rows=rows: (
+                lambda page=page, rows=rows: (  # type: ignore[misc]
                     ui.app.current_mode == page and ui.find(rows, Widget).region.width > 0
                 )
             )

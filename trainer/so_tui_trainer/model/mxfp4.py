@@ -140,8 +140,10 @@ def _outputs(index: Mapping[str, Stored]) -> dict[str, dict[str, _Output]]:
             experts, rows, blocks, _ = stored.shape
             shape = (experts, blocks * 32, rows)
             file[name.removesuffix(_BLOCKS)] = _Output(
-                torch.bfloat16, shape, lambda s=stored, c=scales: _experts(s, c)
-            )  # type: ignore[misc]
+                torch.bfloat16,
+                shape,
+                lambda s=stored, c=scales: _experts(s, c),  # type: ignore[misc]
+            )
         elif not (name.endswith(_SCALES) and name.removesuffix(_SCALES) + _BLOCKS in index):
             file[name] = _Output(stored.dtype, stored.shape, lambda s=stored: iter((s.read(),)))  # type: ignore[misc]
     return {name: tensors for name, tensors in files.items() if tensors}

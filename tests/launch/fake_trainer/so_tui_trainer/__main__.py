@@ -114,11 +114,11 @@ def leave(
             EndRecord(
                 attempt=attempt,
                 time=time.time(),
-                state=state,
+                state=state,  # type: ignore[arg-type]
                 step=step,
                 saved=str(run.checkpoints_dir),
             )
-        )  # type: ignore[arg-type]
+        )
         writer.close()
     shared_memory(run).unlink()
     if "lingers" in MANNERS:
