@@ -45,12 +45,16 @@ def named_model(
     Raises:
         InputError: There is no such run or folder.
     """
-    for field, given in (("model", text), ("--base", base)):
+    for argument, given in (("model", text), ("--base", base)):
         if fault := path_fault(given):
             raise InputError(
                 [
                     Problem(
-                        code="invalid-path", field=field, value=given, message=fault, remedy=_REMEDY
+                        code="invalid-path",
+                        field=argument,
+                        value=given,
+                        message=fault,
+                        remedy=_REMEDY,
                     )
                 ]
             )

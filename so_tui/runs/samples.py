@@ -250,8 +250,8 @@ class _KnownLines:
     def spans(self, first: float, last: float) -> list[tuple[int, int]]:
         """Return where the lines between two times are, as runs of bytes. A clock may have been set back between them."""
         found: list[tuple[int, int]] = []
-        for at, time in enumerate(self._times):
-            if first <= time <= last:
+        for at, line_time in enumerate(self._times):
+            if first <= line_time <= last:
                 end = self._offsets[at + 1] if at + 1 < len(self._offsets) else self.end
                 if found and found[-1][1] == self._offsets[at]:
                     found[-1] = found[-1][0], end

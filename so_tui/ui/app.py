@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from so_tui.machine.types import Machine
     from so_tui.runs import RunDirectory
     from so_tui.settings.file import Loaded
-    from so_tui.spec import Catalog, SoTuiError
+    from so_tui.spec import Catalog, RunSpec, SoTuiError
+    from so_tui.spec.generation import LoadModel
 
 RUNS_POLL_S = 2.0
 TERMINAL_POLL_S = 1.0
@@ -231,6 +232,19 @@ class SoTuiApp(SharedApp):
         from so_tui.ui.leaving import ask_to_leave
 
         ask_to_leave(self)
+
+    def open_chat(self, load: LoadModel) -> None:
+        from so_tui.spec.generation import Sampling
+        from so_tui.ui.screens.chat import ChatScreen
+
+        self.push_screen(ChatScreen(load, Sampling()))
+
+    def edit_plan(self, preset: str, wanted: RunSpec, field: str, *, keep_edits: bool) -> None:
+        from so_tui.ui.screens.configure import ConfigureScreen
+
+        page = self.screen_stack[0]
+        if isinstance(page, ConfigureScreen) and not (keep_edits and page.unsaved()):
+            page.edit(preset, wanted, field=field)
 
     def action_help(self) -> None:
         from so_tui.ui.dialogs.basic import KeysHelp

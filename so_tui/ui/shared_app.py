@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from so_tui.machine.types import Machine
     from so_tui.runs import RunDirectory
     from so_tui.settings.file import Loaded
-    from so_tui.spec import Catalog
+    from so_tui.spec import Catalog, RunSpec
+    from so_tui.spec.generation import LoadModel
     from so_tui.ui.runlist import RunLister, RunRow
 
 DASHBOARD_POLLS = 3
@@ -165,6 +166,19 @@ class SharedApp(AnnouncingApp[None]):
         """Show ``run`` on the dashboard."""
         self.opened = run
         self.switch_mode("dashboard")
+
+    # What needs another screen: the application above knows them.
+
+    def open_chat(self, load: LoadModel) -> None:
+        """Open a conversation with a model."""
+        raise NotImplementedError
+
+    def edit_plan(self, preset: str, wanted: RunSpec, field: str, *, keep_edits: bool) -> None:
+        """Give a preset and a recommended spec to Configure, if that is the page shown now.
+
+        The keyboard goes to ``field``, if a path is given. With ``keep_edits``, unsaved edits stay.
+        """
+        raise NotImplementedError
 
     # What is under way.
 

@@ -303,16 +303,9 @@ class PresetsScreen(Page):
             self._hand_over(field)
 
     def _hand_over(self, field: str = "", *, keep_edits: bool = False) -> None:
-        """Give Configure, which has been gone to, the chosen plan; with ``keep_edits`` only if it has no unsaved ones."""
-        from so_tui.ui.screens.configure import ConfigureScreen
-
-        chosen, screen = self.table.chosen(), self.app.screen_stack[0]
-        if (
-            chosen is not None
-            and isinstance(screen, ConfigureScreen)
-            and not (keep_edits and screen.unsaved())
-        ):
-            screen.edit(chosen[0].preset, chosen[1].spec, field=field)
+        """Give the page shown now, if it is Configure, the chosen plan."""
+        if (chosen := self.table.chosen()) is not None:
+            self.app.edit_plan(chosen[0].preset, chosen[1].spec, field, keep_edits=keep_edits)
 
     def left(self) -> None:
         self._hand_over(keep_edits=True)

@@ -358,8 +358,7 @@ def copy_path(app: SharedApp, run: RunDirectory) -> None:
 
 def chat(app: SharedApp, run: RunDirectory) -> None:
     """Open a conversation with the last checkpoint of ``run``, and with its base model if it has one."""
-    from so_tui.spec.generation import LoadModel, Sampling
-    from so_tui.ui.screens.chat import ChatScreen
+    from so_tui.spec.generation import LoadModel
 
     try:
         compare = read_spec(run).model.weights == "pretrained"
@@ -368,7 +367,7 @@ def chat(app: SharedApp, run: RunDirectory) -> None:
             messages.Failed(f"{run.name} cannot be asked", tuple(map(str, error.problems)))
         )
     else:
-        app.push_screen(ChatScreen(LoadModel(run=str(run.path), compare=compare), Sampling()))
+        app.open_chat(LoadModel(run=str(run.path), compare=compare))
 
 
 def _state(app: SharedApp, run: RunDirectory) -> RunState | None:
