@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from so_tui.spec import ModelSpec, RunSpec, find_preset, with_values
-from so_tui.spec.layers import layer_kinds, packing_problem
+from so_tui.spec.model_table import layer_kinds, packing_problem
 
 PRESETS = (
     "gpt-oss-20b",

@@ -36,14 +36,14 @@ import msgspec
 from benchmarks.architecture_models import NAMES, SAVED_STEP, STEPS, small_spec
 from benchmarks.architecture_tables import Row, full_table, table
 from benchmarks.device_memory import DeviceMemory
-from so_tui.launch import environment, prepare
-from so_tui.launch.attempt_files import write_launch
-from so_tui.launch.locks import lock_folder
-from so_tui.launch.rendezvous import init_method, make_rendezvous
+from so_tui.launch import command, prepare
+from so_tui.launch.launch import write_launch
+from so_tui.launch.supervisor.host import init_method, make_rendezvous
+from so_tui.launch.supervisor.host_check import lock_folder
 from so_tui.machine import Machine, inspect_machine
-from so_tui.plan.types import Plan
+from so_tui.plan.plan import Plan
 from so_tui.runs import RunDirectory, create_run, new_attempt
-from so_tui.runs.manifest import run_id
+from so_tui.runs.directory import run_id
 from so_tui.runs.records import EndRecord, MetricRecord, PhaseRecord, StepRecord
 from so_tui.spec import RunSpec, find_preset, with_values
 
@@ -212,9 +212,9 @@ def _export_is_equal(run: RunDirectory) -> bool:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from so_tui_trainer.checkpoint import newest
+    from so_tui_trainer.checkpoint_folder import newest
     from so_tui_trainer.export import weights
-    from so_tui_trainer.model.buffers import trained_shapes
+    from so_tui_trainer.model.weights import trained_shapes
 
     factory: Any = AutoModelForCausalLM
     model, info = factory.from_pretrained(
@@ -314,7 +314,7 @@ def _attempt(
         attempt=attempt,
         rendezvous=init_method(make_rendezvous(lock_folder(), run.path, attempt)),
     )
-    env = environment.apply(here.environment, os.environ)
+    env = command.apply(here.environment, os.environ)
     log = run.log_path(attempt, "here")
     if fork:
         _fork(run, attempt, env, log, limit_s)

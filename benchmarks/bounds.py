@@ -23,22 +23,21 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.planner_settings import SHAPES
+from benchmarks.planner_sweep import measured_by_forks
+from benchmarks.speed import with_layers
+from so_tui.machine import inspect_machine
+from so_tui.machine.types import Machine
+from so_tui.plan import make_plan
+from so_tui.plan.fit import Candidates, in_mode, target_of
+from so_tui.plan.plan import Plan
+from so_tui.plan.search import at_fastest_ratio, policies, rate, with_policy
+from so_tui.spec import find_preset, with_values
+from so_tui.spec.run_spec import RunSpec
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "trainer")]
 
-from benchmarks.planner_settings import SHAPES  # noqa: E402
-from benchmarks.planner_sweep import measured_by_forks  # noqa: E402
-from benchmarks.speed import with_layers  # noqa: E402
-from so_tui.machine import inspect_machine  # noqa: E402
-from so_tui.machine.types import Machine  # noqa: E402
-from so_tui.plan import make_plan  # noqa: E402
-from so_tui.plan.alternatives import with_policy  # noqa: E402
-from so_tui.plan.fastest_ratio import at_fastest_ratio, rate  # noqa: E402
-from so_tui.plan.fit import Candidates, in_mode, target_of  # noqa: E402
-from so_tui.plan.search import policies  # noqa: E402
-from so_tui.plan.types import Plan  # noqa: E402
-from so_tui.spec import find_preset, with_values  # noqa: E402
-from so_tui.spec.types import RunSpec  # noqa: E402
 
 FLOOR = "no offload"
 

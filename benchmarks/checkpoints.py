@@ -37,20 +37,21 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.planner_settings import SHAPES
+from so_tui.launch import prepare, start
+from so_tui.machine import inspect_machine
+from so_tui.plan.plan import Plan
+from so_tui.runs import RunDirectory, alive, read_state
+from so_tui.runs import state as control
+from so_tui.runs.directory import checkpoints_folder, run_id
+from so_tui.runs.reader import RunReader
+from so_tui.runs.records import FINAL_STATES, CheckpointRecord, PhaseRecord, StepRecord
+from so_tui.spec import find_preset, with_values
+from so_tui.spec.run_spec import RunSpec
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "trainer")]
 
-from benchmarks.planner_settings import SHAPES  # noqa: E402
-from so_tui.launch import prepare, start  # noqa: E402
-from so_tui.machine import inspect_machine  # noqa: E402
-from so_tui.plan.types import Plan  # noqa: E402
-from so_tui.runs import RunDirectory, alive, control, read_state  # noqa: E402
-from so_tui.runs.checkpoints import checkpoints_folder  # noqa: E402
-from so_tui.runs.manifest import run_id  # noqa: E402
-from so_tui.runs.reader import RunReader  # noqa: E402
-from so_tui.runs.records import FINAL_STATES, CheckpointRecord, PhaseRecord, StepRecord  # noqa: E402
-from so_tui.spec import find_preset, with_values  # noqa: E402
-from so_tui.spec.types import RunSpec  # noqa: E402
 
 SLOW_DISK = """
 import os, time

@@ -24,15 +24,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from benchmarks.comparison import figures, ground, original, ours, processes
+from benchmarks.comparison.ground import Ground
+from benchmarks.comparison.parts import BY_NAME, DEFAULT, SHAPES, Part, Shape
+from benchmarks.comparison.processes import Ended
+from so_tui.launch.command import valid_arch_list
+from so_tui.machine import inspect_machine
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "trainer")]
 
-from benchmarks.comparison import figures, ground, original, ours, processes  # noqa: E402
-from benchmarks.comparison.ground import Ground  # noqa: E402
-from benchmarks.comparison.parts import BY_NAME, DEFAULT, SHAPES, Part, Shape  # noqa: E402
-from benchmarks.comparison.processes import Ended  # noqa: E402
-from so_tui.launch.environment import valid_arch_list  # noqa: E402
-from so_tui.machine import inspect_machine  # noqa: E402
 
 _SHORTEST_S = 45.0
 """A part is not started with less time left, as it would not reach its first step."""

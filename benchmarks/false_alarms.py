@@ -20,23 +20,29 @@ from statistics import median
 
 from msgspec.structs import replace
 
+from so_tui.launch import prepare, start, stop
+from so_tui.launch.launch import read_launch
+from so_tui.launch.supervisor.alerts import alert_text
+from so_tui.launch.supervisor.slowness import SlowWatch, slowdown_text
+from so_tui.machine import inspect_machine
+from so_tui.machine.types import Machine
+from so_tui.plan.plan import Plan, StepTime
+from so_tui.runs import RunDirectory, read_state
+from so_tui.runs.index import read_span, segments
+from so_tui.runs.records import (
+    FINAL_STATES,
+    MetricRecord,
+    Sample,
+    StepRecord,
+    WarningRecord,
+    decode_metric,
+    decode_sample,
+)
+from so_tui.spec import find_preset, with_values
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "trainer")]
 
-from so_tui.launch import prepare, start, stop  # noqa: E402
-from so_tui.launch.alert_text import alert_text  # noqa: E402
-from so_tui.launch.attempt_files import read_launch  # noqa: E402
-from so_tui.launch.slow_text import slowdown_text  # noqa: E402
-from so_tui.launch.slow_watch import SlowWatch  # noqa: E402
-from so_tui.machine import inspect_machine  # noqa: E402
-from so_tui.machine.types import Machine  # noqa: E402
-from so_tui.plan.types import Plan, StepTime  # noqa: E402
-from so_tui.runs import RunDirectory, read_state  # noqa: E402
-from so_tui.runs.codec import decode_metric, decode_sample  # noqa: E402
-from so_tui.runs.records import FINAL_STATES, MetricRecord, StepRecord, WarningRecord  # noqa: E402
-from so_tui.runs.sample import Sample  # noqa: E402
-from so_tui.runs.segments import read_span, segments  # noqa: E402
-from so_tui.spec import find_preset, with_values  # noqa: E402
 
 FIRST_STEPS = 3
 """Which compile and allocate."""

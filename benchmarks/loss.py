@@ -4,7 +4,7 @@
 
 Prints one JSON line: seconds of forward and backward (median), peak bytes besides the hidden states, the head's weight and its gradient,
 the
-bytes that ``so_tui.model.loss`` plans (which must be more), FLOP/s, and the relative error of the gradients against float64 on a sample of
+bytes that ``so_tui.model.flops`` plans (which must be more), FLOP/s, and the relative error of the gradients against float64 on a sample of
 the vocabulary's rows.
 """
 
@@ -18,7 +18,7 @@ import time
 import torch
 from torch import nn
 
-from so_tui.model import loss as model_loss
+from so_tui.model import flops as model_loss
 from so_tui_trainer.model.loss import HeadLoss
 
 _SAMPLED_ROWS = 512

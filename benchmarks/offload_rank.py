@@ -89,8 +89,8 @@ def measure(arguments: argparse.Namespace) -> None:
     import torch
 
     import superoffload
-    from so_tui_trainer.collection import freeze
     from so_tui_trainer.engine_settings import engine_settings
+    from so_tui_trainer.session import freeze_garbage
     from superoffload.deepspeed_adapter.engine import super_offload
 
     cuda = arguments.shape != "tiny"
@@ -115,7 +115,7 @@ def measure(arguments: argparse.Namespace) -> None:
         optimizer.lazy_weights = configuration.lazy
     started_s = time.monotonic() - begun
     print(f"{configuration.name}: ready after {started_s:.1f} s", flush=True)
-    freeze()  # as the trainer does
+    freeze_garbage()  # as the trainer does
     counters = StepCounters(
         optimizer.worker_pid if optimizer else None, torch.cuda.memory_stats if cuda else None
     )

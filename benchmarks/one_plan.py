@@ -23,19 +23,20 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.speed import with_layers
+from so_tui.launch import prepare
+from so_tui.launch.probe import measured_of, predicted_of, probe_spec, run_to_end, settings_text
+from so_tui.machine import inspect_machine
+from so_tui.machine.types import Machine
+from so_tui.plan import make_plan
+from so_tui.plan.plan import Plan
+from so_tui.runs.records import MetricRecord, StepRecord
+from so_tui.spec import SoTuiError, find_preset, with_values
+from so_tui.spec.run_spec import RunSpec
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "trainer")]
 
-from benchmarks.speed import with_layers  # noqa: E402
-from so_tui.launch import prepare  # noqa: E402
-from so_tui.launch.probe import measured_of, predicted_of, probe_spec, run_to_end, settings_text  # noqa: E402
-from so_tui.machine import inspect_machine  # noqa: E402
-from so_tui.machine.types import Machine  # noqa: E402
-from so_tui.plan import make_plan  # noqa: E402
-from so_tui.plan.types import Plan  # noqa: E402
-from so_tui.runs.records import MetricRecord, StepRecord  # noqa: E402
-from so_tui.spec import SoTuiError, find_preset, with_values  # noqa: E402
-from so_tui.spec.types import RunSpec  # noqa: E402
 
 _PER_STEP = (
     "step_s",

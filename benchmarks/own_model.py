@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from so_tui.runs import RunDirectory
-from so_tui.runs.answers import read_answers
-from so_tui.runs.results import read_all
+from so_tui.runs.results import read_all, read_answers
 from so_tui.spec import find_preset
 
 TOKENIZER = Path(__file__).resolve().parents[1] / "presets" / "tiny"

@@ -54,9 +54,9 @@ from so_tui.launch.probe import (
 from so_tui.machine import inspect_machine
 from so_tui.machine.types import Machine
 from so_tui.plan import make_plan, recommend
-from so_tui.plan.constants import digest
+from so_tui.plan.plan import Plan
+from so_tui.plan.rates import digest
 from so_tui.plan.resources import Resources, resources_of
-from so_tui.plan.types import Plan
 from so_tui.plan.workload import Workload
 from so_tui.runs.records import StepRecord
 from so_tui.spec import RunSpec, SoTuiError, find_preset, spec_tree, with_values

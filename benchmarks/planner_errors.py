@@ -1,4 +1,4 @@
-"""How far predicted steps are off, from every report in ``results``: what ``so_tui/plan/accuracy.py`` holds. No GPU is needed.
+"""How far predicted steps are off, from every report in ``results``: what ``so_tui/plan/rates.py`` holds. No GPU is needed.
 
 python -m benchmarks.planner_errors
 """
@@ -15,8 +15,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks.planner_fit import CHECKED, RESULTS, case_of, predicted
-from so_tui.plan import accuracy
-from so_tui.plan.constants import published_speed
+from so_tui.plan import rates
+from so_tui.plan.rates import published_speed
 from so_tui.trust.decoding import read_json
 from so_tui.validation.report import MachineFound, Report, trained
 
@@ -234,11 +234,11 @@ def table(measured: Sequence[Row]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for name, calibrated, kept in (
-        ("measured by `so-tui calibrate` on that machine", True, accuracy.CALIBRATED),
-        ("published for the GPU", False, accuracy.PUBLISHED),
+        ("measured by `so-tui calibrate` on that machine", True, rates.CALIBRATED),
+        ("published for the GPU", False, rates.PUBLISHED),
     ):
         found = errors(measured, calibrated=calibrated)
-        cells = [f"{100 * quantile(found, share):.1f} %" for share in (0.5, accuracy.WITHIN, 0.9)]
+        cells = [f"{100 * quantile(found, share):.1f} %" for share in (0.5, rates.WITHIN, 0.9)]
         lines.append(f"| {name} | {len(found)} | {' | '.join(cells)} | ±{kept:.0%} |")
     return "\n".join(lines)
 
@@ -246,7 +246,7 @@ def table(measured: Sequence[Row]) -> str:
 def order_table(groups: Sequence[Sequence[Pair]]) -> str:
     """Return how often the setting that was planned to be the faster one was."""
     lines = ["| planned difference | pairs | the faster one was faster |", "|---|---|---|"]
-    bounds = (0.0, 0.02, accuracy.ALIKE, 0.1, 0.2, math.inf)
+    bounds = (0.0, 0.02, rates.ALIKE, 0.1, 0.2, math.inf)
     for least, most in pairwise(bounds):
         found = [
             pair.measured > 0

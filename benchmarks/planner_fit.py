@@ -18,14 +18,14 @@ from benchmarks.planner_settings import WITH_LESS
 from so_tui.launch.probe import Measured
 from so_tui.machine.types import Machine
 from so_tui.model.profile import profile_of
-from so_tui.plan.calibration import Figures
-from so_tui.plan.constants import PATH, Constants, Speed, constants, published_speed, using
 from so_tui.plan.fit import Target, assess
 from so_tui.plan.host_memory import load_bytes, steady_bytes
+from so_tui.plan.measured import Figures
 from so_tui.plan.placement import own_engine
+from so_tui.plan.plan import GPU_MARGIN
+from so_tui.plan.rates import PATH, Constants, Speed, constants, published_speed, using
 from so_tui.plan.resources import Resources, resources_of
 from so_tui.plan.terms import OUTSIDE_ALLOCATOR
-from so_tui.plan.types import GPU_MARGIN
 from so_tui.spec import RunSpec, check_tree, with_values
 
 MEMORY = (

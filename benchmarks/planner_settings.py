@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, dataclass
 
 from so_tui.machine.types import Gpu, Machine, Mpam, NumaNode, Software
-from so_tui.plan.types import Plan
+from so_tui.plan.plan import Plan
 
 SHAPES: dict[str, dict[str, int | bool]] = {
     "0.6b": {

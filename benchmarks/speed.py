@@ -183,7 +183,8 @@ def ready(spec: Any, machine: Any, *, use_gpu: bool) -> Ready:
     import torch
 
     import superoffload
-    from so_tui_trainer.data import cache, tokens
+    from so_tui_trainer.data import documents as cache
+    from so_tui_trainer.data import tokens
     from so_tui_trainer.engine_settings import engine_settings
     from so_tui_trainer.model.build import build
     from so_tui_trainer.model.trained import parameter_groups
@@ -209,7 +210,7 @@ def _measure(arguments: argparse.Namespace, setup: Setup) -> None:
     )
 
     import superoffload
-    from so_tui.model.architecture import architecture
+    from so_tui.model.shape import architecture
     from so_tui_trainer.data.batches import Batches
 
     experts = (
@@ -288,12 +289,12 @@ def with_layers(model: Any, layers: int) -> Any:
 def _with_lever(model: Any, spec: Any, lever: str) -> Any:
     """Add a lever to the model, and return the spec that now applies."""
     from so_tui.spec import with_values
-    from so_tui_trainer.model import kernels, recompute
+    from so_tui_trainer.model import checkpointing, fused
 
-    if lever in kernels.ALL:
-        print(lever, kernels.install(model.causal, [lever]), flush=True)
+    if lever in fused.ALL:
+        print(lever, fused.install_kernels(model.causal, [lever]), flush=True)
     elif lever == "selective":
-        recompute.install(model.causal, "selective")
+        checkpointing.install(model.causal, "selective")
         return with_values(spec, {"model.activation_checkpointing": "selective"})
     elif lever.startswith("none"):
         model.causal._set_gradient_checkpointing(False)
@@ -311,8 +312,8 @@ def steps_of(
     import torch
 
     import superoffload
-    from so_tui.model.architecture import architecture
     from so_tui.model.flops import flops_of, model_flops
+    from so_tui.model.shape import architecture
     from so_tui_trainer.metrics import executed_flops
     from superoffload.transfers import transfers_for
 

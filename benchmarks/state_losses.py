@@ -20,18 +20,18 @@ from typing import Any, get_args
 
 import msgspec
 
+from benchmarks.planner_settings import SHAPES
+from so_tui.launch import prepare
+from so_tui.launch.probe import run_to_end
+from so_tui.machine import inspect_machine
+from so_tui.machine.types import Machine
+from so_tui.runs.records import StepRecord
+from so_tui.spec import find_preset, with_values
+from so_tui.spec.run_spec import RunSpec, StatesFormat
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "trainer")]
 
-from benchmarks.planner_settings import SHAPES  # noqa: E402
-from so_tui.launch import prepare  # noqa: E402
-from so_tui.launch.probe import run_to_end  # noqa: E402
-from so_tui.machine import inspect_machine  # noqa: E402
-from so_tui.machine.types import Machine  # noqa: E402
-from so_tui.runs.records import StepRecord  # noqa: E402
-from so_tui.spec import find_preset, with_values  # noqa: E402
-from so_tui.spec.sections.offload import StatesFormat  # noqa: E402
-from so_tui.spec.types import RunSpec  # noqa: E402
 
 FORMATS: tuple[StatesFormat, ...] = get_args(StatesFormat)
 LAST = 20

@@ -20,21 +20,28 @@ from pathlib import Path
 
 import msgspec
 
+from so_tui.launch import command
+from so_tui.launch.launch import Launch, prepare, visible_machine, write_launch, write_node_launch
+from so_tui.launch.supervisor.host import (
+    ALONE,
+    Nodes,
+    hostfile,
+    init_method,
+    make_rendezvous,
+    node_values,
+    numbered,
+)
+from so_tui.launch.supervisor.host_check import lock_folder
+from so_tui.machine import inspect_machine
+from so_tui.machine.software import make_code_folders
+from so_tui.machine.types import Machine
+from so_tui.runs import RunDirectory, create_run, new_attempt
+from so_tui.runs.metrics import MetricsReader
+from so_tui.spec import RunSpec, find_preset, with_values
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "trainer")]
 
-from so_tui.launch import environment  # noqa: E402
-from so_tui.launch.attempt_files import write_launch, write_node_launch  # noqa: E402
-from so_tui.launch.locks import lock_folder  # noqa: E402
-from so_tui.launch.nodes import ALONE, Nodes, hostfile, node_values, numbered  # noqa: E402
-from so_tui.launch.preparation import Launch, prepare, visible_machine  # noqa: E402
-from so_tui.launch.rendezvous import init_method, make_rendezvous  # noqa: E402
-from so_tui.machine import inspect_machine  # noqa: E402
-from so_tui.machine.code_folders import make_code_folders  # noqa: E402
-from so_tui.machine.types import Machine  # noqa: E402
-from so_tui.runs import RunDirectory, create_run, new_attempt  # noqa: E402
-from so_tui.runs.metrics import MetricsReader  # noqa: E402
-from so_tui.spec import RunSpec, find_preset, with_values  # noqa: E402
 
 RANKS = 2
 TIMEOUT_S = 1800.0
@@ -136,9 +143,7 @@ def _start(
         "NCCL_SOCKET_IFNAME": "lo",
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    variables = environment.apply(here.environment, os.environ) | (
-        simulated if nodes.count > 1 else {}
-    )
+    variables = command.apply(here.environment, os.environ) | (simulated if nodes.count > 1 else {})
     variables.pop("CUDA_VISIBLE_DEVICES", None)
     make_code_folders(variables)
     with run.log_path(attempt, f"node{nodes.node}").open("wb") as log:

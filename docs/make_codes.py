@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from so_tui.commands.parser import EXIT_CODES
-from so_tui.launch.outcome import Outcome, Who
-from so_tui.launch.outcome_text import RunFacts, outcome_text
-from so_tui.runs.outcome import OutcomeCode
+from so_tui.launch.supervisor.ending import Outcome, RunFacts, Who, outcome_text
+from so_tui.runs.records import OutcomeCode
 
 PAGE = Path(__file__).with_name("codes.md")
 SOURCES = ("so_tui", "trainer")

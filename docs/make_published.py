@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from so_tui.plan.published import compared
-from so_tui.plan.render_published import page as table
+from so_tui.plan.show import page as table
 
 PAGE = Path(__file__).with_name("published.md")
 

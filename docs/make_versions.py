@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from so_tui.machine.versions import PACKAGES, bounds, later_versions, version_sets
+from so_tui.machine.software import PACKAGES, bounds, later_versions, version_sets
 
 PAGE = Path(__file__).with_name("versions.md")
 

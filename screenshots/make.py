@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from tests.support.screen import Driver
 
+
 FOLDER = Path(__file__).parent
 SIZES = {"": (120, 36), "-80x24": (80, 24)}
 STEPS = "400"
@@ -110,8 +111,8 @@ async def draw_simulated(runs_dir: Path) -> None:
 async def _save_pages(ui: Driver, suffix: str) -> None:
     from textual.widgets import DataTable
 
-    from so_tui.ui.screens.presets import PresetsScreen
-    from so_tui.ui.widgets.chart import Chart
+    from so_tui.ui.charts.chart import Chart
+    from so_tui.ui.presets.screen import PresetsScreen
 
     await ui.until(lambda: ui.find("#loss", Chart).lines, GIVE_UP_S)
     await ui.pilot.pause(3.0)

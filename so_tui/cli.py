@@ -20,6 +20,7 @@ from so_tui.trust.streams import guard_output
 if TYPE_CHECKING:
     from so_tui.spec.errors import Problem
 
+
 _FOR_PROGRAMS = ("supervise", "completion")
 """Functions of commands whose output is no text for the user of this terminal."""
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         offer_words(parser)
     arguments = parser.parse_args(argv)
     if arguments.verbose:
-        from so_tui.commands.verbose import log_to_stderr
+        from so_tui.commands.common import log_to_stderr
 
         log_to_stderr()
     from so_tui.spec.errors import InputError, Refused, SoTuiError
@@ -111,7 +112,7 @@ def call(arguments: argparse.Namespace) -> int:
 
 
 def _use_units_of_the_user() -> None:
-    from so_tui.settings.file import load_settings
+    from so_tui.settings import load_settings
     from so_tui.units import show_memory_in
 
     show_memory_in(load_settings().settings.screen.units)
@@ -124,8 +125,7 @@ def _report(*messages: str) -> None:
 
 def _problem_of(error: OSError) -> Problem | None:
     """Return the problem if the user can fix it: a name that is too long, no permission, or a full disk. None for any other error."""
-    from so_tui.spec.errors import Problem
-    from so_tui.spec.wording import shown
+    from so_tui.spec.errors import Problem, shown
 
     if error.errno == errno.ENAMETOOLONG:
         value = shown(str(error.filename)) if error.filename else ""

@@ -9,7 +9,7 @@ from itertools import groupby
 
 from msgspec import Struct
 
-from so_tui.trust.printable import printable_line
+from so_tui.trust.text import printable_line
 from so_tui.units import significant, thousands
 
 _WIDTH, _LABEL, _ROW, _TOP = 900, 420, 18, 34

@@ -19,7 +19,7 @@ from docs.make_published import page as published
 from docs.make_versions import PAGE as VERSIONS
 from docs.make_versions import page as versions
 from so_tui.commands import parser
-from so_tui.runs.outcome import OutcomeCode
+from so_tui.runs.records import OutcomeCode
 from tests.support.python_path import ROOT
 
 PAGES = [

@@ -19,9 +19,9 @@ from pathlib import Path
 sys.setswitchinterval(1e-6)
 import msgspec
 from so_tui.machine.types import Machine
-from so_tui.plan.types import Plan
+from so_tui.plan.plan import Plan
 from so_tui.runs.records import RunState
-from so_tui.spec.types import RunSpec
+from so_tui.spec.run_spec import RunSpec
 
 kinds = 2 * [(kind, Path(sys.argv[1], kind.__name__).read_bytes()) for kind in (RunSpec, Plan, Machine, RunState)]
 gate, decoded = threading.Barrier(len(kinds)), []

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from so_tui_trainer.data.batches import Batch
 
+
 LEARNING_RATE = 1e-3
 """The script's constant; its ``--lr`` has no effect on the optimizer."""
 
@@ -52,7 +53,7 @@ def measure(part: Part, shape: Shape, job: dict[str, Any]) -> dict[str, Any]:
     import superoffload
     from benchmarks.comparison.model import device_of, packed_attention, random_model
     from so_tui.spec import find_preset, with_values
-    from so_tui_trainer.data import cache, tokens
+    from so_tui_trainer.data import documents, tokens
     from so_tui_trainer.data.batches import Batches
     from so_tui_trainer.model import attention
 
@@ -67,7 +68,7 @@ def measure(part: Part, shape: Shape, job: dict[str, Any]) -> dict[str, Any]:
         "train.gradient_accumulation": str(part.accumulation),
     }
     spec = with_values(find_preset(shape.preset).spec, changes)
-    batches = Batches(cache.read(tokens.prepare(spec), spec.data), spec, rank=0, pin=shape.cuda)
+    batches = Batches(documents.read(tokens.prepare(spec), spec.data), spec, rank=0, pin=shape.cuda)
     implementation = packed_attention(shape)
     model = random_model(shape, implementation)
     model.config.use_cache = False

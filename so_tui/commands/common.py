@@ -22,8 +22,8 @@ from so_tui.spec import (
     problems_in,
     with_values,
 )
-from so_tui.trust.printable import brief_message, printable_line, printable_source, so_tui_command
 from so_tui.trust.streams import beneath, console
+from so_tui.trust.text import brief_message, printable_line, printable_source, so_tui_command
 
 _LOG = logging.getLogger(__name__)
 _SHORT_OPTIONS = {
@@ -130,7 +130,7 @@ def given_gpus(text: str) -> int | list[int]:
 def chosen_machine(arguments: argparse.Namespace) -> Machine:
     """Return the machine of ``--machine NAME|FILE``, or this one."""
     if arguments.machine:
-        from so_tui.machine.described import machine_of
+        from so_tui.machine.known import machine_of
 
         return machine_of(arguments.machine)
     from so_tui.machine import inspect_machine
@@ -152,23 +152,23 @@ def note_place(
     from so_tui.launch.places import left_out_profiles, source_of
 
     for problem in left_out_profiles(partition, site=site):
-        note(arguments, f"Left out: {problem}")
+        print_note(arguments, f"Left out: {problem}")
     if not partition or arguments.machine:
         return
     source, nodes = source_of(partition, site=site), f"The nodes of partition {partition}"
     if source.seen is not None:
-        note(
+        print_note(
             arguments,
             f"{nodes}: as a job found {machine.label} on {date.fromtimestamp(source.seen)}.",
         )
     elif source.profile:
-        note(
+        print_note(
             arguments,
             f"{nodes}: {machine.label}, as the site profile says ({source.profile}). The first job records what they are.",
         )
     else:
         measure = so_tui_command("run", "tiny", "--partition", partition)
-        note(
+        print_note(
             arguments,
             f"{nodes} are not known: this is for the machine you are on. `{measure}` records them in a minute.",
         )
@@ -183,7 +183,7 @@ def usable_terminal() -> bool:
     )
 
 
-def note(arguments: argparse.Namespace, text: str, *, stderr: bool = False) -> None:
+def print_note(arguments: argparse.Namespace, text: str, *, stderr: bool = False) -> None:
     """Print a line of progress or a note, unless ``--quiet`` is given. With ``stderr``, stdout has only results."""
     if not arguments.quiet:
         print(printable_line(text), file=sys.stderr if stderr else sys.stdout, flush=True)
@@ -233,3 +233,22 @@ class ProgressLine:
     def clear(self) -> None:
         """Empty the line."""
         self.show("")
+
+
+# ``--verbose``: what so-tui decides and calls, as modules log it, on stderr.
+
+
+class _OneLine(logging.Formatter):
+    """Makes each message one printable line, whoever wrote what is in it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable_line(super().format(record))
+
+
+def log_to_stderr() -> None:
+    """Show the messages of so-tui's own loggers from now on."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_OneLine("%(name)s: %(message)s"))
+    logger = logging.getLogger("so_tui")
+    logger.handlers = [handler]
+    logger.setLevel(logging.INFO)

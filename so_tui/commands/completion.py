@@ -25,7 +25,7 @@ from argcomplete.shell_integration import shellcode
 
 from so_tui.commands.parser import INTERNAL
 from so_tui.folders import builtin_folder, known_runs_dirs, user_folder
-from so_tui.trust.reading import read_bounded
+from so_tui.trust.files import read_bounded
 
 _FILES = ("PRESET|FILE", "PRESET|FILE|add", "NAME|FILE", "RUN", "DIR")
 """Arguments, as the parser's metavars name them, that may be a path."""

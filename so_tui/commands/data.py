@@ -3,17 +3,49 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from so_tui.commands.common import ProgressLine, chosen_spec, note, print_json
+from so_tui.commands.common import ProgressLine, chosen_spec, print_json, print_note
+from so_tui.runs import find_run
 from so_tui.spec import spec_tree
 from so_tui.trust.streams import console
+from so_tui.trust.text import printable_line, so_tui_command
 from so_tui.units import thousands
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from so_tui.launch.data_preview import DataPreview, Sample
+    from so_tui.launch.helper_jobs import DataPreview, Sample
+
+
+# ``convert``: checkpoints from and to DeepSpeed.
+
+
+def convert(arguments: argparse.Namespace) -> int:
+    """Write a run's last checkpoint for DeepSpeed, or make a run that continues from DeepSpeed's, and say how to go on.
+
+    Raises:
+        InputError: There is no such run or checkpoint, or the target holds something else.
+    """
+    from so_tui.launch import writable
+    from so_tui.launch.helper_jobs import from_deepspeed, to_deepspeed
+
+    def tell(message: str) -> None:
+        print_note(arguments, message)
+
+    if arguments.to:
+        run = find_run(arguments.source, arguments.runs_dir)
+        writable(Path(arguments.to), "--to")
+        to_deepspeed(run, Path(arguments.to), tell)
+        print(printable_line(f"wrote {arguments.to}"))
+        return 0
+    made = from_deepspeed(Path(arguments.source), chosen_spec(arguments), arguments.runs_dir, tell)
+    print(
+        printable_line(f"made {made.name}; continue with `{so_tui_command('resume', made.name)}`")
+    )
+    return 0
+
 
 _BAR = 40
 _SHADES = "█▒"
@@ -22,7 +54,7 @@ _SHADES = "█▒"
 
 def data(arguments: argparse.Namespace) -> int:
     """Print the counts of the data set and a few rows as the model sees them, with trained tokens marked."""
-    from so_tui.launch.data_preview import Progress, preview_data
+    from so_tui.launch.helper_jobs import Progress, preview_data
 
     spec = chosen_spec(arguments)
     progress = ProgressLine(shown=not (arguments.json or arguments.quiet))
@@ -174,7 +206,7 @@ def prepare(arguments: argparse.Namespace) -> int:
 
 
 def _follow(tool: str, arguments: argparse.Namespace) -> int:
-    from so_tui.launch.helpers import stream_tool
+    from so_tui.launch.helper import stream_tool
 
     progress = ProgressLine(shown=not arguments.quiet)
     for event in stream_tool(tool, {"spec": spec_tree(chosen_spec(arguments))}):
@@ -182,5 +214,5 @@ def _follow(tool: str, arguments: argparse.Namespace) -> int:
             progress.show(str(event["message"]))
         elif message := event.get("message"):
             progress.clear()
-            note(arguments, str(message))
+            print_note(arguments, str(message))
     return 0

@@ -10,12 +10,58 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from so_tui.commands.common import chosen_machine, chosen_spec, note, print_json, print_rich
-from so_tui.machine.described import MACHINES, Description, named_machine
-from so_tui.machine.doctor.types import Finding
+from so_tui.commands.common import (
+    ProgressLine,
+    chosen_machine,
+    chosen_spec,
+    print_json,
+    print_note,
+    print_rich,
+)
+from so_tui.machine.doctor.checks import Finding
+from so_tui.machine.known import MACHINES, Description, named_machine
 from so_tui.machine.types import Machine
+from so_tui.plan.measured import Calibration, calibration_of
 from so_tui.spec import InputError, Problem
-from so_tui.spec.files import is_folder
+from so_tui.spec.check import is_folder
+from so_tui.validation.report import Report
+
+# ``calibrate``: measure and store the rates that predictions of this machine's speed use.
+
+
+class Measured(Struct, frozen=True):
+    """What ``calibrate --json`` prints."""
+
+    path: str
+    calibration: Calibration | None
+
+
+def calibrate(arguments: argparse.Namespace) -> int:
+    """Measure this machine in helper processes and store the rates, which plans use from then on.
+
+    Raises:
+        Refused: A run uses a GPU (code ``gpu-in-use``).
+    """
+    from so_tui.launch.helper_jobs import measure_rates
+    from so_tui.machine import inspect_machine
+
+    machine = inspect_machine()
+    rates, path = measure_rates(
+        machine, lambda message: print_note(arguments, message, stderr=arguments.json)
+    )
+    if arguments.json:
+        print_json(Measured(str(path), calibration_of(machine)))
+    else:
+        print_rich(
+            f"measured in {rates.seconds:.0f} s and stored in {path}; plans of this machine use it"
+        )
+        if not machine.gpus:
+            print_note(
+                arguments,
+                "This machine has no GPU, so only Adam's rate was measured. Steps on machines without GPUs are not predicted.",
+            )
+    return 0
+
 
 _PARTITION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -118,7 +164,7 @@ def _remember_for_plans(arguments: argparse.Namespace, machine: Machine) -> None
     )
     if not cluster or not _PARTITION.fullmatch(partition):
         return
-    from so_tui.launch.partition_machines import remember, sees_part
+    from so_tui.launch.places import remember, sees_part
 
     remember(cluster, partition, machine)
     part = (
@@ -126,7 +172,9 @@ def _remember_for_plans(arguments: argparse.Namespace, machine: Machine) -> None
         if sees_part(machine)
         else ""
     )
-    note(arguments, f"kept for plans of partition {partition} on {cluster}{part}", stderr=True)
+    print_note(
+        arguments, f"kept for plans of partition {partition} on {cluster}{part}", stderr=True
+    )
 
 
 def machines(arguments: argparse.Namespace) -> int:
@@ -148,9 +196,9 @@ def machines(arguments: argparse.Namespace) -> int:
 
 def _fix(arguments: argparse.Namespace) -> None:
     """Compile the kernels that the first run would otherwise compile while all its ranks wait."""
-    from so_tui.launch.helpers import call_tool
+    from so_tui.launch.helper import call_tool
 
-    note(
+    print_note(
         arguments,
         "compiling the CPU Adam kernels; the first time, this takes up to a minute …",
         stderr=arguments.json,
@@ -169,10 +217,10 @@ def doctor(arguments: argparse.Namespace) -> int:
     """Print the findings, worst first, and return 3 if one blocks a launch. With a preset, also check what that run needs."""
     from so_tui.commands.mpam import print_mpam_script
     from so_tui.folders import default_runs_dir
-    from so_tui.launch.partitioning import remove_leftovers
+    from so_tui.launch.supervisor.mpam import remove_leftovers
     from so_tui.machine.doctor import findings
     from so_tui.machine.show import render_findings, render_set
-    from so_tui.machine.versions import installed_set
+    from so_tui.machine.software import installed_set
 
     if (arguments.fix or arguments.mpam) and arguments.machine:
         option = "--fix" if arguments.fix else "--mpam"
@@ -204,7 +252,7 @@ def doctor(arguments: argparse.Namespace) -> int:
         _fix(arguments)
     if not arguments.machine:
         for name in remove_leftovers():
-            note(
+            print_note(
                 arguments,
                 f"removed the resctrl group {name}, which a supervisor that has died left behind",
                 stderr=arguments.json,
@@ -218,3 +266,83 @@ def doctor(arguments: argparse.Namespace) -> int:
         if machine.live and machine.software.torch:
             print_rich(render_set(machine.software))
     return 3 if any(finding.severity == "blocks" for finding in found) else 0
+
+
+# ``validate``: measure this machine and training on it, beside what plans predict, as a report.
+
+
+BAR_CELLS = 24
+
+
+def validate(arguments: argparse.Namespace) -> int:
+    """Measure as much as fits into the minutes, continuing an earlier report, and say where the report is.
+
+    Returns:
+        0; 1 if a measurement failed; 4 if the user stopped it, in which case the same command continues.
+    """
+    from so_tui.folders import validation_dir
+    from so_tui.machine import inspect_machine
+    from so_tui.validation import report as reports
+    from so_tui.validation.report import shared
+    from so_tui.validation.validate import SHARED, validate
+
+    machine = inspect_machine()
+    folder: Path = arguments.out or validation_dir()
+    gpus = min(arguments.gpus, len(machine.gpus)) if arguments.gpus else len(machine.gpus)
+    line, told = ProgressLine(shown=not arguments.quiet), ""
+
+    def tell(text: str, share: float) -> None:
+        nonlocal told
+        line.show(f"{bar(share)} {text}")
+        if line.hidden and text.partition(":")[0] != told:
+            told = text.partition(":")[0]
+            print_note(arguments, f"{100 * share:3.0f} % {text}", stderr=arguments.json)
+
+    try:
+        found = validate(
+            machine,
+            folder,
+            seconds=60 * arguments.minutes,
+            gpus=gpus,
+            share=arguments.share,
+            tell=tell,
+        )
+    except KeyboardInterrupt:
+        line.clear()
+        print_note(
+            arguments,
+            f"stopped; the same command continues. So far: {folder / 'report.md'}",
+            stderr=True,
+        )
+        return 4
+    line.clear()
+    if arguments.json:
+        print_json(shared(found) if arguments.share else found)
+    else:
+        print_rich(summary(found))
+        print_rich(f"report: {folder / 'report.md'}")
+        if arguments.share:
+            print_rich(
+                f"to share, without names of host, user and folders: {folder / SHARED / 'report.md'}"
+            )
+    return 1 if any(outcome.state in reports.FAILURES for outcome in found.outcomes) else 0
+
+
+def summary(report: Report) -> str:
+    """Return what was measured, in a sentence."""
+    states = [outcome.state for outcome in report.outcomes]
+    text = f"{states.count('measured')} of {len(states)} parts measured"
+    left_out = "left out for lack of time: the same command continues"
+    for state, said in (
+        ("failed", "failed"),
+        ("timed-out", "took too long"),
+        ("left-out", left_out),
+    ):
+        text += f", {states.count(state)} {said}" if state in states else ""
+    return text
+
+
+def bar(share: float) -> str:
+    """Return a bar of characters that every terminal has."""
+    full = round(BAR_CELLS * min(1.0, max(0.0, share)))
+    return f"[{'#' * full}{'.' * (BAR_CELLS - full)}] {100 * share:3.0f} %"

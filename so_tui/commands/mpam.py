@@ -7,12 +7,12 @@ Problem codes:
 
 from __future__ import annotations
 
-from so_tui.launch.partition_script import mount_script, partition_script
+from so_tui.launch.supervisor.mpam import mount_script, partition_script
 from so_tui.machine.resctrl import read_resctrl
 from so_tui.machine.system_files import SystemFiles
 from so_tui.machine.types import Machine
 from so_tui.plan.partitions import Obstacle, partitions
-from so_tui.plan.types import Plan, RankBinding
+from so_tui.plan.plan import Plan, RankBinding
 from so_tui.spec.errors import InputError, Problem
 
 
@@ -43,7 +43,7 @@ def print_mpam_script(machine: Machine, plan: Plan | None, files: SystemFiles | 
 
 def _on_all_gpus(machine: Machine) -> tuple[RankBinding, ...]:
     from so_tui.plan.binding import bind_ranks, whole_gpus
-    from so_tui.spec.sections.offload import OffloadSpec
+    from so_tui.spec.run_spec import OffloadSpec
 
     gpus = tuple(gpu.index for gpu in whole_gpus(machine)) or 1
     return bind_ranks(

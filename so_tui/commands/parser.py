@@ -3,12 +3,50 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from so_tui.commands.numbers import integer_from, number_from
-from so_tui.launch.time_limits import DEFAULT_GRACE_S
+from so_tui.launch import DEFAULT_GRACE_S
+from so_tui.units import thousands
+
+# Types for numbers on the command line, which must be finite and within a range.
+
+
+def number_from(lowest: float, highest: float) -> Callable[[str], float]:
+    """Return a type for argparse: a number within a range, bounds included."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not lowest <= value <= highest:  # also true for NaN
+            raise argparse.ArgumentTypeError(
+                f"{text[:40]!r} is not a number from {lowest:,g} to {highest:,g}"
+            )
+        return value
+
+    return parse
+
+
+def integer_from(lowest: int, highest: int) -> Callable[[str], int]:
+    """Return a type for argparse: an integer within a range, bounds included."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:  # also for thousands of digits
+            value = lowest - 1
+        if not lowest <= value <= highest:
+            raise argparse.ArgumentTypeError(
+                f"{text[:40]!r} is not an integer from {thousands(lowest)} to {thousands(highest)}"
+            )
+        return value
+
+    return parse
+
 
 EXIT_CODES = {
     0: "done",
@@ -114,7 +152,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--machine", metavar=_MACHINE, help=f"plan for another machine: {_MACHINE_HELP}"
     )
     _add_output_options(parser, default=False)
-    parser.set_defaults(handler="screen:open_screen", runs_dir=None, takes_machine=True)
+    parser.set_defaults(handler="run:open_screen", runs_dir=None, takes_machine=True)
     commands = _Commands(parser)
     _add_machine_commands(commands)
     _add_plan(commands)
@@ -209,9 +247,9 @@ def _add_machine_commands(commands: _Commands) -> None:
     )
     machines.add_argument("name", nargs="?", metavar="MACHINE")
     text = "measure this machine's rates in under a minute; later plans use them"
-    commands.add("calibrate", "calibrate:calibrate", text, json)
+    commands.add("calibrate", "machine:calibrate", text, json)
     text = "measure this machine and training on it beside what plans predict, and write a report; continues one that was stopped"
-    validate = commands.add("validate", "validate:validate", text, json)
+    validate = commands.add("validate", "machine:validate", text, json)
     validate.add_argument(
         "--minutes",
         type=number_from(0.1, 1440),
@@ -233,7 +271,7 @@ def _add_machine_commands(commands: _Commands) -> None:
         help="also write a report that names neither the host, nor you, nor any folder",
     )
     text = "show published figures about SuperOffload beside what is planned for the same settings, and why they differ"
-    commands.add("published", "published:published", text, json)
+    commands.add("published", "plan:published", text, json)
 
 
 def _add_plan(commands: _Commands) -> None:
@@ -442,7 +480,7 @@ def _add_run_commands(commands: _Commands) -> None:
 def _add_convert(commands: _Commands) -> None:
     _, _, runs_dir, changes, *_ = commands.options
     text = "convert a run's last checkpoint to DeepSpeed's universal format, or a checkpoint of DeepSpeed's ZeRO-3 to a run to resume"
-    convert = commands.add("convert", "convert:convert", text, runs_dir, changes)
+    convert = commands.add("convert", "data:convert", text, runs_dir, changes)
     convert.add_argument(
         "source",
         metavar="RUN|FOLDER",
@@ -461,7 +499,7 @@ def _add_convert(commands: _Commands) -> None:
 def _add_generate(commands: _Commands) -> None:
     json, _, runs_dir, *_ = commands.options
     text = "let a run's last checkpoint or an exported folder answer prompts, and its base model beside it"
-    generate = commands.add("generate", "generate:generate", text, json, runs_dir)
+    generate = commands.add("generate", "models:generate", text, json, runs_dir)
     _add_model_options(generate)
     text = "what to answer; may be repeated (default: standard input)"
     generate.add_argument("--prompt", action="append", default=[], metavar="TEXT", help=text)
@@ -471,7 +509,7 @@ def _add_generate(commands: _Commands) -> None:
         help="continue the text as it is, without the layout of a conversation",
     )
     text = "talk to a run's last checkpoint or an exported folder on a screen, with its base model beside it"
-    _add_model_options(commands.add("chat", "generate:chat", text, runs_dir))
+    _add_model_options(commands.add("chat", "models:chat", text, runs_dir))
 
 
 def _add_model_options(command: argparse.ArgumentParser) -> None:
@@ -522,9 +560,9 @@ def _add_records_commands(commands: _Commands, add: Callable[..., argparse.Argum
     )
     runs.add_argument("--tag", metavar="TAG", help="only runs with this tag")
     text = "compare runs: the settings that differ, and what came of them"
-    compare = commands.add("compare", "compare:compare", text, json, runs_dir)
+    compare = commands.add("compare", "runs:compare", text, json, runs_dir)
     compare.add_argument("runs", nargs="+", metavar="RUN", help="names, paths or `latest`")
-    note = add("note", "notes:note", "show a run's note and tags, or change them", json)
+    note = add("note", "runs:edit_note", "show a run's note and tags, or change them", json)
     note.add_argument("--text", metavar="TEXT", help="replace the note; empty removes it")
     note.add_argument(
         "--tag", action="append", default=[], metavar="TAG", help="add a tag; may be repeated"
@@ -534,7 +572,7 @@ def _add_records_commands(commands: _Commands, add: Callable[..., argparse.Argum
     )
     metrics = add(
         "export-metrics",
-        "metrics:export",
+        "runs:export_run_metrics",
         "write a run's steps as CSV, or as Parquet if pyarrow is installed",
     )
     metrics.add_argument(
@@ -573,7 +611,7 @@ def _run_name(text: str) -> str:
 
 
 def _folder(text: str) -> Path:
-    from so_tui.spec.files import path_fault
+    from so_tui.spec.check import path_fault
 
     if fault := path_fault(text):
         raise argparse.ArgumentTypeError(fault)

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import argparse
 
+from msgspec import Struct
+
 from so_tui.commands.common import (
     chosen_changes,
     chosen_machine,
     chosen_spec,
     given_gpus,
     machine_for,
-    note,
     note_place,
     note_problems,
     print_json,
+    print_note,
     print_rich,
 )
 from so_tui.machine.types import Machine
-from so_tui.plan.types import Plan
+from so_tui.plan.plan import Plan
+from so_tui.plan.published import Compared
 from so_tui.spec import (
     InputError,
     Problem,
@@ -27,7 +30,7 @@ from so_tui.spec import (
     parse_value,
     problems_in,
 )
-from so_tui.trust.printable import so_tui_command
+from so_tui.trust.text import so_tui_command
 from so_tui.units import plural, rate, thousands
 
 
@@ -43,7 +46,7 @@ def plan(arguments: argparse.Namespace) -> int:
         settings_of,
         unplannable,
     )
-    from so_tui.plan.render import render_plan, render_table
+    from so_tui.plan.show import render_plan, render_table
 
     if arguments.probe and (arguments.machine or not arguments.preset):
         code = "not-this-machine" if arguments.machine else "preset-needed"
@@ -81,8 +84,8 @@ def plan(arguments: argparse.Namespace) -> int:
                 # On one line, so that it can be copied.
                 others = {key: value for key, value in changes.items() if key != "gpus"}
                 given = find_preset(arguments.preset).spec
-                note(arguments, "")
-                note(
+                print_note(arguments, "")
+                print_note(
                     arguments,
                     f"to run it: {command_of(chosen, given, arguments.preset, spec.gpus, others)}",
                 )
@@ -91,8 +94,8 @@ def plan(arguments: argparse.Namespace) -> int:
                         arguments, chosen, best_number_of_gpus(spec, machine), changes
                     )
             elif fixed:
-                note(arguments, "")
-                note(
+                print_note(arguments, "")
+                print_note(
                     arguments,
                     "This is the plan as given. To search for better settings, leave out --as-given and --set of what a plan chooses.",
                 )
@@ -109,7 +112,7 @@ def plan(arguments: argparse.Namespace) -> int:
         note_place(arguments, machine, arguments.partition or "")
         print_rich(render_table(rows, machine))
         for text in left_out:
-            note(arguments, text)
+            print_note(arguments, text)
         note_problems(catalog.problems)
     return 0
 
@@ -123,7 +126,7 @@ def _note_other_number(
     unit = "GPU" if best.on_gpus else "rank"
     same = ["--machine", arguments.machine] if arguments.machine else []
     same += [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
-    note(
+    print_note(
         arguments,
         f"{plural(chosen.gpus, unit)}, as the preset says, would train {rate(chosen.useful_tokens_per_s_total or 0.0)} tokens/s. "
         f"{plural(best.gpus, unit)} would train {rate(best.useful_tokens_per_s_total or 0.0)}, more or as many per {unit} (★ in the table "
@@ -206,12 +209,18 @@ def _probe(arguments: argparse.Namespace, chosen: Plan, machine: Machine) -> int
 
     from so_tui.folders import probes_dir
     from so_tui.launch import prepare
-    from so_tui.launch.preparation import plan_refused
-    from so_tui.launch.probe import compared, measured_of, probe_of, probe_spec, run_to_end
-    from so_tui.launch.probe_rows import write_rows
+    from so_tui.launch.launch import plan_refused
+    from so_tui.launch.probe import (
+        compared,
+        measured_of,
+        probe_of,
+        probe_spec,
+        run_to_end,
+        write_rows,
+    )
     from so_tui.plan import make_plan, plans_json, workload
-    from so_tui.plan.calibration import store
-    from so_tui.plan.render import render_comparison, render_plan
+    from so_tui.plan.measured import store
+    from so_tui.plan.show import render_comparison, render_plan
     from so_tui.runs import delete_run
     from so_tui.runs.records import PhaseRecord, StepRecord
 
@@ -220,9 +229,11 @@ def _probe(arguments: argparse.Namespace, chosen: Plan, machine: Machine) -> int
 
     def report(record: object) -> None:
         if isinstance(record, StepRecord):
-            note(arguments, f"step {thousands(record.step)}: {record.step_s:.3f} s", stderr=True)
+            print_note(
+                arguments, f"step {thousands(record.step)}: {record.step_s:.3f} s", stderr=True
+            )
         elif isinstance(record, PhaseRecord):
-            note(arguments, record.detail or record.phase, stderr=True)
+            print_note(arguments, record.detail or record.phase, stderr=True)
 
     rows = None
     if arguments.probe == "random":
@@ -251,3 +262,26 @@ def _probe(arguments: argparse.Namespace, chosen: Plan, machine: Machine) -> int
             render_plan(corrected, machine),
         )
     return 0 if corrected.fits else 3
+
+
+# ``published``: every published figure about SuperOffload beside what is planned for the same
+# settings.
+
+
+class PublishedFigures(Struct, frozen=True):
+    """What ``published --json`` prints."""
+
+    figures: tuple[Compared, ...]
+
+
+def published(arguments: argparse.Namespace) -> int:
+    """Print the figures with the reasons for differences."""
+    from so_tui.plan.published import compared
+    from so_tui.plan.show import render
+
+    found = compared()
+    if arguments.json:
+        print_json(PublishedFigures(found))
+    else:
+        print_rich(render(found))
+    return 0

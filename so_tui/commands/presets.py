@@ -9,16 +9,16 @@ from msgspec import Struct
 from so_tui.commands.common import (
     chosen_changes,
     chosen_spec,
-    note,
     note_problems,
     print_json,
+    print_note,
     print_rich,
 )
 from so_tui.spec import InputError, Problem, check_user_name, delete_preset, load_catalog, spec_tree
-from so_tui.spec.files import path_fault
-from so_tui.spec.preset_file import Origin
-from so_tui.spec.wording import shown
-from so_tui.trust.printable import printable_line, printable_source, so_tui_command
+from so_tui.spec.check import path_fault
+from so_tui.spec.errors import shown
+from so_tui.spec.presets import Origin
+from so_tui.trust.text import printable_line, printable_source, so_tui_command
 from so_tui.units import count, thousands
 
 
@@ -146,7 +146,7 @@ def _refuse_unused(arguments: argparse.Namespace) -> None:
 
 def _add(arguments: argparse.Namespace) -> int:
     """Make a preset from a model and save it."""
-    from so_tui.launch.new_preset import add_preset, describe_model
+    from so_tui.launch.helper_jobs import add_preset, describe_model
 
     if not arguments.model:
         remedy = "Give a hub id such as Qwen/Qwen3-14B, or a folder: so-tui presets add MODEL."
@@ -193,9 +193,9 @@ def _add(arguments: argparse.Namespace) -> int:
     print(f"{spec.name}: {spec.label}, {count(model.parameter_count)} parameters{experts}")
     print(printable_line(f"saved as {path}"))
     for text in described.notes:
-        note(arguments, f"note: {text}")
-    note(arguments, f"next: {so_tui_command('plan', spec.name)}    what it needs here")
-    note(
+        print_note(arguments, f"note: {text}")
+    print_note(arguments, f"next: {so_tui_command('plan', spec.name)}    what it needs here")
+    print_note(
         arguments,
         f"      {so_tui_command('run', spec.name, '--set', 'data.source=FILE')}    train it on your data",
     )

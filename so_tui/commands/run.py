@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
+import sys
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
@@ -15,18 +18,145 @@ from so_tui.commands.common import (
     chosen_changes,
     chosen_spec,
     machine_for,
-    note,
     print_json,
+    print_note,
     print_rich,
     usable_terminal,
 )
-from so_tui.commands.progress import exit_code_of, follow
+from so_tui.commands.follow import exit_code_of, follow
+from so_tui.launch import Launch, start
+from so_tui.launch.executors import executor_of
+from so_tui.launch.slurm.executor import SlurmExecutor
+from so_tui.launch.slurm.script import Draft, edited, for_run, kept
 from so_tui.runs import RunDirectory, find_run, read_spec, read_state
-from so_tui.spec import InputError, Problem, Refused, RunSpec, with_values
+from so_tui.spec import InputError, Problem, Refused, RunSpec, SoTuiError, with_values
+from so_tui.trust.files import read_bounded
+from so_tui.trust.text import quoted
 
 if TYPE_CHECKING:
-    from so_tui.launch import Launch
     from so_tui.launch.checks import Check
+
+
+# Runs whose batch script the user gives: changed in an editor before it is submitted, or read from
+# a file.
+#
+# What was changed is never lost: if the submission fails, the script is kept, and submitted again
+# or named.
+#
+# Problem codes: nothing-to-edit: The run starts on this machine, without a batch script. unused-
+# option: Nothing is submitted. script-unreadable: The file of the script is missing, no text, or
+# larger than any script.
+
+
+_MOST_BYTES = 1 << 20
+
+
+class ScriptChoice:
+    """The user's batch script: from a file, from an editor, or from both."""
+
+    def __init__(self, *, given: str, edits: bool) -> None:
+        """Begin with the script ``given``; with the generated one if it is empty. If ``edits``, the user changes it in an editor."""
+        self.script = given
+        self._edits = edits
+        self._generated = ""
+
+    def __call__(self, generated: str) -> str:
+        """Return the script to submit instead of a generated one."""
+        begun = for_run(self.script, generated) if self.script else generated
+        self.script = edited(begun) if self._edits else begun
+        self._generated = generated
+        return self.script
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the user would lose something with it."""
+        return self._edits and self.script not in ("", self._generated)
+
+
+def refuse_script(spec: RunSpec, option: str, *, dry_run: bool) -> None:
+    """Raise InputError if an option of batch scripts is given and none will be submitted."""
+    if dry_run:
+        message, remedy = (
+            "has no effect with --dry-run, which prints the script that so-tui would submit",
+            "Leave one of them out.",
+        )
+        raise InputError(
+            [Problem(code="unused-option", field=option, value="", message=message, remedy=remedy)]
+        )
+    if executor_of(spec).here:
+        message, remedy = (
+            "needs a batch script, and this run starts on this machine",
+            "Name a partition with --partition.",
+        )
+        raise InputError(
+            [
+                Problem(
+                    code="nothing-to-edit",
+                    field=option,
+                    value=spec.name,
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        )
+
+
+def read_script(path: Path) -> str:
+    """Return a script that was kept or written by hand. Raises InputError."""
+    try:
+        return read_bounded(path, _MOST_BYTES).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        message, remedy = f"cannot be read: {error}", "Name a batch script that --edit kept."
+        raise InputError(
+            [
+                Problem(
+                    code="script-unreadable",
+                    field="--script",
+                    value=str(path),
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        ) from error
+
+
+def start_with_script(
+    launch: Launch, choice: ScriptChoice, arguments: argparse.Namespace
+) -> RunDirectory:
+    """Start a run with the user's script, again and again while it is refused and the user wants to change it.
+
+    Raises:
+        SoTuiError: As ``start``, once the user gives up. A changed script is in a file, and stderr names it.
+    """
+    draft: Draft | None = None
+    while True:
+        try:
+            run = start(launch, runs_dir=arguments.runs_dir, executor=SlurmExecutor(edit=choice))
+        except BaseException as error:
+            if not choice.is_changed:
+                raise
+            draft = kept(choice.script, launch.spec.name, draft)
+            again = isinstance(error, SoTuiError) and usable_terminal() and _wants_again(error)
+            if not again:
+                file = quoted(str(draft.path))
+                print(
+                    f"so-tui: your script is kept. To submit it: the same command with --script {file}",
+                    file=sys.stderr,
+                )
+                raise
+        else:
+            if draft is not None:
+                draft.discard()
+            return run
+
+
+def _wants_again(error: SoTuiError) -> bool:
+    print(f"so-tui: {error}", file=sys.stderr)
+    try:
+        answer = input("Change the script and submit it again? [Y/n] ")
+    except (EOFError, KeyboardInterrupt):
+        return False
+    return answer.strip().lower() in ("", "y", "yes")
 
 
 class StartedRun(Struct, frozen=True):
@@ -59,8 +189,6 @@ def run(arguments: argparse.Namespace) -> int:
             ]
         )
     if option := "--edit" if arguments.edit else "--script" if arguments.script else "":
-        from so_tui.commands.batch_script import refuse_script
-
         refuse_script(spec, option, dry_run=arguments.dry_run)
     if arguments.dry_run:
         if not arguments.machine:  # another machine has other files
@@ -80,8 +208,6 @@ def run(arguments: argparse.Namespace) -> int:
         or arguments.detach
         or _plain(arguments)
     ):
-        from so_tui.commands.screen import show_launch
-
         return _exit_code(show_launch(arguments.runs_dir, launch))
     if not arguments.no_preflight:
         launch, warnings = preflight(
@@ -95,7 +221,7 @@ def _note_check(arguments: argparse.Namespace, check: Check) -> None:
     """Say what is checked now, beside the results, which stdout has."""
     from so_tui.launch.checks import CHECKS
 
-    note(arguments, f"so-tui: checking {CHECKS[check]} …", stderr=True)
+    print_note(arguments, f"so-tui: checking {CHECKS[check]} …", stderr=True)
 
 
 def _start(launch: Launch, arguments: argparse.Namespace) -> RunDirectory:
@@ -104,7 +230,6 @@ def _start(launch: Launch, arguments: argparse.Namespace) -> RunDirectory:
         from so_tui.launch import start
 
         return start(launch, runs_dir=arguments.runs_dir)
-    from so_tui.commands.batch_script import ScriptChoice, read_script, start_with_script
 
     given = read_script(arguments.script) if arguments.script else ""
     return start_with_script(launch, ScriptChoice(given=given, edits=arguments.edit), arguments)
@@ -123,7 +248,7 @@ def _prepared(spec: RunSpec, arguments: argparse.Namespace) -> Launch:
 
 
 def _print_launch(launch: Launch, *, as_json: bool) -> None:
-    from so_tui.launch.render import render_launch, render_start, shown_launch
+    from so_tui.launch.show import render_launch, render_start, shown_launch
 
     if as_json:
         print_json(shown_launch(launch))
@@ -144,7 +269,7 @@ def _plain(arguments: argparse.Namespace) -> bool:
 
 def _report_warnings(arguments: argparse.Namespace, warnings: tuple[str, ...]) -> None:
     for warning in warnings:
-        note(arguments, f"so-tui: warning: {warning}", stderr=True)
+        print_note(arguments, f"so-tui: warning: {warning}", stderr=True)
 
 
 def resume(arguments: argparse.Namespace) -> int:
@@ -195,7 +320,6 @@ def _show(target: RunDirectory, arguments: argparse.Namespace, *, owner: bool) -
         return 0
     if _plain(arguments):
         return follow(target, owner=owner, quiet=arguments.quiet)
-    from so_tui.commands.screen import show_screen
 
     show_screen(arguments.runs_dir, target)
     return _exit_code(target)
@@ -212,7 +336,7 @@ def _exit_code(target: RunDirectory | None) -> int:
 def supervise(arguments: argparse.Namespace) -> int:
     """Supervise a run: the body of the supervisor's process."""
     from so_tui.launch import supervise as supervise_run
-    from so_tui.launch.starter import take_token
+    from so_tui.launch.launch import take_token
 
     token = take_token(os.environ)  # before anything is started, which would inherit it
     if arguments.in_job:
@@ -220,3 +344,62 @@ def supervise(arguments: argparse.Namespace) -> int:
 
         return supervise_in_job(RunDirectory(arguments.run), arguments.attempt, token)
     return supervise_run(RunDirectory(arguments.run), arguments.attempt, token)
+
+
+# ``so-tui`` without a command: the screen.
+
+
+NO_TERMINAL = """\
+so-tui: the screen needs a terminal (stdin or stdout is not one, or TERM is dumb). These commands need none:
+  so-tui inspect              what this machine has        so-tui run PRESET --plain   train, printing progress lines
+  so-tui plan [PRESET]        what fits here, how fast     so-tui watch RUN --plain    follow a run
+  so-tui presets              what can be trained          so-tui runs                 every run
+`so-tui --help` lists them all."""
+
+
+def open_screen(arguments: argparse.Namespace) -> int:
+    """Open the screen with the presets."""
+    if not usable_terminal():
+        print(NO_TERMINAL, file=sys.stderr)
+        return 2
+    show_screen(arguments.runs_dir, machine_file=arguments.machine or "")
+    return 0
+
+
+def show_launch(runs_dir: Path | None, launch: Launch) -> RunDirectory | None:
+    """Run the Textual application on a launch, from its checks on, until the user leaves it.
+
+    Returns:
+        The run; None if the user left while it was checked.
+
+    Raises:
+        InputError: As for ``preflight`` and ``start``; Refused, too.
+    """
+    from so_tui.settings import load_settings
+    from so_tui.ui.app import SoTuiApp
+
+    logging.disable(logging.INFO)
+    app = SoTuiApp(runs_dir=runs_dir, launch=launch, settings=load_settings())
+    app.run()
+    if app.refused is not None:
+        raise app.refused
+    return app.launched
+
+
+def show_screen(
+    runs_dir: Path | None, open_run: RunDirectory | None = None, *, machine_file: str = ""
+) -> None:
+    """Run the Textual application until the user leaves it. ``machine_file`` names or describes another machine to plan for."""
+    from so_tui.machine.known import machine_of
+    from so_tui.settings import load_settings
+    from so_tui.ui.app import SoTuiApp
+
+    machine = machine_of(machine_file) if machine_file else None
+    logging.disable(logging.INFO)  # --verbose would write over the screen
+    SoTuiApp(
+        machine=machine,
+        machine_file=machine_file,
+        runs_dir=runs_dir,
+        open_run=open_run,
+        settings=load_settings(),
+    ).run()

@@ -9,23 +9,181 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
+from msgspec.structs import replace
 
-from so_tui.commands.common import note, print_json, print_rich
-from so_tui.runs import RunDirectory, find_run, list_runs, readable_spec
-from so_tui.runs.comparison import RESULTS, ordered, result_of_order, result_text
-from so_tui.runs.ended import ended_state, evidence
+from so_tui.commands.common import ProgressLine, print_json, print_note, print_rich
+from so_tui.commands.common import print_note as tell
+from so_tui.runs import RunDirectory, find_run, list_runs, read_spec, readable_spec
+from so_tui.runs.directory import refuse_another_users
+from so_tui.runs.export import export_metrics
+from so_tui.runs.listing import RunNotes, changed_tags, read_notes, write_notes
 from so_tui.runs.liveness import sighting
-from so_tui.runs.notes import RunNotes, read_notes
-from so_tui.runs.own import refuse_another_users
+from so_tui.runs.lock import ended_state, evidence
 from so_tui.runs.records import FINAL_STATES, RunState, State
-from so_tui.runs.results import RunResults, recent_results
-from so_tui.spec import InputError, Problem
-from so_tui.trust.printable import brief_message, printable_line
+from so_tui.runs.results import (
+    RESULTS,
+    RunResults,
+    differing,
+    ordered,
+    read_all,
+    recent_results,
+    result_of_order,
+    result_text,
+    results_of,
+)
+from so_tui.runs.state import read_state
+from so_tui.spec import InputError, Problem, RunSpec
+from so_tui.spec.check import path_fault
+from so_tui.spec.errors import shown
 from so_tui.trust.streams import console
-from so_tui.units import thousands
+from so_tui.trust.text import brief_line, brief_message, printable_line
+from so_tui.ui.form import values_of
+from so_tui.units import plural, thousands
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+
+# ``compare``: runs side by side, with the settings that differ and what came of them.
+
+
+class ComparedRun(Struct, frozen=True, kw_only=True):
+    """A run of ``compare --json``."""
+
+    name: str
+    path: str
+    state: str
+    step: int
+    settings: dict[str, str]
+    """Those in which the runs differ, by key, as they are typed."""
+    results: RunResults
+    notes: RunNotes
+
+
+class ComparedRuns(Struct, frozen=True):
+    """What ``compare --json`` prints."""
+
+    runs: tuple[ComparedRun, ...]
+
+
+def compare(arguments: argparse.Namespace) -> int:
+    """Print the comparison. Of a single run, only the results are shown.
+
+    Raises:
+        InputError: There is no such run, or its settings cannot be read.
+    """
+    found = tuple(dict.fromkeys(find_run(name, arguments.runs_dir) for name in arguments.runs))
+    specs = {run: read_spec(run) for run in found}
+    settings = {run: values_of(spec) for run, spec in specs.items()}
+    keys = differing(tuple(settings.values()))
+    compared = ComparedRuns(
+        tuple(
+            _compared(run, spec, {key: settings[run].get(key, "") for key in keys})
+            for run, spec in specs.items()
+        )
+    )
+    if arguments.json:
+        print_json(compared)
+    else:
+        _print(compared)
+    return 0
+
+
+def _compared(run: RunDirectory, spec: RunSpec, settings: dict[str, str]) -> ComparedRun:
+    state = read_state(run)
+    return ComparedRun(
+        name=run.name,
+        path=str(run.path),
+        state=state.state,
+        step=state.step,
+        settings=settings,
+        results=results_of(read_all(run), spec, state.total_steps),
+        notes=read_notes(run),
+    )
+
+
+def _print(compared: ComparedRuns) -> None:
+    """Print a row for each setting that differs and for each result, a column for each run."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("")
+    for run in compared.runs:
+        table.add_column(Text(printable_line(run.name)), overflow="fold")
+    table.add_row("state", *(f"{run.state} at step {thousands(run.step)}" for run in compared.runs))
+    for key, name in RESULTS.items():
+        cells = [result_text(run.results, key) for run in compared.runs]
+        if any(cells):
+            table.add_row(name, *cells)
+    for key in compared.runs[0].settings:
+        table.add_row(
+            Text(key, style="bold"), *(Text(brief_line(run.settings[key])) for run in compared.runs)
+        )
+    if any(run.notes.tags for run in compared.runs):
+        table.add_row("tags", *(Text(" ".join(run.notes.tags)) for run in compared.runs))
+    if any(run.notes.note for run in compared.runs):
+        table.add_row("note", *(Text(brief_line(run.notes.note)) for run in compared.runs))
+    print_rich(table)
+
+
+# ``export-metrics``: a run's steps as a table for other programs.
+
+
+def export_run_metrics(arguments: argparse.Namespace) -> int:
+    """Write the file.
+
+    Raises:
+        InputError: There is no such run, or the file cannot be written so.
+    """
+    run = find_run(arguments.run, arguments.runs_dir)
+    target = arguments.to or f"{run.name}.csv"
+    if fault := path_fault(target):
+        raise InputError(
+            [
+                Problem(
+                    code="invalid-path",
+                    field="--to",
+                    value=shown(target),
+                    message=fault,
+                    remedy="Give another name.",
+                )
+            ]
+        )
+    line = ProgressLine(shown=not arguments.quiet)
+    line.show("reading the run")
+    path = Path(target).expanduser()
+    count = export_metrics(read_all(run), path, lambda rows: line.show(f"{thousands(rows)} rows"))
+    line.clear()
+    print(printable_line(f"wrote {path}: {plural(count, 'row')}"))
+    return 0
+
+
+# ``note``: a user's own words about a run.
+
+
+def edit_note(arguments: argparse.Namespace) -> int:
+    """Change what is asked for, then print note and tags.
+
+    Raises:
+        Refused: It is another user's run, which is only read.
+        InputError: There is no such run, or the note or a tag cannot be kept.
+    """
+    run = find_run(arguments.run, arguments.runs_dir)
+    notes = read_notes(run)
+    if arguments.text is not None or arguments.tag or arguments.untag:
+        changed = changed_tags(notes, arguments.tag, arguments.untag)
+        notes = changed if arguments.text is None else replace(changed, note=arguments.text)
+        write_notes(run, notes)
+    if arguments.json:
+        print_json(notes)
+    elif not notes.note and not notes.tags:
+        tell(arguments, "no note and no tags")
+    else:
+        for part in (notes.note, " ".join(f"#{tag}" for tag in notes.tags)):
+            if part:
+                print(printable_line(part))
+    return 0
 
 
 class ListedRun(Struct, frozen=True, kw_only=True):
@@ -59,7 +217,7 @@ _ROOM_FOR_REASONS = 110
 def runs(arguments: argparse.Namespace) -> int:
     """Print every known run, in the order that is asked for."""
     from so_tui.launch import OwnProcesses, ensure_supervised
-    from so_tui.settings.file import load_settings
+    from so_tui.settings import load_settings
 
     listed = []
     own_processes = OwnProcesses()
@@ -245,9 +403,9 @@ def stop(arguments: argparse.Namespace) -> int:
         return 0
     seen = sighting(run, state)
     if not seen.by_processes:
-        note(arguments, f"{run.name} {evidence(state, seen)}")
+        print_note(arguments, f"{run.name} {evidence(state, seen)}")
     if state.state != "queued":
-        note(arguments, f"asked {run.name} to stop; waiting for its checkpoint")
+        print_note(arguments, f"asked {run.name} to stop; waiting for its checkpoint")
     state = stop_run(run, grace_s=arguments.grace)
     if state.state not in FINAL_STATES and not sighting(run, state).by_processes:
         ended_state(run)  # refuses it, and says what was seen
@@ -303,12 +461,12 @@ def logs(arguments: argparse.Namespace) -> int:
 def export(arguments: argparse.Namespace) -> int:
     """Write the last checkpoint as a folder that ``AutoModelForCausalLM.from_pretrained`` loads."""
     from so_tui.launch import writable
-    from so_tui.launch.exporting import export_model, in_steps
+    from so_tui.launch.helper_jobs import export_model, in_steps
 
     run = find_run(arguments.run, arguments.runs_dir)
     target = arguments.to or str(run.path / "export")
     writable(Path(target), "--to")
     for event in in_steps(export_model(run, target), 10):
-        note(arguments, str(event))
+        print_note(arguments, str(event))
     print(printable_line(f"wrote {target}"))
     return 0

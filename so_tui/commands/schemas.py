@@ -14,24 +14,22 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from so_tui.commands.calibrate import Measured
-from so_tui.commands.compare import ComparedRuns
-from so_tui.commands.generate import Generated
-from so_tui.commands.machine import Findings, KnownMachines
+from so_tui.commands.machine import Findings, KnownMachines, Measured
+from so_tui.commands.models import Generated
+from so_tui.commands.plan import PublishedFigures
 from so_tui.commands.presets import AddedPreset, Presets
-from so_tui.commands.published import PublishedFigures
 from so_tui.commands.run import StartedRun
-from so_tui.commands.runs import Runs
+from so_tui.commands.runs import ComparedRuns, Runs
 from so_tui.commands.settings import ShownSettings
-from so_tui.launch.data_preview import DataPreview
-from so_tui.launch.executors.slurm.site import Site
-from so_tui.launch.render import ShownLaunch
+from so_tui.launch.helper_jobs import DataPreview
+from so_tui.launch.show import ShownLaunch
+from so_tui.launch.slurm.script import Site
 from so_tui.machine.types import Machine
-from so_tui.plan.calibration import Probe
-from so_tui.plan.facts import Fact
-from so_tui.plan.types import Plan
-from so_tui.runs.notes import RunNotes
-from so_tui.settings.types import Settings
+from so_tui.plan.measured import Probe
+from so_tui.plan.notes import Fact
+from so_tui.plan.plan import Plan
+from so_tui.runs.listing import RunNotes
+from so_tui.settings import Settings
 from so_tui.spec import RunSpec
 from so_tui.validation.report import Report
 

@@ -13,21 +13,19 @@ from msgspec import Struct
 
 from so_tui.commands.common import print_json, print_rich
 from so_tui.folders import settings_file
-from so_tui.settings.file import (
+from so_tui.settings import (
     KEYS,
     SECRET,
     Setting,
+    Settings,
     all_settings,
     change_settings,
     choices,
     load_settings,
     value_of,
 )
-from so_tui.settings.types import Settings
-from so_tui.spec.errors import InputError, Problem
-from so_tui.spec.wording import nearest, shown
-from so_tui.trust.printable import printable_line
-from so_tui.trust.secrets import HIDDEN
+from so_tui.spec.errors import InputError, Problem, nearest, shown
+from so_tui.trust.text import HIDDEN, printable_line
 
 _NEW = "new"
 """In place of a secret: have one made."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from so_tui.machine.described import MACHINES
-from so_tui.spec.fields import FieldInfo, fields
+from so_tui.machine.known import MACHINES
+from so_tui.spec.keys import FieldInfo, fields
 
 
 def words() -> str:

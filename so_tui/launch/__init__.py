@@ -6,15 +6,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from so_tui.launch.attaching import ensure_supervised
     from so_tui.launch.checks import missing_inputs, preflight, writable
-    from so_tui.launch.current import current_state
-    from so_tui.launch.helpers import ToolError, call_tool, stream_tool
-    from so_tui.launch.lifecycle import resume, start, stop
+    from so_tui.launch.executors import ensure_supervised
+    from so_tui.launch.helper import ToolError, call_tool, stream_tool
+    from so_tui.launch.launch import Launch, launch_of, prepare, prepare_resume, preview
+    from so_tui.launch.lifecycle import current_state, resume, start, stop
     from so_tui.launch.places import machine_of
-    from so_tui.launch.preparation import Launch, launch_of, prepare, prepare_resume, preview
-    from so_tui.launch.processes import OwnProcesses
-    from so_tui.launch.supervision import supervise
+    from so_tui.launch.supervisor.processes import OwnProcesses
+    from so_tui.launch.supervisor.run import supervise
+
 
 __all__ = [
     "Launch",
@@ -39,15 +39,33 @@ __all__ = [
 ]
 
 _MODULES = {
-    "current": ("current_state",),
+    "lifecycle": (
+        "current_state",
+        "resume",
+        "start",
+        "stop",
+    ),
     "places": ("machine_of",),
-    "helpers": ("ToolError", "call_tool", "stream_tool"),
-    "attaching": ("ensure_supervised",),
-    "lifecycle": ("resume", "start", "stop"),
-    "checks": ("missing_inputs", "preflight", "writable"),
-    "preparation": ("Launch", "launch_of", "prepare", "prepare_resume", "preview"),
-    "processes": ("OwnProcesses",),
-    "supervision": ("supervise",),
+    "helper": (
+        "ToolError",
+        "call_tool",
+        "stream_tool",
+    ),
+    "executors": ("ensure_supervised",),
+    "checks": (
+        "missing_inputs",
+        "preflight",
+        "writable",
+    ),
+    "launch": (
+        "Launch",
+        "launch_of",
+        "prepare",
+        "prepare_resume",
+        "preview",
+    ),
+    "supervisor.processes": ("OwnProcesses",),
+    "supervisor.run": ("supervise",),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -56,3 +74,15 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+# Time limits for ending a run, in a module without imports so that the command line's parser stays
+# fast.
+
+
+DEFAULT_GRACE_S = 600.0
+"""How long a stop may take: the step in progress, then a checkpoint of up to hundreds of GB."""
+EXIT_GRACE_S = 60.0
+"""From the trainer's end record until its processes must be gone: the kernel needs time to free hundreds of GB of pinned memory."""
+KILL_AFTER_S = 5.0
+"""From SIGTERM to SIGKILL. DeepSpeed's launcher by itself would wait up to 30 s for each rank."""

@@ -13,20 +13,20 @@ from typing import Literal
 from msgspec.structs import replace
 
 from so_tui.folders import default_runs_dir
-from so_tui.launch import locks
 from so_tui.launch.executors import executor_of
-from so_tui.launch.helpers import call_tool, problem_of
+from so_tui.launch.helper import call_tool, problem_of
+from so_tui.launch.launch import Launch
 from so_tui.launch.places import left_out_profiles
-from so_tui.launch.preparation import Launch
+from so_tui.launch.supervisor import host_check
 from so_tui.machine.doctor import findings
 from so_tui.machine.doctor.software import has_adam_kernel
 from so_tui.machine.software import INSTALL_TRAINING
 from so_tui.machine.system_files import SystemFiles
 from so_tui.machine.types import Gpu, Machine
-from so_tui.plan.types import Plan
+from so_tui.plan.plan import Plan
 from so_tui.spec import InputError, Problem, Refusal, Refused, RunSpec, resolve_source, spec_tree
-from so_tui.spec.files import exists
-from so_tui.spec.local_paths import missing_paths
+from so_tui.spec.check import exists
+from so_tui.spec.presets import missing_paths
 from so_tui.units import disk_size, memory_size
 
 _CHECK_TIMEOUT_S = 180.0
@@ -245,13 +245,15 @@ def _refuse_gpus_in_use(plan: Plan, machine: Machine) -> None:
     gpus = _chosen_gpus(plan, machine)
     if not gpus:
         return
-    folder = locks.lock_folder()
+    folder = host_check.lock_folder()
     taken = []
     for gpu in gpus:
         try:
-            for lock in locks.take_gpus(folder, [gpu], locks.Holder(run="", pid=os.getpid())):
+            for lock in host_check.take_gpus(
+                folder, [gpu], host_check.Holder(run="", pid=os.getpid())
+            ):
                 lock.release()
-        except locks.LockTakenError as error:
+        except host_check.LockTakenError as error:
             taken.append(
                 Refusal(
                     "gpu-in-use",
@@ -309,7 +311,7 @@ def _refuse_too_little_space(
 
 
 def _other_users(plan: Plan, machine: Machine) -> tuple[str, ...]:
-    users = locks.foreign_processes(_chosen_gpus(plan, machine))
+    users = host_check.foreign_processes(_chosen_gpus(plan, machine))
     return tuple(
         f"GPU {index} is used by other processes: pid {', '.join(map(str, pids))}"
         for index, pids in users.items()

@@ -2,12 +2,216 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
+import signal
+import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
 
-from so_tui.launch.placeholders import Placeholder, resolve
+import msgspec
+from msgspec import Struct
+
+from so_tui.machine.gpus import ROCM_VISIBLE_DEVICES
+from so_tui.machine.software import code_folders
+from so_tui.machine.types import Machine, Software, version_numbers
 from so_tui.plan.binding import core_list, uses_numactl
-from so_tui.plan.types import Plan
+from so_tui.plan.plan import Plan
+from so_tui.spec.run_spec import RunSpec
+from so_tui.trust.text import brief_message, without_credentials
+
+# Lines in a supervisor's own log, which is its stderr.
+
+
+def log_line(text: str) -> None:
+    """Log a line. One that cannot be written, as on a full disk, is left out: the run goes on."""
+    with contextlib.suppress(OSError):
+        print(brief_message(text), file=sys.stderr, flush=True)
+
+
+# The user's own command, run for each alert. It cannot harm the run: it is never waited for while
+# training goes on, it has a time limit, after which it is killed and not waited for at all, what
+# it prints is cut, and its processes do not count as the run's.
+
+
+MARKER = "SO_TUI_ALERT_KIND"
+"""In the environment of the command and of all that it starts."""
+TEXT_ARGUMENT = "{text}"
+"""An argument that is exactly this becomes the alert's sentence. Inside of others it stays, so that no name becomes part of a script."""
+_MOST_WAITING = 20
+_KEPT_BYTES = 2000
+_END_S = 60.0
+"""How long a supervisor whose run has ended waits for commands, however many."""
+
+
+class AlertCommand:
+    """Runs one command at a time, in order. For one thread."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[Sequence[str], Mapping[str, str], float]] = deque(
+            maxlen=_MOST_WAITING
+        )
+        self._process: subprocess.Popen[bytes] | None = None
+        self._killed: list[subprocess.Popen[bytes]] = []
+        """Not collected yet. One that runs as another user may not be killed, and one that waits for a disk ends when the disk answers."""
+        self._ends_at = 0.0
+        self._output = b""
+        self._name = ""
+
+    @property
+    def pid(self) -> int | None:
+        """Of the command, if it is under way."""
+        return None if self._process is None else self._process.pid
+
+    def request(
+        self, command: Sequence[str], about: Mapping[str, str], text: str, timeout_s: float
+    ) -> None:
+        """Have a command run soon.
+
+        Args:
+            command: Its argument list; nothing is run if it is empty.
+            about: What the alert is, added to its environment.
+            text: The alert's sentence.
+            timeout_s: After this time its process group is killed.
+        """
+        if command:
+            self._waiting.append(
+                (
+                    [text if argument == TEXT_ARGUMENT else argument for argument in command],
+                    about,
+                    timeout_s,
+                )
+            )
+            self.tick()
+
+    def tick(self) -> None:
+        """Collect a command that has ended, kill one whose time is over, start the next. Never waits."""
+        self._killed = [process for process in self._killed if process.poll() is None]
+        if self._process is not None:
+            self._read()
+            # Not collected yet: until then no other process can get its number, by which its group is ended.
+            ended = (
+                os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                is not None
+            )
+            if not ended and time.monotonic() < self._ends_at:
+                return
+            self._collect(in_time=ended)
+        if self._waiting:
+            self._start(*self._waiting.popleft())
+
+    def finish(self) -> None:
+        """Wait for the commands that are under way or waiting, at most a minute in all."""
+        deadline = time.monotonic() + _END_S
+        while self._process is not None or self._waiting:
+            if time.monotonic() > deadline:
+                self._waiting.clear()
+                self._ends_at = 0.0
+            self.tick()
+            time.sleep(0.05)
+
+    def _start(self, argv: Sequence[str], about: Mapping[str, str], timeout_s: float) -> None:
+        try:
+            self._process = subprocess.Popen(
+                argv,
+                env={**os.environ, **about},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                cwd="/",
+                start_new_session=True,
+            )
+        except (OSError, ValueError) as error:
+            log_line(f"the alert command {argv[0]} was not started: {error}")
+            return
+        assert self._process.stdout is not None
+        os.set_blocking(self._process.stdout.fileno(), False)
+        self._output, self._name = b"", argv[0]
+        self._ends_at = time.monotonic() + timeout_s
+
+    def _read(self) -> None:
+        """Take what the command printed, so that it does not wait for a full pipe, and keep the beginning."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(64):
+                block = os.read(self._process.stdout.fileno(), 1 << 16)
+                if not block:
+                    return
+                self._output = (self._output + block)[:_KEPT_BYTES]
+
+    def _collect(self, *, in_time: bool) -> None:
+        """Log what went wrong, and end what the command left in its process group."""
+        process, self._process = self._process, None
+        assert process is not None
+        assert process.stdout is not None
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.stdout.close()
+        if not in_time:
+            self._killed.append(process)
+        code = process.wait() if in_time else None
+        if code != 0:
+            end = f"ended with exit code {code}" if in_time else "took too long"
+            said = brief_message(self._output.decode(errors="replace"))
+            log_line(f"the alert command {self._name} {end}{': ' + said if said else ''}")
+
+
+# Values of a launch that are not known until a supervisor starts it on its host.
+#
+# A launch that is shown or confirmed contains them as ``{NAME}``. The supervisor replaces them and
+# records the result in ``command.json``.
+
+
+class Placeholder(StrEnum):
+    """The text that stands for each value. It is always a whole argument or a whole variable, never part of one."""
+
+    RUN = "{RUN}"
+    RUN_ID = "{RUN_ID}"
+    ATTEMPT = "{ATTEMPT}"
+    RENDEZVOUS = "{RENDEZVOUS}"
+    NODE = "{NODE}"
+    ADDRESS = "{ADDRESS}"
+    PORT = "{PORT}"
+    HOSTFILE = "{HOSTFILE}"
+    DEVICES = "{DEVICES}"
+
+
+MEANINGS: dict[Placeholder, str] = {
+    Placeholder.RUN: "the run directory",
+    Placeholder.RUN_ID: "the run's id",
+    Placeholder.ATTEMPT: "the number of the attempt",
+    Placeholder.RENDEZVOUS: "where the ranks meet: a file that only you can open, or an address on the first of several nodes",
+    Placeholder.NODE: "the number of the node",
+    Placeholder.ADDRESS: "the address of the first node",
+    Placeholder.PORT: "a port of the first node",
+    Placeholder.HOSTFILE: "a file that lists the nodes",
+    Placeholder.DEVICES: "the GPUs of each node",
+}
+
+_BY_TEXT = {placeholder.value: placeholder for placeholder in Placeholder}
+
+
+def used(texts: Iterable[str | None]) -> tuple[Placeholder, ...]:
+    """Return the placeholders among ``texts``, each once, in the order of ``Placeholder``."""
+    present = set(texts)
+    return tuple(placeholder for placeholder in Placeholder if placeholder.value in present)
+
+
+def resolve(text: str, values: Mapping[Placeholder, str]) -> str:
+    """Return the value of a placeholder, and any other text unchanged.
+
+    Raises:
+        KeyError: ``text`` is a placeholder without a value.
+    """
+    placeholder = _BY_TEXT.get(text)
+    return text if placeholder is None else values[placeholder]
+
 
 TRAINER_MODULE = "so_tui_trainer"
 
@@ -33,7 +237,9 @@ def argv(plan: Plan, *, start_over: bool = False) -> tuple[str, ...]:
     )
 
 
-def resolved(arguments: Sequence[str], values: Mapping[Placeholder, str]) -> tuple[str, ...]:
+def resolve_arguments(
+    arguments: Sequence[str], values: Mapping[Placeholder, str]
+) -> tuple[str, ...]:
     """Return the arguments with the host's values in place of the placeholders."""
     return tuple(resolve(argument, values) for argument in arguments)
 
@@ -61,3 +267,273 @@ def _binding(plan: Plan) -> Sequence[str]:
     if not uses_numactl(plan.binding):
         return ()
     return ("--bind_cores_to_rank", "--bind_core_list", core_list(plan.binding))
+
+
+# Changes to the environment of the training processes, each with its reason. Every other variable
+# is inherited unchanged.
+
+
+RUN_MARKER = "SO_TUI_RUN"
+"""Holds the run directory in the environment of every process of a run, so that the supervisor can recognise them."""
+
+ATTEMPT_MARKER = "SO_TUI_ATTEMPT"
+RUN_ID_MARKER = "SO_TUI_RUN_ID"
+"""Holds the run's id, which distinguishes it from another run at the same path; empty for a run without one."""
+
+NODE_MARKER = "SO_TUI_NODE"
+"""Holds the number of the node, of a run on several: the nodes of a test are one host."""
+
+RENDEZVOUS = "SO_TUI_RENDEZVOUS"
+"""Tells the ranks where they meet."""
+
+_PINNED_LIMIT_MB = 64
+
+
+class Variable(Struct, frozen=True, kw_only=True):
+    """One change to the environment. A value of None removes the variable."""
+
+    name: str
+    value: str | None
+    reason: str
+
+
+def variables(plan: Plan, machine: Machine, inherited: Mapping[str, str]) -> tuple[Variable, ...]:
+    """Return the changes for a plan on a machine, given the inherited environment; values may be placeholders."""
+    return (
+        Variable(
+            name=RUN_MARKER, value=Placeholder.RUN.value, reason="marks the processes of this run"
+        ),
+        Variable(
+            name=RUN_ID_MARKER,
+            value=Placeholder.RUN_ID.value,
+            reason="distinguishes this run from another one at the same path",
+        ),
+        Variable(
+            name=ATTEMPT_MARKER,
+            value=Placeholder.ATTEMPT.value,
+            reason="marks the processes of this attempt",
+        ),
+        *_alert(inherited),
+        *_python(inherited),
+        *_network(plan, machine, inherited),
+        *_code_folders(plan.spec, inherited),
+        *_threads(plan, inherited),
+        *(_gpu(plan, machine, inherited) if machine.gpus else _cpu_only()),
+        *_hub(plan.spec),
+    )
+
+
+def resolve_variables(
+    changes: tuple[Variable, ...], values: Mapping[Placeholder, str]
+) -> tuple[Variable, ...]:
+    """Return the changes with the host's values in place of the placeholders."""
+    return tuple(
+        change
+        if change.value is None
+        else msgspec.structs.replace(change, value=resolve(change.value, values))
+        for change in changes
+    )
+
+
+def apply(changes: tuple[Variable, ...], inherited: Mapping[str, str]) -> dict[str, str]:
+    """Return the inherited environment with the changes applied."""
+    environment = dict(inherited)
+    for change in changes:
+        if change.value is None:
+            environment.pop(change.name, None)
+        else:
+            environment[change.name] = change.value
+    return environment
+
+
+def shown(changes: tuple[Variable, ...]) -> dict[str, str | None]:
+    """Return the changes by name for display and for records, without credentials in their values."""
+    return {
+        change.name: None if change.value is None else without_credentials(change.value)
+        for change in changes
+    }
+
+
+def rank_threads(plan: Plan) -> int:
+    """Return the number of OpenMP threads of a rank: its Adam cores, or those of the smallest rank where ranks differ.
+
+    Without an Adam worker all cores of the rank count. DeepSpeed's launcher overwrites the variable with all of the rank's cores when it
+    binds, and torchrun-style defaults of 1 would make Adam tens of times slower. The trainer sets its own thread counts from the plan.
+    """
+    return min((len(rank.adam_cpus or rank.cpus) for rank in plan.binding), default=1) or 1
+
+
+def valid_arch_list(value: str) -> str:
+    """Remove the letters from TORCH_CUDA_ARCH_LIST that DeepSpeed cannot parse: ``8.0;9.0a+PTX`` becomes ``8.0;9.0+PTX``.
+
+    DeepSpeed's op builder parses each entry as ``major.minor`` and fails with ``invalid literal for int() with base 10: '0a'``.
+    """
+    entries = (
+        re.sub(r"^(\d+\.\d+)[a-z]+", r"\1", entry) for entry in re.split(r"[;\s]+", value.strip())
+    )
+    return ";".join(dict.fromkeys(entries))
+
+
+def allocator_variable(software: Software, *, deepspeed_engine: bool) -> Variable | None:
+    """Return the setting that reduces fragmentation in torch's allocators, or None where it would break something.
+
+    torch aborts on an unknown key, so each key is set only for versions that have it: ``PYTORCH_ALLOC_CONF`` since 2.10 (the older name
+    still works), limits of the pinned pool since 2.13. Without those limits, pinned blocks are rounded up to powers of two and never
+    freed, which costs tens of GB of host memory for a 20B model. DeepSpeed's own SuperOffload before 0.18.1 passed GPU tensors by CUDA
+    IPC, which does not work with expandable segments.
+    """
+    torch, deepspeed = version_numbers(software.torch), version_numbers(software.deepspeed)
+    options = [] if deepspeed_engine and deepspeed < (0, 18, 1) else ["expandable_segments:True"]
+    if torch >= (2, 13):
+        options += [
+            f"pinned_max_round_threshold_mb:{_PINNED_LIMIT_MB}",
+            f"pinned_max_cached_size_mb:{_PINNED_LIMIT_MB}",
+        ]
+    if not options:
+        return None
+    name = "PYTORCH_ALLOC_CONF" if torch >= (2, 10) else "PYTORCH_CUDA_ALLOC_CONF"
+    return Variable(
+        name=name,
+        value=",".join(options),
+        reason="less fragmentation of GPU memory; no rounding up of pinned memory",
+    )
+
+
+def _alert(inherited: Mapping[str, str]) -> Iterator[Variable]:
+    if MARKER in inherited:
+        yield Variable(
+            name=MARKER, value=None, reason="marks alert commands; one has started this run"
+        )
+
+
+def _python(inherited: Mapping[str, str]) -> Iterator[Variable]:
+    folder = str(Path(sys.executable).parent)
+    path = inherited.get("PATH", "/usr/bin:/bin")
+    if folder not in path.split(":"):
+        yield Variable(
+            name="PATH",
+            value=f"{folder}:{path}",
+            reason="finds this interpreter's tools (ninja compiles DeepSpeed's kernels)",
+        )
+    yield Variable(
+        name="PYTHONSAFEPATH",
+        value="1",
+        reason="imports modules from the installation, never from the current directory",
+    )
+
+
+def _network(plan: Plan, machine: Machine, inherited: Mapping[str, str]) -> Iterator[Variable]:
+    """Let the ranks of one host meet in a file of this user and on the loopback interface, where no other user can join them.
+
+    A site's modules often name the cluster's network for NCCL. On one host NCCL only introduces its ranks to each other over it, and
+    listens there; the data goes over NVLink or shared memory. Ranks of several nodes need that network, and meet at the first node.
+    """
+    if plan.spec.nodes > 1:
+        yield Variable(
+            name=NODE_MARKER,
+            value=Placeholder.NODE.value,
+            reason="marks the processes of this node",
+        )
+        yield Variable(
+            name=RENDEZVOUS,
+            value=Placeholder.RENDEZVOUS.value,
+            reason="an address of the first node, where the ranks meet",
+        )
+        if machine.gpus:
+            yield Variable(
+                name="NCCL_DEBUG",
+                value="INFO",
+                reason="NCCL writes to the log which network it uses between nodes",
+            )
+            if "NCCL_DEBUG_SUBSYS" not in inherited:
+                yield Variable(name="NCCL_DEBUG_SUBSYS", value="INIT", reason="and little else")
+    else:
+        yield Variable(
+            name=RENDEZVOUS,
+            value=Placeholder.RENDEZVOUS.value,
+            reason="a file of your own in which the ranks meet",
+        )
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            yield Variable(
+                name=name,
+                value="lo",
+                reason="all ranks are on this host, so nothing listens on its networks",
+            )
+    yield Variable(
+        name="NCCL_RAS_ENABLE",
+        value="0",
+        reason="NCCL's status service would answer every user of this host",
+    )
+
+
+def _code_folders(spec: RunSpec, inherited: Mapping[str, str]) -> Iterator[Variable]:
+    for name, folder in code_folders(inherited, several_hosts=spec.nodes > 1).items():
+        given = f"; others can open {inherited[name]}" if inherited.get(name) else ""
+        yield Variable(
+            name=name,
+            value=folder,
+            reason=f"compiled code comes from a folder that only you can open{given}",
+        )
+
+
+def _threads(plan: Plan, inherited: Mapping[str, str]) -> Iterator[Variable]:
+    threads = str(rank_threads(plan))
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        yield Variable(
+            name=name,
+            value=threads,
+            reason="one thread for each Adam core; a site default of 1 would be very slow",
+        )
+    for name in ("KMP_AFFINITY", "GOMP_CPU_AFFINITY"):
+        if name in inherited:
+            yield Variable(
+                name=name,
+                value=None,
+                reason="conflicts with the binding; DeepSpeed's launcher does not start with KMP_AFFINITY",
+            )
+    yield Variable(
+        name="TOKENIZERS_PARALLELISM",
+        value="false",
+        reason="keeps the tokenizer's thread pool off the bound cores",
+    )
+
+
+def _cpu_only() -> Iterator[Variable]:
+    yield Variable(name="DS_ACCELERATOR", value="cpu", reason="this machine has no GPU")
+
+
+def _gpu(plan: Plan, machine: Machine, inherited: Mapping[str, str]) -> Iterator[Variable]:
+    yield Variable(
+        name="CUDA_DEVICE_ORDER",
+        value="PCI_BUS_ID",
+        reason="numbers the GPUs as NVML and the plan do",
+    )
+    for name in ROCM_VISIBLE_DEVICES:
+        if name in inherited:
+            yield Variable(
+                name=name,
+                value=None,
+                reason="the command line names the GPUs, chosen among the visible ones",
+            )
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & inherited.keys():
+        own_engine = plan.mode != "superoffload" or plan.spec.offload.engine == "so-tui"
+        allocator = allocator_variable(machine.software, deepspeed_engine=not own_engine)
+        if allocator:
+            yield allocator
+    if (given := inherited.get("TORCH_CUDA_ARCH_LIST")) and (
+        valid := valid_arch_list(given)
+    ) != given:
+        yield Variable(
+            name="TORCH_CUDA_ARCH_LIST", value=valid, reason=f"DeepSpeed cannot parse {given}"
+        )
+
+
+def _hub(spec: RunSpec) -> Iterator[Variable]:
+    sources = (part.source for part in spec.data.sources)
+    if all(
+        source.startswith("builtin:")
+        for source in (spec.model.id, *sources, spec.data.evaluation or "builtin:")
+    ):
+        yield Variable(
+            name="HF_HUB_OFFLINE", value="1", reason="everything this run needs is part of so-tui"
+        )

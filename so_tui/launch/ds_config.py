@@ -7,7 +7,7 @@ from typing import Any
 from so_tui.model.profile import profile_of
 from so_tui.model.sharding import live_parameters
 from so_tui.plan.placement import keeps_weights_on_host
-from so_tui.plan.types import Plan
+from so_tui.plan.plan import Plan
 from so_tui.spec import TrainSpec
 from superoffload.ds_config import engine_config
 

@@ -3,18 +3,344 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from typing import Literal, NamedTuple
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import itemgetter
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
+from msgspec import Struct
 
-from so_tui.machine.amd_smi import names_by_amd_smi
-from so_tui.machine.cpulist import cpus_or_empty
-from so_tui.machine.kfd import KfdGpu, kfd_gpus
-from so_tui.machine.numa import distance
-from so_tui.machine.nvml import NvmlAnswer, NvmlGpu
+from so_tui.machine.host import cpus_or_empty, distance
+from so_tui.machine.software import output_of
 from so_tui.machine.system_files import SystemFiles
 from so_tui.machine.types import Gpu, NumaNode
+from so_tui.trust.decoding import decode_json
+
+# Names of AMD's GPUs by AMD's own tool, where it is installed; sysfs has none.
+#
+# ``amd-smi static --json`` prints a list with an object for each GPU, newer versions within
+# ``gpu_data``. ``N/A`` stands for any value or object that there is not.
+
+
+def names_by_amd_smi() -> dict[str, str]:
+    """Return product names by bus id; empty where the tool is not installed or fails."""
+    return names_in(output_of("amd-smi", "static", "--asic", "--bus", "--json") or "")
+
+
+def names_in(output: str) -> dict[str, str]:
+    """Return the product names in the tool's output, by bus id as sysfs writes it. What is not of that form is left out."""
+    try:
+        content: Any = decode_json(output.encode(), object)
+    except msgspec.DecodeError:
+        return {}
+    listed = content.get("gpu_data") if isinstance(content, dict) else content
+    found = {}
+    for gpu in listed if isinstance(listed, list) else ():
+        bus_id, name = _text_at(gpu, "bus", "bdf"), _text_at(gpu, "asic", "market_name")
+        if bus_id and name:
+            found[bus_id.lower()] = name
+    return found
+
+
+def _text_at(value: Any, *keys: str) -> str | None:
+    """Return the text at these keys; None where there is none."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value if isinstance(value, str) and value not in ("", "N/A") else None
+
+
+# Read AMD's GPUs from the topology of the kernel's compute driver (KFD) in sysfs.
+#
+# Each node of the topology is a processor: the cores of a NUMA node, or a GPU. Its files have a
+# name and a number on each line. Linux writes them in
+# ``drivers/gpu/drm/amd/amdkfd/kfd_topology.c``; ``include/uapi/linux/kfd_sysfs.h`` names the
+# constants.
+
+
+_NODES = "/sys/class/kfd/kfd/topology/nodes"
+_MOST_NODES, _MOST_PARTS = 1024, 64
+"""Bounds far above any real machine: of the topology, and of one node's banks or links."""
+_MOST_BYTES = 1 << 50
+_NODE = re.compile(r"0|[1-9][0-9]{0,4}")
+_LINE = re.compile(r"^(\w+) ([0-9]{1,20})$", re.MULTILINE)
+_GPU_HEAPS = (1, 2)
+"""``HSA_MEM_HEAP_TYPE_FB_PUBLIC`` and ``_PRIVATE``: memory of the GPU that the CPU can address, and that it cannot."""
+_SAME_SOCKET = 13
+"""Weight of the link between CPU and GPU of one socket (``KFD_CRAT_INTRA_SOCKET_WEIGHT``), by which ROCm too knows an APU."""
+
+
+class KfdGpu(Struct, frozen=True, kw_only=True):
+    """A GPU that this process may use."""
+
+    bus_id: str
+    uuid: str | None
+    """As ROCm writes it in ROCR_VISIBLE_DEVICES: ``GPU-6cdb410c2f219ac0``."""
+    numa_node: int | None
+    """CPU node with the shortest link."""
+    memory_node: int | None
+    """The same where GPU and CPU share a socket, and so its memory: the GPU has none of its own."""
+    memory_bytes: int | None
+    partitions: int
+    """Into how many devices it is split (compute partitions, as CPX has them); 1 if it is whole."""
+
+
+def kfd_gpus(files: SystemFiles, nodes: tuple[NumaNode, ...]) -> tuple[KfdGpu, ...] | None:
+    """Return the GPUs in ROCm's order; None without a topology.
+
+    The kernel lets no process read the properties of a GPU that its control group withholds.
+    """
+    ids = sorted(int(name) for name in files.names(_NODES) if _NODE.fullmatch(name))[:_MOST_NODES]
+    if not ids:
+        return None
+    found = {node: _numbers(files, f"{_NODES}/{node}/properties") for node in ids}
+    # KFD numbers the NUMA nodes that have cores first, in ascending order.
+    with_cores = [
+        node
+        for node, properties in found.items()
+        if properties.get("cpu_cores_count") and not properties.get("simd_count")
+    ]
+    homes = dict(zip(with_cores, (node for node in nodes if node.kind == "cpu"), strict=False))
+    gpus = {node: properties for node, properties in found.items() if properties.get("simd_count")}
+    parts = Counter(map(_bus_id, gpus.values()))
+    firsts = {_bus_id(properties): node for node, properties in reversed(gpus.items())}
+    return tuple(
+        _gpu(files, node, gpus[node], homes, parts[bus_id])
+        for bus_id, node in sorted(firsts.items(), key=itemgetter(1))
+    )
+
+
+def _gpu(
+    files: SystemFiles,
+    node: int,
+    properties: dict[str, int],
+    homes: dict[int, NumaNode],
+    partitions: int,
+) -> KfdGpu:
+    links = [link for link in _parts(files, node, "io_links") if link.get("node_to") in homes]
+    nearest = min(links, key=lambda link: link.get("weight", 1 << 32), default={})
+    home = homes.get(nearest.get("node_to", -1))
+    shared = home if nearest.get("weight") == _SAME_SOCKET else None
+    banks = [
+        bank for bank in _parts(files, node, "mem_banks") if bank.get("heap_type") in _GPU_HEAPS
+    ]
+    own = partitions * sum(bank.get("size_in_bytes", 0) for bank in banks)
+    unique = properties.get("unique_id")
+    return KfdGpu(
+        bus_id=_bus_id(properties),
+        uuid=f"GPU-{unique:016x}" if unique else None,
+        numa_node=home.id if home else None,
+        memory_node=shared.id if shared else None,
+        memory_bytes=shared.memory_total_bytes
+        if shared
+        else own
+        if 0 < own <= _MOST_BYTES
+        else None,
+        partitions=partitions,
+    )
+
+
+def _bus_id(properties: dict[str, int]) -> str:
+    """Return the PCI address as sysfs writes it. The function number counts partitions; the device itself has 0."""
+    location = properties.get("location_id", 0)
+    return (
+        f"{properties.get('domain', 0):04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}.0"
+    )
+
+
+def _parts(files: SystemFiles, node: int, kind: str) -> Iterator[dict[str, int]]:
+    folder = f"{_NODES}/{node}/{kind}"
+    for name in files.names(folder)[:_MOST_PARTS]:
+        yield _numbers(files, f"{folder}/{name}/properties")
+
+
+def _numbers(files: SystemFiles, name: str) -> dict[str, int]:
+    """Return the lines of a name and a number of at most 64 bits; anything else is left out."""
+    numbers = {key: int(digits) for key, digits in _LINE.findall(files.text(name) or "")}
+    return {key: number for key, number in numbers.items() if number < 1 << 64}
+
+
+# Query NVML, where any call may be unsupported: coherent GPUs, MIG, containers and old drivers
+# each refuse some.
+
+
+T = TypeVar("T")
+
+_COMPUTE_MODES = {0: "Default", 1: "Exclusive_Thread", 2: "Prohibited", 3: "Exclusive_Process"}
+
+
+class NvmlGpu(Struct, frozen=True, kw_only=True):
+    index: int
+    name: str
+    bus_id: str
+    uuid: str | None
+    memory_node: int | None
+    memory_total_bytes: int | None
+    memory_used_bytes: int | None
+    compute_mode: str | None
+    c2c: bool | None
+    mig: bool | None
+
+
+class NvmlAnswer(Struct, frozen=True, kw_only=True):
+    answered: bool = False
+    """Whether NVML started. Its list is then complete, even if empty (a job without GPUs)."""
+    gpus: tuple[NvmlGpu, ...] = ()
+    driver: str | None = None
+    errors: tuple[str, ...] = ()
+    """Errors of calls that should have succeeded, each a sentence."""
+
+
+class GpuHealth(Struct, frozen=True, kw_only=True):
+    """State of a GPU that changes over time; None where the driver does not report it."""
+
+    bus_id: str
+    pids: tuple[int, ...] = ()
+    """Processes that compute on the GPU, as far as they are visible in this container."""
+    uncorrected_ecc_errors: int | None = None
+    """Since the driver was loaded."""
+    row_remap_pending: bool | None = None
+    row_remap_failed: bool | None = None
+    persistence: bool | None = None
+    compute_capability: tuple[int, int] | None = None
+
+
+class Asker:
+    """Calls NVML functions. An error returns None; an unexpected one is also recorded in ``errors``."""
+
+    def __init__(self, nvml: Any) -> None:
+        self.nvml = nvml
+        self.errors: list[str] = []
+        self._expected = {
+            nvml.NVML_ERROR_NOT_SUPPORTED,
+            nvml.NVML_ERROR_FUNCTION_NOT_FOUND,
+            nvml.NVML_ERROR_INVALID_ARGUMENT,
+        }
+
+    def ask(self, function: str, *arguments: Any, read: Callable[[Any], T]) -> T | None:
+        """Call a function and return ``read`` of its result; None if it fails or this nvidia-ml-py does not have it."""
+        call = getattr(self.nvml, function, None)
+        if call is None:
+            return None
+        try:
+            return read(call(*arguments))
+        except self.nvml.NVMLError as error:
+            if error.value not in self._expected:
+                self.errors.append(f"NVML {function}: {error}.")
+            return None
+
+
+def query_nvml() -> NvmlAnswer:
+    """Return every GPU that the driver shows to this process; empty and without errors if there is no driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        absent = {pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED}
+        return NvmlAnswer(
+            errors=() if error.value in absent else (f"NVML does not start: {error}.",)
+        )
+    try:
+        asker = Asker(pynvml)
+        count = asker.ask("nvmlDeviceGetCount", read=int) or 0
+        gpus = tuple(gpu for index in range(count) if (gpu := _query_gpu(asker, index)) is not None)
+        driver = asker.ask("nvmlSystemGetDriverVersion", read=_text)
+        return NvmlAnswer(
+            answered=True, gpus=gpus, driver=driver, errors=tuple(dict.fromkeys(asker.errors))
+        )
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def query_health() -> tuple[GpuHealth, ...]:
+    """Return the state of every GPU that the driver shows; empty if there is no driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return ()
+    try:
+        asker = Asker(pynvml)
+        count = asker.ask("nvmlDeviceGetCount", read=int) or 0
+        found = (_health(asker, pynvml, index) for index in range(count))
+        return tuple(health for health in found if health is not None)
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _health(asker: Asker, nvml: Any, index: int) -> GpuHealth | None:
+    handle = asker.ask("nvmlDeviceGetHandleByIndex", index, read=lambda handle: handle)
+    bus_id = (
+        None
+        if handle is None
+        else asker.ask("nvmlDeviceGetPciInfo", handle, read=lambda info: _text(info.busId))
+    )
+    if bus_id is None:
+        return None
+    remapped = asker.ask(
+        "nvmlDeviceGetRemappedRows", handle, read=lambda rows: (bool(rows[2]), bool(rows[3]))
+    )
+    errors = (nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
+    return GpuHealth(
+        bus_id=bus_id,
+        pids=asker.ask(
+            "nvmlDeviceGetComputeRunningProcesses",
+            handle,
+            read=lambda found: tuple(one.pid for one in found),
+        )
+        or (),
+        uncorrected_ecc_errors=asker.ask("nvmlDeviceGetTotalEccErrors", handle, *errors, read=int),
+        row_remap_pending=remapped[0] if remapped else None,
+        row_remap_failed=remapped[1] if remapped else None,
+        persistence=asker.ask("nvmlDeviceGetPersistenceMode", handle, read=bool),
+        compute_capability=asker.ask(
+            "nvmlDeviceGetCudaComputeCapability",
+            handle,
+            read=lambda found: (int(found[0]), int(found[1])),
+        ),
+    )
+
+
+def _query_gpu(asker: Asker, index: int) -> NvmlGpu | None:
+    handle = asker.ask("nvmlDeviceGetHandleByIndex", index, read=lambda handle: handle)
+    bus_id = (
+        None
+        if handle is None
+        else asker.ask("nvmlDeviceGetPciInfo", handle, read=lambda info: _text(info.busId))
+    )
+    if bus_id is None:
+        asker.errors.append(f"GPU {index} does not respond and is left out.")
+        return None
+    memory = asker.ask(
+        "nvmlDeviceGetMemoryInfo", handle, read=lambda info: (int(info.total), int(info.used))
+    )
+    return NvmlGpu(
+        index=index,
+        name=asker.ask("nvmlDeviceGetName", handle, read=_text) or "NVIDIA GPU",
+        bus_id=bus_id,
+        uuid=asker.ask("nvmlDeviceGetUUID", handle, read=_text),
+        memory_node=asker.ask("nvmlDeviceGetNumaNodeId", handle, read=_node),
+        memory_total_bytes=memory[0] if memory else None,
+        memory_used_bytes=memory[1] if memory else None,
+        compute_mode=asker.ask("nvmlDeviceGetComputeMode", handle, read=_COMPUTE_MODES.get),
+        c2c=asker.ask(
+            "nvmlDeviceGetC2cModeInfoV1", handle, read=lambda info: bool(info.isC2cEnabled)
+        ),
+        mig=asker.ask("nvmlDeviceGetMigMode", handle, read=lambda modes: bool(modes[0])),
+    )
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+def _node(value: int) -> int | None:
+    """Return a node id; None for the -1 that some drivers return instead of "not supported"."""
+    return value if value >= 0 else None
+
 
 _PCI = "/sys/bus/pci/devices"
 _NVIDIA, _AMD = 0x10DE, 0x1002

@@ -5,25 +5,30 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from so_tui.machine.cpus import (
+import msgspec
+
+from so_tui.machine.gpus import NvmlAnswer, query_nvml, read_gpus
+from so_tui.machine.host import (
     allowance_notes,
     allowed_cpus,
     allowed_memory_nodes,
+    host_memory,
     memory_allowance_notes,
     online_cpus,
+    page_size_bytes,
     processor,
+    read_nodes,
+    shared_memory,
     smt_siblings,
 )
-from so_tui.machine.gpus import read_gpus
-from so_tui.machine.memory import host_memory, page_size_bytes, shared_memory
-from so_tui.machine.mpam import read_mpam
-from so_tui.machine.network import read_network
-from so_tui.machine.numa import read_nodes
-from so_tui.machine.nvml import NvmlAnswer, query_nvml
+from so_tui.machine.resctrl import read_mpam
 from so_tui.machine.software import read_software
-from so_tui.machine.system_files import SystemFiles
-from so_tui.machine.types import UNKNOWN, Machine
+from so_tui.machine.system_files import SystemFiles, read_network
+from so_tui.machine.types import SCHEMA, UNKNOWN, Machine
 from so_tui.spec.errors import InputError, Problem
+from so_tui.trust.decoding import NotTextError, TooDeepError, read_json
+from so_tui.trust.files import UnfitFileError
+from so_tui.units import thousands
 
 
 def inspect_machine(sysroot: Path | None = None, *, hostname: str | None = None) -> Machine:
@@ -91,4 +96,100 @@ def _no_cpus(root: Path) -> Problem:
         value=str(root),
         message="contains no /sys or /proc with CPUs",
         remedy="Give the folder that contains `sys/devices/system/node` of the other machine.",
+    )
+
+
+# Read and write machine files: ``inspect --json`` writes them and ``--machine FILE`` reads them.
+#
+# Problem codes: unreadable: The file is missing or cannot be read. not-a-file, too-large, too-
+# deep: It is a pipe or a device, larger than 16 MiB, or nested too deeply. out-of-range: It has
+# more GPUs, NUMA nodes or CPUs, or larger numbers, than any machine. not-text, not-json: The file
+# is not UTF-8 text, or not JSON. not-a-machine: The JSON does not describe a machine. unsupported-
+# schema: The file was written by an incompatible version. no-cpu-node: The machine has no NUMA
+# node with CPUs.
+
+
+_REMEDY = "Write one on that machine with `so-tui inspect --json > FILE`."
+
+_MOST_GPUS, _MOST_NODES, _MOST_CPUS, _MOST_BYTES = 256, 4096, 1 << 16, 1 << 50
+"""Bounds far above any real machine."""
+
+
+def machine_json(machine: Machine) -> bytes:
+    """Return a machine as indented JSON with a final newline."""
+    return msgspec.json.format(msgspec.json.encode(machine), indent=2) + b"\n"
+
+
+def load_machine(path: Path | str) -> Machine:
+    """Read a machine file. Raises InputError if it cannot be read or does not contain a Machine of this schema."""
+    try:
+        machine = read_json(Path(path), Machine)
+    except UnfitFileError as error:
+        raise _problem(error.unfit.value, path, str(error).removeprefix(f"{path} ")) from error
+    except TooDeepError as error:
+        raise _problem("too-deep", path, f"is not a machine file: {error}") from error
+    except NotTextError as error:
+        raise _problem("not-text", path, "is not UTF-8 text") from error
+    except OSError as error:
+        raise _problem("unreadable", path, f"cannot be read ({error.strerror or error})") from error
+    except msgspec.ValidationError as error:
+        raise _problem("not-a-machine", path, f"is not a machine file ({error})") from error
+    except msgspec.DecodeError as error:
+        raise _problem("not-json", path, f"is not JSON ({error})") from error
+    if (size := _too_large(machine)) is not None:
+        raise _problem("out-of-range", path, f"has {size}, more than any machine")
+    if machine.schema != SCHEMA:
+        raise _problem(
+            "unsupported-schema", path, f"has schema {machine.schema}; this version reads {SCHEMA}"
+        )
+    nodes = {node.id for node in machine.numa_nodes}
+    for gpu in machine.gpus:
+        if gpu.memory_node is not None and gpu.memory_node not in nodes:
+            raise _problem(
+                "not-a-machine",
+                path,
+                f"is not a machine file (GPU {gpu.index} has its memory on node {gpu.memory_node}, which is not listed)",
+            )
+    if not machine.cpu_nodes:
+        raise _problem("no-cpu-node", path, "has no NUMA node with CPUs")
+    return machine
+
+
+def _too_large(machine: Machine) -> str | None:
+    """Return what exceeds the bounds of a machine; None if nothing does."""
+    sizes = [
+        machine.host_memory_bytes,
+        machine.shm_total_bytes,
+        machine.memory_limit_bytes,
+        machine.page_size_bytes,
+    ]
+    sizes += [
+        size
+        for node in machine.numa_nodes
+        for size in (node.memory_total_bytes, node.memory_free_bytes)
+    ]
+    sizes += [
+        size for gpu in machine.gpus for size in (gpu.memory_total_bytes, gpu.memory_used_bytes)
+    ]
+    cpus = [
+        *machine.online_cpus,
+        *machine.allowed_cpus,
+        *(cpu for node in machine.numa_nodes for cpu in node.cpus),
+    ]
+    if len(machine.gpus) > _MOST_GPUS:
+        return f"{len(machine.gpus)} GPUs"
+    if len(machine.numa_nodes) > _MOST_NODES:
+        return f"{len(machine.numa_nodes)} NUMA nodes"
+    if len(cpus) > 3 * _MOST_CPUS or any(not 0 <= cpu < _MOST_CPUS for cpu in cpus):
+        return f"a CPU beyond {thousands(_MOST_CPUS)}"
+    return (
+        f"a size above {thousands(_MOST_BYTES)} bytes"
+        if any(size is not None and size > _MOST_BYTES for size in sizes)
+        else None
+    )
+
+
+def _problem(code: str, path: Path | str, message: str) -> InputError:
+    return InputError(
+        [Problem(code=code, field="--machine", value=str(path), message=message, remedy=_REMEDY)]
     )

@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from so_tui.machine.software import package_version, torch_build
-from so_tui.machine.versions import bound_of
-from so_tui.trust.reading import open_regular
+from so_tui.machine.software import bound_of, package_version, torch_build
+from so_tui.trust.files import open_regular
 
 _MAGIC, _LITTLE_ENDIAN = b"\x7fELF", 1
 _ARCHITECTURES = {0x3E: "x86_64", 0xB7: "aarch64"}

@@ -10,12 +10,12 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree as RichTree
 
-from so_tui.machine.cpulist import cpu_ranges
-from so_tui.machine.described import Description
-from so_tui.machine.doctor.types import Finding, Severity
+from so_tui.machine.doctor.checks import Finding, Severity
+from so_tui.machine.host import cpu_ranges
+from so_tui.machine.known import Description
+from so_tui.machine.software import PACKAGES, installed_set
 from so_tui.machine.types import Gpu, Machine, NumaNode, Software
-from so_tui.machine.versions import PACKAGES, installed_set
-from so_tui.trust.printable import printable_line
+from so_tui.trust.text import printable_line
 from so_tui.units import GIB, memory_size, page_size, plural
 
 _SIGNS: dict[Severity, tuple[str, str, str]] = {

@@ -8,13 +8,110 @@ import os
 import platform
 import re
 import shutil
+import stat
 import subprocess
+import sys
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
-from so_tui.machine.cpulist import cpu_ranges
+import msgspec
+from msgspec import Struct
+
+from so_tui.folders import compiled_folder, host_folder
+from so_tui.machine.host import cpu_ranges
 from so_tui.machine.system_files import SystemFiles
-from so_tui.machine.types import NumaNode, Software
-from so_tui.trust.printable import quoted
+from so_tui.machine.types import NumaNode, Software, version_numbers
+from so_tui.trust.files import distrust_of_folder, private_folder
+from so_tui.trust.text import quoted
+
+# Folders from which torch, DeepSpeed, Triton, CUDA and transformers run code that was compiled or
+# downloaded before.
+#
+# Whoever can write there decides what a run executes. Their defaults can be known to everyone
+# (``/tmp/torchinductor_USER``), follow the umask, and sites set them to folders of a whole group.
+
+
+EXTENSIONS = "TORCH_EXTENSIONS_DIR"
+_NAMES = {
+    EXTENSIONS: "torch_extensions",
+    "TORCHINDUCTOR_CACHE_DIR": "torchinductor",
+    "TRITON_CACHE_DIR": "triton",
+    "CUDA_CACHE_PATH": "cuda",
+    "NUMBA_CACHE_DIR": "numba",
+    "HF_MODULES_CACHE": "huggingface_modules",
+}
+_WRITTEN_WHILE_TRAINING = frozenset(
+    ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH", "NUMBA_CACHE_DIR")
+)
+"""Their programs expect a file system that shows every write at once, which a network's may not do."""
+
+
+def code_folders(environment: Mapping[str, str], *, several_hosts: bool = False) -> dict[str, str]:
+    """Return the variables to set, so that each of these folders is private to this user.
+
+    A folder that the user chose stays if only this user can open it (mode 0700): what is inside may have any mode then.
+
+    Args:
+        environment: What is set already.
+        several_hosts: The processes run on several hosts, each of which gets folders of its own for what is compiled while they run.
+    """
+    chosen = (name for name in _NAMES if not _is_private(environment.get(name, "")))
+    return {
+        name: str(
+            _default(name, environment, local=several_hosts and name in _WRITTEN_WHILE_TRAINING)
+        )
+        for name in chosen
+    }
+
+
+def extensions_folder(environment: Mapping[str, str]) -> str:
+    """Return the folder in which a process with this environment finds and compiles extensions of torch."""
+    return code_folders(environment).get(EXTENSIONS) or environment[EXTENSIONS]
+
+
+def make_code_folders(environment: Mapping[str, str]) -> None:
+    """Make the folders that an environment names, or check that existing ones are private. Call it right before they are used.
+
+    Raises:
+        NotOwnError: Something else has the name of one: a link, another user's folder, or one that others can write.
+        OSError: One cannot be made.
+    """
+    for folder in (Path(environment[name]) for name in _NAMES if environment.get(name)):
+        if folder.is_relative_to(host_folder()):
+            private_folder(
+                host_folder()
+            )  # whoever made it first, in /tmp, could exchange what is in it
+        private_folder(folder)
+
+
+def _is_private(folder: str) -> bool:
+    path = Path(folder)
+    return (
+        path.is_absolute()
+        and distrust_of_folder(path) is None
+        and not stat.S_IMODE(path.lstat().st_mode) & 0o077
+    )
+
+
+def _default(name: str, environment: Mapping[str, str], *, local: bool = False) -> Path:
+    folder = (host_folder() / "compiled" if local else compiled_folder(environment)) / _NAMES[name]
+    # torch adds its version only to the name of its own default folder.
+    return folder / _torch() if name == EXTENSIONS else folder
+
+
+def _torch() -> str:
+    """Return a name for what extensions are compiled against. The version tells CUDA's, too (``2.13.0+cu130``)."""
+    from importlib import (
+        metadata,
+    )  # imports the email package, which who looks at a run does not need
+
+    try:
+        torch = metadata.version("torch").replace("+", "-")
+    except metadata.PackageNotFoundError:
+        torch = "none"
+    return f"py{sys.version_info.major}{sys.version_info.minor}-torch{torch}"
+
 
 INSTALL_TRAINING = (
     "Install so-tui's wheel with the extra `train`, or run `make install` in its checkout"
@@ -168,3 +265,106 @@ def output_of(*command: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout
+
+
+# Which versions of the training packages were tested, and how far each may go. Both are data:
+# ``versions.toml``.
+
+
+PATH = Path(__file__).with_name("versions.toml")
+PACKAGES = ("torch", "deepspeed", "transformers", "datasets")
+"""What a set consists of. The lock file of its name has everything else."""
+
+
+class VersionSet(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Versions that ``make test-system`` tests together."""
+
+    name: str
+    """That of its lock file."""
+    torch: str
+    deepspeed: str
+    transformers: str
+    datasets: str
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """The version of each of PACKAGES."""
+        return {package: getattr(self, package) for package in PACKAGES}
+
+
+class Bound(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The oldest and the newest version of a package that so-tui supports."""
+
+    package: str
+    oldest: str
+    newest: str
+    older: str
+    """What an older version lacks."""
+    limits: str = ""
+    """What the older supported versions cannot do."""
+    newer: str = ""
+    """Why a newer version is refused; empty if it only was not tested."""
+
+    def admits(self, version: str) -> bool:
+        """Return whether a version lies within; of the newest, only as many numbers count as the bound has."""
+        found, newest = version_numbers(version), version_numbers(self.newest)
+        return version_numbers(self.oldest) <= found and found[: len(newest)] <= newest
+
+
+class Later(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A version of a package after that of the newest set."""
+
+    package: str
+    version: str
+    tested: str = ""
+    """What was tested with it, and everything else as in the newest set; empty if nothing was."""
+
+
+class _File(Struct, frozen=True, forbid_unknown_fields=True):
+    sets: tuple[VersionSet, ...]
+    later: tuple[Later, ...]
+    bounds: tuple[Bound, ...]
+
+
+@cache
+def _file() -> _File:
+    return msgspec.toml.decode(PATH.read_bytes(), type=_File)
+
+
+def version_sets() -> tuple[VersionSet, ...]:
+    """Return the tested sets, the oldest first."""
+    return _file().sets
+
+
+def later_versions() -> tuple[Later, ...]:
+    """Return the versions after those of the newest set."""
+    return _file().later
+
+
+def bounds() -> tuple[Bound, ...]:
+    """Return the bounds of Python and of each of PACKAGES."""
+    return _file().bounds
+
+
+def bound_of(package: str) -> Bound:
+    """Return the bound of Python or of one of PACKAGES."""
+    return next(bound for bound in bounds() if bound.package == package)
+
+
+def installed_set(software: Software) -> VersionSet | None:
+    """Return the tested set that is installed; None if it is none. Builds of a version (``+cpu``, ``+cu130``) count as that version."""
+    found = {package: version_numbers(getattr(software, package)) for package in PACKAGES}
+    matching = (
+        each
+        for each in version_sets()
+        if {name: version_numbers(version) for name, version in each.versions.items()} == found
+    )
+    return next(matching, None)
+
+
+def outside_bounds(software: Software) -> tuple[Bound, ...]:
+    """Return the bounds that installed packages, and Python, exceed."""
+    installed = ((bound, getattr(software, bound.package)) for bound in bounds())
+    return tuple(
+        bound for bound, version in installed if version is not None and not bound.admits(version)
+    )

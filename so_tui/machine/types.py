@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from so_tui.structs import prepare
-from so_tui.trust.printable import brief_line
+from so_tui.trust.decoding import prepare
+from so_tui.trust.text import brief_line
 
 SCHEMA = 1
 UNKNOWN = "unknown"

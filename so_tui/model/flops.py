@@ -17,9 +17,8 @@ from math import prod
 
 from msgspec import Struct
 
-from so_tui.model.architecture import Architecture, architecture
-from so_tui.spec.sections.model import ModelSpec
-from so_tui.spec.sections.parameters import ParameterBlock, TensorKind
+from so_tui.model.shape import Architecture, architecture
+from so_tui.spec.run_spec import ModelSpec, ParameterBlock, TensorKind
 
 PEAK_BF16_FLOPS: tuple[tuple[str, float], ...] = (
     # Dense bf16, tensor cores, no sparsity; data sheets of NVIDIA and AMD. The first pattern found in the name counts.
@@ -185,7 +184,7 @@ def hw_flops(
     """Return the FLOPs that the GPU executes for ``tokens`` positions, padding included.
 
     6 N T + 3 x attention, and with ``checkpointing`` 2 T for each parameter that is repeated, and attention once more. The output head is
-    not repeated: the loss forms gradients in the forward, and multiplies again only what ``so_tui.model.loss`` counts.
+    not repeated: the loss forms gradients in the forward, and multiplies again only what ``so_tui.model.flops`` counts.
 
     Args:
         flops: What one token costs.
@@ -238,3 +237,51 @@ def peak_flops(gpu_name: str) -> float | None:
         if re.search(rf"\b(?:{pattern})\b", gpu_name, re.IGNORECASE):
             return flops
     return None
+
+
+# How the trainer's cross-entropy is cut into blocks, and what that costs. Trainer, planner and
+# metrics use these functions.
+#
+# T trained tokens, V vocabulary, h hidden width. The logits T x V never exist whole: they are
+# computed in blocks of the vocabulary, first to find each token's normaliser, then to form the
+# gradients. The first blocks are stored in bf16 between the two passes; the others are multiplied
+# again. Cut by the vocabulary rather than by tokens, each row of the head's gradient is one sum
+# inside one matrix product: it needs neither a second pass over memory nor an fp32 copy of itself.
+
+
+LOSS_BLOCK_LOGITS = 2**26
+"""Logits in a block: their fp32 form is the largest temporary."""
+LOSS_KEPT_LOGITS = 2**29
+"""Logits that are stored in bf16 between the passes instead of being multiplied twice."""
+_MULTIPLE = 128
+"""Matrix products are fastest where the width of a block is a multiple of this."""
+
+
+def block_columns(tokens: int, vocabulary: int) -> int:
+    """Return the width of a block: as many columns of the vocabulary as ``LOSS_BLOCK_LOGITS`` allow."""
+    columns = LOSS_BLOCK_LOGITS // max(1, tokens)
+    return max(1, min(vocabulary, columns // _MULTIPLE * _MULTIPLE or columns))
+
+
+def kept_blocks(tokens: int, vocabulary: int) -> int:
+    """Return how many blocks, from the first, are stored between the passes."""
+    return LOSS_KEPT_LOGITS // (max(1, tokens) * block_columns(tokens, vocabulary))
+
+
+def recomputed_logits(tokens: int, vocabulary: int) -> int:
+    """Return how many logits are multiplied a second time, at 2 h FLOPs each."""
+    return tokens * max(
+        0, vocabulary - kept_blocks(tokens, vocabulary) * block_columns(tokens, vocabulary)
+    )
+
+
+def loss_bytes(tokens: int, vocabulary: int, hidden: int) -> int:
+    """Return the peak bytes of the loss on one rank, beyond the hidden states, the head's weight and that weight's bf16 gradient.
+
+    2 x stored + 6 x block (bf16, and its fp32 form, which the GPU does not need) + 6 T h: the trained tokens' hidden states, and
+    the fp32 sum of their gradient. Forming a block's share of that gradient takes 2 x block + 2 T h instead of 6 x block.
+    """
+    block = tokens * block_columns(tokens, vocabulary)
+    stored = min(tokens * vocabulary, kept_blocks(tokens, vocabulary) * block)
+    states = tokens * hidden
+    return 2 * stored + max(6 * block, 2 * block + 2 * states) + 6 * states

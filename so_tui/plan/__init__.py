@@ -9,7 +9,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from so_tui.plan.output import command_of, plan_tree, plans_json, settings_of
     from so_tui.plan.planner import (
         best_number_of_gpus,
         make_plan,
@@ -18,6 +17,8 @@ if TYPE_CHECKING:
         unplannable,
     )
     from so_tui.plan.resources import rank_counts
+    from so_tui.plan.show import command_of, plan_tree, plans_json, settings_of
+
 
 __all__ = [
     "best_number_of_gpus",
@@ -34,8 +35,19 @@ __all__ = [
 
 
 _MODULES = {
-    "output": ("command_of", "plan_tree", "plans_json", "settings_of"),
-    "planner": ("best_number_of_gpus", "make_plan", "plan_table", "recommend", "unplannable"),
+    "show": (
+        "command_of",
+        "plan_tree",
+        "plans_json",
+        "settings_of",
+    ),
+    "planner": (
+        "best_number_of_gpus",
+        "make_plan",
+        "plan_table",
+        "recommend",
+        "unplannable",
+    ),
     "resources": ("rank_counts",),
 }
 

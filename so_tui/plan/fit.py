@@ -3,35 +3,173 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import cast
 
 import msgspec
+from msgspec import Struct
 
 from so_tui.machine.types import Machine
-from so_tui.model.layout import StateLayout
 from so_tui.model.profile import ModelProfile, profile_of
-from so_tui.plan.attention import attention_of
-from so_tui.plan.calibration import STEP_PARTS, Passes, Probe
-from so_tui.plan.constants import digest
-from so_tui.plan.copies import Copies, copies
-from so_tui.plan.corrections import Fetching, corrected_step, corrected_terms, correcting
-from so_tui.plan.facts.memory import Shortage
-from so_tui.plan.gpu_pass import PassModel
-from so_tui.plan.memory import memory_terms
-from so_tui.plan.network import between_hosts_bytes_per_s
-from so_tui.plan.offload_ratio import RATIOS, STATE_BYTES, smallest_ratio
+from so_tui.model.shape import WEIGHT_BYTES, StateLayout
+from so_tui.plan.gpu_memory import memory_terms
+from so_tui.plan.host_memory import Copies, copies
+from so_tui.plan.measured import (
+    STEP_PARTS,
+    Fetching,
+    Passes,
+    Probe,
+    corrected_step,
+    corrected_terms,
+    correcting,
+)
+from so_tui.plan.notes import MemoryPool, NodeNeed, Shortage
 from so_tui.plan.placement import Placement, keeps_weights_on_host
-from so_tui.plan.resources import Gpus, Resources, other_resources, resources_of
-from so_tui.plan.speculation import SecondStates, choose
+from so_tui.plan.plan import GPU_MARGIN, HOST_MARGIN, TIGHT_MARGIN, PlannedRates, StepTime, Verdict
+from so_tui.plan.rates import between_hosts_bytes_per_s, digest
+from so_tui.plan.resources import (
+    Gpus,
+    Resources,
+    Supply,
+    attention_of,
+    other_resources,
+    resources_of,
+)
+from so_tui.plan.step_time import PassModel, SecondStates, StepModel, choose
 from so_tui.plan.terms import MemoryTerm
-from so_tui.plan.timing import StepModel
-from so_tui.plan.types import GPU_MARGIN, TIGHT_MARGIN, PlannedRates, StepTime, Verdict
-from so_tui.plan.verdict import Demand, demand_of, host_room, judge
 from so_tui.plan.workload import Workload
-from so_tui.spec.sections.offload import Mode
-from so_tui.spec.types import RunSpec
+from so_tui.spec.run_spec import Mode, OffloadSpec, RunSpec
+from so_tui.units import memory_size
+
+# Search for the smallest offload ratio that leaves enough GPU memory free. Pure.
+
+
+RATIOS = tuple(step / 20 for step in range(21))
+"""Offload ratios that are tried, ascending."""
+STATE_BYTES = 16
+"""Bytes per parameter whose optimizer states stay on the GPU."""
+
+
+def smallest_ratio(profile: ModelProfile, ranks: int, offload: OffloadSpec, room: int) -> float:
+    """Return the smallest offload ratio whose states on the GPU fit into ``room``, or 1.0 where none does.
+
+    Args:
+        profile: Model to train.
+        ranks: Number of ranks that share the states.
+        offload: Offload settings; their own ratio is ignored.
+        room: Bytes of each GPU that remain when all states are offloaded.
+    """
+
+    # Weights whose states stay on the GPU are there, too.
+    each = STATE_BYTES + (
+        WEIGHT_BYTES if offload.parameters == "cpu" and offload.engine == "so-tui" else 0
+    )
+
+    def fits(ratio: float) -> bool:
+        # The ratio changes nothing on the GPU but the states that stay there.
+        return each * profile.gpu_numel(ranks, offload, ratio) <= room
+
+    return RATIOS[min(bisect_left(RATIOS, True, key=fits), len(RATIOS) - 1)]
+
+
+# Whether memory suffices: what a run needs of each memory pool, what there is, and the verdict.
+
+
+class Demand(Struct, frozen=True):
+    """Peak bytes: on the fullest GPU, per CPU node, in /dev/shm."""
+
+    gpu_bytes: int
+    node_bytes: dict[int, int]
+    shm_bytes: int
+
+
+def demand_of(terms: Sequence[MemoryTerm], rank_nodes: Sequence[int]) -> Demand:
+    """Add the terms up; ``rank_nodes`` are the CPU nodes on which the ranks of this host allocate."""
+    on_nodes = [term for term in terms if term.location == "node"]
+    common = sum(term.bytes for term in on_nodes if term.rank is None)
+    node_bytes: dict[int, int] = {}
+    for rank, node in enumerate(rank_nodes):
+        own = sum(term.bytes for term in on_nodes if term.rank == rank)
+        node_bytes[node] = node_bytes.get(node, 0) + common + own
+    return Demand(
+        gpu_bytes=sum(term.bytes for term in terms if term.location == "gpu"),
+        node_bytes=node_bytes,
+        shm_bytes=sum(term.bytes for term in terms if term.location == "shm"),
+    )
+
+
+def host_room(demand: Demand, resources: Resources) -> int:
+    """Return the host memory that each rank may take beyond this demand, with the margin left free."""
+    supply = resources.supply
+    ranks_on = {node: max(1, resources.nodes.count(node)) for node in demand.node_bytes}
+    usable = 1 - node_margin(supply)
+    free = [
+        (usable * supply.node_bytes.get(node, 0) - needs) / ranks_on[node]
+        for node, needs in demand.node_bytes.items()
+    ]
+    if supply.limit_bytes is not None:
+        free.append(
+            (usable * supply.limit_bytes - sum(demand.node_bytes.values()))
+            / max(1, resources.ranks)
+        )
+    return int(min(free, default=0.0))
+
+
+def judge(demand: Demand, supply: Supply) -> tuple[Verdict, tuple[Shortage, ...]]:
+    """Return whether it fits, and where it does not, worst first."""
+    margin = node_margin(supply)
+    # Nodes are grouped only where there is something to say of them.
+    any_short = any(
+        needs > (1 - margin) * supply.node_bytes.get(node, 0)
+        for node, needs in demand.node_bytes.items()
+    )
+    hosts = node_needs(demand, supply) if any_short else ()
+    found = [
+        _short("gpu", (), demand.gpu_bytes, supply.gpu_bytes, GPU_MARGIN),
+        *(_short("node", host.nodes, host.needs, host.has, margin) for host in hosts),
+        _short("limit", (), sum(demand.node_bytes.values()), supply.limit_bytes, margin),
+        _short("shm", (), demand.shm_bytes, supply.shm_bytes, TIGHT_MARGIN),
+    ]
+    shortages = sorted(
+        (short for short in found if short),
+        key=lambda short: short.needs / max(1, short.has),
+        reverse=True,
+    )
+    if any(short.fatal for short in shortages):
+        return "does not fit", tuple(short for short in shortages if short.fatal)
+    return ("tight" if shortages else "fits"), tuple(shortages)
+
+
+def node_margin(supply: Supply) -> float:
+    """Return the share of a CPU node that stays free; where it is the GPU's memory too, as much as of a GPU's."""
+    return GPU_MARGIN if supply.one_memory else HOST_MARGIN
+
+
+def node_needs(demand: Demand, supply: Supply) -> tuple[NodeNeed, ...]:
+    """Return what CPU nodes need and have; nodes whose figures are written the same share one entry."""
+    groups: dict[tuple[str, str], list[tuple[int, int, int]]] = {}
+    for node, needs in sorted(demand.node_bytes.items()):
+        has = supply.node_bytes.get(node, 0)
+        groups.setdefault((memory_size(needs), memory_size(has)), []).append((node, needs, has))
+    return tuple(_node_need(group) for group in groups.values())
+
+
+def _node_need(group: Sequence[tuple[int, int, int]]) -> NodeNeed:
+    _, needs, has = max(group, key=lambda found: found[1] / max(1, found[2]))
+    return NodeNeed(tuple(node for node, _, _ in group), needs, has)
+
+
+def _short(
+    pool: MemoryPool, nodes: tuple[int, ...], needs: int, has: int | None, margin: float
+) -> Shortage | None:
+    if has is None or needs <= (1 - margin) * has:
+        return None
+    return Shortage(
+        pool=pool, nodes=nodes, needs=needs, has=has, fatal=needs > (1 - TIGHT_MARGIN) * has
+    )
+
 
 _ANY_DATA = Workload()
 

@@ -13,7 +13,7 @@ from typing import Literal
 from msgspec import Struct
 
 from so_tui.machine.resctrl import Resctrl
-from so_tui.plan.types import RankBinding
+from so_tui.plan.plan import RankBinding
 
 ADAM_BANDWIDTH = 0.2
 ADAM_CACHE = 1 / 3

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from so_tui.model.activations import in_tiles
-from so_tui.model.layout import StateLayout
-from so_tui.model.profile import ModelProfile
+from so_tui.model.profile import ModelProfile, in_tiles
+from so_tui.model.shape import StateLayout
 from so_tui.model.sharding import OWN_LARGEST_BUCKET
 from so_tui.plan.terms import Location
-from so_tui.spec.types import RunSpec
+from so_tui.spec.run_spec import RunSpec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,32 +12,9 @@ from typing import Literal, cast
 from msgspec.structs import replace
 
 from so_tui.machine.types import Machine
-from so_tui.model.activations import MLP_TILE_TOKENS, offloaded_bytes, policy_of, tiles_mlp
 from so_tui.model.flops import model_flops
-from so_tui.model.profile import profile_of
-from so_tui.plan.accuracy import about_as_fast, clearly_faster, step_error
-from so_tui.plan.alternatives import with_policy
-from so_tui.plan.attention import attention_of
+from so_tui.model.profile import MLP_TILE_TOKENS, offloaded_bytes, policy_of, profile_of, tiles_mlp
 from so_tui.plan.binding import whole_gpus
-from so_tui.plan.blockers import blockers
-from so_tui.plan.cautions import cautions
-from so_tui.plan.choices import choices
-from so_tui.plan.example import as_read
-from so_tui.plan.facts.choices import (
-    AttentionFallsBack,
-    AutoCheckpointing,
-    AutoMode,
-    Choice,
-    InputsOnHost,
-    MlpTiled,
-    OneMemory,
-    SavesBehind,
-    StepsEarly,
-    TokensReached,
-    WeightsOnHost,
-)
-from so_tui.plan.facts.memory import MemoryNeeded, Need, Shortage
-from so_tui.plan.fastest_ratio import rate
 from so_tui.plan.fit import (
     Assessment,
     Target,
@@ -45,30 +22,72 @@ from so_tui.plan.fit import (
     held_back_step,
     in_mode,
     mode_without_gpu,
+    node_needs,
     pass_model,
     target_of,
 )
-from so_tui.plan.hosts import across_hosts
-from so_tui.plan.interval import checkpoint_interval
+from so_tui.plan.measured import correcting, corrects_passes
+from so_tui.plan.notes import (
+    AttentionFallsBack,
+    AutoCheckpointing,
+    AutoMode,
+    Choice,
+    InputsOnHost,
+    MemoryNeeded,
+    MlpTiled,
+    Need,
+    OneMemory,
+    SavesBehind,
+    Shortage,
+    StepsEarly,
+    TokensReached,
+    WeightsOnHost,
+)
+from so_tui.plan.placement import keeps_weights_on_host
+from so_tui.plan.plan import OptionalMemory, Plan, PlanRow
+from so_tui.plan.rates import SpeedSource, about_as_fast, clearly_faster, step_error
+from so_tui.plan.reasons import across_hosts, blockers, cautions, checkpoint_interval, choices
 from so_tui.plan.remedies import gpus_with_margin, remedies
-from so_tui.plan.resources import Resources, rank_counts
+from so_tui.plan.resources import Resources, as_read, attention_of, rank_counts
 from so_tui.plan.search import (
     best_settings,
     fastest_policy,
     larger_steps,
     or_faster_on_host,
     or_with_less_memory,
+    rate,
     with_fitting_cores,
+    with_policy,
 )
-from so_tui.plan.speculation import can_speculate, second_states_bytes
-from so_tui.plan.speed_source import speed_source_of
+from so_tui.plan.step_time import can_speculate, second_states_bytes
 from so_tui.plan.terms import OUTSIDE_ALLOCATOR, TERM_NAMES, MemoryTerm, TermKind
-from so_tui.plan.types import OptionalMemory, Plan, PlanRow
-from so_tui.plan.verdict import node_needs
 from so_tui.plan.workload import Workload, seen
 from so_tui.spec.errors import InputError
-from so_tui.spec.sections.offload import Mode
-from so_tui.spec.types import Preset, RunSpec
+from so_tui.spec.run_spec import Mode, Preset, RunSpec
+
+# What a prediction of time rests on: rates, data, and the probes that corrected it.
+
+
+def speed_source_of(target: Target, spec: RunSpec) -> SpeedSource:
+    """Return what a prediction of time for this spec rests on."""
+    speed, mode = target.resources.speed, cast(Mode, spec.offload.mode)
+    host_weights = keeps_weights_on_host(spec)
+    near = correcting(mode, target.ranks, target.probes, host_weights=host_weights)
+    passes = corrects_passes(near, host_weights=host_weights)
+    near = [probe for probe in near if passes or probe.mode == mode]
+    return SpeedSource(
+        calibrated=speed.calibrated if speed else None,
+        published=speed.source if speed else "",
+        workload=None if target.workload == Workload() else target.workload,
+        probed=bool(near),
+        probed_modes=tuple(dict.fromkeys(probe.mode for probe in near)),
+        probed_passes=passes or not near,
+        probed_weights=""
+        if not near or near[0].host_weights == host_weights
+        else "gpu"
+        if host_weights
+        else "host",
+    )
 
 
 def make_plan(

@@ -12,18 +12,17 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from so_tui.machine.described import named_machine
+from so_tui.machine.known import named_machine
 from so_tui.machine.types import Machine
-from so_tui.model.activations import in_tiles
-from so_tui.model.architecture import architecture
 from so_tui.model.flops import hw_flops
-from so_tui.model.profile import profile_of
-from so_tui.plan import deepspeed_step
-from so_tui.plan.constants import published_speed
-from so_tui.plan.example import example_tflops
-from so_tui.plan.optimizer_time import ADAM_BYTES
+from so_tui.model.profile import in_tiles, profile_of
+from so_tui.model.shape import architecture
+from so_tui.plan import step_time
+from so_tui.plan.plan import Plan
 from so_tui.plan.planner import make_plan
-from so_tui.plan.types import Plan
+from so_tui.plan.rates import published_speed
+from so_tui.plan.resources import example_tflops
+from so_tui.plan.step_time import ADAM_BYTES
 from so_tui.spec import RunSpec, load_catalog, with_values
 
 PATH = Path(__file__).with_name("published.toml")
@@ -239,11 +238,11 @@ def _early_step_s(figure: Published) -> float:
     assert speed is not None
     layout = profile_of(plan.spec.model).layout(plan.gpus, plan.spec.offload)
     largest = max(group.numel for group in layout.sub_groups if group.device == "cpu")
-    states = deepspeed_step.OffloadedStates(
+    states = step_time.OffloadedStates(
         parameters=layout.numel, on_cpu=layout.cpu_numel, last_sub_group=largest
     )
     rate = speed.adam_bytes_per_s(len(plan.binding[0].adam_cpus), 1)
-    return _gpu_s(figure) + deepspeed_step.exposed_adam_s(states, rate, without.backward_s)
+    return _gpu_s(figure) + step_time.exposed_adam_s(states, rate, without.backward_s)
 
 
 def _tflops(plan: Plan, step_s: float | None = None) -> float:

@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from so_tui.machine.numa import distance
+from so_tui.machine.host import distance
 from so_tui.machine.types import Gpu, Machine, Network, NumaNode, version_numbers
+from so_tui.model.flops import seed_tflops_total
+from so_tui.model.profile import SINKS, ModelProfile, profile_of
+from so_tui.model.shape import Architecture, architecture
 from so_tui.plan.binding import bind_ranks, whole_gpus
-from so_tui.plan.calibration import Calibration, calibration_of, speed_of
-from so_tui.plan.constants import Speed
-from so_tui.plan.facts.blockers import Blocker, NoSuchGpu, NotBindable, TooFewGpus
-from so_tui.plan.network import assumed_network
-from so_tui.plan.types import RankBinding
+from so_tui.plan.measured import Calibration, calibration_of, speed_of
+from so_tui.plan.notes import Blocker, NoSuchGpu, NotBindable, SequencesNotShareable, TooFewGpus
+from so_tui.plan.plan import Plan, RankBinding
+from so_tui.plan.rates import Speed, assumed_network
+from so_tui.spec.attention import (
+    FORMER_NAMES,
+    MASKED_BACKENDS,
+    Chosen,
+    Needs,
+    Present,
+    choose_backend,
+    generation_of,
+)
+from so_tui.spec.check import sharing_problem
 from so_tui.spec.errors import InputError
+from so_tui.spec.model_table import layer_kinds, mixing_kinds
+from so_tui.spec.run_spec import RunSpec
 
 Gpus = int | tuple[int, ...]
 
@@ -212,3 +226,131 @@ def memory_node(machine: Machine, node_id: int) -> int:
 def usable_bytes(total: int) -> int:
     """Return how much of a node's memory a run may use: the operating system and its page tables need the rest."""
     return max(0, total - max(_RESERVE_BYTES, int(_RESERVE_SHARE * total)))
+
+
+# Which attention backend a planned run uses.
+
+
+def attention_of(spec: RunSpec, profile: ModelProfile, resources: Resources) -> Chosen:
+    """Return the backend of a run: the one that was asked for, else the fastest that its GPUs and installed packages allow."""
+    asked = FORMER_NAMES.get(spec.model.attention) or spec.model.attention
+    if asked != "auto":
+        return Chosen(asked)  # type: ignore[arg-type]
+    return choose_backend(needs_of(spec, profile), present_in(resources))
+
+
+def needs_of(spec: RunSpec, profile: ModelProfile) -> Needs:
+    """Return what a spec asks of attention."""
+    shape = profile.architecture
+    softcap = bool(spec.model.config.get("attn_logit_softcapping"))
+    sinks = shape.model_type in SINKS
+    rows = bool(mixing_kinds(layer_kinds(spec.model.config)))
+    return Needs(
+        head_size=shape.head_dim,
+        sinks=sinks,
+        softcap=softcap,
+        rows=rows,
+        deterministic=spec.train.deterministic,
+    )
+
+
+def present_in(resources: Resources) -> Present:
+    """Return what a machine has for attention."""
+    generation = generation_of(resources.gpu_name) if resources.has_gpu else None
+    return Present(generation=generation, packages=resources.machine.software.attention_packages)
+
+
+# What DeepSpeed's SuperOffload examples do that a plan has to know: their TFLOPS, and a config
+# without a clipping key.
+
+
+_CLIPS_BY_DEFAULT = (0, 19, 8)
+"""The DeepSpeed version since which a missing ``gradient_clipping`` means 1.0; before, it meant 0."""
+
+
+def example_tflops(plan: Plan, step_s: float | None = None) -> float | None:
+    """Return TFLOPS of a plan by the formula of DeepSpeed's example script, summed over GPUs; None without a prediction of time.
+
+    Args:
+        plan: The plan.
+        step_s: Seconds of a step; by default those of the plan.
+    """
+    seconds = step_s or plan.step_s
+    if seconds is None:
+        return None
+    spec = plan.spec
+    sequences = plan.tokens_per_step // spec.data.sequence_length
+    return seed_tflops_total(
+        spec.model.parameter_count,
+        architecture(spec.model.config),
+        spec.data.sequence_length,
+        sequences,
+        seconds,
+        checkpointing=spec.model.repeats_products,
+    )
+
+
+def as_read(spec: RunSpec, machine: Machine) -> RunSpec:
+    """Return the spec as DeepSpeed reads its config: with its default where the clipping key is left out.
+
+    Args:
+        spec: What to run.
+        machine: Where; without DeepSpeed there, the newest that is supported counts.
+    """
+    if spec.offload.config != "published":
+        return spec
+    found = machine.software.deepspeed
+    clipping = 0.0 if found and version_numbers(found) < _CLIPS_BY_DEFAULT else 1.0
+    return replace(spec, train=replace(spec.train, gradient_clipping=clipping))
+
+
+# Sequence parallelism in plans: who can share sequences, what travels between the ranks that do,
+# and what more sharing would be.
+
+
+def not_shareable(spec: RunSpec, resources: Resources) -> SequencesNotShareable | None:
+    """Return why the ranks of a spec cannot share sequences as it asks; None if they can, or it does not ask."""
+    ranks = spec.train.sequence_parallel
+    if ranks == 1:
+        return None
+    profile = profile_of(spec.model)
+    shape, backend = profile.architecture, attention_of(spec, profile, resources).backend
+    if backend not in MASKED_BACKENDS and _divides_heads(ranks, shape):
+        return None
+    return SequencesNotShareable(
+        ranks=ranks, backend=backend, heads=shape.heads, key_heads=shape.kv_heads
+    )
+
+
+def more_sharing(spec: RunSpec) -> Iterator[RunSpec]:
+    """Yield the spec with more ranks for each sequence, and the same sequences in a step."""
+    train, shape = spec.train, profile_of(spec.model).architecture
+    ranks = 2 * train.sequence_parallel
+    shareable = (
+        not train.router_loss_coefficient
+        and sharing_problem(layer_kinds(spec.model.config), ranks) is None
+    )
+    while shareable and ranks <= spec.ranks_per_host:
+        if (
+            spec.ranks_per_host % ranks == 0
+            and spec.data.sequence_length % ranks == 0
+            and _divides_heads(ranks, shape)
+        ):
+            # With a target of tokens, accumulation follows from it.
+            times = 1 if train.tokens_per_step else ranks // train.sequence_parallel
+            accumulation = times * train.gradient_accumulation
+            yield replace(
+                spec,
+                train=replace(train, sequence_parallel=ranks, gradient_accumulation=accumulation),
+            )
+        ranks *= 2
+
+
+def exchanged_bytes(shape: Architecture, ranks: int) -> float:
+    """Return what a rank sends, and receives, for one token of its part in one layer's forward pass: queries, keys, values and results."""
+    copies = max(1, ranks // shape.kv_heads)
+    return 4.0 * (shape.query_width + copies * shape.key_value_width) * (ranks - 1) / ranks
+
+
+def _divides_heads(ranks: int, shape: Architecture) -> bool:
+    return shape.heads % ranks == 0 and (shape.kv_heads % ranks == 0 or ranks % shape.kv_heads == 0)

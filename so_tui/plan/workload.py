@@ -6,16 +6,55 @@ One small JSON file per data and tokenizer in the XDG state folder. Without a fi
 from __future__ import annotations
 
 import hashlib
+import logging
+from functools import lru_cache
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 from msgspec import Struct
 
 from so_tui.folders import state_home
-from so_tui.plan import state_files
-from so_tui.spec.files import exists
-from so_tui.spec.types import RunSpec
-from so_tui.structs import prepare
+from so_tui.spec.check import exists, write_atomic
+from so_tui.spec.run_spec import RunSpec
+from so_tui.trust.decoding import prepare, read_json
+
+# Small JSON files in the state folder that planning reads: each is decoded once for as long as it
+# does not change.
+
+
+_LOG = logging.getLogger(__name__)
+
+T = TypeVar("T", bound=Struct)
+
+
+def read_state_file(path: Path, kind: type[T]) -> T | None:
+    """Return the file's content; None where there is no such file, or it cannot be read."""
+    try:
+        stamp = path.stat()
+    except OSError:
+        return None
+    return _read(path, kind, stamp.st_mtime_ns, stamp.st_size)
+
+
+def write_state_file(path: Path, value: Struct) -> Path:
+    """Replace the file and return its path. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, msgspec.json.format(msgspec.json.encode(value), indent=1))
+    return path
+
+
+@lru_cache(maxsize=256)
+def _read(path: Path, kind: type[T], modified_ns: int, size: int) -> T | None:
+    # Keyed by time and size, so that a plan costs a stat and not a decoding.
+    try:
+        found = read_json(path, kind)
+    except (OSError, msgspec.DecodeError) as error:
+        _LOG.info("%s is not used: %s", path, error)
+        return None
+    _LOG.info("%s is used", path)
+    return found
+
 
 SCHEMA = 1
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
@@ -67,12 +106,12 @@ def path_of(spec: RunSpec) -> Path:
 
 def seen(spec: RunSpec) -> Seen | None:
     """Return what is known of the spec's data; None when nothing is. An unreadable file counts as none."""
-    return state_files.read(path_of(spec), Seen)
+    return read_state_file(path_of(spec), Seen)
 
 
 def remember(spec: RunSpec, found: Seen) -> Path:
     """Store what was found, for plans of this data. Raises OSError."""
-    return state_files.write(path_of(spec), found)
+    return write_state_file(path_of(spec), found)
 
 
 def _absolute(name: str) -> str:

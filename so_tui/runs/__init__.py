@@ -3,15 +3,13 @@
 Only rank 0 writes metrics, and only the supervisor writes state and samples and trims the log. All others read by polling.
 """
 
-from so_tui.runs.deletion import delete_run
 from so_tui.runs.directory import RunDirectory, deleted, new_attempt
-from so_tui.runs.listing import checked_name, create_run, find_run, list_runs
+from so_tui.runs.listing import checked_name, create_run, delete_run, find_run, list_runs
 from so_tui.runs.liveness import HeartbeatWatch, alive, state_with_truth
-from so_tui.runs.log import LogReader, log_readers
-from so_tui.runs.reader import LogLine, RunReader, Update
+from so_tui.runs.metrics import MetricsWriter
+from so_tui.runs.reader import LogLine, LogReader, RunReader, Update, log_readers
 from so_tui.runs.samples import SampleWriter
 from so_tui.runs.state import read_spec, read_state, readable_spec, write_spec, write_state
-from so_tui.runs.writer import MetricsWriter
 
 __all__ = [
     "HeartbeatWatch",

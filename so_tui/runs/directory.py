@@ -10,11 +10,33 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from so_tui.trust.sharing import is_shared, make_run_folder
+import msgspec
+from msgspec import Struct
+
+import so_tui
+from so_tui.runs.records import RunState
+from so_tui.spec.check import write_atomic
+from so_tui.spec.errors import Refusal, Refused
+from so_tui.spec.run_spec import RunSpec
+from so_tui.trust.decoding import decode_json, prepare
+from so_tui.trust.files import (
+    Distrust,
+    distrust_of_file,
+    distrust_of_folder,
+    file_mode_of,
+    is_shared,
+    make_run_folder,
+    read_bounded,
+)
+from so_tui.trust.text import printable_line, quoted
+from so_tui.units import thousands
 
 _SAMPLES = "samples."
 _OUTPUT = "output."
@@ -199,3 +221,272 @@ def _of_node(node: int) -> str:
 def _in_name(host: str) -> str:
     """Return a host's name as part of a file's name. A state that somebody else wrote may contain a path instead."""
     return host.replace("/", "_").replace("\0", "_")
+
+
+# Where a run's checkpoints are, as far as names tell. The trainer verifies their content.
+#
+# Refusal codes: checkpoint-missing: The run saved checkpoints, and none of them is there.
+
+
+_NAME = re.compile(r"step-\d{6,12}")
+
+
+def checkpoints_folder(run: RunDirectory, spec: RunSpec) -> Path:
+    """Return the folder of a run's checkpoints. A folder that the spec names may serve several runs, each with a folder in it."""
+    return (
+        Path(spec.checkpoint.folder).expanduser() / run.name
+        if spec.checkpoint.folder
+        else run.checkpoints_dir
+    )
+
+
+def checkpoint_folders(folder: Path) -> tuple[Path, ...]:
+    """Return the folders that have a checkpoint's name, by step; none if the folder is missing or cannot be read."""
+    try:
+        return listed_checkpoints(folder)
+    except OSError:
+        return ()
+
+
+def listed_checkpoints(folder: Path) -> tuple[Path, ...]:
+    """Return the folders that have a checkpoint's name, by step; none if the folder is missing. Raises OSError if it cannot be read."""
+    try:
+        with os.scandir(folder) as entries:
+            names = [
+                entry.name
+                for entry in entries
+                if _NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+            ]
+    except (FileNotFoundError, NotADirectoryError):
+        return ()
+    return tuple(folder / name for name in sorted(names, key=step_of))
+
+
+def step_of(name: str) -> int:
+    """Return the step in a checkpoint's name."""
+    return int(name.removeprefix("step-"))
+
+
+def missing_checkpoints(run: RunDirectory, spec: RunSpec, state: RunState) -> Refusal | None:
+    """Return why a run cannot be resumed from what it saved: nothing of it is there, such as on a file system that is not mounted."""
+    folder = checkpoints_folder(run, spec)
+    if state.saved_step is None or checkpoint_folders(folder):
+        return None
+    command = quoted("so-tui", "resume", run.name, "--start-over")
+    there = (
+        f"the run saved step {thousands(state.saved_step)} in {folder}, and no checkpoint is there"
+    )
+    message = f"{there}. Mount its file system, or train from step 0 again: {command}"
+    return Refusal("checkpoint-missing", message)
+
+
+# Write the small files of a run directory.
+
+
+def write_run_file(run: RunDirectory, path: Path, content: bytes) -> None:
+    """Replace a file of a run atomically. Others can read it only if the run is shared with the group.
+
+    Raises:
+        OSError: If writing fails; the old file is unchanged.
+    """
+    write_atomic(path, content, mode=file_mode_of(run.path))
+
+
+# Names in a folder that is polled: listed again only where they may have changed.
+
+
+_SETTLED_S = 3.0
+"""For so long after a change a folder is listed at each poll: where its time is in whole seconds, more may change within the same one."""
+_LISTED_S = 5.0
+"""A folder is listed this often in any case: not every file system dates its folders."""
+
+
+class FolderNames:
+    """Lists one folder, at most as often as it is polled. For one thread."""
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._folder = folder
+        self._clock = clock
+        self._names: tuple[str, ...] = ()
+        self._state: tuple[int, int] | None = None
+        """What the folder was when it was listed last."""
+        self._changed = self._listed = 0.0
+
+    def poll(self) -> tuple[str, ...]:
+        """Return the names in the folder, sorted: the same tuple until they change. Raises OSError, but not where it is missing."""
+        now = self._clock()
+        try:
+            status = os.stat(self._folder)  # noqa: PTH116 - polled once a second
+            state = status.st_ino, status.st_mtime_ns
+            if state != self._state:
+                self._changed = now
+            elif now - self._changed > _SETTLED_S and now - self._listed < _LISTED_S:
+                return self._names
+            names = tuple(sorted(os.listdir(self._folder)))  # noqa: PTH208
+        except (FileNotFoundError, NotADirectoryError):
+            state, names = None, ()
+        self._state, self._listed = state, now
+        if names != self._names:
+            self._names = names
+        return self._names
+
+
+# ``run.json``: what a run is. Written once when the run is created, and never changed.
+#
+# Runs of versions before this file have none, and so no identity.
+
+
+_LARGEST_BYTES = 1 << 16
+
+
+class RunManifest(Struct, frozen=True, kw_only=True):
+    """Content of ``run.json``."""
+
+    v: int = 1
+    id: str
+    """UUID. Every checkpoint of the run carries it: a name can be used twice."""
+    name: str
+    created: float
+    version: str
+    """Version of so-tui that created the run."""
+
+
+prepare(RunManifest)
+
+
+def new_manifest(run: RunDirectory) -> RunManifest:
+    """Return the manifest of a run that is being created, with a new identity."""
+    return RunManifest(
+        id=str(uuid.uuid4()), name=run.name, created=time.time(), version=so_tui.__version__
+    )
+
+
+def write_manifest(run: RunDirectory, manifest: RunManifest) -> None:
+    """Write ``run.json``. Raises OSError."""
+    write_run_file(
+        run, run.manifest_path, msgspec.json.format(msgspec.json.encode(manifest), indent=1)
+    )
+
+
+def run_id(run: RunDirectory) -> str:
+    """Return the identity of a run; empty for a run of an older version.
+
+    Raises:
+        OSError: ``run.json`` is there and cannot be read.
+        msgspec.DecodeError: It is damaged.
+    """
+    try:
+        return decode_json(read_bounded(run.manifest_path, _LARGEST_BYTES), RunManifest).id
+    except FileNotFoundError:
+        return ""
+
+
+# Whether a run is this user's own. What belongs to another user, or can be changed by one, is only
+# read.
+#
+# Refusal codes: not-your-run: Another user owns the folder, or a file in it that decides what
+# happens. others-can-write, wrong-kind, missing, unreadable: The run cannot be acted upon for the
+# reason that ``Distrust`` names.
+
+
+NOT_YOUR_RUN = "not-your-run"
+
+
+class NotOwn(Struct, frozen=True):
+    """The first file or folder of a run that is not this user's own, and why."""
+
+    path: Path
+    distrust: Distrust
+
+
+def not_own(run: RunDirectory, attempt: int | None = None) -> NotOwn | None:
+    """Return why a run is not this user's own; None if it is.
+
+    Args:
+        run: The run.
+        attempt: An attempt whose folder, with every file in it, must be this user's own as well.
+    """
+    return next(_not_own(run, attempt), None)
+
+
+def refuse_unless_own(run: RunDirectory, attempt: int | None = None) -> None:
+    """Refuse to start processes for a run that is not this user's own.
+
+    Raises:
+        Refused: With the code of the first reason.
+    """
+    if (found := not_own(run, attempt)) is not None:
+        raise Refused([_refusal(run, found)])
+
+
+def refuse_another_users(run: RunDirectory) -> None:
+    """Refuse to ask anything of another user's run, or through a link.
+
+    One's own run may be asked even if others can write to it: a request starts nothing.
+
+    Raises:
+        Refused: The folder, or its folder of requests, is another user's or a link.
+    """
+    for folder in (run.path, run.control_dir):
+        distrust = distrust_of_folder(folder)
+        if distrust in (Distrust.OTHER_OWNER, Distrust.WRONG_KIND):
+            raise Refused([_refusal(run, NotOwn(folder, distrust))])
+
+
+def _not_own(run: RunDirectory, attempt: int | None) -> Iterator[NotOwn]:
+    yield from _found(run.path, distrust_of_folder(run.path))
+    yield from _found(run.attempts_dir, distrust_of_folder(run.attempts_dir))
+    for file in (run.state_path, run.spec_path):
+        yield from _found(file, distrust_of_file(file))
+    for folder in (run.control_dir, run.metrics_dir):
+        yield from _if_there(folder, distrust_of_folder(folder))
+    for file in (run.manifest_path, run.supervisor_lock_path):
+        yield from _if_there(file, distrust_of_file(file))
+    if attempt is not None:
+        yield from _attempt_not_own(run.attempt_dir(attempt))
+
+
+def _attempt_not_own(folder: Path) -> Iterator[NotOwn]:
+    distrust = distrust_of_folder(folder)
+    yield from _found(folder, distrust)
+    if distrust is None:
+        try:
+            entries = sorted(folder.iterdir())
+        except OSError:
+            yield NotOwn(folder, Distrust.UNREADABLE)
+            return
+        for entry in entries:
+            is_folder = entry.is_dir() and not entry.is_symlink()
+            yield from _if_there(
+                entry, distrust_of_folder(entry) if is_folder else distrust_of_file(entry)
+            )
+
+
+def _found(path: Path, distrust: Distrust | None) -> Iterator[NotOwn]:
+    if distrust is not None:
+        yield NotOwn(path, distrust)
+
+
+def _if_there(path: Path, distrust: Distrust | None) -> Iterator[NotOwn]:
+    """Yield unless the path is missing: it has not been made yet, or was a temporary file."""
+    yield from _found(path, None if distrust is Distrust.MISSING else distrust)
+
+
+def _refusal(run: RunDirectory, found: NotOwn) -> Refusal:
+    name, path = printable_line(run.name), printable_line(str(found.path))
+    match found.distrust:
+        case Distrust.OTHER_OWNER:
+            return Refusal(
+                NOT_YOUR_RUN,
+                f"{name} is not your run: {path} belongs to another user. You can watch it and read its logs",
+            )
+        case Distrust.OTHERS_CAN_WRITE:
+            remedy = f"Check what is in it, then take away the right: `{quoted('chmod', '-R', 'go-w', str(run.path))}`"
+            message = f"other users can write {path}, and with it decide what {name} does in your name. {remedy}"
+        case Distrust.WRONG_KIND:
+            message = f"{path} is a link, or a file where a folder is expected. Name the folder of the run itself"
+        case Distrust.MISSING:
+            message = f"{path} is missing, so the run cannot be continued. Start a new one"
+        case Distrust.UNREADABLE:
+            message = f"{path} cannot be read. Check the rights of its folder"
+    return Refusal(found.distrust.value, message)

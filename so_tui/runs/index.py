@@ -10,34 +10,394 @@ Indexes are optional: where one is missing, damaged or of another version, reade
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import logging
+import math
 import os
+import stat
 import sys
+import time
 import zlib
 from array import array
-from collections.abc import Iterable, Sequence
-from operator import gt
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import gt, mul
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from so_tui.runs.blocks import (
-    EMA_WEIGHTS,
-    METRICS,
-    POSITIONS,
-    Columns,
-    append_block,
-    block_end,
-    missing,
-    no_blocks,
-    part_names,
+from so_tui.folders import cache_home
+from so_tui.runs.directory import FolderNames
+from so_tui.runs.records import (
+    MetricRecord,
+    PhaseRecord,
+    StepRecord,
+    WarningRecord,
+    decode_metric,
+    encode_line,
 )
-from so_tui.runs.codec import decode_metric, encode_line
-from so_tui.runs.records import MetricRecord, PhaseRecord, StepRecord, WarningRecord
-from so_tui.runs.segments import INDEX_SUFFIX
-from so_tui.spec.files import write_atomic
-from so_tui.structs import prepare
-from so_tui.trust.decoding import decoded
-from so_tui.trust.reading import open_regular, read_bounded
+from so_tui.spec.check import write_atomic
+from so_tui.trust.decoding import decoded, prepare
+from so_tui.trust.files import (
+    UnfitFileError,
+    distrust_of_file,
+    distrust_of_folder,
+    open_descriptor,
+    open_regular,
+    private_folder,
+    read_bounded,
+)
+
+# Steps in blocks: what charts need of BLOCK_STEPS consecutive steps, however many records there
+# are.
+#
+# A block ends at a multiple of BLOCK_STEPS. So blocks are the same whoever makes them and wherever
+# a segment or an attempt begins, and the mean of as many steps as one or more blocks have is exact
+# at their ends. Blocks are rows of columns of doubles:
+#
+# first, last first and last step with a record records number of records offset position in the
+# segment of the first one METRIC.min, METRIC.max, METRIC.last, METRIC.sum, METRIC.finite least and
+# greatest finite value, last value, sum and number of the finite values METRIC.ema50 ...
+# METRIC.ema99 sum of the finite values, each times a weight (0.50 ... 0.99) to the power of how
+# many come after it: what an exponential moving average with that weight needs to be exact at the
+# ends of blocks
+
+
+BLOCK_STEPS = 50
+POSITIONS = ("first", "last", "records", "offset")
+PARTS = ("min", "max", "last", "sum", "finite")
+EMA_WEIGHTS = (0.5, 0.8, 0.9, 0.95, 0.98, 0.99)
+"""Weights of exponential moving averages that are exact at the ends of blocks."""
+WEIGHTED = {weight: f"ema{100 * weight:.0f}" for weight in EMA_WEIGHTS}
+"""Parts with the weighted sums, by weight."""
+_WEIGHTS = {part: weight for weight, part in WEIGHTED.items()}
+_POWERS = {
+    weight: tuple(weight**later for later in range(BLOCK_STEPS - 1, -1, -1))
+    for weight in EMA_WEIGHTS
+}
+
+Columns = dict[str, "array[float]"]
+
+
+def _is_number(kind: Any) -> bool:
+    return kind in (int, float, int | None, float | None)
+
+
+METRICS: tuple[str, ...] = tuple(
+    field.name
+    for field in msgspec.structs.fields(StepRecord)
+    if field.name not in ("v", "attempt", "step") and _is_number(field.type)
+)
+"""Numeric fields of a step record that can be charted."""
+
+_MISSING = {
+    "min": math.inf,
+    "max": -math.inf,
+    "last": math.nan,
+    "sum": 0.0,
+    "finite": 0.0,
+    **dict.fromkeys(_WEIGHTS, 0.0),
+}
+
+
+def block_end(step: float) -> int:
+    """Return the last step of the block that a step belongs to."""
+    return -(-int(step) // BLOCK_STEPS) * BLOCK_STEPS
+
+
+def part_names(metrics: Iterable[str], weights: Iterable[float] = ()) -> list[str]:
+    """Return the names of the columns of some metrics, with the sums of some of EMA_WEIGHTS."""
+    parts = (*PARTS, *(WEIGHTED[weight] for weight in weights))
+    return [f"{metric}.{part}" for metric in metrics for part in parts]
+
+
+def no_blocks(metrics: Iterable[str], weights: Iterable[float] = ()) -> Columns:
+    """Return the columns of no blocks."""
+    return {name: array("d") for name in (*POSITIONS, *part_names(metrics, weights))}
+
+
+def missing(name: str, rows: int) -> array[float]:
+    """Return a column of a metric that was not recorded."""
+    return array("d", [_MISSING[name.rpartition(".")[2]]]) * rows
+
+
+def total(values: Iterable[float]) -> float:
+    """Return the exact sum of finite values, rounded once; infinity or NaN where it is too large."""
+    values = list(values)
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):
+        return sum(values)
+
+
+def metric_values(records: Sequence[StepRecord], metric: str) -> list[float]:
+    """Return the values of a metric; NaN where it was not measured."""
+    return [
+        math.nan if value is None else float(value)
+        for value in (getattr(record, metric) for record in records)
+    ]
+
+
+def weighted_sum(values: Sequence[float], weight: float) -> float:
+    """Return the sum of a block's finite values, each times one of EMA_WEIGHTS to the power of how many come after it."""
+    return float(sum(map(mul, values, _POWERS[weight][BLOCK_STEPS - len(values) :])))
+
+
+def append_block(
+    columns: Columns,
+    metrics: Iterable[str],
+    records: Sequence[StepRecord],
+    offset: float,
+    weights: Sequence[float] = (),
+) -> None:
+    """Append the block of these records, at least one."""
+    for name, position in zip(
+        POSITIONS, (records[0].step, records[-1].step, len(records), offset), strict=True
+    ):
+        columns[name].append(position)
+    for metric in metrics:
+        values = metric_values(records, metric)
+        finite = [value for value in values if math.isfinite(value)]
+        parts = (
+            (min(finite), max(finite), values[-1], total(finite), len(finite))
+            if finite
+            else (math.inf, -math.inf, values[-1], 0.0, 0.0)
+        )
+        for part, value in zip(PARTS, parts, strict=True):
+            columns[f"{metric}.{part}"].append(value)
+        for weight in weights:
+            columns[f"{metric}.{WEIGHTED[weight]}"].append(weighted_sum(finite, weight))
+
+
+def blocks_of(
+    records: Iterable[StepRecord], metrics: Sequence[str], weights: Sequence[float] = ()
+) -> Columns:
+    """Return the blocks of records in step order."""
+    columns, block = no_blocks(metrics, weights), list[StepRecord]()
+    for record in records:
+        if block and block_end(record.step) != block_end(block[0].step):
+            append_block(columns, metrics, block, 0.0, weights)
+            block = []
+        block.append(record)
+    if block:
+        append_block(columns, metrics, block, 0.0, weights)
+    return columns
+
+
+def extend(columns: Columns, more: Mapping[str, array[float]], start: int, stop: int) -> None:
+    """Append the rows ``[start, stop)`` of later blocks; a first one that continues the last block is merged into it."""
+    if (
+        start < stop
+        and columns["last"]
+        and block_end(columns["last"][-1]) == block_end(more["first"][start])
+    ):
+        for name, column in columns.items():
+            metric, _, part = name.rpartition(".")
+            if part in _WEIGHTS:
+                kept = _WEIGHTS[part] ** max(0.0, more[f"{metric}.finite"][start])
+                column[-1] = kept * column[-1] + more[name][start]
+            else:
+                column[-1] = _merged(part, column[-1], more[name][start])
+        start += 1
+    for name, column in columns.items():
+        column.extend(more[name][start:stop])
+
+
+def _merged(part: str, earlier: float, later: float) -> float:
+    match part:
+        case "first" | "offset":
+            return earlier
+        case "last":
+            return later
+        case "min":
+            return min(earlier, later)
+        case "max":
+            return max(earlier, later)
+    return earlier + later  # records, sum, finite
+
+
+# Numbered files of lines, written by one process. A file does not change once a higher number
+# exists.
+
+
+MEBIBYTE = 1 << 20
+SUFFIX = ".jsonl"
+INDEX_SUFFIX = ".index"
+_BLOCK_BYTES = 1 << 16
+LONGEST_LINE_BYTES = 8 * MEBIBYTE
+"""Limit of a record. The binding of a thousand ranks takes less than one."""
+
+
+def segments(folder: Path, stem: str = "", suffix: str = SUFFIX) -> dict[int, Path]:
+    """Return the segments ``<stem>000001.jsonl`` of a folder by number, ascending; empty if the folder is missing."""
+    try:
+        names = os.listdir(folder)  # noqa: PTH208 - faster than a Path for each name
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    return _numbered(folder, names, stem, suffix)
+
+
+def _numbered(folder: Path, names: Iterable[str], stem: str, suffix: str) -> dict[int, Path]:
+    found = {}
+    for name in names:
+        number = name[len(stem) : -len(suffix)]
+        if (
+            name.startswith(stem)
+            and name.endswith(suffix)
+            and number.isdecimal()
+            and number.isascii()
+            and len(number) <= 12
+        ):
+            found[int(number)] = folder / name
+    return dict(sorted(found.items()))
+
+
+class PolledSegments:
+    """The segments of a folder that is polled, as ``segments`` returns them. For one thread."""
+
+    def __init__(self, folder: Path, stem: str = "") -> None:
+        self._folder, self._stem = folder, stem
+        self._names = FolderNames(folder)
+        self._listed: tuple[str, ...] = ()
+        self._found: dict[int, Path] = {}
+
+    def poll(self) -> dict[int, Path]:
+        """Return the segments by number: the same ones until others appear. Raises OSError."""
+        names = self._names.poll()
+        if names is not self._listed:
+            self._listed, self._found = names, _numbered(self._folder, names, self._stem, SUFFIX)
+        return self._found
+
+
+def read_lines(path: Path, offset: int, limit_bytes: int) -> tuple[list[bytes], int]:
+    """Return the complete lines from ``offset`` on, without newlines, and the offset after them.
+
+    Reads about ``limit_bytes``, more if a single line is longer. An incomplete last line is left for the next call. A file that does not
+    exist, or is no regular file, reads as empty, and so does the rest of a file after a line that is longer than any record.
+    """
+    try:
+        descriptor = open_descriptor(path)
+    except (FileNotFoundError, UnfitFileError):
+        return [], offset
+    try:
+        unread_bytes = os.fstat(descriptor).st_size - offset
+        if unread_bytes <= 0:
+            return [], offset
+        block = os.pread(descriptor, min(limit_bytes, unread_bytes), offset)
+        if b"\n" not in block:
+            parts, at = [block], offset + len(block)
+            while (
+                b"\n" not in parts[-1]
+                and at - offset < LONGEST_LINE_BYTES
+                and (more := os.pread(descriptor, MEBIBYTE, at))
+            ):
+                parts.append(more)
+                at += len(more)
+            block = b"".join(parts)
+    finally:
+        os.close(descriptor)
+    end = block.rfind(b"\n") + 1
+    return block[:end].split(b"\n")[:-1], offset + end
+
+
+def read_span(path: Path, start: int, end: int) -> Iterator[bytes]:
+    """Yield the complete lines between two offsets, without newlines; otherwise as ``read_lines``."""
+    while start < end:
+        lines, reached = read_lines(path, start, min(MEBIBYTE, end - start))
+        if reached == start:
+            return
+        yield from lines
+        start = reached
+
+
+def cut_incomplete_line(path: Path) -> None:
+    """Cut off what a killed writer or a full disk left of a segment's last line. Only for a segment that nobody writes.
+
+    Raises:
+        OSError: It cannot be read or written.
+    """
+    with path.open("r+b") as file:
+        size = end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - _BLOCK_BYTES)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                end = start + newline + 1
+                break
+            end = start
+        if end < size:
+            file.truncate(end)
+
+
+class SegmentWriter:
+    """Appends lines to the newest segment and starts another one when it is full.
+
+    Each line is one write, so lines never mix, and a crash can only leave the last line incomplete. A writer never changes segments of
+    other writers: after a restart it continues with the next number. For one thread.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        stem: str = "",
+        *,
+        limit_bytes: int = 4 * MEBIBYTE,
+        on_closed: Callable[[Path], None] | None = None,
+    ) -> None:
+        """Create the folder, but not its parent, so that a deleted run stays deleted. Raises OSError."""
+        self._folder = folder
+        self._stem = stem
+        self._limit_bytes = limit_bytes
+        self._on_closed = on_closed
+        self._path: Path | None = None
+        self._fd = -1
+        self._size = 0
+        self._incomplete = False
+        folder.mkdir(exist_ok=True)
+
+    def append(self, line: bytes) -> None:
+        """Write a line that ends in a newline. After an OSError (disk full), the next line starts on a new line."""
+        if self._path is not None and self._size + len(line) > self._limit_bytes:
+            self.close()
+        if self._path is None:
+            self._open_next()
+        data = b"\n" + line if self._incomplete else line
+        self._incomplete = True
+        while data:
+            written = os.write(self._fd, data)  # short only when the disk fills up
+            self._size += written
+            data = data[written:]
+        self._incomplete = False
+
+    def close(self) -> None:
+        """Close the current segment; no more lines are appended to it, even if an OSError says that some of it is lost."""
+        if self._path is None:
+            return
+        closed, self._path, self._size, self._incomplete = self._path, None, 0, False
+        os.close(self._fd)  # once: after an error, too, its number is free for another file
+        if self._on_closed is not None:
+            self._on_closed(closed)
+
+    def _open_next(self) -> None:
+        # A segment that was lost may have left its index, which would pass for one of a new segment of the same number.
+        used = (
+            *segments(self._folder, self._stem),
+            *segments(self._folder, self._stem, INDEX_SUFFIX),
+        )
+        number = max(used, default=0) + 1
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        while True:
+            path = self._folder / f"{self._stem}{number:06d}{SUFFIX}"
+            try:
+                self._fd = os.open(path, flags, 0o640)
+            except FileExistsError:
+                number += 1
+                continue
+            self._path = path
+            return
+
 
 VERSION = 3
 MOST_WARNINGS = 200
@@ -288,3 +648,187 @@ def size_of(path: Path) -> int:
         return os.stat(path).st_size  # noqa: PTH116 - once for each segment: a method of Path costs twice as much
     except OSError:
         return 0
+
+
+# The reader's own indexes, for segments that have none beside them: those of older versions, and
+# of runs that were killed.
+#
+# They are kept in the user's cache folder, since a reader never writes into a run. An entry is
+# named by a hash of what the segment was when it was read (path, inode, size, times of change), so
+# that one of another content is never found. Only this user can read or write the folder, its size
+# is limited, and its content may be deleted at any time.
+
+
+LIMIT_BYTES = 256 << 20
+"""Indexes of about five million steps."""
+MEMORY_BYTES = 128 << 20
+"""Limit of the indexes of one reader that stay in memory."""
+_STALE_S = 86_400.0
+"""An entry is marked as used at most once in this time."""
+
+_log = logging.getLogger(__name__)
+
+
+def fingerprint(segment: Path) -> str:
+    """Return a name for a segment in its present state. Raises OSError."""
+    found = segment.stat()
+    path = os.path.abspath(segment)  # noqa: PTH100 - Path.absolute keeps `..`
+    what = (path, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+    return hashlib.sha256(repr(what).encode("utf-8", "surrogateescape")).hexdigest()[:40]
+
+
+class IndexCache:
+    """Keeps indexes of segments for one reader. Several processes may use one folder at the same time.
+
+    What does not go into the folder stays in memory: an index that is too large, and all after those that fill half of the folder's limit.
+    So no reader deletes its own indexes again, however long its run is.
+    """
+
+    def __init__(self, folder: Path | None = None, limit_bytes: int = LIMIT_BYTES) -> None:
+        """Use a folder, by default the user's; it is made when an index is kept for the first time."""
+        self._folder = folder or cache_home() / "metrics"
+        self._limit_bytes = limit_bytes
+        self._used_bytes: int | None = None
+        self._kept_bytes = 0
+        self._memory_bytes = 0
+
+    def load(self, segment: Path) -> SegmentIndex | None:
+        """Return the index of a segment in its present state, if it is kept."""
+        try:
+            path = self._folder / f"{fingerprint(segment)}{INDEX_SUFFIX}"
+            if distrust_of_folder(self._folder) is not None or distrust_of_file(path) is not None:
+                return None
+            index = SegmentIndex(path)
+            if time.time() - path.stat().st_mtime > _STALE_S:
+                with contextlib.suppress(OSError):  # a cache that cannot be written serves as well
+                    os.utime(path)
+        except (OSError, msgspec.DecodeError) as error:
+            _log.info("the index of %s is not used: %s", segment, error)
+            return None
+        return index
+
+    def keep(self, segment: Path, name: str, content: bytes) -> SegmentIndex | None:
+        """Keep an index, and return it. If it cannot be kept, it stays in memory; None if it is unfit, or too much is in memory already.
+
+        Args:
+            segment: The segment.
+            name: Its fingerprint before it was read.
+            content: The encoded index.
+        """
+        try:
+            index = SegmentIndex.in_memory(content)
+        except msgspec.DecodeError as error:
+            _log.info("%s cannot be indexed: %s", segment, error)
+            return None
+        try:
+            if (
+                len(content) <= min(LARGEST_INDEX_BYTES, self._limit_bytes // 2 - self._kept_bytes)
+                and fingerprint(segment) == name
+            ):
+                path = private_folder(self._folder) / f"{name}{INDEX_SUFFIX}"
+                self._make_room(len(content))
+                write_atomic(path, content)
+                self._kept_bytes += len(content)
+                return SegmentIndex(path)
+        except (OSError, msgspec.DecodeError) as error:
+            _log.info("the index of %s is not kept: %s", segment, error)
+        if self._memory_bytes + len(content) > MEMORY_BYTES:
+            _log.info(
+                "the index of %s is not kept: others take %d bytes of memory",
+                segment,
+                self._memory_bytes,
+            )
+            return None
+        self._memory_bytes += len(content)
+        return index
+
+    def _make_room(self, new_bytes: int) -> None:
+        """Delete the entries that were used longest ago, where the folder would exceed its limit."""
+        if self._used_bytes is not None and self._used_bytes + new_bytes <= self._limit_bytes:
+            self._used_bytes += new_bytes
+            return
+        found = []
+        for entry in os.scandir(self._folder):
+            with contextlib.suppress(FileNotFoundError):  # another process deleted it
+                about = entry.stat(follow_symlinks=False)
+                if stat.S_ISREG(about.st_mode):
+                    found.append((about.st_mtime, about.st_size, entry.path))
+        used = sum(size for _, size, _ in found) + new_bytes
+        if used > self._limit_bytes:
+            for _, size, path in sorted(found):
+                Path(path).unlink(missing_ok=True)
+                used -= size
+                if used <= self._limit_bytes * 3 // 4:
+                    break
+        self._used_bytes = used
+
+
+# One metrics segment as a reader knows it.
+
+
+class Segment:
+    """A segment: known by its index, or read record by record up to ``offset``. Its records are not kept."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.offset = 0
+        self.index: SegmentIndex | None = None
+        self.summary = SegmentSummary()
+        self.name = ""
+        """Its fingerprint before it was read; empty if it has none."""
+        self.complete = False
+        """Whether it was read to its end, or has an index."""
+
+    @property
+    def content(self) -> SegmentIndex | SegmentSummary:
+        return self.index or self.summary
+
+    @property
+    def attempt(self) -> int:
+        return self.content.attempt
+
+    @property
+    def step_is_newer(self) -> bool:
+        return self.content.step_is_newer
+
+    def take(self, index: SegmentIndex | None) -> bool:
+        """Use an index from now on, if there is one. Return whether there is."""
+        if index is None:
+            return False
+        self.index, self.summary, self.complete = index, SegmentSummary(), True
+        return True
+
+    def forget(self) -> None:
+        """Begin again, without an index."""
+        self.index, self.summary, self.offset, self.complete = None, SegmentSummary(), 0, False
+
+    def remember_state(self) -> None:
+        """Take note of what the file is before it is read."""
+        try:
+            self.name = fingerprint(self.path)
+        except OSError:  # gone: its index is not kept
+            self.name = ""
+
+    def read_on(self, limit_bytes: int) -> bool:
+        """Read about ``limit_bytes`` more of its records. Return whether there were any lines. Raises OSError."""
+        lines, _ = read_lines(self.path, self.offset, limit_bytes)
+        for line in lines:
+            if (record := decode_metric(line)) is not None:
+                self.summary.add(record, self.offset)
+            self.offset += len(line) + 1
+        return bool(lines)
+
+    def records(self, positions: Columns, start: int, stop: int) -> Iterator[StepRecord]:
+        """Yield the step records of the blocks ``[start, stop)``, as the summary has them. Raises OSError."""
+        if start >= stop:
+            return
+        offsets = positions["offset"]
+        end = self.offset if self.index is None else self.index.segment_bytes
+        before = positions["first"][start] - 1
+        for line in read_span(
+            self.path, int(offsets[start]), int(offsets[stop]) if stop < len(offsets) else end
+        ):
+            record = decode_metric(line)
+            if isinstance(record, StepRecord) and record.step > before:
+                before = record.step
+                yield record

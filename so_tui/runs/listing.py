@@ -18,19 +18,131 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import stat
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
 from so_tui.folders import default_runs_dir, known_runs_dirs, probes_dir, run_folders_record
-from so_tui.runs.directory import RunDirectory
-from so_tui.runs.manifest import new_manifest, write_manifest
-from so_tui.runs.records import RunState
-from so_tui.runs.state import write_spec, write_state
-from so_tui.spec.errors import InputError, Problem
-from so_tui.spec.files import path_fault
-from so_tui.spec.types import RunSpec
-from so_tui.spec.wording import shown
-from so_tui.trust.sharing import GROUP, VARIABLE, is_shared, make_run_folder, wanted
+from so_tui.runs.directory import (
+    RunDirectory,
+    new_manifest,
+    refuse_another_users,
+    write_manifest,
+    write_run_file,
+)
+from so_tui.runs.liveness import host_of, identify, sees_processes_of, this_host
+from so_tui.runs.lock import ended_state, lock_held, run_lock
+from so_tui.runs.records import Process, RunState
+from so_tui.runs.state import read_state, write_spec, write_state
+from so_tui.spec.check import path_fault
+from so_tui.spec.errors import InputError, Problem, shown
+from so_tui.spec.run_spec import RunSpec
+from so_tui.trust.decoding import decode_json, prepare
+from so_tui.trust.files import GROUP, VARIABLE, is_shared, make_run_folder, read_bounded, wanted
+from so_tui.trust.text import printable_line
+
+# Shared memory that ended processes of a run left in /dev/shm.
+#
+# torch names it by the pid of the process that made it. A pid alone proves nothing, because pids
+# are reused and other users and programs use the same folder.
+
+
+SHARED_MEMORY = Path("/dev/shm")
+
+_File = tuple[int, int]
+"""Device and inode. The inode alone would not do, because every file system counts its own."""
+
+_NAMED_BY_PID = re.compile(r"(?:torch|so_tui|so-tui)_(\d+)_")
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_CLOCK_SLACK_S = 2.0
+"""Between the clocks of processes and of files, which both are coarse."""
+
+
+def remove_leftovers(
+    processes: Iterable[Process], folder: Path = SHARED_MEMORY
+) -> tuple[Path, ...]:
+    """Remove what these processes left behind, and return it.
+
+    Raises:
+        OSError: A file cannot be removed.
+    """
+    found = leftovers(processes, folder)
+    for path in found:
+        path.unlink(missing_ok=True)
+    return found
+
+
+def leftovers(processes: Iterable[Process], folder: Path = SHARED_MEMORY) -> tuple[Path, ...]:
+    """Return the shared memory that ended processes have left behind.
+
+    It is a regular file of this user, named by the pid of one of these processes, made since that process started, and no process that this
+    user can see has that pid or has the file open.
+
+    Args:
+        processes: Processes of a run on this host, by pid and start time.
+        folder: Where shared memory is.
+    """
+    ended = {process.pid: process for process in processes if identify(process.pid) is None}
+    candidates = {}
+    for path in _entries(folder):
+        named = _NAMED_BY_PID.match(path.name)
+        process = ended.get(int(named[1])) if named else None
+        if process is not None and (file := _own_file(path, since=_started(process))) is not None:
+            candidates[file] = path
+    if not candidates:
+        return ()
+    used = _files_in_use()
+    return tuple(sorted(path for file, path in candidates.items() if file not in used))
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _own_file(path: Path, *, since: float) -> _File | None:
+    """Identify a regular file of this user that changed since a time; None for anything else."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    own = (
+        stat.S_ISREG(found.st_mode)
+        and found.st_uid == os.geteuid()
+        and found.st_ctime >= since - _CLOCK_SLACK_S
+    )
+    return (found.st_dev, found.st_ino) if own else None
+
+
+def _started(process: Process) -> float:
+    """Return when a process started, in seconds since the epoch."""
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + process.start_time / _TICKS_PER_S
+
+
+def _files_in_use() -> set[_File]:
+    """Identify the files that processes of this user have mapped or open. Of other users' processes the kernel tells nothing."""
+    used: set[_File] = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            for line in (folder / "maps").read_bytes().splitlines():
+                fields = line.split(None, 5)
+                if len(fields) == 6 and fields[4] != b"0":
+                    major, minor = (int(number, 16) for number in fields[3].split(b":"))
+                    used.add((os.makedev(major, minor), int(fields[4])))
+        with contextlib.suppress(OSError):
+            for descriptor in (folder / "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    found = descriptor.stat()
+                    used.add((found.st_dev, found.st_ino))
+    return used
+
 
 LATEST = "latest"
 LONGEST_NAME = 48
@@ -234,3 +346,175 @@ def _unusable(code: str, folder: Path, message: str, remedy: str) -> InputError:
 
 def _not_found(code: str, run: str, message: str, remedy: str) -> InputError:
     return InputError([Problem(code=code, field="run", value=run, message=message, remedy=remedy)])
+
+
+# Delete runs.
+#
+# Problem and refusal codes: run-is-live, run-may-be-live, not-your-run: see ``ended`` and ``own``.
+# not-deletable: The run directory, or a part of it, cannot be deleted.
+
+
+def delete_run(run: RunDirectory, *, assume_dead: bool = False) -> None:
+    """Delete a run that has ended, with the checkpoints in its folder. Checkpoints in other folders stay.
+
+    The supervisor's lock is held meanwhile, so no attempt can begin between the check and the deletion.
+
+    Args:
+        run: The run.
+        assume_dead: Take the user's word that it has ended, where its processes cannot be seen from here.
+
+    Raises:
+        Refused: It is another user's.
+        InputError: It is live or may be, its folder is not a run, or it cannot be deleted.
+    """
+    refuse_another_users(run)
+    try:
+        _ended(run, assume_dead)
+        with run_lock(run, assume_dead=assume_dead) as lock:
+            if lock is None:
+                raise lock_held(run, assume_dead=assume_dead)
+            state = _ended(run, assume_dead)
+            _remove_run(run)
+        if sees_processes_of(this_host(), host_of(state)):
+            remove_leftovers(state.processes)
+    except OSError as error:
+        message, remedy = f"cannot be deleted: {error.strerror}", "Check the owner of its folder."
+        raise InputError(
+            [
+                Problem(
+                    code="not-deletable",
+                    field="run",
+                    value=str(run.path),
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        ) from error
+
+
+def _ended(run: RunDirectory, assume_dead: bool) -> RunState:
+    """Return the final state of a run, or that of one of which nothing was ever started. Raises InputError if it lives or is queued."""
+    state = read_state(run)
+    return state if state.state == "created" else ended_state(run, assume_dead=assume_dead)
+
+
+def _remove_run(run: RunDirectory) -> None:
+    import shutil  # imports every compression module, which listing runs does not need
+
+    hidden = run.path.with_name(f".{run.name}{DELETED}")
+    run.path.rename(hidden)  # hides the run from readers immediately; deleting may take long
+    try:
+        shutil.rmtree(hidden)
+    except OSError as error:
+        message = f"is what is left of the run {printable_line(run.name)}, which is no longer listed: {error.strerror}"
+        remedy = "Remove this folder once nobody uses a file in it."
+        raise InputError(
+            [
+                Problem(
+                    code="not-deletable",
+                    field="run",
+                    value=str(hidden),
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        ) from error
+
+
+# A user's own words about a run: ``notes.json`` in its folder, written by its owner, replaced
+# atomically.
+#
+# Problem codes: invalid-tag, too-many-tags, note-too-long: A note or tag is none that is kept.
+# notes-not-writable: The file cannot be written.
+
+
+_LARGEST_BYTES = 1 << 14
+LONGEST_NOTE = 2000
+MOST_TAGS = 16
+_TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
+
+
+class RunNotes(Struct, frozen=True, kw_only=True):
+    """Content of ``notes.json``."""
+
+    v: int = 1
+    note: str = ""
+    tags: tuple[str, ...] = ()
+
+
+prepare(RunNotes)
+
+
+def read_notes(run: RunDirectory) -> RunNotes:
+    """Return the notes of a run; none if there is no such file, or it is damaged. Tags are checked, the note is any text."""
+    try:
+        found = decode_json(read_bounded(run.notes_path, _LARGEST_BYTES), RunNotes)
+    except (OSError, msgspec.DecodeError):
+        return RunNotes()
+    return RunNotes(
+        note=found.note[:LONGEST_NOTE],
+        tags=tuple(tag for tag in found.tags[:MOST_TAGS] if _TAG.fullmatch(tag)),
+    )
+
+
+def write_notes(run: RunDirectory, notes: RunNotes) -> None:
+    """Replace the notes of a run of this user.
+
+    Raises:
+        Refused: It is another user's run.
+        InputError: The note or a tag cannot be kept, or the file cannot be written.
+    """
+    if len(notes.note) > LONGEST_NOTE:
+        message, remedy = f"has more than {LONGEST_NOTE} characters", "Shorten it."
+        raise InputError(
+            [Problem(code="note-too-long", field="note", value="", message=message, remedy=remedy)]
+        )
+    if len(notes.tags) > MOST_TAGS:
+        message, remedy = f"are more than {MOST_TAGS}", "Remove some."
+        raise InputError(
+            [Problem(code="too-many-tags", field="tags", value="", message=message, remedy=remedy)]
+        )
+    for tag in notes.tags:
+        if not _TAG.fullmatch(tag):
+            message, remedy = (
+                "is not a tag",
+                "Use up to 32 letters, digits, '.', '_' and '-', starting with a letter or digit.",
+            )
+            raise InputError(
+                [
+                    Problem(
+                        code="invalid-tag",
+                        field="tag",
+                        value=shown(tag),
+                        message=message,
+                        remedy=remedy,
+                    )
+                ]
+            )
+    refuse_another_users(run)
+    try:
+        write_run_file(run, run.notes_path, msgspec.json.encode(notes))
+    except OSError as error:
+        message, remedy = (
+            f"cannot be written: {error.strerror}",
+            "Check the disk and the rights of the run's folder.",
+        )
+        raise InputError(
+            [
+                Problem(
+                    code="notes-not-writable",
+                    field="notes",
+                    value=str(run.path),
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        ) from None
+
+
+def changed_tags(notes: RunNotes, add: Iterable[str] = (), remove: Iterable[str] = ()) -> RunNotes:
+    """Return notes with tags added and removed, each once, in their order."""
+    gone = set(remove)
+    return replace(
+        notes, tags=tuple(dict.fromkeys(tag for tag in (*notes.tags, *add) if tag not in gone))
+    )

@@ -5,22 +5,220 @@ A process is identified by pid and start time, because pids are reused.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from so_tui.runs.directory import RunDirectory
-from so_tui.runs.host import host_of, same_boot, sees_processes_of, this_host
-from so_tui.runs.process_stat import read_stat
-from so_tui.runs.records import FINAL_STATES, Process, RunState
+from so_tui.runs.index import segments
+from so_tui.runs.records import (
+    FINAL_STATES,
+    CheckpointRecord,
+    EndRecord,
+    MetricRecord,
+    OutcomeCode,
+    Process,
+    RunState,
+    decode_metric,
+)
 from so_tui.runs.state import read_state
-from so_tui.runs.unobserved import concluded
-from so_tui.trust.ownership import distrust_of_folder
+from so_tui.spec.errors import InputError, Problem
+from so_tui.trust.files import UnfitFileError, distrust_of_folder, open_regular
+
+# Which host this is, exactly enough to know whether its processes can be seen from here.
+
+
+class HostIdentity(Struct, frozen=True):
+    """A host as a process sees it."""
+
+    name: str
+    boot_id: str = ""
+    """Changes with each start of the kernel; empty if unknown."""
+    pid_namespace: int = 0
+    """Containers have one of their own, in which pids mean other processes; 0 if unknown."""
+
+
+def this_host() -> HostIdentity:
+    """Return the identity of the host that this process runs on."""
+    try:
+        boot_id = _boot_id()
+    except OSError:
+        boot_id = ""
+    try:
+        namespace = os.stat("/proc/self/ns/pid").st_ino  # noqa: PTH116 - a link that only the kernel can follow
+    except OSError:
+        namespace = 0
+    return HostIdentity(socket.gethostname(), boot_id, namespace)
+
+
+@cache
+def _boot_id() -> str:
+    """Return what the kernel chose when it started, which this process does not outlive. Raises OSError."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def host_of(state: RunState) -> HostIdentity:
+    """Return the host that a state was written on. States of older versions have only its name."""
+    return HostIdentity(state.host, state.boot_id, state.pid_namespace)
+
+
+def same_boot(one: HostIdentity, other: HostIdentity) -> bool:
+    """Return whether these are one host that has not restarted. What is unknown counts as equal."""
+    return one.name == other.name and (
+        not one.boot_id or not other.boot_id or one.boot_id == other.boot_id
+    )
+
+
+def sees_processes_of(one: HostIdentity, other: HostIdentity) -> bool:
+    """Return whether pids on one mean the same processes on the other."""
+    namespaces = one.pid_namespace, other.pid_namespace
+    return same_boot(one, other) and (0 in namespaces or namespaces[0] == namespaces[1])
+
+
+# What the kernel says about a process of this host, from /proc/PID/stat.
+
+
+@dataclass(frozen=True)
+class Stat:
+    """The fields of /proc/PID/stat that are used here; see proc_pid_stat(5)."""
+
+    name: str
+    """Chosen by its owner, at most 15 bytes."""
+    state: str
+    parent: int
+    cpu_ticks: int
+    start_time: int
+    """Clock ticks after the host started. With the pid it identifies a process, because pids are reused."""
+    cpu: int | None
+    """The CPU that it ran on last."""
+    wait_status: int
+    """Of a zombie, as wait(2) encodes it; 0 if the kernel does not show it to us."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still runs. A zombie does not."""
+        return self.state not in "ZX"
+
+
+def read_stat(pid: int) -> Stat | None:
+    """Return the stat of a process; None if there is no such process, or the kernel hides it."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+    return parse_stat(text)
+
+
+def parse_stat(text: bytes) -> Stat:
+    """Return what a stat file says. Kernels and sandboxes that imitate one may leave out its last fields."""
+    # The command name is in parentheses and may contain anything, so the numbers begin after the last parenthesis.
+    end = text.rindex(b")")
+    fields = text[end + 2 :].split()
+    return Stat(
+        name=text[text.index(b"(") + 1 : end].decode(errors="replace"),
+        state=fields[0].decode(),
+        parent=int(fields[1]),
+        cpu_ticks=int(fields[11]) + int(fields[12]),
+        start_time=int(fields[19]),
+        cpu=int(fields[36]) if len(fields) > 36 else None,
+        wait_status=int(fields[49]) if len(fields) > 49 else 0,
+    )
+
+
+# How an attempt ended that nobody supervised at its end, from what its processes left: readers
+# compute it, and nothing is started.
+#
+# Problem codes: unreadable-records: The records, which say how it ended, cannot be read.
+
+
+EXIT_CODES: dict[str, int] = {"finished": 0, "failed": 1, "stopped": 4, "lost": 1}
+"""Exit code for each final state."""
+
+_END_BYTES = 1 << 16
+_CODES: dict[str, OutcomeCode] = {
+    "finished": OutcomeCode.FINISHED,
+    "stopped": OutcomeCode.STOPPED,
+    "failed": OutcomeCode.UNEXPECTED,
+}
+
+
+def concluded(run: RunDirectory, state: RunState) -> RunState:
+    """Return the final state of an attempt whose processes are gone: as its end record says, without one ``lost``. Raises InputError."""
+    records = _last_records(run, state.attempt)
+    saved = next((record for record in records if isinstance(record, CheckpointRecord)), None)
+    if saved is not None:
+        state = replace(state, saved_step=saved.step, saved_at=saved.time)
+    if (
+        end := next((record for record in records if isinstance(record, EndRecord)), None)
+    ) is not None:
+        return replace(
+            state,
+            state=end.state,
+            step=end.step,
+            code=end.code or _CODES[end.state],
+            reason=end.reason,
+            suggestion=end.suggestion,
+            ended=end.time,
+            exit_code=EXIT_CODES[end.state],
+        )
+    return replace(
+        state,
+        state="lost",
+        code=OutcomeCode.UNOBSERVED,
+        reason=state.reason
+        or f"every process of the run on {state.host} has ended, and the trainer recorded no result",
+        suggestion=state.suggestion
+        or "Read the end of its log; `so-tui resume` continues from the last checkpoint.",
+        ended=_last_alive(run, records),
+        exit_code=EXIT_CODES["lost"],
+    )
+
+
+def _last_alive(run: RunDirectory, records: Sequence[MetricRecord]) -> float | None:
+    """Return when the run was last known to be alive: the later of its last state and its last record."""
+    times = [record.time for record in records]
+    with contextlib.suppress(OSError):
+        times.append(run.state_path.stat().st_mtime)
+    return max(times, default=None)
+
+
+def _last_records(run: RunDirectory, attempt: int) -> tuple[MetricRecord, ...]:
+    """Return the records of an attempt at the end of the newest segment, the last one first. Raises InputError."""
+    try:
+        newest = next(reversed(segments(run.metrics_dir).values()), None)
+        if newest is None:
+            return ()
+        with open_regular(newest) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _END_BYTES))
+            lines = file.read(_END_BYTES).split(b"\n")
+    except UnfitFileError:  # a pipe or a device is no segment
+        return ()
+    except OSError as error:
+        message, remedy = (
+            f"its records cannot be read: {error.strerror or error}",
+            "Check the folder's rights, and that it is mounted.",
+        )
+        problem = Problem(
+            code="unreadable-records",
+            field="run",
+            value=str(run.metrics_dir),
+            message=message,
+            remedy=remedy,
+        )
+        raise InputError([problem]) from error
+    records = (decode_metric(line) for line in reversed(lines))
+    return tuple(record for record in records if record is not None and record.attempt == attempt)
+
 
 STALE_S = 60.0
 """Time without a heartbeat after which a run on another host counts as lost, by the clock of the process that watches it. The supervisor

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import msgspec
 
-from so_tui.runs.directory import RunDirectory, attempts_in, logs_in
-from so_tui.runs.folder_names import FolderNames
+from so_tui.runs.directory import FolderNames, RunDirectory, attempts_in, logs_in
+from so_tui.runs.index import MEBIBYTE
 from so_tui.runs.liveness import HeartbeatWatch, state_with_truth
-from so_tui.runs.log import LogReader
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import (
     BindingRecord,
@@ -19,14 +21,217 @@ from so_tui.runs.records import (
     EvaluationRecord,
     MetricRecord,
     PhaseRecord,
+    Rollup,
     RunState,
+    Sample,
     StartRecord,
     StepRecord,
     WarningRecord,
 )
-from so_tui.runs.sample import Rollup, Sample
 from so_tui.runs.samples import SampleReader
 from so_tui.spec.errors import InputError
+from so_tui.trust.files import UnfitFileError, open_descriptor
+from so_tui.trust.text import printable
+
+# The trainer's log: raw bytes of its processes, trimmed by the supervisor and made readable by the
+# reader.
+#
+# The processes inherit the log as an open descriptor, so the file cannot be replaced; it is
+# trimmed in place. The first HEAD_BYTES stay. They are followed by a marker of fixed size with the
+# number of dropped bytes, from which readers find their position again, and then by the newest
+# bytes.
+
+
+HEAD_BYTES = MEBIBYTE
+TAIL_BYTES = 16 * MEBIBYTE
+
+_MARK = b"\n[so-tui: %015d bytes of the log were dropped here to bound its size]\n"
+_MARK_BYTES = len(_MARK % 0)
+_MARKED = re.compile(
+    rb"\n\[so-tui: (\d{15}) bytes of the log were dropped here to bound its size\]\n"
+)
+_LONGEST_LINE_BYTES = 1 << 16
+_BLOCK_BYTES = 1 << 17
+
+_ESCAPES = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]"  # CSI: colours, cursor movements
+    r"|\x1b[\]PX^_].*?(?:\x07|\x1b\\|$)"  # OSC and other strings: titles, links
+    r"|\x1b[ -/]*[0-~]"  # two-character sequences
+    r"|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]"  # other control characters but tab
+)
+
+
+def trim_log(path: Path, *, head_bytes: int = HEAD_BYTES, tail_bytes: int = TAIL_BYTES) -> int:
+    """Remove the middle of a log that is longer than ``head + 2 x tail``. Only the supervisor may call this.
+
+    Writers must use O_APPEND. Lines written between the last copy and the truncation (microseconds, once in about 16 MiB) are lost.
+
+    Returns:
+        Number of bytes dropped; 0 if the log is short or missing.
+
+    Raises:
+        OSError: If the log cannot be read or written.
+    """
+    try:
+        fd = os.open(
+            path, os.O_RDWR | os.O_CLOEXEC
+        )  # without O_APPEND, with which pwrite ignores its offset on Linux
+    except FileNotFoundError:
+        return 0
+    try:
+        size = os.fstat(fd).st_size
+        if size <= head_bytes + 2 * tail_bytes:
+            return 0
+        dropped = _dropped(fd, head_bytes)
+        body = head_bytes + (_MARK_BYTES if dropped else 0)
+        start = size - tail_bytes
+        start += os.pread(fd, _LONGEST_LINE_BYTES, start).find(b"\n") + 1
+        source, target = start, head_bytes + _MARK_BYTES
+        while block := os.pread(
+            fd, _BLOCK_BYTES, source
+        ):  # until the end, including what is written meanwhile
+            source += len(block)
+            target += os.pwrite(fd, block, target)
+        os.ftruncate(fd, target)
+        os.pwrite(fd, _MARK % (dropped + start - body), head_bytes)
+        return start - body
+    finally:
+        os.close(fd)
+
+
+class LogReader:
+    """Follows a log: complete lines without escape sequences, and only the last state of a line rewritten with ``\\r`` (progress bars).
+
+    The log may be missing, end within a line, or be trimmed or replaced at any time. For one thread.
+    """
+
+    def __init__(self, path: Path, *, head_bytes: int = HEAD_BYTES) -> None:
+        self._path = path
+        self._head_bytes = head_bytes
+        self._position = 0  # in the log as it would be if never trimmed
+        self._rest = b""
+        self._was_shrunk = False
+        self.behind = False
+        """Whether the last poll reached its limits, so that there may be more."""
+
+    @property
+    def partial(self) -> str:
+        """Current state of the unfinished last line, such as a running progress bar."""
+        return readable(self._rest)
+
+    def poll(self, *, limit_bytes: int = MEBIBYTE, limit_s: float = 0.05) -> tuple[str, ...]:
+        """Return the lines completed since the last poll, within about ``limit_bytes`` and ``limit_s``.
+
+        Reads at least one block, however long a busy host or file system takes.
+        """
+        deadline = time.monotonic() + limit_s
+        lines: list[str] = []
+        self.behind = False
+        try:
+            fd = open_descriptor(self._path)
+        except (
+            FileNotFoundError,
+            UnfitFileError,
+        ):  # not written yet, or no log: a pipe would block, a device never end
+            return ()
+        try:
+            dropped = _dropped(fd, self._head_bytes)
+            end = self._position + limit_bytes
+            while block := self._read(fd, dropped, min(_BLOCK_BYTES, end - self._position), lines):
+                lines += self._lines(block)
+                if self._position >= end or time.monotonic() >= deadline:
+                    self.behind = True
+                    break
+        finally:
+            os.close(fd)
+        return tuple(lines)
+
+    def tail(self, lines: int, *, limit_bytes: int = MEBIBYTE) -> tuple[str, ...]:
+        """Return the last lines within ``limit_bytes`` of the end; later polls continue from there."""
+        try:
+            fd = open_descriptor(self._path)
+        except (
+            FileNotFoundError,
+            UnfitFileError,
+        ):  # not written yet, or no log: a pipe would block, a device never end
+            return ()
+        try:
+            dropped = _dropped(fd, self._head_bytes)
+            size = os.fstat(fd).st_size
+        finally:
+            os.close(fd)
+        logical_size = size if not dropped else size - _MARK_BYTES + dropped
+        self._position, self._rest = max(0, logical_size - limit_bytes), b""
+        cut = self._position > 0
+        found = self.poll(limit_bytes=limit_bytes, limit_s=1.0)
+        return found[1 if cut else 0 :][-lines:] if lines else ()
+
+    def _read(self, fd: int, dropped: int, count: int, lines: list[str]) -> bytes:
+        head = self._head_bytes
+        if not dropped:
+            if self._shrunk(os.fstat(fd).st_size):
+                return b""
+            offset = self._position
+        elif self._position < head:
+            offset, count = self._position, min(count, head - self._position)
+        else:
+            missed = dropped - (self._position - head)
+            if missed > 0:
+                if self._rest:
+                    lines.append(readable(self._rest))
+                lines.append(
+                    f"[so-tui: {missed} bytes of the log were dropped here to bound its size]"
+                )
+                self._position, self._rest = head + dropped, b""
+            offset = head + _MARK_BYTES + self._position - head - dropped
+        block = os.pread(fd, count, offset)
+        self._position += len(block)
+        return block
+
+    def _shrunk(self, size: int) -> bool:
+        """Return whether the file is shorter than what was read. If it stays so, it is another log; during a trim it is so briefly."""
+        if size >= self._position:
+            self._was_shrunk = False
+        elif self._was_shrunk:
+            self._position, self._rest, self._was_shrunk = 0, b"", False
+        else:
+            self._was_shrunk = True
+        return self._was_shrunk
+
+    def _lines(self, block: bytes) -> Iterator[str]:
+        *complete, self._rest = (self._rest + block).split(b"\n")
+        yield from map(readable, complete)
+        if len(self._rest) > _LONGEST_LINE_BYTES:
+            last_state = self._rest.rpartition(b"\r")[2]
+            if len(last_state) < len(
+                self._rest
+            ):  # a progress bar redrawn for hours: keep only its last state
+                self._rest = last_state
+            else:
+                yield readable(self._rest)
+                self._rest = b""
+
+
+def log_readers(run: RunDirectory, attempt: int | None = None) -> tuple[LogReader, ...]:
+    """Return a reader for each host's log of an attempt, by default the newest; none before the first attempt."""
+    chosen = max(run.attempts(), default=0) if attempt is None else attempt
+    return tuple(LogReader(path) for path in run.logs(chosen).values())
+
+
+def readable(line: bytes) -> str:
+    """Return a line as a terminal would show it: the last state after ``\\r``, without escape sequences and control characters.
+
+    Characters that would act on a terminal or reorder the line in another way are spelled out.
+    """
+    states = line.split(b"\r")
+    shown = next((state for state in reversed(states) if state.strip()), b"")
+    return printable(_ESCAPES.sub("", shown.decode("utf-8", errors="replace")))
+
+
+def _dropped(fd: int, head_bytes: int) -> int:
+    """Return the bytes that trims have dropped so far; 0 if the log was never trimmed."""
+    mark = _MARKED.fullmatch(os.pread(fd, _MARK_BYTES, head_bytes))
+    return int(mark[1]) if mark else 0
 
 
 class LogLine(msgspec.Struct, frozen=True):

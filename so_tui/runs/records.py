@@ -5,12 +5,52 @@ Readers accept unknown fields and skip unknown kinds, so a newer writer does not
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from enum import StrEnum
+from typing import Any, Literal, get_args
 
+import msgspec
 from msgspec import Struct
 
-from so_tui.runs.slowdown import Slowdown
-from so_tui.structs import prepare
+from so_tui.trust.decoding import decoded, prepare
+
+# That a run is slower than its plan, and why: values that a supervisor finds and ``state.json``
+# carries.
+#
+# ``so_tui/launch/supervisor/slowness.py`` finds causes, ``so_tui/launch/supervisor/slowness.py``
+# has the words.
+
+
+class Cause(Struct, frozen=True, kw_only=True):
+    """One thing that makes steps longer than planned."""
+
+    code: str
+    """``slow_causes.CauseCode``; newer versions may have more."""
+    seconds: float
+    """Of a step, the most that it explains."""
+    measured: float
+    """In the unit of the code: misplaced ranks for ``binding``, a share of memory for ``memory-node``, a share of core time for
+    ``foreign-load``, MHz for ``clocks``, bytes per second for ``copies`` and ``adam``, seconds for ``data``."""
+    planned: float
+    rank: int = 0
+    """Of ``binding`` and ``memory-node``: the first, or the worst, of the ranks that are misplaced."""
+    processes: tuple[str, ...] = ()
+    """Of ``foreign-load``: the names of the busiest, which their owners chose."""
+    nice: int = 0
+    """Of ``foreign-load``: the lowest priority of the run's processes, to which other processes are preferred."""
+
+
+class Slowdown(Struct, frozen=True, kw_only=True):
+    """Steps have taken noticeably longer than planned for a while."""
+
+    step: int
+    """The last step that was looked at."""
+    step_s: float
+    """Median over that while."""
+    planned_s: float
+    causes: tuple[Cause, ...] = ()
+    """Most likely first; empty if nothing that is measured explains it."""
+
 
 SCHEMA = 1
 
@@ -297,3 +337,261 @@ class RunState(Struct, frozen=True, kw_only=True):
 
 
 prepare(RunState)
+
+
+# Where the ranks of a run really are: values that a supervisor measures.
+
+
+class RankPlacement(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where one rank's processes really are."""
+
+    rank: int
+    cpus: tuple[int, ...]
+    """CPUs on which any thread of the training process may run."""
+    adam_cpus: tuple[int, ...] = ()
+    """The same of its Adam worker; empty without one."""
+    node_bytes: dict[int, int] = {}
+    """NUMA node -> bytes of both, files not counted."""
+    nice: int = 0
+    """The lowest priority of both; 20 stands for the scheduling class ``idle``."""
+    mpam_groups: tuple[str, ...] = ()
+    """resctrl groups of the training process and of its Adam worker; empty where they are in the default group."""
+
+
+# Records of a host, which its supervisor appends as lines of JSON. As with ``records``, readers
+# accept unknown fields.
+
+
+class NodeSample(Struct, frozen=True, kw_only=True):
+    """Load of one NUMA node."""
+
+    id: int
+    cores: tuple[int, ...]
+    """Load of each CPU of the node in percent, in ascending order of CPUs."""
+    memory_used_bytes: int
+    memory_total_bytes: int
+    file_cache_bytes: int
+
+
+class GpuSample(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Load of one GPU; None, and absent from files, where the driver does not report a value."""
+
+    index: int
+    busy_percent: int | None = None
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    power_w: float | None = None
+    clock_mhz: int | None = None
+    temperature_c: int | None = None
+    c2c_to_gpu_bytes_per_s: float | None = None
+    c2c_to_host_bytes_per_s: float | None = None
+    pcie_to_gpu_bytes_per_s: float | None = None
+    pcie_to_host_bytes_per_s: float | None = None
+    clock_max_mhz: int | None = None
+    power_limit_w: float | None = None
+    """What the driver enforces."""
+    module_power_w: float | None = None
+    """Of the whole superchip: on Grace Hopper, CPU and GPU share one limit."""
+    module_power_limit_w: float | None = None
+    throttling: tuple[str, ...] = ()
+    """Why its clock is held below what it could be: ``power``, ``heat``, ``power-brake``, ``hardware``; newer versions may have more."""
+
+
+class ForeignProcess(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A process that computes on the host and does not belong to the run."""
+
+    pid: int
+    name: str
+    """As the kernel has it, at most 15 bytes. Its owner chose it."""
+    cores: float
+    """CPU seconds per second."""
+    cpu: int | None = None
+    """The CPU that it ran on last."""
+    own: bool = False
+    """Whether it belongs to the user of the run."""
+
+
+class Sample(Struct, frozen=True, kw_only=True):
+    """One measurement of a host, about once a second."""
+
+    v: int = SCHEMA
+    attempt: int
+    time: float
+    interval_s: float
+    nodes: tuple[NodeSample, ...]
+    gpus: tuple[GpuSample, ...] = ()
+    run_cpu_s: float = 0.0
+    """CPU seconds that the processes of the run used in the interval."""
+    run_memory_bytes: int | None = None
+    """PSS of the processes of the run. It is measured less often and repeated in between."""
+    run_memory_peak_bytes: int | None = None
+    """Peak memory of the run's processes so far, from the kernel's high-water marks, which include peaks of any length."""
+    supervisor_cpu_s: float = 0.0
+    foreign: tuple[ForeignProcess, ...] = ()
+    """The busiest other processes, looked for less often than each second and only while others compute; the busiest first."""
+    placement: tuple[RankPlacement, ...] = ()
+    """In one sample of several, as it is measured less often."""
+
+
+class Rollup(Struct, frozen=True, kw_only=True):
+    """Mean and maximum of several consecutive samples; ``mean.time`` is the end of the interval."""
+
+    v: int = SCHEMA
+    samples: int
+    """Number of samples."""
+    mean: Sample
+    peak: Sample
+
+
+# Encode records as lines and decode them.
+#
+# JSON has no NaN or infinity, but a diverged loss must be recorded: non-finite floats are written
+# as the strings ``"nan"``, ``"inf"`` and ``"-inf"`` and read back as floats. ``null`` means that a
+# value was not measured.
+
+
+_LARGEST = 2**53
+"""The largest integer of a record: larger ones are not exact as floats, with which charts are drawn."""
+_LATEST = 1e11
+"""Unix seconds of the year 5138, before the years that Python's ``datetime`` cannot show."""
+
+_COUNTS = {
+    kind: tuple(
+        field.name for field in msgspec.structs.fields(kind) if field.type in (int, int | None)
+    )
+    for kind in get_args(MetricRecord)
+}
+"""Fields of each kind of record that are integers."""
+
+_encoder = msgspec.json.Encoder()
+_metrics: msgspec.json.Decoder[MetricRecord] = msgspec.json.Decoder(MetricRecord, strict=False)
+_samples = msgspec.json.Decoder(Sample)
+_rollups = msgspec.json.Decoder(Rollup)
+
+
+def encode_line(record: msgspec.Struct) -> bytes:
+    """Return a record as one JSON object with a newline."""
+    line = _encoder.encode(record)
+    if b"null" in line:  # msgspec writes non-finite floats as null, like None
+        line = _encoder.encode(_spelled(msgspec.to_builtins(record)))
+    return line + b"\n"
+
+
+def decode_metric(line: bytes) -> MetricRecord | None:
+    """Return the record of a line; None for an incomplete or implausible line or an unknown kind."""
+    try:
+        record = decoded(_metrics, line)
+    except msgspec.DecodeError:
+        return None
+    return record if _plausible(record) else None
+
+
+def decode_sample(line: bytes) -> Sample | None:
+    """Return the sample of a line; None for an incomplete line."""
+    try:
+        sample = decoded(_samples, line)
+    except msgspec.DecodeError:
+        return None
+    return sample if is_time(sample.time) else None
+
+
+def decode_rollup(line: bytes) -> Rollup | None:
+    """Return the roll-up of a line; None for an incomplete line."""
+    try:
+        rollup = decoded(_rollups, line)
+    except msgspec.DecodeError:
+        return None
+    return rollup if is_time(rollup.mean.time) else None
+
+
+def _plausible(record: MetricRecord) -> bool:
+    """Return whether the time and all integers of a record are ones that a run can have: readers show times and compute with steps."""
+    if not is_time(record.time):
+        return False
+    for name in _COUNTS[type(record)]:  # a loop, since this is half of what reading a record costs
+        value = getattr(record, name)
+        if value is not None and not 0 <= value <= _LARGEST:
+            return False
+    return True
+
+
+def is_count(number: int) -> bool:
+    """Return whether a number is one that a run can have."""
+    return 0 <= number <= _LARGEST
+
+
+def is_time(time: float) -> bool:
+    """Return whether a time can be shown as a date."""
+    return 0 <= time < _LATEST
+
+
+def _spelled(value: Any) -> Any:
+    """Return the same value with every non-finite float as a string."""
+    if isinstance(value, dict):
+        return {key: _spelled(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_spelled(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+# Why runs end, as codes that do not depend on the wording beside them.
+#
+# The supervisor writes one into ``state.json``. A failure that the trainer reported keeps the
+# trainer's code, which may also be that of a problem with the input (``Problem.code``) or one of a
+# newer version.
+
+
+class OutcomeCode(StrEnum):
+    """How a run ended, and why."""
+
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    OUT_OF_GPU_MEMORY = "gpu-out-of-memory"
+    OUT_OF_HOST_MEMORY = "host-out-of-memory"
+    """An allocation failed."""
+    KILLED_FOR_MEMORY = "killed-for-memory"
+    """The kernel's out-of-memory killer ended a process."""
+    DISK_FULL = "disk-full"
+    NON_FINITE = "not-finite"
+    """A loss or a gradient was not finite."""
+    ADAM_WORKER_LOST = "adam-worker-lost"
+    ADAM_TIMEOUT = "adam-timeout"
+    """The Adam worker made no progress for too long."""
+    RANK_LOST = "rank-lost"
+    """A signal ended a rank."""
+    LAUNCHER_LOST = "launcher-lost"
+    RUNNER_LOST = "runner-lost"
+    """The process that starts DeepSpeed's launcher."""
+    UNEXPECTED = "unexpected"
+    """A process ended with an error that has no code of its own."""
+    ERROR = "error"
+    """An error of so-tui or its engine that has no code of its own; its message says what to do."""
+    MODULE_MISSING = "module-missing"
+    NUMACTL_FAILED = "numactl-failed"
+    PORT_IN_USE = "port-in-use"
+    GPU_IN_USE = "gpu-in-use"
+    HOST_DIFFERS = "host-differs"
+    """The host is not the one that the launch was planned for."""
+    NOT_STARTED = "not-started"
+    """The processes could not be started for another reason."""
+    STOP_OVERDUE = "stop-overdue"
+    """A requested stop took longer than its grace time."""
+    UNOBSERVED = "unobserved"
+    """Everything was gone when a supervisor looked, without the trainer's end record."""
+    OUT_OF_TIME = "out-of-time"
+    """The scheduler ended the job at its time limit."""
+    PREEMPTED = "preempted"
+    """The scheduler ended the job in favour of another."""
+    NODE_FAILED = "node-failed"
+    NODE_LOST = "node-lost"
+    """The supervisor of another node of the run gave no sign of life."""
+    SLOW_NETWORK = "slow-network"
+    """NCCL fell back to TCP sockets between nodes, where the site has a faster network."""
+    JOB_CANCELLED = "job-cancelled"
+    """Somebody took the job out of the scheduler's queue, or ended it."""
+    JOB_FAILED = "job-failed"
+    """The job ended before its supervisor could record why."""
+    JOB_FORGOTTEN = "job-forgotten"
+    """The scheduler does not know the job any more, and the run directory does not say how it ended."""

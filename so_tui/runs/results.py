@@ -4,20 +4,123 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
+import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from so_tui.runs.blocks import total
-from so_tui.runs.codec import decode_metric
-from so_tui.runs.directory import RunDirectory
-from so_tui.runs.index import size_of
-from so_tui.runs.means import mean_steps_of
+from so_tui.runs.directory import RunDirectory, write_run_file
+from so_tui.runs.index import BLOCK_STEPS, block_end, read_span, segments, size_of, total
 from so_tui.runs.metrics import MetricsReader
-from so_tui.runs.records import EvaluationRecord, MetricRecord, StepRecord
-from so_tui.runs.segments import read_span, segments
-from so_tui.spec.types import RunSpec
+from so_tui.runs.records import EvaluationRecord, MetricRecord, StepRecord, decode_metric
+from so_tui.spec.run_spec import RunSpec
+from so_tui.trust.decoding import decode_json, prepare
+from so_tui.trust.files import read_bounded
+from so_tui.units import duration, memory_size, plural, rate
+
+# What the model answered to the prompts of the spec: ``answers.json``, replaced atomically by rank
+# 0. Its size is bounded.
+
+
+MOST_ASKED = 100
+"""Times asked that are kept: the first, and the newest ones."""
+LONGEST_ANSWER = 8_000
+_LARGEST_BYTES = 32 << 20
+
+
+class AnsweredPrompt(Struct, frozen=True, kw_only=True):
+    """A prompt and its answer."""
+
+    prompt: str
+    text: str
+    tokens: int
+    """A stop token included."""
+    stopped: bool
+    """Whether the answer ended by itself."""
+
+
+class Asked(Struct, frozen=True, kw_only=True):
+    """The answers after a step."""
+
+    attempt: int
+    time: float
+    step: int
+    seconds: float
+    answers: tuple[AnsweredPrompt, ...]
+
+
+class Answers(Struct, frozen=True, kw_only=True):
+    """Content of ``answers.json``."""
+
+    v: int = 1
+    asked: tuple[Asked, ...] = ()
+    """In the order of steps."""
+
+
+prepare(Answers)
+
+
+def read_answers(run: RunDirectory) -> Answers:
+    """Return the answers of a run; none if there is no such file, or it cannot be read."""
+    try:
+        return _read(run)
+    except OSError:
+        return Answers()
+
+
+def add_answers(run: RunDirectory, asked: Asked) -> None:
+    """Add the answers after a step, in place of those of this and later steps, which a resumed run takes again.
+
+    Raises:
+        OSError: They cannot be written, or the earlier ones, which would be lost, cannot be read.
+    """
+    earlier = tuple(each for each in _read(run).asked if each.step < asked.step)
+    kept = earlier if len(earlier) < MOST_ASKED else (earlier[0], *earlier[2 - MOST_ASKED :])
+    write_run_file(run, run.answers_path, msgspec.json.encode(Answers(asked=(*kept, asked))))
+
+
+def _read(run: RunDirectory) -> Answers:
+    """Return the answers of a run; none if there is no such file, or it is damaged. Raises OSError."""
+    try:
+        return decode_json(read_bounded(run.answers_path, _LARGEST_BYTES), Answers)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return Answers()
+
+
+# How many steps the means of a run cover: those of its charts, and those of its results.
+
+
+SINGLE_STEPS = 4000
+"""Between one and two times as many of the newest steps are drawn one by one, and up to twice as many of a whole run."""
+
+
+def mean_steps(total_steps: int, log_interval: int = 1) -> int:
+    """Return how many steps a mean covers: 50 logged ones, in short runs about a twenty-fifth of the run."""
+    logged = total_steps // log_interval
+    steps = log_interval * next((span for span in (BLOCK_STEPS, 25, 10) if 25 * span <= logged), 5)
+    # Where blocks are drawn, only means of whole blocks are exact.
+    return steps if total_steps < 2 * SINGLE_STEPS else block_end(steps)
+
+
+def mean_steps_of(spec: RunSpec | None, total_steps: int, last_step: int) -> int:
+    """Return how many steps the means of a run cover, which follows from the run, not from when it was opened.
+
+    Args:
+        spec: Its settings; None where they cannot be read.
+        total_steps: Steps that it shall take; 0 where that is not known.
+        last_step: The last that it took.
+    """
+    return mean_steps(
+        max(total_steps, last_step), spec.train.log_interval if spec is not None else 1
+    )
+
+
+def mean_name(span: int, ema: float | None = None) -> str:
+    """Return the name of a mean: ``mean of 50 steps``, or ``EMA 0.9`` where that weight was chosen."""
+    return f"mean of {span} steps" if ema is None else f"EMA {ema:g}"
+
 
 _END_BYTES = 1 << 17
 """More than the records of a mean and the events between them usually take."""
@@ -144,3 +247,91 @@ def read_all(run: RunDirectory) -> MetricsReader:
     while reader.poll(limit_records=100_000, limit_s=1.0).more and time.monotonic() < deadline:
         continue
     return reader
+
+
+# Compare and order runs: pure functions of their settings and results.
+
+
+Run = TypeVar("Run")
+
+RESULTS = {
+    "loss": "mean loss",
+    "evaluation_loss": "evaluation loss",
+    "tokens_per_s": "tokens/s",
+    "mfu": "MFU",
+    "step_s": "step time",
+    "gpu_memory_bytes": "GPU memory",
+    "host_memory_bytes": "host memory",
+    "mean_steps": "means of",
+}
+"""Names of results by field."""
+_BY_RESULT = {
+    "loss": ("loss", False),
+    "evaluation": ("evaluation_loss", False),
+    "tokens/s": ("tokens_per_s", True),
+    "mfu": ("mfu", True),
+    "memory": ("gpu_memory_bytes", False),
+}
+"""Result and whether the highest comes first, by the name of an order."""
+
+
+def result_of_order(sort: str) -> str | None:
+    """Return the result that an order goes by; None for the other orders."""
+    return _BY_RESULT[sort][0] if sort in _BY_RESULT else None
+
+
+def differing(settings: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the keys whose values are not the same in all settings, sorted."""
+    keys = sorted({key for values in settings for key in values})
+    return [key for key in keys if len({values.get(key) for values in settings}) > 1]
+
+
+def result_text(results: RunResults, key: str) -> str:
+    """Return a result as it is shown; empty if it was not measured."""
+    value = getattr(results, key)
+    if value is None:
+        return ""
+    match key:
+        case "mean_steps":
+            return f"last {plural(value, 'step')}"
+        case "loss" | "evaluation_loss":
+            return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.3g}"
+        case "tokens_per_s":
+            return rate(value)
+        case "mfu":
+            return f"{100 * value:.1f} %"
+        case "step_s":
+            return duration(value)
+    return memory_size(value)
+
+
+def ordered(
+    runs: Iterable[Run],
+    sort: str,
+    text_of: Callable[[Run, str], str],
+    step_of: Callable[[Run], int],
+    results: Callable[[Run], RunResults | None],
+) -> list[Run]:
+    """Return runs, which come newest first, in another order.
+
+    Args:
+        runs: The runs, in any form.
+        sort: ``started``, ``step``, a result (``loss``, ``evaluation``, ``tokens/s``, ``mfu``, ``memory``), or what ``text_of`` knows.
+        text_of: Returns a run's name, model, state or host by that word.
+        step_of: Returns the step that a run has reached; the run that has come furthest is the first.
+        results: Returns a run's results, and is called only where ``sort`` is a result: the best comes first, runs without it last.
+    """
+    if sort == "started":
+        return list(runs)
+    if sort == "step":
+        return sorted(runs, key=lambda run: -step_of(run))
+    if sort not in _BY_RESULT:
+        return sorted(runs, key=lambda run: text_of(run, sort))
+    key, highest_first = _BY_RESULT[sort]
+
+    def place(run: Run) -> float:
+        found = results(run)
+        value: float | None = None if found is None else getattr(found, key)
+        return math.inf if value is None else -value if highest_first else value
+
+    return sorted(runs, key=place)

@@ -8,17 +8,17 @@ sample, twice that per roll-up) they cover at least 2 hours, 9 hours, 2 days and
 from __future__ import annotations
 
 import math
+import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta, Struct
 
-from so_tui.runs.codec import decode_rollup, decode_sample, encode_line
-from so_tui.runs.directory import RunDirectory
-from so_tui.runs.rollup import roll_up, single
-from so_tui.runs.sample import Rollup, Sample
-from so_tui.runs.segments import (
+from so_tui.runs.directory import RunDirectory, write_run_file
+from so_tui.runs.index import (
     MEBIBYTE,
     PolledSegments,
     SegmentWriter,
@@ -26,6 +26,295 @@ from so_tui.runs.segments import (
     read_span,
     segments,
 )
+from so_tui.runs.records import (
+    ForeignProcess,
+    GpuSample,
+    NodeSample,
+    Rollup,
+    Sample,
+    decode_rollup,
+    decode_sample,
+    encode_line,
+)
+from so_tui.trust.decoding import decode_json, prepare
+from so_tui.trust.files import read_own
+
+# How fast the ranks of several nodes exchanged weights and gradients before they trained:
+# ``network.json``, which rank 0 writes.
+
+
+class NetworkRate(Struct, frozen=True, kw_only=True):
+    """Content of ``network.json``."""
+
+    v: int = 1
+    nodes: int
+    bytes_per_s: Annotated[float, Meta(gt=0, le=1e15)]
+    """What entered each node, and left it, during all-gathers and reduce-scatters of all ranks."""
+    measured: float
+    """In seconds since the epoch."""
+
+
+prepare(NetworkRate)
+
+
+def write_network_rate(run: RunDirectory, attempt: int, nodes: int, bytes_per_s: float) -> None:
+    """Record a measured rate. Raises OSError."""
+    rate = NetworkRate(nodes=nodes, bytes_per_s=bytes_per_s, measured=time.time())
+    write_run_file(run, run.network_path(attempt), msgspec.json.encode(rate))
+
+
+def read_network_rate(run: RunDirectory, attempt: int) -> NetworkRate | None:
+    """Return what an attempt measured; None if it measured nothing, or the file is damaged or not this user's own."""
+    try:
+        return decode_json(read_own(run.network_path(attempt)), NetworkRate)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+# Minimum and maximum of any range of a long series, at a cost that does not depend on its length.
+#
+# Level 0 of the pyramid holds one pair of extremes per entry; each entry of a level above combines
+# ``fanout`` entries of the level below.
+
+
+NO_EXTREMES = (math.inf, -math.inf)
+"""Extremes of an entry without any finite value."""
+
+
+def extremes(values: Iterable[float]) -> tuple[float, float]:
+    """Return minimum and maximum of the finite values; ``NO_EXTREMES`` if there are none."""
+    finite = [value for value in values if math.isfinite(value)]
+    return (min(finite), max(finite)) if finite else NO_EXTREMES
+
+
+class MinMaxPyramid:
+    """Append-only extremes with coarser levels above them.
+
+    One thread appends. Others may read at the same time, up to a length that they learned after an append.
+    """
+
+    __slots__ = ("_highs", "_lows", "fanout")
+
+    def __init__(self, fanout: int) -> None:
+        """Combine ``fanout`` entries per level. A larger value takes less memory, a smaller one gives more levels to choose from."""
+        self.fanout = fanout
+        self._lows: list[array[float]] = [array("d")]
+        self._highs: list[array[float]] = [array("d")]
+
+    def __len__(self) -> int:
+        return len(self._highs[0])  # appended to last
+
+    @property
+    def levels(self) -> int:
+        """Number of levels, at least 1."""
+        return len(self._highs)
+
+    def append(self, low: float, high: float) -> None:
+        """Append one entry."""
+        self._lows[0].append(low)
+        self._highs[0].append(high)
+        if len(self._highs[0]) % self.fanout == 0:
+            self._combine()
+
+    def extend(self, lows: Iterable[float], highs: Iterable[float]) -> None:
+        """Append several entries."""
+        self._lows[0].extend(lows)
+        self._highs[0].extend(highs)
+        self._combine()
+
+    def low(self, index: int) -> float:
+        """Return the minimum of one entry; infinity if it has none."""
+        return self._lows[0][index]
+
+    def high(self, index: int) -> float:
+        """Return the maximum of one entry; minus infinity if it has none."""
+        return self._highs[0][index]
+
+    def level(self, level: int, start: int, stop: int) -> tuple[array[float], array[float]]:
+        """Return minima and maxima of the entries ``[start, stop)`` of one level."""
+        return self._lows[level][start:stop], self._highs[level][start:stop]
+
+    def extremes(self, start: int, stop: int) -> tuple[float, float] | None:
+        """Return minimum and maximum of the entries ``[start, stop)``; None if there is no finite value."""
+        if stop - start == 1:  # most columns of a short run
+            low, high = self._lows[0][start], self._highs[0][start]
+            return (low, high) if low <= high else None
+        least, greatest = NO_EXTREMES
+        level, fanout = 0, self.fanout
+        while start < stop:
+            lows, highs = self._lows[level], self._highs[level]
+            climbs = level + 1 < len(self._lows) and stop - start > 2 * fanout
+            head = min(stop, -(-start // fanout) * fanout) if climbs else stop
+            tail = max(head, stop // fanout * fanout) if climbs else stop
+            for first, last in ((start, head), (tail, stop)):
+                for index in range(first, last):
+                    if lows[index] < least:
+                        least = lows[index]
+                    if highs[index] > greatest:
+                        greatest = highs[index]
+            if not climbs:
+                break
+            start, stop, level = head // fanout, tail // fanout, level + 1
+        return (least, greatest) if least <= greatest else None
+
+    def _combine(self) -> None:
+        """Bring the upper levels up to date with level 0."""
+        fanout, level = self.fanout, 0
+        while complete := len(self._highs[level]) // fanout:
+            if level + 1 == len(self._highs):
+                self._lows.append(array("d"))
+                self._highs.append(array("d"))
+            start, stop = len(self._highs[level + 1]) * fanout, complete * fanout
+            if start == stop:
+                return
+            lows, highs = self._lows[level], self._highs[level]
+            self._lows[level + 1].extend(
+                min(lows[index : index + fanout]) for index in range(start, stop, fanout)
+            )
+            self._highs[level + 1].extend(
+                max(highs[index : index + fanout]) for index in range(start, stop, fanout)
+            )
+            level += 1
+
+
+# Combine samples into their mean and peak. Pure functions.
+
+
+Weighted = list[tuple[Any, int]]
+"""Values with their numbers of samples."""
+Combine = Callable[[Weighted], Any]
+
+_GPU_FIELDS = tuple(
+    field.name
+    for field in msgspec.structs.fields(GpuSample)
+    if field.name not in ("index", "throttling")
+)
+MOST_FOREIGN = 3
+"""Foreign processes of a sample."""
+
+
+def single(sample: Sample) -> Rollup:
+    """Return a single sample as a roll-up."""
+    return Rollup(samples=1, mean=sample, peak=sample)
+
+
+def roll_up(parts: Sequence[Rollup]) -> Rollup:
+    """Combine consecutive roll-ups (at least one) into one.
+
+    The mean is weighted by samples; its ``interval_s`` and CPU seconds are sums over the interval. The peak takes the maximum of every
+    value separately; its CPU seconds are those of the busiest part, scaled to the interval. Both name every reason for throttling, and the
+    busiest foreign processes.
+    """
+    weights = [part.samples for part in parts]
+    means, peaks = [part.mean for part in parts], [part.peak for part in parts]
+    interval_s = sum(mean.interval_s for mean in means)
+    mean = _combined(means, weights, _mean)
+    peak = _combined(peaks, weights, _peak)
+    return Rollup(
+        samples=sum(weights),
+        mean=msgspec.structs.replace(
+            mean,
+            interval_s=interval_s,
+            run_cpu_s=sum(sample.run_cpu_s for sample in means),
+            supervisor_cpu_s=sum(sample.supervisor_cpu_s for sample in means),
+        ),
+        peak=msgspec.structs.replace(
+            peak,
+            interval_s=interval_s,
+            run_cpu_s=max(_share(sample.run_cpu_s, sample.interval_s) for sample in peaks)
+            * interval_s,
+            supervisor_cpu_s=max(
+                _share(sample.supervisor_cpu_s, sample.interval_s) for sample in peaks
+            )
+            * interval_s,
+        ),
+    )
+
+
+def _combined(samples: list[Sample], weights: list[int], combine: Combine) -> Sample:
+    """Combine nodes, GPUs and memory, for the nodes and GPUs of the newest sample."""
+    newest = samples[-1]
+    weighted = list(zip(samples, weights, strict=True))
+    return msgspec.structs.replace(
+        newest,
+        nodes=tuple(
+            _node(
+                [
+                    (other, w)
+                    for sample, w in weighted
+                    for other in sample.nodes
+                    if other.id == node.id
+                ],
+                combine,
+            )
+            for node in newest.nodes
+        ),
+        gpus=tuple(
+            _gpu(
+                [
+                    (other, w)
+                    for sample, w in weighted
+                    for other in sample.gpus
+                    if other.index == gpu.index
+                ],
+                combine,
+            )
+            for gpu in newest.gpus
+        ),
+        run_memory_bytes=combine([(sample.run_memory_bytes, w) for sample, w in weighted]),
+        foreign=_busiest(process for sample in samples for process in sample.foreign),
+        placement=(),  # it has no mean, and is of interest where it is now
+    )
+
+
+def _node(nodes: list[tuple[NodeSample, int]], combine: Combine) -> NodeSample:
+    newest = nodes[-1][0]
+    weights = [weight for _, weight in nodes]
+    cores = zip(*(node.cores for node, _ in nodes), strict=False)
+    return msgspec.structs.replace(
+        newest,
+        cores=tuple(combine(list(zip(core, weights, strict=True))) for core in cores),
+        memory_used_bytes=combine([(node.memory_used_bytes, weight) for node, weight in nodes]),
+        file_cache_bytes=combine([(node.file_cache_bytes, weight) for node, weight in nodes]),
+    )
+
+
+def _gpu(gpus: list[tuple[GpuSample, int]], combine: Combine) -> GpuSample:
+    combined = {
+        name: combine([(getattr(gpu, name), weight) for gpu, weight in gpus])
+        for name in _GPU_FIELDS
+    }
+    reasons = sorted({reason for gpu, _ in gpus for reason in gpu.throttling})
+    return GpuSample(index=gpus[-1][0].index, throttling=tuple(reasons), **combined)
+
+
+def _busiest(processes: Iterable[ForeignProcess]) -> tuple[ForeignProcess, ...]:
+    """Return each process once, when it was busiest."""
+    ascending = sorted(processes, key=lambda process: process.cores)
+    return tuple(
+        sorted(
+            {process.pid: process for process in ascending}.values(),
+            key=lambda process: -process.cores,
+        )[:MOST_FOREIGN]
+    )
+
+
+def _mean(values: Weighted) -> Any:
+    """Return the weighted mean of the measured values, as an integer if they are; None if nothing was measured."""
+    known = [(value, weight) for value, weight in values if value is not None]
+    if not known:
+        return None
+    mean = sum(value * weight for value, weight in known) / sum(weight for _, weight in known)
+    return round(mean) if isinstance(known[0][0], int) else mean
+
+
+def _peak(values: Weighted) -> Any:
+    return max((value for value, _ in values if value is not None), default=None)
+
+
+def _share(cpu_s: float, interval_s: float) -> float:
+    return cpu_s / interval_s if interval_s > 0 else 0.0
+
 
 _FIRST_LINE_BYTES = 1 << 13
 

@@ -1,6 +1,17 @@
 """What a user asks for: specs and presets, their checks and their files. Cheap to import and independent of the machine."""
 
-from so_tui.spec.catalog import (
+from so_tui.spec.check import check_tree, problems_in
+from so_tui.spec.errors import InputError, Problem, Refusal, Refused, SoTuiError, first_line
+from so_tui.spec.keys import FieldInfo, field_index, fields
+from so_tui.spec.merge import (
+    OF_A_SOURCE,
+    complete_tree,
+    differences,
+    parse_value,
+    spec_tree,
+    with_values,
+)
+from so_tui.spec.presets import (
     Catalog,
     check_user_name,
     create_preset,
@@ -10,25 +21,20 @@ from so_tui.spec.catalog import (
     resolve_source,
     save_preset,
 )
-from so_tui.spec.check import check_tree, problems_in
-from so_tui.spec.errors import InputError, Problem, Refusal, Refused, SoTuiError, first_line
-from so_tui.spec.fields import FieldInfo, field_index, fields
-from so_tui.spec.sections.benchmark import BenchmarkSpec
-from so_tui.spec.sections.checkpoint import CheckpointSpec
-from so_tui.spec.sections.data import DataSource, DataSpec
-from so_tui.spec.sections.model import ModelSpec
-from so_tui.spec.sections.offload import OffloadSpec
-from so_tui.spec.sections.parameters import ParameterBlock, Tensor, decays
-from so_tui.spec.sections.train import TrainSpec
-from so_tui.spec.tree import (
-    OF_A_SOURCE,
-    complete_tree,
-    differences,
-    parse_value,
-    spec_tree,
-    with_values,
+from so_tui.spec.run_spec import (
+    BenchmarkSpec,
+    CheckpointSpec,
+    DataSource,
+    DataSpec,
+    ModelSpec,
+    OffloadSpec,
+    ParameterBlock,
+    Preset,
+    RunSpec,
+    Tensor,
+    TrainSpec,
+    decays,
 )
-from so_tui.spec.types import Preset, RunSpec
 
 __all__ = [
     "OF_A_SOURCE",

@@ -19,24 +19,356 @@ Problem codes of single keys:
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import islice
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import msgspec
 from msgspec import Struct
 
-from so_tui.spec.combinations import combination_problems
-from so_tui.spec.errors import InputError, Problem
-from so_tui.spec.fields import FieldInfo, FieldType, field_index, source_index
-from so_tui.spec.files import path_fault
-from so_tui.spec.sections.data import DataSource
-from so_tui.spec.table import REGENERATE
-from so_tui.spec.types import RunSpec
-from so_tui.spec.wording import nearest, shown
+from so_tui.spec.errors import InputError, Problem, nearest, shown
+from so_tui.spec.keys import FieldInfo, FieldType, field_index, source_index
+from so_tui.spec.model_table import (
+    REGENERATE,
+    layer_kinds,
+    mixing_kinds,
+    packing_problem,
+    recurrent_kinds,
+    table_problems,
+)
+from so_tui.spec.run_spec import DataSource, RunSpec
+
+# What speaks against ranks that share sequences, in a spec.
+
+
+def sharing_problems(
+    model: dict[str, Any], data: dict[str, Any], train: dict[str, Any], gpus: Any
+) -> Iterator[Problem]:
+    """Yield what speaks against ``train.sequence_parallel``, from sections of a plain tree, of whose types nothing is known."""
+    ranks, length = (
+        train.get("sequence_parallel", 1),
+        data.get("sequence_length", field_index()["data.sequence_length"].default),
+    )
+    if not isinstance(ranks, int) or ranks < 2:
+        return
+    count = len(gpus) if isinstance(gpus, list | tuple) else gpus
+    config = model.get("config")
+    field, value = "train.sequence_parallel", shown(ranks)
+    if isinstance(count, int) and count % ranks:
+        message, remedy = (
+            f"ranks cannot share each sequence: gpus = {count} is no multiple of it",
+            "Choose a divisor of the number of GPUs.",
+        )
+        yield Problem(
+            code="sequence-parallel-gpus", field=field, value=value, message=message, remedy=remedy
+        )
+    elif isinstance(length, int) and length % ranks:
+        message, remedy = (
+            f"cannot divide data.sequence_length = {length}",
+            "Choose a divisor of the sequence length.",
+        )
+        yield Problem(
+            code="sequence-parallel-length",
+            field=field,
+            value=value,
+            message=message,
+            remedy=remedy,
+        )
+    elif train.get("router_loss_coefficient"):
+        message = "cannot be combined with a router loss, which is computed over whole sequences"
+        remedy = "Set train.sequence_parallel to 1, or train.router_loss_coefficient to 0."
+        yield Problem(
+            code="sequence-parallel-router",
+            field=field,
+            value=value,
+            message=message,
+            remedy=remedy,
+        )
+    elif problem := sharing_problem(layer_kinds(config if isinstance(config, dict) else {}), ranks):
+        yield problem
+
+
+def sharing_problem(kinds: Iterable[str], ranks: int) -> Problem | None:
+    """Return why ranks cannot share the sequences of a model with layers of these kinds; None if they can."""
+    whole = sorted({*mixing_kinds(kinds), *recurrent_kinds(kinds)})
+    if ranks == 1 or not whole:
+        return None
+    message = f"the model has layers of {', '.join(whole)}, which would see only a rank's part of a sequence"
+    field, remedy = "train.sequence_parallel", "Set it to 1."
+    return Problem(
+        code="sequence-parallel-layers",
+        field=field,
+        value=str(ranks),
+        message=message,
+        remedy=remedy,
+    )
+
+
+# Find values of a plain tree that do not go together. What is wrong with single keys is found in
+# ``check``.
+#
+# Problem codes: several-lengths, no-length: More than one of ``train.steps``, ``epochs`` and
+# ``tokens`` is set, or none. several-step-sizes: Both ``gradient_accumulation`` and
+# ``tokens_per_step`` are set. missing-architecture: Random weights without ``[model.config]``.
+# rope-factor: ``model.rope_factor`` without ``model.rope_scaling``, or the reverse. no-experts: A
+# router loss for a model without experts. sequence-parallel-gpus, sequence-parallel-length:
+# ``train.sequence_parallel`` does not divide the GPUs, or the sequence length. sequence-parallel-
+# layers: A layer of the model is not attention that can be divided among ranks. sequence-parallel-
+# router: Ranks that share sequences cannot compute a router loss. nothing-to-offload:
+# ``model.activation_offload`` where no layer keeps what it moves. nothing-to-tile:
+# ``model.tiled_mlp = "on"`` where no dense feed-forward block is recomputed. published-config:
+# ``offload.config`` of DeepSpeed's own SuperOffload with another engine. parameter-offload:
+# ``offload.parameters = "cpu"`` with an optimizer that keeps the weights on the GPU. states-
+# format: ``offload.states`` other than ``"fp32"`` with an optimizer that has no other. several-
+# evaluations: Both ``held_out`` and other evaluation data are set. no-evaluation-data: An
+# evaluation interval without data to evaluate on.
+
+
+LENGTHS = ("steps", "epochs", "tokens")
+"""Alternative keys of ``[train]`` for the length of the run."""
+STEP_SIZES = ("gradient_accumulation", "tokens_per_step")
+"""Alternative keys of ``[train]`` for the gradient accumulation steps."""
+
+_EXPERTS = frozenset({"num_experts", "num_local_experts"})
+"""Keys of models with experts in ``[model.config]``."""
+
+
+def combination_problems(tree: dict[str, Any]) -> Iterator[Problem]:
+    """Yield problems of combinations of keys. Single keys may be wrong too, so nothing is assumed about their types."""
+    model, data, train = (_section(tree, name) for name in ("model", "data", "train"))
+    yield from _length_problems(train, _section(tree, "benchmark"))
+    yield from _model_problems(model, train)
+    if data.get("packing", True) is True and (
+        problem := packing_problem(layer_kinds(_section(model, "config")))
+    ):
+        yield problem
+    yield from table_problems(model)
+    yield from _offload_problems(_section(tree, "offload"))
+    yield from _evaluation_problems(data, train)
+    yield from sharing_problems(model, data, train, tree.get("gpus", 1))
+
+
+def _length_problems(train: dict[str, Any], benchmark: dict[str, Any]) -> Iterator[Problem]:
+    given = [key for key in LENGTHS if isinstance(train.get(key), int | float) and train[key]]
+    if len(given) > 1:
+        values = ", ".join(f"{key} = {shown(train[key])}" for key in given)
+        yield Problem(
+            code="several-lengths",
+            field=f"train.{given[-1]}",
+            value=shown(train[given[-1]]),
+            message=f"is one of several lengths of the run ({values})",
+            remedy="Keep one of train.steps, train.epochs and train.tokens and set the others to 0.",
+        )
+    elif not any(train.get(key) for key in LENGTHS) and not benchmark.get("measured_steps"):
+        yield Problem(
+            code="no-length",
+            field="train.steps",
+            value="",
+            message="the run has no length",
+            remedy="Give one of train.steps, train.epochs and train.tokens (or benchmark.measured_steps) a value above 0.",
+        )
+    accumulation, target = train.get("gradient_accumulation"), train.get("tokens_per_step")
+    if target and isinstance(accumulation, int) and accumulation > 1:
+        yield Problem(
+            code="several-step-sizes",
+            field="train.tokens_per_step",
+            value=shown(target),
+            message=f"determines the gradient accumulation steps, and so does train.gradient_accumulation = {accumulation}",
+            remedy="Keep one of the two: set train.tokens_per_step to 0, or leave train.gradient_accumulation at 1.",
+        )
+
+
+def _nothing_to_offload(offload: Any, policy: Any) -> Iterator[Problem]:
+    if offload in ("on", "inputs") and policy == "none":
+        yield Problem(
+            code="nothing-to-offload",
+            field="model.activation_offload",
+            value=shown(offload),
+            message='moves the inputs of checkpointed layers, and with activation_checkpointing = "none" there are none',
+            remedy='Set model.activation_checkpointing to "full", "attention" or "selective", or leave model.activation_offload at "auto".',
+        )
+    if offload == "attention" and policy not in ("auto", "attention"):
+        yield Problem(
+            code="nothing-to-offload",
+            field="model.activation_offload",
+            value=shown(offload),
+            message='moves what activation_checkpointing = "attention" keeps of attention, and that is not set',
+            remedy='Set model.activation_checkpointing to "attention", or model.activation_offload to "inputs" or "auto".',
+        )
+
+
+def _model_problems(model: dict[str, Any], train: dict[str, Any]) -> Iterator[Problem]:
+    config = _section(model, "config")
+    if model.get("weights") == "random" and not config.get("model_type"):
+        yield Problem(
+            code="missing-architecture",
+            field="model.config",
+            value="",
+            message='weights = "random" needs the architecture of the model',
+            remedy='Write [model.config] with `model_type` and the keys of the model\'s config.json, or use weights = "pretrained".',
+        )
+    yield from _nothing_to_offload(
+        model.get("activation_offload"), model.get("activation_checkpointing", "auto")
+    )
+    if model.get("tiled_mlp") == "on" and (
+        model.get("activation_checkpointing") in ("selective", "none") or _EXPERTS & config.keys()
+    ):
+        yield Problem(
+            code="nothing-to-tile",
+            field="model.tiled_mlp",
+            value='"on"',
+            message="cuts dense feed-forward blocks that are recomputed, and this model has none",
+            remedy='Leave it at "auto". It needs model.activation_checkpointing = "full" or "attention", and a model without experts.',
+        )
+    scaling, factor = model.get("rope_scaling", "model"), model.get("rope_factor", 1)
+    if (scaling != "model") != (factor != 1):
+        yield Problem(
+            code="rope-factor",
+            field="model.rope_factor",
+            value=shown(factor),
+            message=f'does not go with model.rope_scaling = "{scaling}"',
+            remedy='Set both: "yarn" or "linear", and a factor above 1; or neither.',
+        )
+    if train.get("router_loss_coefficient") and config and not _EXPERTS & config.keys():
+        yield Problem(
+            code="no-experts",
+            field="train.router_loss_coefficient",
+            value=shown(train["router_loss_coefficient"]),
+            message="the model has no experts",
+            remedy="Set it to 0; it balances the load of the experts in a mixture-of-experts model.",
+        )
+
+
+def _offload_problems(offload: dict[str, Any]) -> Iterator[Problem]:
+    mode, engine, states = offload.get("mode"), offload.get("engine"), offload.get("states", "fp32")
+    if states != "fp32" and (mode == "zerooffload" or engine == "deepspeed"):
+        yield Problem(
+            code="states-format",
+            field="offload.states",
+            value=shown(states),
+            message="is not supported by DeepSpeed's optimizers, which have fp32 moments",
+            remedy='Use "fp32", or offload.mode = "superoffload" with offload.engine = "so-tui".',
+        )
+    if offload.get("config", "so-tui") != "so-tui" and engine != "deepspeed":
+        yield Problem(
+            code="published-config",
+            field="offload.config",
+            value=shown(offload["config"]),
+            message="is a config of DeepSpeed's own SuperOffload",
+            remedy='Set offload.mode = "superoffload" and offload.engine = "deepspeed" too, or name PRESET:as-published.',
+        )
+    if offload.get("parameters") == "cpu" and (
+        mode == "gpu" or (engine == "deepspeed" and mode != "zerooffload")
+    ):
+        optimizer = "without offload" if mode == "gpu" else "with DeepSpeed's own SuperOffload"
+        yield Problem(
+            code="parameter-offload",
+            field="offload.parameters",
+            value='"cpu"',
+            message=f"is not supported {optimizer}, where the weights stay on the GPU",
+            remedy='Use "none", or offload.mode = "superoffload" with offload.engine = "so-tui", or offload.mode = "zerooffload".',
+        )
+
+
+def _evaluation_problems(data: dict[str, Any], train: dict[str, Any]) -> Iterator[Problem]:
+    if data.get("held_out") and (data.get("evaluation") or data.get("evaluation_split")):
+        yield Problem(
+            code="several-evaluations",
+            field="data.held_out",
+            value=shown(data["held_out"]),
+            message="and data.evaluation both choose the evaluation data",
+            remedy="Keep one of them: hold out a part of the data, or name other data.",
+        )
+    if train.get("evaluate_every_steps") and not any(
+        data.get(key) for key in ("held_out", "evaluation", "evaluation_split")
+    ):
+        yield Problem(
+            code="no-evaluation-data",
+            field="train.evaluate_every_steps",
+            value=shown(train["evaluate_every_steps"]),
+            message="there is nothing to evaluate on",
+            remedy="Set data.held_out (0.01 holds out one document in a hundred), or data.evaluation.",
+        )
+
+
+def _section(tree: dict[str, Any], name: str) -> dict[str, Any]:
+    section = tree.get(name)
+    return section if isinstance(section, dict) else {}
+
+
+# Atomic file writes, and checks of paths and their names.
+
+
+_LONGEST_NAME_BYTES, _LONGEST_PATH_BYTES = 255, 4095
+"""Limits of Linux and its common file systems."""
+
+
+def path_fault(text: str) -> str:
+    """Return why a text cannot be a path, or an empty string if it can.
+
+    Even testing whether such a path exists raises an error, so check before.
+    """
+    try:
+        path = os.fsencode(text)
+    except UnicodeEncodeError:
+        return "contains characters that file names cannot have"
+    if len(path) > _LONGEST_PATH_BYTES or max(map(len, path.split(b"/"))) > _LONGEST_NAME_BYTES:
+        return "is too long for a file name"
+    if b"\0" in path:
+        return "contains a NUL character, which file names cannot have"
+    try:
+        Path(text).expanduser()
+    except RuntimeError:
+        return "begins with `~` and the name of an unknown user"
+    return ""
+
+
+def exists(path: Path) -> bool:
+    """Return whether this user can see a file or folder there. Path's own method raises without permission and on a stale handle."""
+    return os.path.exists(path)  # noqa: PTH110
+
+
+def is_folder(path: Path) -> bool:
+    """Return whether this user can see a folder there. Path's own method raises as for ``exists``."""
+    return os.path.isdir(path)  # noqa: PTH112
+
+
+def write_atomic(path: Path, content: bytes, *, mode: int = 0o600) -> None:
+    """Replace a file atomically: readers see the old content or the new.
+
+    Args:
+        path: The file.
+        content: All of its new content.
+        mode: Its permissions, less those that the umask takes away.
+
+    Raises:
+        OSError: If writing fails; the old file is unchanged and no temporary file is left.
+    """
+    temporary = path.with_name(
+        f".{path.name}.{os.urandom(4).hex()}.tmp"
+    )  # unique: processes on other hosts may write the same file
+    try:
+        # With its mode from the beginning: one that is set later leaves a moment in which others may open it.
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        error.filename = error.filename or str(
+            path
+        )  # an error from a descriptor (disk full) has no file name
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
 
 _MISSING_REMEDIES = {
     "name": "Give a short name of lower-case letters, digits, '.', '_' and '-'.",

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from so_tui.spec.errors import Problem
-from so_tui.structs import prepare
+from so_tui.trust.decoding import prepare
 
 Side = Literal["tuned", "base"]
 """The model that was trained, or the one that its training began with."""

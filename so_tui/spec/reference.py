@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from so_tui.spec.fields import FieldInfo, fields
-from so_tui.spec.wording import shown
+from so_tui.spec.errors import shown
+from so_tui.spec.keys import FieldInfo, fields
 
 _INTRODUCTION = """\
 # Presets and their keys

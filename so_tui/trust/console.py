@@ -10,7 +10,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Span, Text
 
-from so_tui.trust.printable import printable
+from so_tui.trust.text import printable
 
 
 class PrintableConsole(Console):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from so_tui.trust.printable import printable
+from so_tui.trust.text import printable
 
 if TYPE_CHECKING:
     from rich.console import Console

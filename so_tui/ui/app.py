@@ -5,36 +5,84 @@ Nothing is computed before the first paint. Named workers compute presets, machi
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from textual.app import SystemCommand
+from textual.app import App, SystemCommand
 from textual.binding import Binding, BindingType
+from textual.dom import DOMNode
 from textual.screen import ModalScreen, Screen, ScreenResultType
+from textual.suggester import Suggester
 from textual.widgets import Input
 from textual.worker import Worker
 
+from so_tui.machine import Machine as machine_Machine
+from so_tui.machine.known import MACHINES, machine_of
 from so_tui.ui import messages
-from so_tui.ui.checking import Checking
-from so_tui.ui.glyphs import PlainCharacters
-from so_tui.ui.kept_memory import settle
-from so_tui.ui.launching import go_back, start_launch
 from so_tui.ui.page import PAGES, Page
-from so_tui.ui.screens import MODES
-from so_tui.ui.shared_app import SharedApp, StartRun
-from so_tui.ui.terminal import terminal_lost
+from so_tui.ui.preset_actions import go_back, start_launch
+from so_tui.ui.shared_app import Checking, SharedApp, StartRun
+from so_tui.ui.text import PlainCharacters
+from so_tui.ui.textual_fixes import settle, terminal_lost
 
 if TYPE_CHECKING:
     from so_tui.launch import Launch
     from so_tui.machine.types import Machine
     from so_tui.runs import RunDirectory
-    from so_tui.settings.file import Loaded
+    from so_tui.settings import Loaded
     from so_tui.spec import Catalog, RunSpec, SoTuiError
     from so_tui.spec.generation import LoadModel
+
+
+# The five screens of the application, each imported when it is first shown: the first paint needs
+# one of them only.
+
+
+def _presets() -> Screen[None]:
+    from so_tui.ui.presets.screen import PresetsScreen
+
+    return PresetsScreen()
+
+
+def _configure() -> Screen[None]:
+    from so_tui.ui.configure.screen import ConfigureScreen
+
+    return ConfigureScreen()
+
+
+def _dashboard() -> Screen[None]:
+    from so_tui.ui.dashboard.screen import DashboardScreen
+
+    return DashboardScreen()
+
+
+def _runs() -> Screen[None]:
+    from so_tui.ui.runs.screen import RunsScreen
+
+    return RunsScreen()
+
+
+def _machine() -> Screen[None]:
+    from so_tui.ui.machine.screen import MachineScreen
+
+    return MachineScreen()
+
+
+MODES: dict[str, str | Callable[[], Screen[None]]] = {
+    "presets": _presets,
+    "configure": _configure,
+    "dashboard": _dashboard,
+    "runs": _runs,
+    "machine": _machine,
+}
+"""How to make each of ``page.PAGES``, as ``App.MODES`` takes it."""
+
 
 RUNS_POLL_S = 2.0
 TERMINAL_POLL_S = 1.0
@@ -45,8 +93,6 @@ PACKAGES = (
     "so_tui.runs",
     "so_tui.machine",
     "so_tui.machine.doctor",
-    "so_tui.plan.facts",
-    "so_tui.plan.messages",
 )
 """Packages that import their own modules. They are imported before any worker starts: of two threads that import such a package and one of
 its modules at the same time, each may wait for the other, and Python then lets one of them fail with an ImportError."""
@@ -203,7 +249,7 @@ class SoTuiApp(SharedApp):
             self.on_failed(message)
 
     def on_failed(self, message: messages.Failed) -> None:
-        from so_tui.ui.dialogs.basic import Notice
+        from so_tui.ui.dialogs import Notice
 
         def answered(taken: bool | None) -> None:
             if taken and message.offer is not None:
@@ -217,7 +263,6 @@ class SoTuiApp(SharedApp):
     # Commands.
 
     def action_other_machine(self) -> None:
-        from so_tui.ui.screens.other_machine import ask_for_machine
 
         ask_for_machine(self)
 
@@ -229,26 +274,25 @@ class SoTuiApp(SharedApp):
 
     async def action_quit(self) -> None:
         """Quit. Ask first where unsaved edits in Configure would be lost."""
-        from so_tui.ui.leaving import ask_to_leave
+        from so_tui.ui.configure.screen import ask_to_leave
 
         ask_to_leave(self)
 
     def open_chat(self, load: LoadModel) -> None:
         from so_tui.spec.generation import Sampling
-        from so_tui.ui.screens.chat import ChatScreen
+        from so_tui.ui.chat.screen import ChatScreen
 
         self.push_screen(ChatScreen(load, Sampling()))
 
     def edit_plan(self, preset: str, wanted: RunSpec, field: str, *, keep_edits: bool) -> None:
-        from so_tui.ui.screens.configure import ConfigureScreen
+        from so_tui.ui.configure.screen import ConfigureScreen
 
         page = self.screen_stack[0]
         if isinstance(page, ConfigureScreen) and not (keep_edits and page.unsaved()):
             page.edit(preset, wanted, field=field)
 
     def action_help(self) -> None:
-        from so_tui.ui.dialogs.basic import KeysHelp
-        from so_tui.ui.screens.help import key_groups
+        from so_tui.ui.dialogs import KeysHelp
 
         page = self.screen
         if isinstance(page, Page):
@@ -259,7 +303,6 @@ class SoTuiApp(SharedApp):
 
     def get_system_commands(self, screen: Screen[ScreenResultType]) -> Iterable[SystemCommand]:
         """Yield every command of the screen and the application with its key, then Textual's own."""
-        from so_tui.ui.screens.help import commands
 
         yield from commands(self, screen)
         yield SystemCommand("Theme", "Choose another theme", self.action_change_theme)
@@ -268,3 +311,138 @@ class SoTuiApp(SharedApp):
             "Save a picture (SVG) of this screen",
             lambda: self.set_timer(0.1, self.deliver_screenshot),
         )
+
+
+# Keys as help and as palette commands, both read from the bindings that are in force.
+
+
+SIZES = ("larger", "smaller", "reset-sizes")
+"""Keys that many screens have and few users look for: they come after a screen's own."""
+
+
+def _bindings(screen: Screen[ScreenResultType]) -> Iterator[tuple[DOMNode, Binding, bool]]:
+    """Yield the application's own bindings, which have an id, once per action. Moving within tables and fields is Textual's."""
+    seen: set[str] = set()
+    for active in screen.active_bindings.values():
+        binding = active.binding
+        if binding.id and binding.action not in seen:
+            seen.add(binding.action)
+            yield active.node, binding, active.enabled
+
+
+def key_groups(screen: Screen[ScreenResultType]) -> list[tuple[str, list[tuple[str, str, str]]]]:
+    """Return the keys of the screen, of the application, and for moving, each as key, name and details."""
+    here: list[tuple[str, str, str]] = []
+    sizes: list[tuple[str, str, str]] = []
+    everywhere: list[tuple[str, str, str]] = []
+    for node, binding, _ in _bindings(screen):
+        row = (screen.app.get_key_display(binding), binding.description, binding.tooltip)
+        (everywhere if node is screen.app else sizes if binding.id in SIZES else here).append(row)
+    here += sizes
+    everywhere += [
+        ("^p", "Commands", "Every command by name"),
+        ("^q", "Quit", "Also from a text field"),
+    ]
+    moving = [
+        ("tab", "Next field or panel", ""),
+        ("esc", "Leave a text field", "Single keys are commands again"),
+        ("arrows", "Move", "In tables, lists and logs; the mouse does the same"),
+    ]
+    if screen.app.check_action("vim", ()):
+        moving.append(
+            ("j k g G ^d ^u", "Move as in vim", "Where the screen has no command on that key")
+        )
+    return [("This screen", here), ("Everywhere", everywhere), ("Moving about", moving)]
+
+
+def commands(app: App[None], screen: Screen[ScreenResultType]) -> Iterator[SystemCommand]:
+    """Yield a palette command for every enabled binding of the screen and the application."""
+    for node, binding, enabled in _bindings(screen):
+        if enabled:
+            key = app.get_key_display(binding)
+            title = (
+                f"Go to {binding.description}"
+                if binding.action.startswith("show(")
+                else binding.description
+            )
+            more = f"{binding.tooltip}; " if binding.tooltip not in ("", title) else ""
+            yield SystemCommand(
+                title, f"{more}key {key}", partial(app.run_action, binding.action, node)
+            )
+
+
+# Plan for another machine: one that is known by name, or one that a file describes.
+
+
+HINT = (
+    "Up, down or a click choose one, as published, not measured; or give a file that `so-tui inspect --json > FILE` wrote there (right "
+    "arrow completes). Runs start on this machine only."
+)
+SOURCE = "  from "
+THIS_MACHINE = ("", "this machine")
+_MOST_ENTRIES = 2000
+
+
+class MachineSuggester(Suggester):
+    """Completes names of machines and paths of files."""
+
+    def __init__(self) -> None:
+        super().__init__(use_cache=False, case_sensitive=True)
+
+    async def get_suggestion(self, value: str) -> str | None:
+        named = next((name for name in MACHINES if name.startswith(value)), None) if value else None
+        return named or await asyncio.to_thread(_path_that_begins_with, value)
+
+
+def ask_for_machine(app: SharedApp) -> None:
+    """Ask for a machine, and plan for it."""
+    from so_tui.ui.dialogs import AskText
+
+    def read(given: str) -> tuple[machine_Machine | None, str]:
+        return (machine_of(given) if given else None), given
+
+    def chosen(described: tuple[machine_Machine | None, str] | None) -> None:
+        if described is not None:
+            app.plan_for(*described)
+
+    dialog = AskText(
+        "Plan for another machine",
+        HINT,
+        app.machine_file,
+        yes="Plan",
+        read=read,
+        may_be_empty=True,
+        suggester=MachineSuggester(),
+        choices=[
+            THIS_MACHINE,
+            *(
+                (name, f"{machine.title}\n{SOURCE}{machine.source}")
+                for name, machine in MACHINES.items()
+            ),
+        ],
+    )
+    app.push_screen(dialog, chosen)
+
+
+def _path_that_begins_with(text: str) -> str | None:
+    """Return the first path in alphabetical order that continues a text with a slash; None if there is none that can be shown."""
+    if "/" not in text:
+        return None
+    folder, _, begin = text.rpartition("/")
+    try:
+        entries = Path(folder or "/").expanduser().iterdir()
+        names = sorted(
+            entry.name
+            for entry, _ in zip(entries, range(_MOST_ENTRIES), strict=False)
+            if entry.name.startswith(begin)
+        )
+    except OSError:
+        return None
+    return next(
+        (
+            f"{folder}/{name}"
+            for name in names
+            if name.isprintable() and (begin or not name.startswith("."))
+        ),
+        None,
+    )

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from so_tui.spec import (
     OF_A_SOURCE,
     FieldInfo,
+    InputError,
     Problem,
     RunSpec,
     complete_tree,
     differences,
     field_index,
     parse_value,
+    with_values,
 )
+
+if TYPE_CHECKING:
+    from so_tui.machine.types import Machine
+    from so_tui.plan.plan import Plan
+    from so_tui.plan.rates import StepError
+
 
 LENGTH = "train.length"
 """Stands for the three keys of LENGTH_KEYS, one of which is set."""
@@ -265,3 +276,216 @@ def typed_over(edits: Mapping[str, str], recommended: Mapping[str, str]) -> list
             and same_value(path, edits[path], recommended[path])
         )
     ]
+
+
+# The next value of a number field, for a press on ``+`` or ``−``: sensible for what the number
+# means, inside its limits. Pure.
+
+
+Direction = Literal[-1, 1]
+Kind = Literal["by one", "powers of two", "round", "1-2-5"]
+
+_TOLERANCE = 1e-9
+_GRIDS = {
+    "offload.ratio": 0.05,
+    "offload.cpu_adam_cores_fraction": 0.05,
+    "train.warmup_ratio": 0.01,
+    "train.decay_ratio": 0.01,
+    "train.min_learning_rate_ratio": 0.01,
+    "data.held_out": 0.01,
+    "train.beta1": 0.01,
+    "train.beta2": 0.001,
+    "prompts.temperature": 0.1,
+    "model.rope_factor": 1.0,
+}
+"""Fields that step by a fixed distance."""
+_KINDS: dict[str, Kind] = {
+    "gpus": "by one",
+    "nodes": "by one",
+    "checkpoint.keep": "by one",
+    "train.seed": "by one",
+    "train.max_skipped_steps": "by one",
+    "train.micro_batch": "powers of two",
+    "train.gradient_accumulation": "powers of two",
+    "train.tokens_per_step": "powers of two",
+    "train.sequence_parallel": "powers of two",
+    "data.sequence_length": "powers of two",
+    "train.learning_rate": "1-2-5",
+    "train.weight_decay": "1-2-5",
+    "train.epsilon": "1-2-5",
+    "train.router_loss_coefficient": "1-2-5",
+    "train.gradient_clipping": "1-2-5",
+}
+"""How the others step; those that are not named, by their first digit: 60, 50 ... 10, 9, and 4,000 after 3,000."""
+_LEAST = {
+    "train.epochs": 0.1,
+    "train.tokens": 1e6,
+    "train.tokens_per_step": 4096.0,
+    "train.gradient_clipping": 0.1,
+    "train.weight_decay": 1e-3,
+    "train.router_loss_coefficient": 1e-4,
+}
+"""The value after 0, where that is not 1."""
+
+
+def beyond(values: Iterable[float], present: float, direction: int) -> float | None:
+    """Return the nearest value in a direction; None at the end."""
+    there = [
+        value
+        for value in values
+        if (value - present) * direction > _TOLERANCE * max(abs(value), abs(present))
+    ]
+    return None if not there else min(there) if direction > 0 else max(there)
+
+
+def can_step(info: FieldInfo | None) -> bool:
+    """Return whether a field has next values: a number does, and so does the length, which has no ``info``."""
+    return info is None or info.type_name in ("integer", "number")
+
+
+def next_text(path: str, text: str, direction: Direction) -> str | None:
+    """Return the next value of a field as it is typed; None at its limit, or where the text is no number."""
+    info = field_index()[path]
+    present = parse_value(text, info)
+    if type(present) not in (int, float) or not math.isfinite(present):
+        return None
+    proposed = _proposed(path, info, present, direction)
+    if proposed is None:
+        return None
+    value = float(f"{proposed:.12g}")
+    low, high = info.minimum, info.maximum
+    value = value if high is None else min(value, high)
+    value = value if low is None else max(value, low)
+    value = round(value) if info.type_name == "integer" else value
+    excluded = (info.excludes_minimum and value == low) or (info.excludes_maximum and value == high)
+    if excluded or (value - present) * direction <= 0:
+        return None
+    return text_of(value)
+
+
+def _proposed(path: str, info: FieldInfo, present: float, direction: Direction) -> float | None:
+    """Return the next value without regard to limits."""
+    kind = _KINDS.get(path, "round")
+    if kind == "by one":
+        return present + direction
+    if (grid := _GRIDS.get(path)) is not None:
+        at = present / grid
+        return grid * (
+            math.floor(at + _TOLERANCE) + 1 if direction > 0 else math.ceil(at - _TOLERANCE) - 1
+        )
+    endless = (
+        info.excludes_minimum or path in LENGTH_KEYS
+    )  # 0 is no value, and there is always a smaller one
+    least = _LEAST.get(path, 1.0)
+    if present <= 0:
+        return least if direction > 0 else None
+    if direction < 0 and not endless and present <= least * (1 + _TOLERANCE):
+        return 0.0
+    return beyond(_candidates(kind, present), present, direction)
+
+
+def _candidates(kind: Kind, present: float) -> list[float]:
+    """Return the values of a kind around a positive one."""
+    if kind == "powers of two":
+        power = math.floor(math.log2(present))
+        return [2.0**exponent for exponent in range(power - 1, power + 2)]
+    decade = math.floor(math.log10(present))
+    digits = (1, 2, 5) if kind == "1-2-5" else range(1, 10)
+    return [
+        float(f"{digit}e{exponent}")
+        for exponent in range(decade - 1, decade + 2)
+        for digit in digits
+    ]
+
+
+# Plans beside the one that is shown: the same run with another offload ratio, or another share of
+# cores for Adam. Pure.
+
+
+RATIO = "offload.ratio"
+CORES = "offload.cpu_adam_cores_fraction"
+VALUES = {
+    RATIO: tuple(step / 10 for step in range(11)),
+    CORES: tuple(step / 10 for step in range(1, 10)),
+}
+"""The values that a strip shows, ascending."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One value, and what the plan says with it."""
+
+    value: float
+    step_s: float | None
+    gpu_bytes: int | None
+    gpu_capacity_bytes: int | None
+    host_bytes: int | None
+    verdict: str
+    """``fits``, ``tight`` or ``does not fit``."""
+    step_error: StepError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """The choices of one field."""
+
+    path: str
+    choices: tuple[Choice, ...]
+    present: float
+
+    @property
+    def at(self) -> int:
+        """The choice nearest to the present value."""
+        return min(
+            range(len(self.choices)),
+            key=lambda index: abs(self.choices[index].value - self.present),
+        )
+
+    def stepped(self, direction: int) -> float | None:
+        """Return the next value in a direction; None at the end."""
+        return beyond((choice.value for choice in self.choices), self.present, direction)
+
+
+def strips_for(
+    plan: Plan, machine: Machine, cancelled: Callable[[], bool] = lambda: False
+) -> tuple[Strip, ...] | None:
+    """Return what other values would do; nothing where the plan offloads nothing; None if it was cancelled meanwhile."""
+    if plan.mode == "gpu" or not plan.possible:
+        return ()
+    present = {RATIO: plan.ratio}
+    if plan.mode == "superoffload" and plan.binding and plan.binding[0].adam_cpus:
+        present[CORES] = plan.spec.offload.cpu_adam_cores_fraction
+    strips = []
+    for path, value in present.items():
+        choices = []
+        for other in sorted({*VALUES[path], round(value, 6)}):
+            if cancelled():
+                return None
+            if (choice := _choice(plan, machine, path, other)) is not None:
+                choices.append(choice)
+        if choices:
+            strips.append(Strip(path, tuple(choices), value))
+    return tuple(strips)
+
+
+def _choice(plan: Plan, machine: Machine, path: str, value: float) -> Choice | None:
+    """Return the plan with another value; None where this run cannot have it."""
+    from so_tui.plan import make_plan
+
+    try:
+        other = make_plan(
+            with_values(plan.spec, {"offload.mode": plan.mode, path: f"{value:g}"}), machine
+        )
+    except InputError:
+        return None
+    hosts = other.host_bytes_per_node.values()
+    most = max(hosts) if hosts else None
+    return Choice(
+        value,
+        other.step_s,
+        other.gpu_bytes,
+        other.gpu_capacity_bytes,
+        most,
+        other.verdict,
+        other.step_error,
+    )

@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, NamedTuple
 from textual.message import Message
 from textual.worker import get_current_worker
 
-from so_tui.trust.printable import quoted
+from so_tui.trust.text import quoted
 
 if TYPE_CHECKING:
     from textual.message_pump import MessagePump
 
     from so_tui.launch import Launch
     from so_tui.launch.checks import Check
-    from so_tui.launch.executors.slurm.partitions import Partition
+    from so_tui.launch.slurm.client import Partition
     from so_tui.machine.doctor import Finding
     from so_tui.machine.types import Machine
-    from so_tui.plan.types import Plan
+    from so_tui.plan.plan import Plan
     from so_tui.runs import RunDirectory
     from so_tui.spec import Catalog, Problem, SoTuiError
-    from so_tui.ui.what_if import Strip
+    from so_tui.ui.form import Strip
 
 
 def answer(to: MessagePump, message: Message) -> None:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import locale
 import math
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from textwrap import wrap
+from typing import TYPE_CHECKING, Literal, get_args
 
 from rich.cells import cell_len, set_cell_size
+from rich.segment import Segment
 from textual import content
+from textual.color import Color
+from textual.filter import LineFilter
 from textual.style import Style
 
-from so_tui.trust.printable import brief_line, brief_message, printable, printable_line
+from so_tui.trust.text import brief_line, brief_message, printable, printable_line
 from so_tui.units import (
     age,
     count,
@@ -23,6 +31,10 @@ from so_tui.units import (
 )
 from so_tui.units import disk_size as disk
 from so_tui.units import memory_size as memory
+
+if TYPE_CHECKING:
+    from so_tui.machine.doctor import Finding
+
 
 __all__ = [
     "Content",
@@ -166,3 +178,164 @@ def _without_middle(text: str, width: int) -> str:
 def reading_text(unread_share: float) -> str:
     """Return how much of a run is drawn while some of its records are still to be read; empty once all are known."""
     return f"reading, {math.floor(100 * (1 - unread_share))} % known" if unread_share else ""
+
+
+# Doctor's findings as text. Pure functions.
+
+
+SIGNS = {"blocks": "✗", "warning": "~", "note": "·"}
+_INDENT = 12
+STYLES = {"blocks": "$error", "warning": "$warning", "note": "$faint"}
+
+
+def doctor_summary(findings: Sequence[Finding]) -> str:
+    """Return ``doctor: 1 blocks, 2 warnings``; empty when all is well."""
+    blocks = sum(finding.severity == "blocks" for finding in findings)
+    warnings = sum(finding.severity == "warning" for finding in findings)
+    parts = (
+        [
+            f"{plural(blocks, 'problem')} that blocks"
+            if blocks == 1
+            else f"{blocks} problems that block"
+        ]
+        if blocks
+        else []
+    ) + ([plural(warnings, "warning")] if warnings else [])
+    return f"doctor: {', '.join(parts)}" if parts else ""
+
+
+def finding_content(finding: Finding, width: int) -> Content:
+    """Return a finding with its evidence, cost and remedy, wrapped to ``width``."""
+    lines = [
+        Content.assemble(
+            (
+                f"{SIGNS[finding.severity]} {finding.severity:<8}",
+                f"bold {STYLES[finding.severity]}",
+            ),
+            (finding.title, "bold"),
+        )
+    ]
+    for name, text in (
+        ("evidence", finding.evidence),
+        ("cost", finding.cost),
+        ("remedy", finding.remedy),
+    ):
+        folded = wrap(text, max(20, width - _INDENT), break_on_hyphens=False)
+        lines += [
+            Content.assemble((f"  {name if first else '':<{_INDENT - 2}}", "$faint"), line)
+            for first, line in zip((True, *(False,) * len(folded)), folded, strict=False)
+        ]
+    return Content("\n").join(lines)
+
+
+# The characters that a terminal can show, and ASCII replacements for terminals that show little
+# else.
+
+
+GlyphName = Literal["braille", "block", "ascii"]
+VARIABLE = "SO_TUI_GLYPHS"
+_ASCII_LOCALES = ("C", "POSIX")
+
+_PLAIN = str.maketrans(
+    {
+        **dict.fromkeys("━═▇█■▀▄▌▐▊▎▁▂▃▅▆▉▍▏▕", "="),
+        **dict.fromkeys("─╶╴╌┄−", "-"),
+        **dict.fromkeys("│┃╎▎", "|"),
+        **dict.fromkeys("╸╺", "-"),
+        **dict.fromkeys("┌┐└┘├┤┬┴┼╭╮╰╯", "+"),
+        **dict.fromkeys("●◆•", "*"),
+        **dict.fromkeys("·…", "."),
+        "○": "o",
+        "✓": "+",
+        "✗": "x",
+        "★": "*",
+        "×": "x",
+        "↻": "r",
+        "▼": "v",
+        "▲": "^",
+        "▸": ">",
+        "◂": "<",
+        "▾": "v",
+        "▴": "^",
+        "▓": "%",
+        "▒": ":",
+        "░": ".",
+        "▚": "/",
+        "→": ">",
+        "↑": "^",
+        "↓": "v",
+        "∞": "i",
+        "²": "2",
+        "±": "~",
+        "°": " ",
+        "“": '"',
+        "”": '"',
+        "«": "<",
+        "»": ">",
+        "≈": "~",
+        "\u2800": " ",
+    }
+)
+
+
+def chosen_glyphs(
+    environ: Mapping[str, str], encoding: str | None = None, preferred: str = "auto"
+) -> GlyphName:
+    """Return the set that ``SO_TUI_GLYPHS`` names, else the preferred one, else one that locale and terminal can show.
+
+    The Linux console has no braille.
+    """
+    names: tuple[GlyphName, ...] = get_args(GlyphName)
+    for wanted in (environ.get(VARIABLE), preferred):
+        for name in names:
+            if wanted == name:
+                return name
+    encoding = locale.getpreferredencoding(False) if encoding is None else encoding
+    if _locale_name(environ) in _ASCII_LOCALES or encoding.lower().replace("-", "") != "utf8":
+        return "ascii"
+    return "block" if environ.get("TERM") == "linux" else "braille"
+
+
+def environment_at_start() -> dict[str, str]:
+    """Return the environment with the locale that the user chose.
+
+    Where that is C, Python sets ``LC_CTYPE`` to a UTF-8 locale (PEP 538) and claims UTF-8. The terminal does not change by that.
+    """
+    environ = dict(os.environ)
+    try:
+        initial = Path("/proc/self/environ").read_bytes().split(b"\0")
+    except OSError:
+        return environ
+    if not any(entry.startswith(b"LC_CTYPE=") for entry in initial):
+        environ.pop("LC_CTYPE", None)
+    return environ
+
+
+def _locale_name(environ: Mapping[str, str]) -> str:
+    """Return the locale of characters by POSIX's order of variables; empty if none is set."""
+    return next(
+        (name for variable in ("LC_ALL", "LC_CTYPE", "LANG") if (name := environ.get(variable))), ""
+    )
+
+
+def shows_ascii(app: object) -> bool:
+    """Return whether an application shows ASCII only."""
+    return getattr(app, "glyphs", "") == "ascii"
+
+
+class PlainCharacters(LineFilter):
+    """Replaces everything drawn by ASCII, cell for cell."""
+
+    def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
+        return [Segment(_plain(text), style, control) for text, style, control in segments]
+
+
+def _plain(text: str) -> str:
+    text = text.translate(_PLAIN)
+    return (
+        text
+        if text.isascii()
+        else "".join(
+            character if character.isascii() else "?" * cell_len(character) for character in text
+        )
+    )

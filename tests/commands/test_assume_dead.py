@@ -9,7 +9,7 @@ from so_tui.cli import call
 from so_tui.commands.parser import build_parser
 from so_tui.launch import lifecycle
 from so_tui.runs import RunDirectory, create_run, read_state, write_state
-from so_tui.runs.ended import ended_state
+from so_tui.runs.lock import ended_state
 from so_tui.spec import DataSpec, ModelSpec, RunSpec
 from tests.support.commands import problems_of
 

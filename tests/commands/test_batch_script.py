@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from so_tui.cli import main
-from so_tui.commands import batch_script
+from so_tui.commands import run as batch_script
 from so_tui.folders import state_home
-from so_tui.launch.executors.slurm import commands
+from so_tui.launch.slurm import client
 
 REFUSED = "sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified"
 
@@ -33,7 +33,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (folder / name).write_text(f"#!/bin/sh\n{lines}\n")
         (folder / name).chmod(stat.S_IRWXU)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    monkeypatch.setattr(commands, "CLUSTER", commands.ClusterName())
+    monkeypatch.setattr(client, "CLUSTER", client.ClusterName())
     monkeypatch.delenv("VISUAL", raising=False)
     monkeypatch.setenv("EDITOR", "sed -i '$a # mine'")
     return folder

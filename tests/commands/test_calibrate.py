@@ -12,11 +12,11 @@ import torch
 from msgspec.structs import replace
 
 from so_tui.cli import main
-from so_tui.launch.calibrating import request_of
-from so_tui.launch.helpers import stream_tool
+from so_tui.launch.helper import stream_tool
+from so_tui.launch.helper_jobs import request_of
 from so_tui.machine import inspect_machine
-from so_tui.plan.calibration import Rates, calibration_of, speed_of, store
-from so_tui.plan.constants import AttentionRate
+from so_tui.plan.measured import Rates, calibration_of, speed_of, store
+from so_tui.plan.rates import AttentionRate
 from so_tui.spec import SoTuiError
 from so_tui_trainer.model.attention import Kernels
 from so_tui_trainer.tools import calibrate

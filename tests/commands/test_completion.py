@@ -13,7 +13,7 @@ import pytest
 
 from so_tui.commands.words import words
 from so_tui.folders import builtin_folder, default_runs_dir, user_folder
-from so_tui.machine.described import MACHINES
+from so_tui.machine.known import MACHINES
 from so_tui.runs import create_run
 from so_tui.spec import field_index, find_preset
 from tests.support.hostile import IN_A_NAME

@@ -68,7 +68,7 @@ def test_verbose_tells_on_stderr_what_is_decided_and_called(tmp_path: Path) -> N
     assert silent.stdout == verbose.stdout
     assert silent.stderr == ""
     said = dict(line.split(": ", 1) for line in verbose.stderr.splitlines())
-    assert said["so_tui.machine.described"].startswith(f"machine file {tmp_path}")
+    assert said["so_tui.machine.known"].startswith(f"machine file {tmp_path}")
     assert said["so_tui.commands.common"].startswith("preset tiny: built-in, ")
     assert unsafe(verbose.stderr) == set()
     refused = so_tui("-v", "presets", "add", str(tmp_path / "absent"), status=2)

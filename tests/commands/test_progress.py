@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from so_tui.commands import progress
+from so_tui.commands import follow
 from so_tui.runs import (
     MetricsWriter,
     RunDirectory,
     RunReader,
-    control,
     create_run,
     read_state,
+    state,
     write_state,
 )
 from so_tui.runs.records import CheckpointRecord, RunState
@@ -31,7 +31,7 @@ from tests.support.waiting import LIMIT_S, wait_until
 
 FOLLOW = (
     "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL);"  # whatever started the tests (nohup) ignores it
-    " from so_tui.commands.progress import follow; from so_tui.runs import RunDirectory;"
+    " from so_tui.commands.follow import follow; from so_tui.runs import RunDirectory;"
     " sys.exit(follow(RunDirectory(sys.argv[1]), owner=sys.argv[2] == 'owner'))"
 )
 
@@ -98,8 +98,8 @@ def test_a_signal_of_a_container_or_a_scheduler_stops_the_run_and_it_is_followed
 ) -> None:
     follower = followed(elsewhere, "owner")
     follower.send_signal(signum)
-    wait_until(lambda: control.details(elsewhere, "stop"))
-    asked = control.details(elsewhere, "stop")
+    wait_until(lambda: state.details(elsewhere, "stop"))
+    asked = state.details(elsewhere, "stop")
     assert asked is not None
     assert asked.reason == f"so-tui received {signum.name}"
     assert follower.poll() is None
@@ -117,7 +117,7 @@ def test_a_lost_terminal_or_an_ended_watcher_does_not_affect_the_run(
     follower = followed(elsewhere, who)
     follower.send_signal(signum)
     assert follower.wait(timeout=LIMIT_S) == -signum
-    assert not control.pending(elsewhere)
+    assert not state.pending(elsewhere)
 
 
 def test_a_signal_that_cannot_be_passed_on_yet_is_passed_on_later(elsewhere: RunDirectory) -> None:
@@ -129,7 +129,7 @@ def test_a_signal_that_cannot_be_passed_on_yet_is_passed_on_later(elsewhere: Run
     while "asked to stop" not in (line := follower.stdout.readline()):
         assert line, "it has ended"
     elsewhere.control_dir.unlink()
-    wait_until(lambda: control.pending(elsewhere) == {"stop"})
+    wait_until(lambda: state.pending(elsewhere) == {"stop"})
     write_state(elsewhere, replace(read_state(elsewhere), state="stopped"))
     assert follower.wait(timeout=LIMIT_S) == 4
 
@@ -150,8 +150,8 @@ def test_a_file_system_that_is_away_for_a_moment_does_not_end_the_follower(
         return poll(reader, **limits)
 
     monkeypatch.setattr(RunReader, "poll", away_at_times)
-    monkeypatch.setattr(progress, "POLL_S", 0.01)
-    assert progress.follow(elsewhere, owner=False) == 0
+    monkeypatch.setattr(follow, "POLL_S", 0.01)
+    assert follow.follow(elsewhere, owner=False) == 0
     assert capsys.readouterr().out.count(os.strerror(errno.ESTALE)) == 1
 
 
@@ -163,4 +163,4 @@ def test_a_run_that_cannot_be_read_at_all_is_not_followed(
 
     monkeypatch.setattr(RunReader, "poll", closed)
     with pytest.raises(PermissionError):
-        progress.follow(elsewhere, owner=False)
+        follow.follow(elsewhere, owner=False)

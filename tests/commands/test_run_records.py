@@ -16,12 +16,11 @@ from so_tui.cli import main
 from so_tui.commands.parser import SORTS
 from so_tui.folders import user_folder
 from so_tui.runs import MetricsWriter, RunDirectory, read_spec, read_state
-from so_tui.runs.comparison import result_of_order, result_text
-from so_tui.runs.metrics_export import COLUMNS
-from so_tui.runs.notes import LONGEST_NOTE, read_notes
+from so_tui.runs.export import COLUMNS
+from so_tui.runs.listing import LONGEST_NOTE, read_notes
 from so_tui.runs.records import EvaluationRecord, ResumedRecord
-from so_tui.runs.results import recent_results
-from so_tui.settings.types import RunListSettings
+from so_tui.runs.results import recent_results, result_of_order, result_text
+from so_tui.settings import RunListSettings
 from so_tui.spec import find_preset, load_catalog, save_preset
 from tests.support.make_run import write_run
 from tests.support.records import step_record

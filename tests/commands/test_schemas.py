@@ -15,7 +15,7 @@ from jsonschema import Draft202012Validator, ValidationError
 
 from so_tui.cli import main
 from so_tui.commands.schemas import schema_text, schemas
-from so_tui.launch.executors.slurm.site import Site, builtin_sites
+from so_tui.launch.slurm.script import Site, builtin_sites
 from tests.support.make_run import write_run
 from tests.support.schemas import FOLDER, valid
 

@@ -175,7 +175,7 @@ def test_packed_batches_become_what_hugging_faces_loss_wants(tmp_path: Path) -> 
     import torch
 
     from benchmarks.comparison.packed import labels
-    from so_tui_trainer.data import cache, tokens
+    from so_tui_trainer.data import documents, tokens
     from so_tui_trainer.data.batches import Batches
 
     laid = _laid(tmp_path)
@@ -183,7 +183,9 @@ def test_packed_batches_become_what_hugging_faces_loss_wants(tmp_path: Path) -> 
         "train.micro_batch": "2"
     }
     spec = with_values(find_preset(TINY.preset).spec, changes)
-    batches = Batches(cache.read(tokens.prepare(spec, tmp_path / "cache"), spec.data), spec, rank=0)
+    batches = Batches(
+        documents.read(tokens.prepare(spec, tmp_path / "cache"), spec.data), spec, rank=0
+    )
     (batch,) = batches.micro_batches(1)
     wanted = labels(batch)
     trained = wanted != -100

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from so_tui.launch.processes import ProcessTree
+from so_tui.launch.supervisor.processes import ProcessTree
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.records import Process
 from so_tui.spec import InputError

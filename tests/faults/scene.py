@@ -19,8 +19,14 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from so_tui.runs import RunDirectory, read_state
-from so_tui.runs.codec import decode_metric
-from so_tui.runs.records import FINAL_STATES, MetricRecord, Process, RunState, StepRecord
+from so_tui.runs.records import (
+    FINAL_STATES,
+    MetricRecord,
+    Process,
+    RunState,
+    StepRecord,
+    decode_metric,
+)
 from so_tui.spec import InputError
 from tests.faults import processes
 from tests.faults.shim import Shim

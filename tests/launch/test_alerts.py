@@ -17,19 +17,24 @@ import pytest
 
 from so_tui.folders import settings_file
 from so_tui.launch import prepare
-from so_tui.launch.alert_command import AlertCommand
-from so_tui.launch.alert_text import alert_text, known
-from so_tui.launch.alert_watch import KEPT, AlertWatch, remembered
-from so_tui.launch.announcer import Announcer, OwnSettings, free_bytes
-from so_tui.launch.attempt_files import write_launch
-from so_tui.launch.processes import ProcessTree
-from so_tui.launch.starter import new_token, record_token
+from so_tui.launch.command import AlertCommand
+from so_tui.launch.launch import new_token, record_token, write_launch
+from so_tui.launch.supervisor.alerts import (
+    KEPT,
+    AlertWatch,
+    Announcer,
+    OwnSettings,
+    alert_text,
+    free_bytes,
+    known,
+    remembered,
+)
+from so_tui.launch.supervisor.processes import ProcessTree
 from so_tui.machine import Machine
 from so_tui.runs import RunDirectory, create_run, new_attempt
-from so_tui.runs.process_stat import read_stat
+from so_tui.runs.liveness import read_stat
 from so_tui.runs.records import Alert, RunState
-from so_tui.settings.file import change_settings
-from so_tui.settings.types import AlertSettings
+from so_tui.settings import AlertSettings, change_settings
 from so_tui.spec import InputError, find_preset, load_catalog
 from tests.support.fake_runs import Runs, ended, release, wait_for
 from tests.support.records import step_record
@@ -197,7 +202,7 @@ def test_a_command_under_way_is_not_waited_for_and_not_taken_for_a_process_of_th
     tree.scan(thorough=True)
     commands = [Path(f"/proc/{process.pid}/cmdline").read_bytes() for process in tree.alive]
     assert not any(b"sleep" in command for command in commands)
-    monkeypatch.setattr("so_tui.launch.alert_command._END_S", 0.0)
+    monkeypatch.setattr("so_tui.launch.command._END_S", 0.0)
     runner.finish()
 
 
@@ -283,7 +288,7 @@ def test_nothing_of_a_run_spec_or_preset_sets_a_command(
 def test_settings_that_change_while_a_run_goes_on_take_effect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("so_tui.launch.announcer._SETTINGS_S", 0.0)
+    monkeypatch.setattr("so_tui.launch.supervisor.alerts._SETTINGS_S", 0.0)
     own = OwnSettings()
     assert own.current().alerts.command == ()
     change_settings({"alerts.command": ["/bin/true"]})
@@ -353,7 +358,7 @@ import sys
 from pathlib import Path
 from so_tui.launch import supervise
 from so_tui.runs import RunDirectory
-from so_tui.runs.run_lock import run_lock
+from so_tui.runs.lock import run_lock
 from so_tui.runs.state import read_state
 
 run = RunDirectory(sys.argv[1])

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.launch.gpu_sampler import GpuSampler
-from so_tui.launch.processes import ProcessTree
-from so_tui.launch.sampler import Sampler
+from so_tui.launch.supervisor.processes import ProcessTree
+from so_tui.launch.supervisor.samples import GpuSampler, Sampler
 from so_tui.machine import inspect_machine
-from so_tui.runs.sample import GpuSample
+from so_tui.runs.records import GpuSample
 from tests.support.sysroots import QUAD_MI300A, build_files, build_sysroot
 
 DEVICE = "/sys/bus/pci/devices/0001:02:00.0"

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from so_tui.launch import helpers, prepare, start
+from so_tui.launch import helper, prepare, start
 from so_tui.launch.checks import preflight, quick_checks
-from so_tui.launch.preparation import Launch
-from so_tui.machine.described import named_machine
+from so_tui.launch.launch import Launch
+from so_tui.machine.known import named_machine
 from so_tui.machine.types import Software
-from so_tui.plan.types import Plan
+from so_tui.plan.plan import Plan
 from so_tui.spec import (
     CheckpointSpec,
     DataSource,
@@ -27,8 +27,8 @@ from so_tui.spec import (
     RunSpec,
     find_preset,
 )
-from so_tui.spec.local_paths import with_absolute_paths
-from so_tui.spec.sections.tracking import TrackingSpec
+from so_tui.spec.presets import with_absolute_paths
+from so_tui.spec.run_spec import TrackingSpec
 from tests.support.plans import (
     SOFTWARE,
     TINY,
@@ -268,11 +268,11 @@ class TestHelpers:
         monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
 
     def test_answer(self) -> None:
-        assert helpers.call_tool("probe", {"lines": ['{"rows": 3}']}) == {"rows": 3}
+        assert helper.call_tool("probe", {"lines": ['{"rows": 3}']}) == {"rows": 3}
 
     def test_stream(self) -> None:
         lines = ['{"done": false}', '{"done": true}']
-        assert [event["done"] for event in helpers.stream_tool("probe", {"lines": lines})] == [
+        assert [event["done"] for event in helper.stream_tool("probe", {"lines": lines})] == [
             False,
             True,
         ]
@@ -287,8 +287,8 @@ class TestHelpers:
         }
         request = {"lines": [json.dumps({"problems": [gated]})], "code": 2}
         for call in (
-            lambda: helpers.call_tool("probe", request),
-            lambda: list(helpers.stream_tool("probe", request)),
+            lambda: helper.call_tool("probe", request),
+            lambda: list(helper.stream_tool("probe", request)),
         ):
             problem = refusal(call)
             assert (problem.code, problem.field, problem.value) == (
@@ -304,24 +304,24 @@ class TestHelpers:
             ],
             "code": 2,
         }
-        assert refusal(lambda: helpers.call_tool("probe", request)).code == "unknown"
+        assert refusal(lambda: helper.call_tool("probe", request)).code == "unknown"
 
     def test_failure_says_what_the_helper_said(self) -> None:
-        with pytest.raises(helpers.ToolError, match=r"exit code 7.*what went wrong"):
-            helpers.call_tool("probe", {"lines": [], "code": 7})
-        with pytest.raises(helpers.ToolError, match="no JSON"):
-            helpers.call_tool("probe", {"lines": ["Downloading..."]})
+        with pytest.raises(helper.ToolError, match=r"exit code 7.*what went wrong"):
+            helper.call_tool("probe", {"lines": [], "code": 7})
+        with pytest.raises(helper.ToolError, match="no JSON"):
+            helper.call_tool("probe", {"lines": ["Downloading..."]})
 
     def test_requests_do_not_depend_on_the_locale(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PYTHONIOENCODING", "ascii")
         answer = json.dumps({"text": "ünd 😀"})
-        with contextlib.closing(helpers.ToolProcess("probe")) as process:
+        with contextlib.closing(helper.ToolProcess("probe")) as process:
             process.send({"lines": [answer], "note": "ünd 😀"})
             process.end_requests()
             assert list(process.answers()) == [{"text": "ünd 😀"}]
 
     def test_a_request_to_a_helper_that_was_closed_is_not_sent(self) -> None:
-        process = helpers.ToolProcess("probe")
+        process = helper.ToolProcess("probe")
         process.close()
         process.send({"lines": []})
 
@@ -336,8 +336,8 @@ class TestHelpers:
         )
         answers: list[dict[str, int]] = []
         for timeout_s in (3.0, 12.0, 48.0):  # a busy machine may take longer to begin
-            with pytest.raises(helpers.ToolError, match="no answer within"):
-                answers.extend(helpers.stream_tool("hangs", {}, timeout_s=timeout_s))
+            with pytest.raises(helper.ToolError, match="no answer within"):
+                answers.extend(helper.stream_tool("hangs", {}, timeout_s=timeout_s))
             if answers:
                 break
         (answer,) = answers
@@ -354,8 +354,8 @@ def test_a_helper_without_the_training_software_refuses(
     (tools / "lonely.py").write_text("import no_such_torch\n")
     monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
     for call in (
-        lambda: helpers.call_tool("lonely", {}),
-        lambda: list(helpers.stream_tool("lonely", {})),
+        lambda: helper.call_tool("lonely", {}),
+        lambda: list(helper.stream_tool("lonely", {})),
     ):
         with pytest.raises(Refused) as caught:
             call()

@@ -6,9 +6,8 @@ import pytest
 from so_tui.launch.ds_config import ds_config, published_config
 from so_tui.plan import make_plan
 from so_tui.spec import find_preset
-from so_tui.spec.as_published import as_published
-from so_tui.spec.sections.offload import Mode, OffloadSpec
-from so_tui.spec.sections.train import TrainSpec
+from so_tui.spec.presets import as_published
+from so_tui.spec.run_spec import Mode, OffloadSpec, TrainSpec
 from superoffload.ds_config import engine_config, overrides
 from tests.support.plans import plan_of, quad_gh200, spec_of
 

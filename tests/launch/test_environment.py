@@ -4,14 +4,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from so_tui.launch import environment
-from so_tui.launch.placeholders import Placeholder
-from so_tui.machine.described import named_machine
+from so_tui.launch import command
+from so_tui.launch.command import Placeholder
+from so_tui.machine.known import named_machine
 from so_tui.machine.types import Machine, Software, version_numbers
-from so_tui.spec.sections.data import DataSpec
-from so_tui.spec.sections.model import ModelSpec
-from so_tui.spec.sections.offload import OffloadSpec
-from so_tui.spec.types import RunSpec
+from so_tui.spec.run_spec import DataSpec, ModelSpec, OffloadSpec, RunSpec
 from tests.support.plans import cpu_machine, plan_of, quad_gh200, spec_of
 
 ALLOCATOR_2_13 = (
@@ -24,13 +21,13 @@ def changes(
     machine: Machine, inherited: dict[str, str], spec: RunSpec | None = None
 ) -> dict[str, str | None]:
     plan = plan_of(spec or spec_of(), cpus=(NODE,), gpus=bool(machine.gpus))
-    return environment.shown(environment.variables(plan, machine, inherited))
+    return command.shown(command.variables(plan, machine, inherited))
 
 
 def test_threads_are_the_adam_share_of_the_rank() -> None:
     shown = changes(quad_gh200(), {"OMP_NUM_THREADS": "1"})
     assert shown["OMP_NUM_THREADS"] == shown["MKL_NUM_THREADS"] == "65"
-    assert environment.rank_threads(plan_of(spec_of(), mode="zerooffload", cpus=(NODE,))) == 72
+    assert command.rank_threads(plan_of(spec_of(), mode="zerooffload", cpus=(NODE,))) == 72
 
 
 def test_marker_attempt_and_safe_path() -> None:
@@ -44,8 +41,8 @@ def test_marker_attempt_and_safe_path() -> None:
 
 def test_a_run_that_an_alert_command_starts_is_no_part_of_that_command() -> None:
     inherited = {"SO_TUI_ALERT_KIND": "failed", "HOME": "/home/me"}
-    variables = environment.variables(plan_of(spec_of(), cpus=(NODE,)), cpu_machine(), inherited)
-    applied = environment.apply(variables, inherited)
+    variables = command.variables(plan_of(spec_of(), cpus=(NODE,)), cpu_machine(), inherited)
+    applied = command.apply(variables, inherited)
     assert "SO_TUI_ALERT_KIND" not in applied
     assert applied["HOME"] == "/home/me"
 
@@ -71,10 +68,10 @@ def test_affinity_settings_that_fight_the_binding_are_removed_only_where_set() -
     assert shown["KMP_AFFINITY"] is None
     assert "GOMP_CPU_AFFINITY" not in shown
     plan = plan_of(spec_of())
-    variables = environment.variables(
+    variables = command.variables(
         plan, quad_gh200(), {"KMP_AFFINITY": "compact", "NCCL_DEBUG": "INFO"}
     )
-    applied = environment.apply(variables, {"KMP_AFFINITY": "compact", "NCCL_DEBUG": "INFO"})
+    applied = command.apply(variables, {"KMP_AFFINITY": "compact", "NCCL_DEBUG": "INFO"})
     assert "KMP_AFFINITY" not in applied
     assert applied["NCCL_DEBUG"] == "INFO"
 
@@ -118,7 +115,7 @@ def test_gpus_are_numbered_as_in_the_plan() -> None:
 def test_allocator_setting_by_version(
     torch: str, deepspeed: str, own: bool, expected: tuple[str, str] | None
 ) -> None:
-    variable = environment.allocator_variable(
+    variable = command.allocator_variable(
         Software(torch=torch, deepspeed=deepspeed), deepspeed_engine=not own
     )
     assert (variable and (variable.name, variable.value)) == expected
@@ -150,7 +147,7 @@ def test_engine_decides_about_expandable_segments() -> None:
     ],
 )
 def test_arch_list(given: str, valid: str) -> None:
-    assert environment.valid_arch_list(given) == valid
+    assert command.valid_arch_list(given) == valid
 
 
 def test_arch_list_is_touched_only_when_invalid() -> None:

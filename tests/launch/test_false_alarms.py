@@ -17,8 +17,8 @@ import pytest
 from msgspec.structs import replace
 
 from benchmarks.false_alarms import slow_moments, with_step_time
-from so_tui.launch.slow_watch import SlowWatch
-from so_tui.runs.slowdown import Slowdown
+from so_tui.launch.supervisor.slowness import SlowWatch
+from so_tui.runs.records import Slowdown
 from tests.launch.test_slow_causes import MACHINE, plan, sample
 from tests.support.records import step_record
 

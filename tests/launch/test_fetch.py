@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from so_tui.launch.helpers import stream_tool
+from so_tui.launch.helper import stream_tool
 from so_tui.spec import InputError, RunSpec, resolve_source, spec_tree
 from tests.support.hub import PROXIES, TOKEN, Hub, loopback_hub
 from tests.support.launching import tiny

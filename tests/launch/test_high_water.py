@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from so_tui.launch.high_water import HighWater
+from so_tui.launch.supervisor.samples import HighWater
 from so_tui.runs.records import Process
 
 RANKS = tuple(Process(pid=10 + rank, start_time=1, role="rank", rank=rank) for rank in (0, 1))

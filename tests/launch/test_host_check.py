@@ -9,11 +9,15 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.launch import prepare
-from so_tui.launch.attempt_files import write_launch
-from so_tui.launch.host_check import HostDiffersError, refuse_different_host, software_differences
+from so_tui.launch.launch import write_launch
+from so_tui.launch.supervisor.host_check import (
+    HostDiffersError,
+    refuse_different_host,
+    software_differences,
+)
 from so_tui.machine import Machine, inspect_machine
 from so_tui.runs import create_run, new_attempt, read_state
-from so_tui.runs.outcome import OutcomeCode
+from so_tui.runs.records import OutcomeCode
 from so_tui.spec import find_preset
 from tests.support.plans import quad_gh200
 from tests.support.supervising import supervise_to_end

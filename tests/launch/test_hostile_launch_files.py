@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from so_tui.launch.attempt_files import read_launch
-from so_tui.launch.helpers import ToolError, _decoded
+from so_tui.launch.helper import ToolError, _decoded
+from so_tui.launch.launch import read_launch
 from so_tui.runs.directory import RunDirectory
 
 

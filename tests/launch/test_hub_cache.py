@@ -9,11 +9,10 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.launch.checks import checks_elsewhere
-from so_tui.launch.executors.slurm import commands
-from so_tui.launch.executors.slurm.script import batch_script
-from so_tui.launch.executors.slurm.site import load_site, user_sites
-from so_tui.launch.hub_cache import not_cached
-from so_tui.launch.preparation import Launch
+from so_tui.launch.launch import Launch
+from so_tui.launch.slurm import client
+from so_tui.launch.slurm.executor import not_cached
+from so_tui.launch.slurm.script import batch_script, load_site, user_sites
 from so_tui.spec import DataSource, InputError, RunSpec
 from tests.support.launching import tiny
 from tests.support.planning import CATALOG, QUAD
@@ -101,7 +100,7 @@ def test_every_source_of_a_mixture_and_the_held_out_data_count(tmp_path: Path) -
 def test_a_run_is_submitted_only_if_nodes_without_internet_have_everything(
     internet: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commands, "cluster_name", lambda: "ours")
+    monkeypatch.setattr(client, "cluster_name", lambda: "ours")
     user_sites().mkdir(parents=True)
     lines = f'title = "Ours"\npython = "python3"\ninternet = {str(internet).lower()}\n[environment]\nHF_HOME = "{tmp_path}"\n'
     (user_sites() / "ours.toml").write_text(lines)

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from so_tui.launch import preparation, prepare, prepare_resume, resume, start
-from so_tui.launch.attempt_files import read_launch
-from so_tui.launch.executor_types import SupervisorHandle
-from so_tui.launch.executors.local import LocalExecutor
+from so_tui.launch import launch as preparation
+from so_tui.launch import prepare, prepare_resume, resume, start
+from so_tui.launch.executors import LocalExecutor
+from so_tui.launch.launch import SupervisorHandle, read_launch
 from so_tui.machine import Machine
-from so_tui.runs import RunDirectory, control, read_spec, read_state, write_state
+from so_tui.runs import RunDirectory, read_spec, read_state, state, write_state
 from so_tui.runs.liveness import identify
 from so_tui.runs.records import RunState
 from so_tui.spec import InputError, Refused, RunSpec
@@ -151,7 +151,7 @@ def test_an_interrupted_start_leaves_nothing_or_stops_what_lives_already(
         assert len(list(tmp_path.glob("*/spec.json"))) == left
     run = RunDirectory(next(tmp_path.glob("*/spec.json")).parent)
     assert read_state(run).supervisor is not None
-    assert control.pending(run) == {"stop"}
+    assert state.pending(run) == {"stop"}
 
 
 def test_a_start_whose_state_cannot_be_read_deletes_nothing(

@@ -9,63 +9,63 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.launch import locks
-from so_tui.launch.attempt_files import write_launch
 from so_tui.launch.checks import quick_checks
+from so_tui.launch.launch import write_launch
+from so_tui.launch.supervisor import host_check
 from so_tui.runs import create_run, new_attempt, read_state
-from so_tui.runs.outcome import OutcomeCode
+from so_tui.runs.records import OutcomeCode
 from so_tui.spec import Refused
 from tests.support.plans import launch_with, plan_of, quad_gh200, spec_of
 from tests.support.supervising import supervise_to_end
 
-ME = locks.Holder(run="/runs/mine", pid=os.getpid())
+ME = host_check.Holder(run="/runs/mine", pid=os.getpid())
 
 
 def test_a_lock_is_held_once_and_says_by_whom(tmp_path: Path) -> None:
-    lock = locks.take(tmp_path, "gpu-1", ME)
-    with pytest.raises(locks.LockTakenError, match=f"run mine \\(pid {os.getpid()}\\)"):
-        locks.take(tmp_path, "gpu-1", locks.Holder(run="/runs/other", pid=1))
+    lock = host_check.take(tmp_path, "gpu-1", ME)
+    with pytest.raises(host_check.LockTakenError, match=f"run mine \\(pid {os.getpid()}\\)"):
+        host_check.take(tmp_path, "gpu-1", host_check.Holder(run="/runs/other", pid=1))
     lock.release()
-    locks.take(tmp_path, "gpu-1", ME).release()
+    host_check.take(tmp_path, "gpu-1", ME).release()
 
 
 def test_all_or_none(tmp_path: Path) -> None:
     first, second = quad_gh200().gpus[:2]
-    (held,) = locks.take_gpus(tmp_path, [second], ME)
-    with pytest.raises(locks.LockTakenError, match="GPU 1 is used by run mine"):
-        locks.take_gpus(tmp_path, [first, second], ME)
-    for lock in (held, *locks.take_gpus(tmp_path, [first], ME)):
+    (held,) = host_check.take_gpus(tmp_path, [second], ME)
+    with pytest.raises(host_check.LockTakenError, match="GPU 1 is used by run mine"):
+        host_check.take_gpus(tmp_path, [first, second], ME)
+    for lock in (held, *host_check.take_gpus(tmp_path, [first], ME)):
         lock.release()
 
 
 def test_a_child_with_the_descriptor_keeps_the_lock(tmp_path: Path) -> None:
-    lock = locks.take(tmp_path, "gpu-1", ME)
+    lock = host_check.take(tmp_path, "gpu-1", ME)
     with subprocess.Popen(
         [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=[lock.descriptor]
     ) as child:
         lock.release()
-        with pytest.raises(locks.LockTakenError):
-            locks.take(tmp_path, "gpu-1", ME)
+        with pytest.raises(host_check.LockTakenError):
+            host_check.take(tmp_path, "gpu-1", ME)
         child.kill()
-    locks.take(tmp_path, "gpu-1", ME).release()
+    host_check.take(tmp_path, "gpu-1", ME).release()
 
 
 def test_a_lock_whose_file_a_cleaner_removed_is_taken_again(tmp_path: Path) -> None:
-    lock = locks.take(tmp_path, "gpu-1", ME)
+    lock = host_check.take(tmp_path, "gpu-1", ME)
     os.utime(lock.path, (0, 0))
-    assert locks.refreshed(lock, ME) is lock
+    assert host_check.refreshed(lock, ME) is lock
     assert lock.path.stat().st_mtime > 1e9
     lock.path.unlink()
-    again = locks.refreshed(lock, ME)
-    with pytest.raises(locks.LockTakenError):
-        locks.take(tmp_path, "gpu-1", ME)
+    again = host_check.refreshed(lock, ME)
+    with pytest.raises(host_check.LockTakenError):
+        host_check.take(tmp_path, "gpu-1", ME)
     again.release()
-    locks.take(tmp_path, "gpu-1", ME).release()
+    host_check.take(tmp_path, "gpu-1", ME).release()
 
 
 def test_the_folder_is_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    folder = locks.lock_folder()
+    folder = host_check.lock_folder()
     assert folder == Path(f"/tmp/so-tui-{os.getuid()}"), (
         "the same in a shell that has no XDG_RUNTIME_DIR"
     )
@@ -82,10 +82,10 @@ def test_the_supervisor_holds_the_gpus_or_the_run_fails(
     run = create_run(plan.spec, tmp_path / "runs")
     attempt = new_attempt(run)
     write_launch(run, attempt, launch_with(plan, machine))
-    lock = locks.take(
-        locks.lock_folder(),
-        locks.gpu_lock_name(machine.gpus[0]),
-        locks.Holder(run="/runs/busy-one", pid=77),
+    lock = host_check.take(
+        host_check.lock_folder(),
+        host_check.gpu_lock_name(machine.gpus[0]),
+        host_check.Holder(run="/runs/busy-one", pid=77),
     )
     code = supervise_to_end(run, attempt)
     lock.release()
@@ -101,10 +101,10 @@ def test_a_gpu_of_another_run_is_refused_before_anything_starts(
     machine = quad_gh200()
     launch = launch_with(plan_of(spec_of(), gpus=True), machine, forced=True)
     quick_checks(launch)
-    lock = locks.take(
-        locks.lock_folder(),
-        locks.gpu_lock_name(machine.gpus[1]),
-        locks.Holder(run="/runs/busy-one", pid=77),
+    lock = host_check.take(
+        host_check.lock_folder(),
+        host_check.gpu_lock_name(machine.gpus[1]),
+        host_check.Holder(run="/runs/busy-one", pid=77),
     )
     with pytest.raises(Refused) as caught:
         quick_checks(launch)

@@ -12,7 +12,7 @@ import pytest
 
 from so_tui.cli import main
 from so_tui.folders import user_folder
-from so_tui.launch.new_preset import add_preset, describe_model, preset_name
+from so_tui.launch.helper_jobs import add_preset, describe_model, preset_name
 from so_tui.plan import make_plan
 from so_tui.spec import InputError, check_tree, create_preset, find_preset
 from tests.support.machines import superchips
@@ -62,7 +62,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (tool, timeout_s > 0) == ("describe_model", True)
         return json.loads(json.dumps(list(describe(request))[-1]))
 
-    monkeypatch.setattr("so_tui.launch.new_preset.call_tool", answer)
+    monkeypatch.setattr("so_tui.launch.helper_jobs.call_tool", answer)
 
 
 def folder(tmp_path: Path, name: str, **config: Any) -> Path:
@@ -101,7 +101,7 @@ KINDS: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, int]]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_table_counts_what_the_model_has(tmp_path: Path, kind: str) -> None:
-    from so_tui_trainer.model.matching import meta_model
+    from so_tui_trainer.model.weights import meta_model
     from so_tui_trainer.tools.describe_model import describe
     from so_tui_trainer.tools.presets import model_config, parameter_table
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.launch.new_preset import describe_model
+from so_tui.launch.helper_jobs import describe_model
 from so_tui.spec import InputError
 from tests.support.hub import PROXIES, loopback_hub
 from tests.support.problems import codes

@@ -14,13 +14,12 @@ import msgspec
 import pytest
 
 from so_tui.launch import prepare
-from so_tui.launch.attempt_files import write_launch
-from so_tui.launch.executors.slurm.executor import Submission, write_submission
-from so_tui.launch.node_states import NodeState
-from so_tui.launch.starter import TOKEN_VARIABLE, new_token, record_token
+from so_tui.launch.launch import TOKEN_VARIABLE, new_token, record_token, write_launch
+from so_tui.launch.slurm.executor import Submission, write_submission
+from so_tui.launch.supervisor.node import NodeState
 from so_tui.machine import Machine
 from so_tui.runs import RunDirectory, alive, create_run, new_attempt, read_state
-from so_tui.runs.outcome import OutcomeCode
+from so_tui.runs.records import OutcomeCode
 from so_tui.spec import find_preset
 from so_tui.trust.decoding import read_json
 from tests.support.fake_runs import FAKE_TRAINER, ended, kill, wait_for

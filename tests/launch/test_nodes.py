@@ -7,23 +7,28 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from so_tui.launch import environment
-from so_tui.launch.command import argv
+from so_tui.launch import command
+from so_tui.launch.command import Placeholder, argv
 from so_tui.launch.in_job import planned_here
-from so_tui.launch.network import EXPECTED_VARIABLE, NetworkWatch
-from so_tui.launch.node_states import (
+from so_tui.launch.supervisor.ending import Evidence, Outcome, RunFacts, conclude, outcome_text
+from so_tui.launch.supervisor.host import (
+    ALONE,
+    Nodes,
+    hostfile,
+    node_values,
+    nodes_of_job,
+    numbered,
+)
+from so_tui.launch.supervisor.node import (
     FIRST_SIGN_S,
     NodeState,
     OtherNodes,
     attributed,
     write_node_state,
 )
-from so_tui.launch.nodes import ALONE, Nodes, hostfile, node_values, nodes_of_job, numbered
-from so_tui.launch.outcome import Evidence, Outcome, conclude
-from so_tui.launch.outcome_text import RunFacts, outcome_text
-from so_tui.launch.placeholders import Placeholder
+from so_tui.launch.supervisor.slowness import EXPECTED_VARIABLE, NetworkWatch
 from so_tui.runs import RunDirectory, create_run, new_attempt
-from so_tui.runs.outcome import OutcomeCode
+from so_tui.runs.records import OutcomeCode
 from tests.support.plans import cpu_machine, launch_with, plan_of, quad_gh200, spec_of
 
 JOB = {
@@ -84,7 +89,7 @@ def test_only_ranks_of_one_host_are_kept_to_the_loopback_interface() -> None:
     names = [
         {
             change.name
-            for change in environment.variables(
+            for change in command.variables(
                 plan_of(spec_of(nodes=nodes), gpus=True), quad_gh200(), {}
             )
         }
@@ -92,13 +97,13 @@ def test_only_ranks_of_one_host_are_kept_to_the_loopback_interface() -> None:
     ]
     assert {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} <= names[0]
     assert not {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} & names[1]
-    assert {"NCCL_DEBUG", environment.NODE_MARKER} <= names[1]
+    assert {"NCCL_DEBUG", command.NODE_MARKER} <= names[1]
 
 
 def test_what_is_compiled_while_training_stays_on_each_of_several_hosts() -> None:
     here = {
         change.name: change.value
-        for change in environment.variables(
+        for change in command.variables(
             plan_of(spec_of(nodes=2)), cpu_machine(), {"HOME": "/home/me"}
         )
     }

@@ -6,10 +6,16 @@ from typing import Any
 
 import pytest
 
-from so_tui.launch.outcome import Evidence, Failure, Outcome, conclude
-from so_tui.launch.outcome_text import OutcomeText, RunFacts, outcome_text
-from so_tui.runs.outcome import OutcomeCode
-from so_tui.runs.records import EndRecord, Process
+from so_tui.launch.supervisor.ending import (
+    Evidence,
+    Failure,
+    Outcome,
+    OutcomeText,
+    RunFacts,
+    conclude,
+    outcome_text,
+)
+from so_tui.runs.records import EndRecord, OutcomeCode, Process
 
 RANK = Process(pid=30, start_time=3, role="rank", rank=2)
 LAUNCHER = Process(pid=20, start_time=2, role="launcher")

@@ -13,17 +13,23 @@ from msgspec.structs import replace
 
 from so_tui.commands.mpam import print_mpam_script
 from so_tui.launch import prepare
-from so_tui.launch.job import Job
-from so_tui.launch.partition_script import mount_script, partition_script
-from so_tui.launch.partitioning import VARIABLE, Partitioning, possible, remove_leftovers
-from so_tui.launch.placement import group_of
+from so_tui.launch.supervisor.host import Job
+from so_tui.launch.supervisor.mpam import (
+    VARIABLE,
+    Partitioning,
+    mount_script,
+    partition_script,
+    possible,
+    remove_leftovers,
+)
+from so_tui.launch.supervisor.samples import group_of
 from so_tui.machine.resctrl import Resctrl, read_groups, read_resctrl
 from so_tui.machine.system_files import SystemFiles
 from so_tui.plan.binding import bind_ranks
 from so_tui.plan.partitions import partitions
-from so_tui.plan.types import RankBinding
+from so_tui.plan.plan import RankBinding
 from so_tui.runs import create_run, new_attempt
-from so_tui.runs.host import this_host
+from so_tui.runs.liveness import this_host
 from so_tui.spec import InputError, find_preset, with_values
 from tests.support.machines import superchips
 from tests.support.sysroots import build_files
@@ -254,7 +260,9 @@ def test_a_run_has_its_partitions_as_long_as_its_supervisor_holds_it(
 ) -> None:
     files = tree(tmp_path, GRACE, dict.fromkeys(range(72), 1))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr("so_tui.launch.job.Partitioning", partial(Partitioning, tmp_path))
+    monkeypatch.setattr(
+        "so_tui.launch.supervisor.host.Partitioning", partial(Partitioning, tmp_path)
+    )
     machine = replace(superchips(1), gpus=())
     launch = prepare(
         with_values(find_preset("tiny").spec, {"gpus": "1", "offload.mode": "superoffload"}),

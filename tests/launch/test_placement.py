@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from msgspec.structs import replace
 
-from so_tui.launch.placement import (
+from so_tui.launch.supervisor.samples import (
     IDLE_NICE,
     misplaced,
     node_bytes,
@@ -19,8 +19,7 @@ from so_tui.launch.placement import (
 )
 from so_tui.plan.binding import bind_ranks
 from so_tui.runs.liveness import identify
-from so_tui.runs.placement import RankPlacement
-from so_tui.runs.records import Process
+from so_tui.runs.records import Process, RankPlacement
 from tests.support.machines import superchips
 
 BINDING = bind_ranks(superchips(2), 2, mode="superoffload", cpu_adam_cores_fraction=0.9)[1]

@@ -12,19 +12,21 @@ from msgspec.structs import replace
 
 from so_tui.cli import main
 from so_tui.launch import preflight, prepare
-from so_tui.launch.executors.slurm import commands
-from so_tui.launch.executors.slurm.site import load_site, site_names, user_sites
-from so_tui.launch.partition_machines import (
+from so_tui.launch.places import (
     keep_network,
+    machine_of,
     remember,
     seen_machine,
+    source_of,
     with_measured_network,
+    with_remedy,
 )
-from so_tui.launch.places import machine_of, source_of, with_remedy
-from so_tui.machine.described import MACHINES
+from so_tui.launch.slurm import client
+from so_tui.launch.slurm.script import load_site, site_names, user_sites
+from so_tui.machine.known import MACHINES
 from so_tui.machine.types import Machine, Network
-from so_tui.plan.network import between_hosts_bytes_per_s
-from so_tui.runs.network_rate import NetworkRate
+from so_tui.plan.rates import between_hosts_bytes_per_s
+from so_tui.runs.samples import NetworkRate
 from so_tui.spec import InputError, Refusal, Refused
 from tests.support.launching import tiny
 from tests.support.planning import CPU_ONLY, QUAD
@@ -47,7 +49,7 @@ def test_on_a_login_node_a_site_profile_says_what_the_nodes_are(
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of the cluster that commands speak to."""
-    monkeypatch.setattr(commands, "cluster_name", lambda: "Our cluster/1")
+    monkeypatch.setattr(client, "cluster_name", lambda: "Our cluster/1")
     return "Our cluster/1"
 
 
@@ -155,11 +157,11 @@ def test_clusters_that_share_a_home_keep_their_machines_apart(
 ) -> None:
     spec = tiny(slurm__partition="normal")
     remember(cluster, "normal", CPU_ONLY)
-    monkeypatch.setattr(commands, "cluster_name", lambda: "Our cluster_1")
+    monkeypatch.setattr(client, "cluster_name", lambda: "Our cluster_1")
     assert machine_of(spec, QUAD) == QUAD
     remember("Our cluster_1", "normal", replace(QUAD, hostname="theirs"))
     assert machine_of(spec, CPU_ONLY).hostname == "theirs"
-    monkeypatch.setattr(commands, "cluster_name", lambda: cluster)
+    monkeypatch.setattr(client, "cluster_name", lambda: cluster)
     assert machine_of(spec, QUAD) == CPU_ONLY
 
 
@@ -264,7 +266,7 @@ def test_a_wrong_profile_stops_no_plan_for_other_clusters(
 def test_a_wrong_profile_of_this_cluster_is_named(
     name: str, content: str, here: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commands, "cluster_name", lambda: here)
+    monkeypatch.setattr(client, "cluster_name", lambda: here)
     write_profile(name, content)
     with pytest.raises(InputError) as caught:
         machine_of(tiny(slurm__partition="normal"), QUAD)

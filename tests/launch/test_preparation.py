@@ -11,10 +11,9 @@ import msgspec
 import pytest
 
 from so_tui.launch import launch_of, prepare, preview
-from so_tui.launch.attempt_files import read_launch, write_launch
-from so_tui.launch.placeholders import Placeholder
-from so_tui.launch.preparation import visible_machine
-from so_tui.launch.render import shown_launch
+from so_tui.launch.command import Placeholder
+from so_tui.launch.launch import read_launch, visible_machine, write_launch
+from so_tui.launch.show import shown_launch
 from so_tui.machine.types import Gpu, Software
 from so_tui.runs import create_run, new_attempt
 from so_tui.spec import OffloadSpec, Refused, RunSpec, find_preset

@@ -20,11 +20,10 @@ from so_tui.launch.probe import (
 from so_tui.machine.types import Gpu, Machine
 from so_tui.model.flops import flops_of, model_flops
 from so_tui.plan import make_plan
-from so_tui.plan.calibration import Figures, Probe, calibration_of, store
+from so_tui.plan.measured import Figures, Probe, calibration_of, store
 from so_tui.plan.workload import Workload
 from so_tui.runs import MetricsWriter, RunDirectory, SampleWriter
-from so_tui.runs.records import PhaseRecord
-from so_tui.runs.sample import Sample
+from so_tui.runs.records import PhaseRecord, Sample
 from so_tui.spec import find_preset, with_values
 from tests.support.plans import cpu_machine
 from tests.support.records import step_record

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.launch.probe import probe_spec
-from so_tui.launch.probe_rows import write_rows
+from so_tui.launch.probe import probe_spec, write_rows
 from so_tui.plan.workload import Workload
 from so_tui.spec import find_preset, with_values
-from so_tui_trainer.data import cache, tokens
-from so_tui_trainer.data.packing import fill
+from so_tui_trainer.data import documents as cache
+from so_tui_trainer.data import tokens
+from so_tui_trainer.data.documents import fill
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,19 @@ from typing import cast
 import msgspec
 import pytest
 
-from so_tui.launch import processes
-from so_tui.launch.environment import RUN_ID_MARKER, RUN_MARKER
-from so_tui.launch.marker import markers
-from so_tui.launch.processes import FirstLoss, OwnProcesses, ProcessTree, role_of, send
+from so_tui.launch.command import RUN_ID_MARKER, RUN_MARKER
+from so_tui.launch.supervisor import processes
+from so_tui.launch.supervisor.processes import (
+    FirstLoss,
+    OwnProcesses,
+    ProcessTree,
+    markers,
+    role_of,
+    send,
+)
 from so_tui.runs import RunDirectory
-from so_tui.runs.manifest import new_manifest, write_manifest
-from so_tui.runs.process_stat import Stat, read_stat
+from so_tui.runs.directory import new_manifest, write_manifest
+from so_tui.runs.liveness import Stat, read_stat
 from so_tui.runs.records import Process
 from tests.support.waiting import LIMIT_S, running, wait_for_environment, wait_until
 
@@ -279,7 +285,7 @@ def test_of_processes_that_come_and_go_for_days_only_the_last_are_remembered(
 
 SUBREAPER = """
 import os, subprocess, sys, time
-from so_tui.launch.processes import ProcessTree, become_subreaper, reap_orphans
+from so_tui.launch.supervisor.processes import ProcessTree, become_subreaper, reap_orphans
 
 def states():
     found = {}

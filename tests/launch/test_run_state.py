@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.launch.outcome import Outcome
-from so_tui.launch.outcome_text import OutcomeText
-from so_tui.launch.run_state import (
+from so_tui.launch.supervisor.ending import (
+    Outcome,
+    OutcomeText,
     final_state,
     first_state,
     last_alive,
@@ -15,13 +15,18 @@ from so_tui.launch.run_state import (
     queued_state,
 )
 from so_tui.runs import MetricsWriter, RunDirectory
-from so_tui.runs.host import HostIdentity
-from so_tui.runs.index import index_path
+from so_tui.runs.index import index_path, segments
+from so_tui.runs.liveness import HostIdentity
 from so_tui.runs.metrics import MetricsReader
-from so_tui.runs.outcome import OutcomeCode
-from so_tui.runs.records import CheckpointRecord, EndRecord, PhaseRecord, ResumedRecord, RunState
+from so_tui.runs.records import (
+    CheckpointRecord,
+    EndRecord,
+    OutcomeCode,
+    PhaseRecord,
+    ResumedRecord,
+    RunState,
+)
 from so_tui.runs.records import MetricRecord as Record
-from so_tui.runs.segments import segments
 from tests.support.records import step_record
 
 

@@ -9,13 +9,19 @@ from pathlib import Path
 import pynvml
 import pytest
 
-from so_tui.launch.gpu_sampler import GpuSampler, throttling
-from so_tui.launch.process_loads import LEAST_CORES, ProcessLoads
-from so_tui.launch.processes import ProcessTree, role_of
-from so_tui.launch.sampler import Sampler, busy_percent, oom_kills, read_cpu_times, read_node_memory
+from so_tui.launch.supervisor.processes import LEAST_CORES, ProcessLoads, ProcessTree, role_of
+from so_tui.launch.supervisor.samples import (
+    GpuSampler,
+    Sampler,
+    busy_percent,
+    oom_kills,
+    read_cpu_times,
+    read_node_memory,
+    throttling,
+)
 from so_tui.machine import inspect_machine
-from so_tui.runs.process_stat import read_stat
-from so_tui.runs.sample import ForeignProcess
+from so_tui.runs.liveness import read_stat
+from so_tui.runs.records import ForeignProcess
 from tests.support.machines import superchips
 from tests.support.waiting import LIMIT_S, wait_for_environment, wait_until
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from so_tui.launch.shutdown import Shutdown, StopRequest
-from so_tui.launch.time_limits import DEFAULT_GRACE_S, EXIT_GRACE_S, KILL_AFTER_S
+from so_tui.launch import DEFAULT_GRACE_S, EXIT_GRACE_S, KILL_AFTER_S
+from so_tui.launch.supervisor.ending import Shutdown, StopRequest
 
 
 def test_the_trainers_processes_get_time_after_the_end_record() -> None:

@@ -9,24 +9,35 @@ from typing import get_args
 import pytest
 from msgspec.structs import replace
 
-from so_tui.launch.slow_causes import (
+from so_tui.launch.supervisor.slowness import (
+    LEAST_STEPS,
+    WINDOW_S,
     CauseCode,
     Clock,
     Measured,
     Planned,
+    SlowWatch,
+    cause_text,
     foreign_share,
     measured_of,
     ranked_causes,
+    slowdown_remedy,
+    slowdown_text,
 )
-from so_tui.launch.slow_text import cause_text, slowdown_remedy, slowdown_text
-from so_tui.launch.slow_watch import LEAST_STEPS, WINDOW_S, SlowWatch
 from so_tui.plan import make_plan
 from so_tui.plan.binding import bind_ranks
-from so_tui.plan.types import Plan, PlannedRates, StepTime
-from so_tui.runs.placement import RankPlacement
-from so_tui.runs.records import CheckpointRecord, MetricRecord, PhaseRecord
-from so_tui.runs.sample import GpuSample, NodeSample, Sample
-from so_tui.runs.slowdown import Cause, Slowdown
+from so_tui.plan.plan import Plan, PlannedRates, StepTime
+from so_tui.runs.records import (
+    Cause,
+    CheckpointRecord,
+    GpuSample,
+    MetricRecord,
+    NodeSample,
+    PhaseRecord,
+    RankPlacement,
+    Sample,
+    Slowdown,
+)
 from tests.support.machines import superchips
 from tests.support.planning import spec_of
 from tests.support.records import step_record

@@ -18,14 +18,12 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.launch import prepare, start
-from so_tui.launch.placement import read_placements
-from so_tui.launch.slow_causes import Measured, Planned, measured_of, ranked_causes
+from so_tui.launch.supervisor.samples import read_placements
+from so_tui.launch.supervisor.slowness import Measured, Planned, measured_of, ranked_causes
 from so_tui.machine import Machine
-from so_tui.plan.types import PlannedRates, StepTime
+from so_tui.plan.plan import PlannedRates, StepTime
 from so_tui.runs import RunDirectory, RunReader, read_state
-from so_tui.runs.records import Process, StepRecord
-from so_tui.runs.sample import Sample
-from so_tui.runs.slowdown import Cause
+from so_tui.runs.records import Cause, Process, Sample, StepRecord
 from so_tui.spec import RunSpec
 from tests.support.fake_runs import FAKE_TRAINER, Runs, wait_for
 from tests.support.launching import tiny

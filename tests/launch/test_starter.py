@@ -10,14 +10,20 @@ from pathlib import Path
 import pytest
 
 from so_tui.launch import prepare, supervise
-from so_tui.launch.attempt_files import write_launch
-from so_tui.launch.starter import TOKEN_VARIABLE, may_start, new_token, record_token, take_token
+from so_tui.launch.launch import (
+    TOKEN_VARIABLE,
+    may_start,
+    new_token,
+    record_token,
+    take_token,
+    write_launch,
+)
 from so_tui.machine import Machine
 from so_tui.runs import RunDirectory, create_run, new_attempt, read_state, write_state
 from so_tui.runs.liveness import identify
 from so_tui.runs.records import RunState
 from so_tui.spec import InputError, Refused, RunSpec
-from so_tui.trust.ownership import Distrust, NotOwnError
+from so_tui.trust.files import Distrust, NotOwnError
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +138,7 @@ def test_a_run_that_others_can_write_is_refused(run: RunDirectory, name: str) ->
 
 def test_files_are_checked_again_when_they_are_opened(run: RunDirectory, machine: Machine) -> None:
     """The folder above a run may be another user's, who exchanges files after the first check."""
-    from so_tui.launch.attempt_files import read_launch
+    from so_tui.launch.launch import read_launch
 
     run.plan_path(1).chmod(0o666)
     with pytest.raises(NotOwnError) as caught:

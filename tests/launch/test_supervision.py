@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.launch import prepare, supervise, supervision
-from so_tui.launch.attempt_files import write_launch
-from so_tui.launch.executors.local import supervisor_log
-from so_tui.launch.starter import new_token, record_token
-from so_tui.launch.supervisor import Supervisor
+from so_tui.launch import prepare, supervise
+from so_tui.launch.executors import supervisor_log
+from so_tui.launch.launch import new_token, record_token, write_launch
+from so_tui.launch.supervisor import run as supervision
+from so_tui.launch.supervisor.run import Supervisor
 from so_tui.machine import Machine
 from so_tui.runs import create_run, new_attempt
-from so_tui.runs.outcome import OutcomeCode
-from so_tui.runs.run_lock import RunLock
-from so_tui.settings.file import change_settings
+from so_tui.runs.lock import RunLock
+from so_tui.runs.records import OutcomeCode
+from so_tui.settings import change_settings
 from so_tui.spec import InputError, Problem, RunSpec
 from tests.support.fake_runs import Runs, ended, kill, process_of, roles, wait_for
 from tests.support.waiting import wait_until
@@ -57,7 +57,7 @@ def test_the_command_that_tells_of_the_end_is_waited_for_although_the_lock_canno
     def away(_: RunLock) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr("so_tui.launch.job.inspect_machine", fail)
+    monkeypatch.setattr("so_tui.launch.supervisor.host.inspect_machine", fail)
     monkeypatch.setattr(RunLock, "release", away)
     monkeypatch.setattr(Supervisor, "_install_signals", lambda _: None)
     monkeypatch.setattr(supervision, "become_subreaper", lambda: None)

@@ -16,16 +16,22 @@ from typing import Any
 
 import pytest
 
-from so_tui.launch import ensure_supervised, prepare, prepare_resume, resume, start, stop
-from so_tui.launch.process_loads import pids
-from so_tui.launch.sampler import MEMORY_INTERVAL_S
-from so_tui.launch.shutdown import request_stop, stop_request
-from so_tui.launch.time_limits import EXIT_GRACE_S
+from so_tui.launch import (
+    EXIT_GRACE_S,
+    ensure_supervised,
+    prepare,
+    prepare_resume,
+    resume,
+    start,
+    stop,
+)
+from so_tui.launch.supervisor.ending import request_stop, stop_request
+from so_tui.launch.supervisor.processes import pids
+from so_tui.launch.supervisor.samples import MEMORY_INTERVAL_S
 from so_tui.machine import Machine
 from so_tui.runs import RunDirectory, alive, read_spec, read_state, state_with_truth
-from so_tui.runs.outcome import OutcomeCode
-from so_tui.runs.process_stat import read_stat
-from so_tui.runs.records import RunState
+from so_tui.runs.liveness import read_stat
+from so_tui.runs.records import OutcomeCode, RunState
 from so_tui.runs.state import write_spec
 from so_tui.spec import InputError, SoTuiError, with_values
 from tests.support.fake_runs import (

@@ -13,25 +13,25 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from so_tui.launch import evidence, host_supervisor, job, locks, prepare
-from so_tui.launch.attempt_files import write_launch
-from so_tui.launch.locks import Holder, LockTakenError
-from so_tui.launch.outcome import Outcome
-from so_tui.launch.supervisor import Supervisor
+from so_tui.launch import prepare
+from so_tui.launch.launch import write_launch
+from so_tui.launch.supervisor import ending, host, host_check
+from so_tui.launch.supervisor.ending import Outcome
+from so_tui.launch.supervisor.host_check import Holder, LockTakenError
+from so_tui.launch.supervisor.run import Supervisor
 from so_tui.machine import Machine
 from so_tui.machine.types import Gpu
-from so_tui.plan.types import OptionalMemory
+from so_tui.plan.plan import OptionalMemory
 from so_tui.runs import RunDirectory, create_run, new_attempt, read_state
+from so_tui.runs.directory import run_id
 from so_tui.runs.liveness import identify
-from so_tui.runs.log import LogReader
-from so_tui.runs.manifest import run_id
-from so_tui.runs.outcome import OutcomeCode
-from so_tui.runs.records import Alert, Process, RunState
-from so_tui.runs.run_lock import OwnerFiles, RunLock
+from so_tui.runs.lock import OwnerFiles, RunLock
+from so_tui.runs.metrics import MetricsWriter
+from so_tui.runs.reader import LogReader
+from so_tui.runs.records import Alert, OutcomeCode, Process, RunState
 from so_tui.runs.samples import SampleWriter
 from so_tui.runs.state import write_state, write_state_even_if_full
-from so_tui.runs.writer import MetricsWriter
-from so_tui.settings.file import change_settings
+from so_tui.settings import change_settings
 from so_tui.spec import InputError, Problem, RunSpec
 from tests.support.records import step_record
 from tests.support.waiting import running, wait_until
@@ -41,7 +41,7 @@ from tests.support.waiting import running, wait_until
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave the signals of the test process alone, and its children, which a supervisor in this process would take for the run's."""
     monkeypatch.setattr(Supervisor, "_install_signals", lambda _: None)
-    monkeypatch.setattr("so_tui.launch.processes.pids", set)
+    monkeypatch.setattr("so_tui.launch.supervisor.processes.pids", set)
 
 
 def attempt(folder: Path, spec: RunSpec, machine: Machine, *, forced: bool = False) -> RunDirectory:
@@ -76,7 +76,7 @@ def test_a_machine_that_cannot_be_inspected_fails_the_start(
             ]
         )
 
-    monkeypatch.setattr(job, "inspect_machine", fail)
+    monkeypatch.setattr(host, "inspect_machine", fail)
     run = attempt(tmp_path, two_ranks, machine)
     assert Supervisor(run, 1, read_state(run), RunLock(OwnerFiles(run))).watch() == 1
     state = read_state(run)
@@ -91,15 +91,15 @@ def test_the_last_lines_of_a_log_are_read_however_much_was_written_at_the_end(
     run = attempt(tmp_path, two_ranks, machine)
     looks = iter([True, False])
 
-    def running(_: job.Job) -> bool:
+    def running(_: host.Job) -> bool:
         if lives := next(looks):
             run.log_path(1, machine.hostname).write_text(
                 "a state of the process\n" * 200_000 + "RuntimeError: the loss is a teapot\n"
             )
         return lives
 
-    monkeypatch.setattr(job.Job, "start", lambda _: None)
-    monkeypatch.setattr(job.Job, "running", running)
+    monkeypatch.setattr(host.Job, "start", lambda _: None)
+    monkeypatch.setattr(host.Job, "running", running)
     assert Supervisor(run, 1, read_state(run), RunLock(OwnerFiles(run))).watch() == 1
     assert read_state(run).reason.endswith("RuntimeError: the loss is a teapot")
 
@@ -114,9 +114,9 @@ def test_a_log_that_never_ends_does_not_keep_a_run_from_ending(
             self.behind = True
             return ("a line",)
 
-    monkeypatch.setattr(host_supervisor, "LogReader", Endless)
-    monkeypatch.setattr(host_supervisor, "_SWEEP_S", 0.2)
-    monkeypatch.setattr(job.Job, "start", lambda _: None)
+    monkeypatch.setattr(host, "LogReader", Endless)
+    monkeypatch.setattr(host, "_SWEEP_S", 0.2)
+    monkeypatch.setattr(host.Job, "start", lambda _: None)
     run = attempt(tmp_path, two_ranks, machine)
     assert Supervisor(run, 1, read_state(run), RunLock(OwnerFiles(run))).watch() == 1
     assert read_state(run).state == "failed"
@@ -138,8 +138,8 @@ def test_the_final_state_does_not_depend_on_the_plans_advice(
         asked.append(spec)
         raise ZeroDivisionError
 
-    monkeypatch.setattr(evidence, "less_gpu_memory", fail)
-    monkeypatch.setattr(evidence, "less_host_memory", fail)
+    monkeypatch.setattr(ending, "less_gpu_memory", fail)
+    monkeypatch.setattr(ending, "less_host_memory", fail)
     run = attempt(tmp_path, two_ranks, machine)
     assert (
         Supervisor(run, 1, read_state(run), RunLock(OwnerFiles(run)))._finish(
@@ -156,7 +156,7 @@ def test_a_supervisor_that_takes_over_tells_only_what_its_predecessor_could_not(
 ) -> None:
     change_settings({"alerts.loss_above": 5.0, "alerts.on": ["loss", "not-finite"]})
     looks = iter([True, False])
-    monkeypatch.setattr(job.Job, "running", lambda _: next(looks))
+    monkeypatch.setattr(host.Job, "running", lambda _: next(looks))
     run = attempt(tmp_path, two_ranks, machine)
     records = MetricsWriter(run, 1)
     for step, loss in enumerate((9.0, 2.0, float("nan"), 2.0, 2.0, 8.0), start=1):
@@ -192,9 +192,9 @@ def test_a_supervisor_that_cannot_take_the_locks_over_still_watches_what_lives(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(locks, "take_gpus", fail)
+    monkeypatch.setattr(host_check, "take_gpus", fail)
     monkeypatch.setattr(
-        job.Job, "_gpus", lambda _: [Gpu(index=0, name="a GPU", pci_bus_id="0000:01:00.0")]
+        host.Job, "_gpus", lambda _: [Gpu(index=0, name="a GPU", pci_bus_id="0000:01:00.0")]
     )
     run = attempt(tmp_path, two_ranks, machine)
     environ = {
@@ -204,7 +204,7 @@ def test_a_supervisor_that_cannot_take_the_locks_over_still_watches_what_lives(
         "SO_TUI_RUN_ID": run_id(run),
     }
     with subprocess.Popen(["/bin/sh", "-c", "sleep 2"], env=environ) as process:
-        monkeypatch.setattr("so_tui.launch.processes.pids", lambda: {process.pid})
+        monkeypatch.setattr("so_tui.launch.supervisor.processes.pids", lambda: {process.pid})
         found = replace(read_state(run), state="training", attempt=1, host=machine.hostname)
         Supervisor(run, 1, found, RunLock(OwnerFiles(run))).watch()
         assert not running(process.pid)
@@ -228,9 +228,9 @@ def test_a_file_system_that_is_away_after_the_start_leaves_nothing_unsupervised(
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
     looks = iter([True, True, False])
-    monkeypatch.setattr(host_supervisor, "TICK_S", 0.0)
-    monkeypatch.setattr(job.Job, "start", lambda _: None)
-    monkeypatch.setattr(job.Job, "running", lambda _: next(looks))
+    monkeypatch.setattr(host, "TICK_S", 0.0)
+    monkeypatch.setattr(host.Job, "start", lambda _: None)
+    monkeypatch.setattr(host.Job, "running", lambda _: next(looks))
     monkeypatch.setattr(*what, away)
     run = attempt(tmp_path, two_ranks, machine)
     assert Supervisor(run, 1, read_state(run), RunLock(OwnerFiles(run))).watch() == 1
@@ -250,7 +250,7 @@ def test_a_command_that_tells_of_the_end_finds_it_recorded(
             wait_until(found.exists, limit_s=1)
         write_state_even_if_full(*arguments)
 
-    monkeypatch.setattr("so_tui.launch.supervisor.write_state_even_if_full", slow)
+    monkeypatch.setattr("so_tui.launch.supervisor.run.write_state_even_if_full", slow)
     supervisor = Supervisor(run, 1, read_state(run), RunLock(OwnerFiles(run)))
     supervisor._finish(Outcome(state="failed", code=OutcomeCode.RANK_LOST, who="rank", rank=0))
     supervisor.finish()
@@ -276,12 +276,12 @@ def test_a_supervisor_takes_over_on_a_full_disk(
     )
     looks, seen = iter([True, False]), []
 
-    def lives(_: job.Job) -> bool:
+    def lives(_: host.Job) -> bool:
         seen.append(read_state(run))
         return next(looks)
 
-    monkeypatch.setattr(job.Job, "running", lives)
-    monkeypatch.setattr("so_tui.launch.supervisor.write_state", full)
+    monkeypatch.setattr(host.Job, "running", lives)
+    monkeypatch.setattr("so_tui.launch.supervisor.run.write_state", full)
     monkeypatch.setattr("so_tui.runs.state.write_state", full)
     assert Supervisor(run, 1, read_state(run), RunLock(OwnerFiles(run))).watch() == 1
     assert seen[0].supervisor == identify(os.getpid(), "supervisor")

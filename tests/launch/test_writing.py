@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from so_tui.cli import main
-from so_tui.commands.generate import given_sampling
+from so_tui.commands.models import given_sampling
 from so_tui.commands.parser import build_parser
-from so_tui.launch.writing import ModelProcess, named_model
+from so_tui.launch.helper_jobs import ModelProcess, named_model
 from so_tui.runs import RunDirectory, create_run
 from so_tui.spec import InputError
 from so_tui.spec.generation import Answer, Event, Loaded, Piece, Prompt, Rejected, Sampling, Turn

@@ -11,10 +11,16 @@ import msgspec
 import pytest
 
 from so_tui.machine import Machine, Software, inspect_machine, parse_cpus
-from so_tui.machine.cpulist import cpu_ranges
-from so_tui.plan.binding import bind_ranks, core_list, split_cores, uses_numactl
-from so_tui.plan.deepspeed_numactl import numactl_nodes, numactl_prefix
-from so_tui.plan.types import RankBinding
+from so_tui.machine.host import cpu_ranges
+from so_tui.plan.binding import (
+    bind_ranks,
+    core_list,
+    numactl_nodes,
+    numactl_prefix,
+    split_cores,
+    uses_numactl,
+)
+from so_tui.plan.plan import RankBinding
 from so_tui.spec.errors import InputError
 from tests.support.sysroots import (
     EIGHT_H100,

@@ -12,9 +12,8 @@ import psutil
 import pytest
 
 from so_tui.machine import Machine, cpu_ranges, inspect_machine, parse_cpus
-from so_tui.plan.binding import bind_ranks, core_list
-from so_tui.plan.binding_text import deepspeed_text
-from so_tui.plan.types import RankBinding
+from so_tui.plan.binding import bind_ranks, core_list, deepspeed_text
+from so_tui.plan.plan import RankBinding
 from so_tui.spec import InputError
 from tests.support.sysroots import (
     EIGHT_H100,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.machine import cgroup
-from so_tui.machine.memory import available_bytes
+from so_tui.machine import host
+from so_tui.machine.host import available_bytes
 from so_tui.machine.system_files import SystemFiles
 from tests.support.sysroots import build_files
 
@@ -44,9 +44,9 @@ def system_files(files: dict[str, str], folder: Path) -> SystemFiles:
 @pytest.mark.parametrize("files", [V2, V1, HIDDEN])
 def test_limits(tmp_path: Path, files: dict[str, str]) -> None:
     found = system_files(files, tmp_path)
-    assert cgroup.cpuset(found) == {8, 9, 10, 11}
-    assert cgroup.memory_limit_bytes(found) == 64 << 30
-    assert cgroup.cpu_quota(found) == 2.5
+    assert host.cpuset(found) == {8, 9, 10, 11}
+    assert host.memory_limit_bytes(found) == 64 << 30
+    assert host.cpu_quota(found) == 2.5
 
 
 @pytest.mark.parametrize(
@@ -69,8 +69,8 @@ def test_memory_that_is_left_counts_the_file_cache_as_free(
     tmp_path: Path, files: dict[str, str]
 ) -> None:
     found = system_files(files, tmp_path)
-    assert cgroup.memory_left_bytes(found) == (64 << 30) - 68_000_000_000 + 23
-    assert available_bytes(found) == cgroup.memory_left_bytes(found)
+    assert host.memory_left_bytes(found) == (64 << 30) - 68_000_000_000 + 23
+    assert available_bytes(found) == host.memory_left_bytes(found)
 
 
 def test_no_limits(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_no_limits(tmp_path: Path) -> None:
     for files in (free, {}):
         found = system_files(files, tmp_path / str(len(files)))
         assert (
-            cgroup.cpuset(found),
-            cgroup.memory_limit_bytes(found),
-            cgroup.cpu_quota(found),
+            host.cpuset(found),
+            host.memory_limit_bytes(found),
+            host.cpu_quota(found),
         ) == (None, None, None)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from so_tui.machine.cpulist import contiguous_runs, cpu_ranges, cpus_or_empty, parse_cpus
+from so_tui.machine.host import contiguous_runs, cpu_ranges, cpus_or_empty, parse_cpus
 
 
 @pytest.mark.parametrize(

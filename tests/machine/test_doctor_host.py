@@ -12,7 +12,7 @@ import pytest
 
 from so_tui.machine import inspect_machine
 from so_tui.machine.doctor import findings
-from so_tui.machine.nvml import GpuHealth
+from so_tui.machine.gpus import GpuHealth
 from tests.support.doctor import GIB, INSTALLED, found, healthy, kinds, only
 from tests.support.sysroots import (
     EIGHT_H200,

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from so_tui.cli import main
-from so_tui.machine.code_folders import extensions_folder
 from so_tui.machine.doctor import CheckContext, run
+from so_tui.machine.software import extensions_folder
 from so_tui.machine.system_files import SystemFiles
 from so_tui.machine.types import Machine
 from tests.support.doctor import GIB, Needs, found, healthy, kinds, only, with_gpu, with_software

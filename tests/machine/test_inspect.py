@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from so_tui.machine import Machine, inspect_machine
-from so_tui.machine.cpus import memory_allowance_notes
+from so_tui.machine.host import memory_allowance_notes
 from so_tui.spec.errors import InputError
 from tests.support.sysroots import (
     EIGHT_H100,

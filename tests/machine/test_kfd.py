@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from so_tui.machine import Machine, inspect_machine
-from so_tui.machine.amd_smi import names_by_amd_smi, names_in
 from so_tui.machine.doctor import findings
-from so_tui.machine.gpus import hiding_variable, visible_gpus
+from so_tui.machine.gpus import hiding_variable, names_by_amd_smi, names_in, visible_gpus
 from so_tui.plan.binding import bind_ranks
 from so_tui.spec.errors import InputError
 from tests.support.kfd import NODES, apu_files

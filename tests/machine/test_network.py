@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.machine.network import read_network
-from so_tui.machine.system_files import SystemFiles
+from so_tui.machine.system_files import SystemFiles, read_network
 
 
 def written(root: Path, files: dict[str, str]) -> SystemFiles:

@@ -10,8 +10,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from so_tui.machine.types import Software
-from so_tui.machine.versions import (
+from so_tui.machine.software import (
     PACKAGES,
     Bound,
     bounds,
@@ -20,6 +19,7 @@ from so_tui.machine.versions import (
     outside_bounds,
     version_sets,
 )
+from so_tui.machine.types import Software
 from tests.support.python_path import ROOT
 
 SETS = {each.name: each for each in version_sets()}

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from so_tui.model.architecture import architecture
 from so_tui.model.flops import (
     Flops,
     attention_pairs,
@@ -20,6 +19,7 @@ from so_tui.model.flops import (
     seed_flops_per_sequence,
     seed_tflops_total,
 )
+from so_tui.model.shape import architecture
 from so_tui.spec import InputError, ParameterBlock, Tensor, load_catalog
 
 PRESETS = load_catalog().presets

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from so_tui.model.layout import Parameter, StateLayout, expand, layout_of
 from so_tui.model.profile import profile_of
+from so_tui.model.shape import Parameter, StateLayout, expand, layout_of
 from so_tui.model.sharding import (
     deepspeed_gpu_sub_groups,
     gpu_sub_groups,
@@ -14,11 +14,7 @@ from so_tui.model.sharding import (
     sub_group_slices,
 )
 from so_tui.spec.errors import InputError
-from so_tui.spec.sections.data import DataSpec
-from so_tui.spec.sections.model import ModelSpec
-from so_tui.spec.sections.offload import OffloadSpec
-from so_tui.spec.sections.parameters import ParameterBlock, Tensor
-from so_tui.spec.types import RunSpec
+from so_tui.spec.run_spec import DataSpec, ModelSpec, OffloadSpec, ParameterBlock, RunSpec, Tensor
 
 CONFIG = {
     "hidden_size": 8,

@@ -11,11 +11,18 @@ from msgspec.structs import replace
 
 from benchmarks import planner_errors
 from benchmarks.planner_errors import Row, errors, pairs, quantile, ratio_error
-from so_tui.plan import accuracy, make_plan, plans_json
-from so_tui.plan.accuracy import StepError, about_as_fast, step_error, surely_faster
-from so_tui.plan.constants import Calibrated, Speed, published_speed
-from so_tui.plan.render import render_plan
-from so_tui.ui.widgets.plan_view import headline
+from so_tui.plan import make_plan, plans_json, rates
+from so_tui.plan.rates import (
+    Calibrated,
+    Speed,
+    StepError,
+    about_as_fast,
+    published_speed,
+    step_error,
+    surely_faster,
+)
+from so_tui.plan.show import render_plan
+from so_tui.ui.plan_view import headline
 from tests.support.machines import x86
 from tests.support.planning import QUAD, shown, spec_of
 
@@ -36,22 +43,22 @@ def speed_of(gpu: str, *, calibrated: bool = False) -> Speed:
 
 def test_the_errors_are_those_that_were_measured() -> None:
     for calibrated, most in (
-        (True, accuracy.CALIBRATED),
-        (False, accuracy.PUBLISHED),
+        (True, rates.CALIBRATED),
+        (False, rates.PUBLISHED),
     ):  # rounded up to whole percents
         assert (
             most - 0.01
-            < quantile(errors(measured_rows(), calibrated=calibrated), accuracy.WITHIN)
+            < quantile(errors(measured_rows(), calibrated=calibrated), rates.WITHIN)
             <= most
         )
-    assert round(ratio_error(pairs(measured_rows())), 2) == accuracy.ALIKE
-    assert {row.gpu for row in measured_rows()} == set(accuracy.CHECKED_GPUS)
+    assert round(ratio_error(pairs(measured_rows())), 2) == rates.ALIKE
+    assert {row.gpu for row in measured_rows()} == set(rates.CHECKED_GPUS)
 
 
 def test_the_order_of_settings_that_are_about_as_fast_is_chance_and_that_of_others_is_not() -> None:
     found = [pair for group in pairs(measured_rows()) for pair in group if pair.predicted]
-    closer = [pair.measured > 0 for pair in found if pair.predicted < accuracy.ALIKE]
-    further = [pair.measured > 0 for pair in found if pair.predicted >= accuracy.ALIKE]
+    closer = [pair.measured > 0 for pair in found if pair.predicted < rates.ALIKE]
+    further = [pair.measured > 0 for pair in found if pair.predicted >= rates.ALIKE]
     assert len(closer) > 100
     assert sum(closer) / len(closer) < 0.6
     assert sum(further) / len(further) > 0.9
@@ -59,10 +66,8 @@ def test_the_order_of_settings_that_are_about_as_fast_is_chance_and_that_of_othe
 
 def test_a_difference_is_sure_from_where_the_faster_one_is_faster_in_nine_of_ten_pairs() -> None:
     found = [pair for group in pairs(measured_rows()) for pair in group]
-    sure = [
-        pair.measured > 0 for pair in found if accuracy.SURE <= pair.predicted < 2 * accuracy.SURE
-    ]
-    less = [pair.measured > 0 for pair in found if accuracy.ALIKE <= pair.predicted < accuracy.SURE]
+    sure = [pair.measured > 0 for pair in found if rates.SURE <= pair.predicted < 2 * rates.SURE]
+    less = [pair.measured > 0 for pair in found if rates.ALIKE <= pair.predicted < rates.SURE]
     assert len(sure) > 100
     assert sum(sure) / len(sure) > 0.9
     assert sum(less) / len(less) < 0.8
@@ -122,10 +127,10 @@ def test_the_error_of_a_step_depends_on_whose_rates_it_rests_on_and_says_where_i
     None
 ):
     assert step_error(speed_of(H200, calibrated=True), H200, 1) == StepError(
-        share=accuracy.CALIBRATED, checked=True
+        share=rates.CALIBRATED, checked=True
     )
-    assert step_error(speed_of(H200), H200, 1) == StepError(share=accuracy.PUBLISHED, checked=True)
-    assert accuracy.CALIBRATED < accuracy.PUBLISHED
+    assert step_error(speed_of(H200), H200, 1) == StepError(share=rates.PUBLISHED, checked=True)
+    assert rates.CALIBRATED < rates.PUBLISHED
     for gpu, hosts in (
         (H200, 2),
         ("NVIDIA GH200 480GB", 1),
@@ -137,21 +142,21 @@ def test_the_error_of_a_step_depends_on_whose_rates_it_rests_on_and_says_where_i
 
 
 def test_speeds_are_about_as_fast_where_they_differ_by_less_than_ratios_are_off() -> None:
-    assert about_as_fast(100.0, 100.0 * (1 - 0.9 * accuracy.ALIKE))
-    assert about_as_fast(100.0 * (1 - 0.9 * accuracy.ALIKE), 100.0)
-    assert not about_as_fast(100.0, 100.0 * (1 - 1.1 * accuracy.ALIKE))
+    assert about_as_fast(100.0, 100.0 * (1 - 0.9 * rates.ALIKE))
+    assert about_as_fast(100.0 * (1 - 0.9 * rates.ALIKE), 100.0)
+    assert not about_as_fast(100.0, 100.0 * (1 - 1.1 * rates.ALIKE))
 
 
 def test_the_error_is_shown_beside_the_step() -> None:
     plan = make_plan(spec_of("qwen3-4b-random", gpus="1"), x86(H200))
-    assert plan.step_error == StepError(share=accuracy.PUBLISHED, checked=True)
+    assert plan.step_error == StepError(share=rates.PUBLISHED, checked=True)
     step = f"{plan.step_s:.2f} s ±15%"
     assert shown(render_plan(plan, x86(H200)), 200).count(step) == 2
     assert "±15%" in headline(plan, 80).plain
     row = json.loads(json.dumps(plans_json([plan])))["plans"][0]
     assert row["step_error"] == {
-        "share": accuracy.PUBLISHED,
-        "alike": accuracy.ALIKE,
+        "share": rates.PUBLISHED,
+        "alike": rates.ALIKE,
         "checked": True,
     }
     elsewhere = make_plan(spec_of("phi-4", gpus="4"), QUAD)

@@ -6,11 +6,10 @@ import pytest
 
 from so_tui.model.profile import profile_of
 from so_tui.plan import make_plan
-from so_tui.plan.alternatives import batch_splits, more_gpus, shorter_sequences, smaller_batches
-from so_tui.plan.facts.remedies import Change, FitsHere, MemorySaving
-from so_tui.plan.memory_advice import less_gpu_memory, less_host_memory, memory_advice
-from so_tui.plan.messages import message
-from so_tui.plan.types import GivenMemory, OptionalMemory
+from so_tui.plan.notes import Change, FitsHere, MemorySaving, message
+from so_tui.plan.plan import GivenMemory, OptionalMemory
+from so_tui.plan.remedies import less_gpu_memory, less_host_memory, memory_advice
+from so_tui.plan.search import batch_splits, more_gpus, shorter_sequences, smaller_batches
 from so_tui.spec import with_values
 from tests.support.machines import x86
 from tests.support.planning import CATALOG, QUAD, spec_of

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.plan import make_plan, recommend
-from so_tui.plan.calibration import (
+from so_tui.plan.measured import (
     STEP_PARTS,
     Figures,
     Probe,
@@ -16,10 +16,10 @@ from so_tui.plan.calibration import (
     path_of,
     store,
 )
-from so_tui.plan.constants import Calibrated, SpeedSource, digest, published_speed
-from so_tui.plan.speed_text import speed_source_text
+from so_tui.plan.plan import Plan
+from so_tui.plan.rates import Calibrated, SpeedSource, digest, published_speed
+from so_tui.plan.show import speed_source_text
 from so_tui.plan.terms import TermKind
-from so_tui.plan.types import Plan
 from so_tui.plan.workload import Workload
 from so_tui.spec import load_catalog, with_values
 from tests.support.machines import superchips, x86

@@ -7,13 +7,11 @@ import pytest
 from so_tui.machine import Machine
 from so_tui.model.profile import profile_of
 from so_tui.plan import make_plan, recommend
-from so_tui.plan.accuracy import ALIKE, SURE
-from so_tui.plan.facts.cautions import FasterStates
-from so_tui.plan.facts.remedies import CompactStatesFit, MoreGpusFit
-from so_tui.plan.messages import message
+from so_tui.plan.notes import CompactStatesFit, FasterStates, MoreGpusFit, message
+from so_tui.plan.rates import ALIKE, SURE
 from so_tui.plan.terms import TermKind
 from so_tui.spec import with_values
-from so_tui.spec.sections.offload import StatesFormat
+from so_tui.spec.run_spec import StatesFormat
 from tests.support.machines import superchips, x86
 from tests.support.planning import BIG, QUAD, facts_of, only, spec_of
 

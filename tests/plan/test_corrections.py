@@ -6,14 +6,14 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.plan import make_plan
-from so_tui.plan.calibration import STEP_PARTS, Figures, Passes, Probe, Rates, model_key, store
-from so_tui.plan.constants import SpeedSource, digest
 from so_tui.plan.fit import assess, fetching_of, step_model, target_of
-from so_tui.plan.speed_text import speed_source_text
-from so_tui.plan.types import Plan, StepTime
+from so_tui.plan.measured import STEP_PARTS, Figures, Passes, Probe, Rates, model_key, store
+from so_tui.plan.plan import Plan, StepTime
+from so_tui.plan.rates import SpeedSource, digest
+from so_tui.plan.show import speed_source_text
 from so_tui.plan.workload import Workload
 from so_tui.spec import load_catalog, with_values
-from so_tui.spec.types import RunSpec
+from so_tui.spec.run_spec import RunSpec
 from tests.support.machines import x86
 
 H200 = x86("NVIDIA H200")

@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from benchmarks import planner, planner_fit
 from benchmarks.planner_settings import SETS, h200_host
 from so_tui.launch.probe import Measured
-from so_tui.plan.calibration import Figures
-from so_tui.plan.constants import Constants, constants, published_speed, using
+from so_tui.plan.measured import Figures
+from so_tui.plan.rates import Constants, constants, published_speed, using
 from so_tui.plan.resources import resources_of
 from so_tui.plan.workload import Workload
 from so_tui.spec import find_preset, with_values

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from so_tui.machine.described import named_machine
+from so_tui.machine.known import named_machine
 from so_tui.machine.types import Machine, Network
 from so_tui.plan import make_plan, plan_table, recommend
-from so_tui.plan.facts.choices import AcrossHosts
-from so_tui.plan.messages import message
-from so_tui.plan.render import render_table
-from so_tui.plan.types import Plan
+from so_tui.plan.notes import AcrossHosts, message
+from so_tui.plan.plan import Plan
+from so_tui.plan.show import render_table
 from tests.support.planning import CATALOG, QUAD, facts_of, only, shown, spec_of
 
 LLAMA_70B = CATALOG.presets["llama-3.3-70b"].spec

@@ -7,15 +7,13 @@ import dataclasses
 import pytest
 from msgspec.structs import replace
 
-from so_tui.model.activations import attention_bytes, block_input_bytes, offloaded_bytes
-from so_tui.model.profile import profile_of
+from so_tui.model.profile import attention_bytes, block_input_bytes, offloaded_bytes, profile_of
 from so_tui.plan import make_plan, recommend
-from so_tui.plan.alternatives import with_policy
-from so_tui.plan.facts.choices import InputsOnHost
-from so_tui.plan.facts.remedies import MemoryAdvice
 from so_tui.plan.fit import Target, assess, target_of
-from so_tui.plan.memory import all_terms
-from so_tui.plan.memory_advice import memory_advice
+from so_tui.plan.gpu_memory import all_terms
+from so_tui.plan.notes import InputsOnHost, MemoryAdvice
+from so_tui.plan.remedies import memory_advice
+from so_tui.plan.search import with_policy
 from so_tui.plan.terms import MemoryTerm, TermKind
 from so_tui.spec import InputError, RunSpec, find_preset, with_values
 from tests.support.machines import superchips, x86

@@ -7,9 +7,8 @@ import math
 import pytest
 
 from so_tui.plan import make_plan
-from so_tui.plan.facts.choices import CheckpointInterval
-from so_tui.plan.interval import GPU_HOURS_BETWEEN_FAILURES, best_interval_s
-from so_tui.plan.messages import message
+from so_tui.plan.notes import CheckpointInterval, message
+from so_tui.plan.reasons import GPU_HOURS_BETWEEN_FAILURES, best_interval_s
 from tests.support.planning import BIG, CPU_ONLY, QUAD, facts_of, only, spec_of
 
 DAY = 86_400.0

@@ -5,18 +5,17 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from so_tui.model.activations import (
+from so_tui.model.profile import (
     block_bytes,
     expert_peak_bytes,
     expert_stored_bytes,
+    profile_of,
     stored_bytes,
 )
-from so_tui.model.architecture import architecture
-from so_tui.model.layout import Parameter, StateLayout, layout_of
-from so_tui.model.profile import profile_of
+from so_tui.model.shape import Parameter, StateLayout, architecture, layout_of
 from so_tui.plan import make_plan
+from so_tui.plan.gpu_memory import all_terms, memory_terms, phase_bytes
 from so_tui.plan.host_memory import GradientBlocks, gradient_blocks
-from so_tui.plan.memory import all_terms, memory_terms, phase_bytes
 from so_tui.plan.placement import Placement
 from so_tui.plan.terms import MemoryTerm, TermKind
 from so_tui.spec import RunSpec, load_catalog, with_values

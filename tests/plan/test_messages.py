@@ -10,18 +10,29 @@ import pytest
 
 from so_tui.machine.types import Network
 from so_tui.plan import plan_tree, recommend
-from so_tui.plan.constants import Calibrated, SpeedSource
-from so_tui.plan.facts import Fact
-from so_tui.plan.facts.blockers import TooFewGpus
-from so_tui.plan.facts.cautions import Note, RemoteCode
-from so_tui.plan.facts.choices import AutoMode, FasterRatio, MicroBatchChosen, NextBest
-from so_tui.plan.facts.memory import MemoryNeeded, NodeNeed, Shortage
-from so_tui.plan.facts.remedies import Change, FitsHere, LargerHostFits, MemoryAdvice, MemorySaving
-from so_tui.plan.messages import message
-from so_tui.plan.render import render_plan
-from so_tui.plan.speed_text import speed_source_text
+from so_tui.plan.notes import (
+    AutoMode,
+    Change,
+    Fact,
+    FasterRatio,
+    FitsHere,
+    LargerHostFits,
+    MemoryAdvice,
+    MemoryNeeded,
+    MemorySaving,
+    MicroBatchChosen,
+    NextBest,
+    NodeNeed,
+    Note,
+    RemoteCode,
+    Shortage,
+    TooFewGpus,
+    message,
+)
+from so_tui.plan.plan import Plan
+from so_tui.plan.rates import Calibrated, SpeedSource
+from so_tui.plan.show import render_plan, speed_source_text
 from so_tui.plan.terms import TERM_NAMES, Formula, TermKind
-from so_tui.plan.types import Plan
 from so_tui.plan.workload import Workload
 from so_tui.spec import Problem
 from tests.support.planning import QUAD, shown, spec_of

@@ -10,15 +10,13 @@ import pytest
 
 from so_tui.cli import main
 from so_tui.machine import load_machine
-from so_tui.machine.described import named_machine
+from so_tui.machine.known import named_machine
 from so_tui.plan import make_plan
-from so_tui.plan.facts.blockers import AmdGpu
-from so_tui.plan.facts.cautions import DeepSpeedNvidiaOnly, NeverRun
-from so_tui.plan.facts.choices import AutoMode, OneMemory
 from so_tui.plan.fit import assess, in_mode, target_of
+from so_tui.plan.notes import AmdGpu, AutoMode, DeepSpeedNvidiaOnly, NeverRun, OneMemory
+from so_tui.plan.plan import Plan
 from so_tui.plan.resources import usable_bytes
 from so_tui.plan.terms import TermKind
-from so_tui.plan.types import Plan
 from so_tui.units import GIB
 from tests.support.planning import bytes_at, facts_of, only, spec_of
 from tests.support.sysroots import QUAD_MI300A, build_sysroot

@@ -6,33 +6,32 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from so_tui.machine.described import named_machine
+from so_tui.machine.known import named_machine
 from so_tui.machine.types import Machine
 from so_tui.plan import command_of, make_plan, plan_table, plans_json, recommend
-from so_tui.plan.accuracy import ALIKE, about_as_fast, clearly_faster
-from so_tui.plan.choices import choices
-from so_tui.plan.constants import Calibrated, SpeedSource
-from so_tui.plan.facts.cautions import LargerSteps, MoreGpusKeepMargin, PcieOffload
-from so_tui.plan.facts.choices import (
+from so_tui.plan.fit import RATIOS, assess, in_mode, target_of
+from so_tui.plan.notes import (
     AdamCoresChosen,
     CheckpointingChosen,
     FasterRatio,
+    LargerSteps,
+    MemoryNeeded,
     MicroBatchChosen,
+    MoreGpusKeepMargin,
     NextBest,
     NoNextBest,
     NothingOffloaded,
+    PcieOffload,
     Preference,
     SmallestRatio,
     StepsEarly,
     TokensReached,
 )
-from so_tui.plan.facts.memory import MemoryNeeded
-from so_tui.plan.fastest_ratio import rate
-from so_tui.plan.fit import assess, in_mode, target_of
-from so_tui.plan.offload_ratio import RATIOS
+from so_tui.plan.plan import Plan
+from so_tui.plan.rates import ALIKE, Calibrated, SpeedSource, about_as_fast, clearly_faster
+from so_tui.plan.reasons import choices
 from so_tui.plan.resources import resources_of
-from so_tui.plan.search import best_settings
-from so_tui.plan.types import Plan
+from so_tui.plan.search import best_settings, rate
 from so_tui.plan.workload import Seen, Workload, path_of, remember
 from so_tui.spec import with_values
 from tests.support.machines import x86

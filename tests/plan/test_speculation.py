@@ -8,10 +8,10 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.plan import make_plan
-from so_tui.plan.facts.choices import StepsEarly
 from so_tui.plan.fit import assess, target_of
-from so_tui.plan.speculation import choose
-from so_tui.plan.types import Plan, StepTime
+from so_tui.plan.notes import StepsEarly
+from so_tui.plan.plan import Plan, StepTime
+from so_tui.plan.step_time import choose
 from tests.support.machines import x86
 from tests.support.planning import spec_of
 

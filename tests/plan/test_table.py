@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from so_tui import units
 from so_tui.cli import main
-from so_tui.machine.described import named_machine
+from so_tui.machine.known import named_machine
 from so_tui.machine.types import Machine
 from so_tui.plan import (
     best_number_of_gpus,
@@ -20,9 +20,8 @@ from so_tui.plan import (
     recommend,
     unplannable,
 )
-from so_tui.plan.constants import SpeedSource
-from so_tui.plan.render import cell, render_plan, render_table
-from so_tui.plan.speed_text import rates_text, workload_text
+from so_tui.plan.rates import SpeedSource
+from so_tui.plan.show import cell, rates_text, render_plan, render_table, workload_text
 from so_tui.plan.workload import Workload
 from tests.support.machines import x86
 from tests.support.planning import BIG, CATALOG, CPU_ONLY, QUAD, shown, spec_of

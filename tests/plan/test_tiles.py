@@ -5,15 +5,15 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from so_tui.model.activations import MLP_TILE_TOKENS, tile_bytes
-from so_tui.model.architecture import architecture
+from so_tui.model.profile import MLP_TILE_TOKENS, tile_bytes
+from so_tui.model.shape import architecture
 from so_tui.plan import make_plan, recommend
-from so_tui.plan.facts.choices import InputsOnHost, MlpTiled
 from so_tui.plan.fit import assess, target_of
-from so_tui.plan.memory import all_terms
+from so_tui.plan.gpu_memory import all_terms
+from so_tui.plan.notes import InputsOnHost, MlpTiled
 from so_tui.plan.terms import TermKind
 from so_tui.spec import InputError, RunSpec
-from so_tui.spec.sections.parameters import ParameterBlock
+from so_tui.spec.run_spec import ParameterBlock
 from tests.support.machines import x86
 from tests.support.planning import facts_of, only, spec_of
 

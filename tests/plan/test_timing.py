@@ -13,20 +13,12 @@ from msgspec.structs import replace
 
 from so_tui.model.profile import profile_of
 from so_tui.plan import make_plan
-from so_tui.plan.constants import (
-    AttentionRate,
-    Speed,
-    SpeedSource,
-    constants,
-    published_speed,
-    rate_at,
-)
-from so_tui.plan.facts.cautions import FasterAttention
 from so_tui.plan.fit import assess, target_of
-from so_tui.plan.gpu_pass import Pass, PassModel
+from so_tui.plan.notes import FasterAttention
 from so_tui.plan.placement import Placement
-from so_tui.plan.types import Plan
-from so_tui.plan.weight_arrivals import Update, arrivals, weight_wait_s
+from so_tui.plan.plan import Plan
+from so_tui.plan.rates import AttentionRate, Speed, SpeedSource, constants, published_speed, rate_at
+from so_tui.plan.step_time import Pass, PassModel, Update, arrivals, weight_wait_s
 from so_tui.plan.workload import Workload
 from so_tui.spec import load_catalog, with_values
 from tests.support.machines import superchips, x86

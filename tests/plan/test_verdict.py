@@ -7,26 +7,29 @@ from msgspec.structs import replace
 
 from so_tui.machine.types import Machine
 from so_tui.plan import make_plan, plan_table, recommend
-from so_tui.plan.facts import Fact
-from so_tui.plan.facts.blockers import AmdGpu, EngineNeedsGpu, ModeNeedsGpu, NoSuchGpu, TooFewGpus
-from so_tui.plan.facts.cautions import (
+from so_tui.plan.fit import Demand, judge
+from so_tui.plan.notes import (
+    AllOnGpu,
+    AmdGpu,
+    AutoMode,
     BeyondPositions,
-    ClippingWaits,
-    FasterOffload,
-    GpuMemoryUnknown,
-    PackingOff,
-)
-from so_tui.plan.facts.choices import AllOnGpu, AutoMode
-from so_tui.plan.facts.memory import Shortage
-from so_tui.plan.facts.remedies import (
     Change,
+    ClippingWaits,
+    EngineNeedsGpu,
+    Fact,
+    FasterOffload,
     FitsHere,
+    GpuMemoryUnknown,
     LargerHostFits,
+    ModeNeedsGpu,
     MoreGpusFit,
     MoreMachinesFit,
+    NoSuchGpu,
+    PackingOff,
+    Shortage,
+    TooFewGpus,
 )
 from so_tui.plan.resources import Supply
-from so_tui.plan.verdict import Demand, judge
 from so_tui.plan.workload import Workload
 from so_tui.spec import InputError, with_values
 from tests.support.machines import x86

@@ -10,12 +10,11 @@ from msgspec.structs import replace
 from so_tui.launch.ds_config import ds_config, published_config
 from so_tui.model.sharding import live_parameters, run_ahead_parameters
 from so_tui.plan import make_plan, recommend
-from so_tui.plan.facts.choices import AutoMode, WeightsOnHost
-from so_tui.plan.facts.remedies import MemoryAdvice
 from so_tui.plan.fit import Assessment, Target, assess, target_of
-from so_tui.plan.memory import all_terms
-from so_tui.plan.memory_advice import memory_advice
-from so_tui.plan.output import settings_of
+from so_tui.plan.gpu_memory import all_terms
+from so_tui.plan.notes import AutoMode, MemoryAdvice, WeightsOnHost
+from so_tui.plan.remedies import memory_advice
+from so_tui.plan.show import settings_of
 from so_tui.plan.terms import TermKind
 from so_tui.spec import InputError, RunSpec
 from superoffload.ds_config import overrides

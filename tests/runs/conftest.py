@@ -9,9 +9,7 @@ import pytest
 
 from so_tui.runs import RunDirectory, create_run
 from so_tui.runs.records import StepRecord
-from so_tui.spec.sections.data import DataSpec
-from so_tui.spec.sections.model import ModelSpec
-from so_tui.spec.types import RunSpec
+from so_tui.spec.run_spec import DataSpec, ModelSpec, RunSpec
 from tests.support.records import step_record
 
 SPEC = RunSpec(name="tiny", model=ModelSpec(id="some/model"), data=DataSpec(source="rows.json"))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.runs.folder_names import FolderNames
+from so_tui.runs.directory import FolderNames
 
 
 class Clock:
@@ -28,7 +28,7 @@ def listings(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         listed.append(folder)
         return listdir(folder)
 
-    monkeypatch.setattr("so_tui.runs.folder_names.os.listdir", counted)
+    monkeypatch.setattr("so_tui.runs.directory.os.listdir", counted)
     return listed
 
 

@@ -11,18 +11,22 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from so_tui.runs import MetricsWriter, RunDirectory, RunReader, control
-from so_tui.runs.codec import decode_metric, decode_sample, is_time
-from so_tui.runs.index import index_path
-from so_tui.runs.outcome import OutcomeCode
-from so_tui.runs.records import RunState, StepRecord
-from so_tui.runs.segments import segments
+from so_tui.runs import MetricsWriter, RunDirectory, RunReader
+from so_tui.runs import state as control
+from so_tui.runs.index import index_path, segments
+from so_tui.runs.liveness import concluded
+from so_tui.runs.records import (
+    OutcomeCode,
+    RunState,
+    StepRecord,
+    decode_metric,
+    decode_sample,
+    is_time,
+)
 from so_tui.runs.state import read_state
-from so_tui.runs.unobserved import concluded
 from so_tui.spec import InputError
-from so_tui.ui.series import Axis
-from so_tui.ui.step_series import StepSeries
-from so_tui.ui.widgets.plot import fit_scale, spans
+from so_tui.ui.charts.canvas import fit_scale, spans
+from so_tui.ui.charts.series import Axis, StepSeries
 from tests.support.hostile_files import link_device, make_pipe, make_sparse
 from tests.support.waiting import LIMIT_S
 

@@ -11,13 +11,18 @@ from collections.abc import Callable
 import pytest
 
 from so_tui.runs import HeartbeatWatch, RunDirectory, read_state, write_state
-from so_tui.runs.deletion import delete_run
-from so_tui.runs.ended import ended_state, evidence, record_end
-from so_tui.runs.host import this_host
-from so_tui.runs.liveness import OLD_S, STALE_S, Liveness, identify, sighting, state_with_truth
-from so_tui.runs.outcome import OutcomeCode
-from so_tui.runs.records import Process, RunState
-from so_tui.runs.run_lock import run_lock
+from so_tui.runs.listing import delete_run
+from so_tui.runs.liveness import (
+    OLD_S,
+    STALE_S,
+    Liveness,
+    identify,
+    sighting,
+    state_with_truth,
+    this_host,
+)
+from so_tui.runs.lock import ended_state, evidence, record_end, run_lock
+from so_tui.runs.records import OutcomeCode, Process, RunState
 from so_tui.spec import InputError
 
 HERE = this_host()
@@ -183,7 +188,7 @@ def test_a_run_in_another_pid_namespace_is_not_taken_for_lost(run: RunDirectory)
     code = """
 import sys, time
 from so_tui.runs import RunDirectory, read_state, write_state
-from so_tui.runs.host import this_host
+from so_tui.runs.liveness import this_host
 from so_tui.runs.liveness import identify
 import msgspec, os
 run, here = RunDirectory(sys.argv[1]), this_host()

@@ -13,13 +13,18 @@ import msgspec
 import pytest
 
 from so_tui.folders import cache_home
-from so_tui.runs import MetricsWriter, RunDirectory, index_cache
-from so_tui.runs.blocks import POSITIONS
-from so_tui.runs.index import VERSION, SegmentIndex, index_path
-from so_tui.runs.index_cache import IndexCache, fingerprint
+from so_tui.runs import MetricsWriter, RunDirectory, index
+from so_tui.runs.index import (
+    POSITIONS,
+    VERSION,
+    IndexCache,
+    SegmentIndex,
+    fingerprint,
+    index_path,
+    segments,
+)
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import CheckpointRecord, StepRecord
-from so_tui.runs.segments import segments
 
 Step = Callable[..., StepRecord]
 STEPS = 300
@@ -229,7 +234,7 @@ def test_what_readers_hold_in_memory_is_bounded(
 ) -> None:
     for path in segments(made.metrics_dir).values():
         index_path(path).unlink(missing_ok=True)
-    monkeypatch.setattr(index_cache, "MEMORY_BYTES", 0)
+    monkeypatch.setattr(index, "MEMORY_BYTES", 0)
     reader = opened(made, IndexCache(tmp_path / "cache", limit_bytes=0))
     assert not list((tmp_path / "cache").glob("*"))
     assert reader.unread_share == 0

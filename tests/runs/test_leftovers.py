@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from so_tui.runs import RunDirectory, delete_run, write_state
-from so_tui.runs.leftovers import SHARED_MEMORY, leftovers, remove_leftovers
+from so_tui.runs.listing import SHARED_MEMORY, leftovers, remove_leftovers
 from so_tui.runs.liveness import identify
 from so_tui.runs.records import Process, RunState
 
@@ -99,7 +99,7 @@ def test_an_open_file_elsewhere_with_the_same_inode_is_another_file(
     script = f"""
 import os, subprocess
 from pathlib import Path
-from so_tui.runs.leftovers import leftovers
+from so_tui.runs.listing import leftovers
 from so_tui.runs.records import Process
 folder = Path({str(tmp_path)!r})
 for name in ("shared", "elsewhere"):

@@ -30,9 +30,9 @@ from so_tui.runs import (
 )
 from so_tui.runs.listing import LONGEST_NAME
 from so_tui.runs.liveness import identify
+from so_tui.spec.check import write_atomic
 from so_tui.spec.errors import InputError
-from so_tui.spec.files import write_atomic
-from so_tui.spec.types import RunSpec
+from so_tui.spec.run_spec import RunSpec
 from tests.support.problems import codes, refusal
 
 
@@ -299,7 +299,7 @@ import resource, signal, sys
 from pathlib import Path
 from so_tui.runs import create_run
 from so_tui.spec.errors import InputError
-from so_tui.spec.types import DataSpec, ModelSpec, RunSpec
+from so_tui.spec.run_spec import DataSpec, ModelSpec, RunSpec
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 try:

@@ -16,15 +16,12 @@ from so_tui.runs import (
     MetricsWriter,
     RunDirectory,
     alive,
-    control,
     state_with_truth,
     write_state,
 )
-from so_tui.runs.liveness import STALE_S, identify, living, supervised
-from so_tui.runs.outcome import OutcomeCode
-from so_tui.runs.process_stat import parse_stat
-from so_tui.runs.records import EndRecord, Process, RunState, StepRecord
-from so_tui.runs.unobserved import concluded
+from so_tui.runs import state as control
+from so_tui.runs.liveness import STALE_S, concluded, identify, living, parse_stat, supervised
+from so_tui.runs.records import EndRecord, OutcomeCode, Process, RunState, StepRecord
 
 Sleeper = subprocess.Popen[bytes]
 

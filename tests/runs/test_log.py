@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from so_tui.runs import LogReader, RunDirectory, RunReader, log_readers, new_attempt
-from so_tui.runs.log import readable, trim_log
+from so_tui.runs.reader import readable, trim_log
 
 
 def add(path: Path, text: bytes) -> None:

@@ -18,9 +18,7 @@ import msgspec
 import pytest
 
 from so_tui.runs import MetricsWriter, RunDirectory, RunReader, SampleWriter, index
-from so_tui.runs.blocks import BLOCK_STEPS
-from so_tui.runs.codec import encode_line
-from so_tui.runs.index import LARGEST_SEGMENT_BYTES, index_path
+from so_tui.runs.index import BLOCK_STEPS, LARGEST_SEGMENT_BYTES, index_path, segments
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import (
     CheckpointRecord,
@@ -31,8 +29,8 @@ from so_tui.runs.records import (
     StartRecord,
     StepRecord,
     WarningRecord,
+    encode_line,
 )
-from so_tui.runs.segments import segments
 from tests.support.waiting import LIMIT_S
 
 Step = Callable[..., StepRecord]
@@ -498,7 +496,7 @@ def test_a_segment_that_fails_to_close_costs_no_later_record(
         close(descriptor)
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
-    monkeypatch.setattr("so_tui.runs.segments.os.close", failing)
+    monkeypatch.setattr("so_tui.runs.index.os.close", failing)
     with pytest.raises(OSError, match="quota"):
         writer.append(step(2, loss=float("1" * 300)))
     monkeypatch.undo()

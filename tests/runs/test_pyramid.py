@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from so_tui.runs.pyramid import NO_EXTREMES, MinMaxPyramid, extremes
+from so_tui.runs.samples import NO_EXTREMES, MinMaxPyramid, extremes
 
 
 def some_values(count: int) -> list[float]:

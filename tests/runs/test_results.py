@@ -9,13 +9,18 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.runs import MetricsWriter, RunDirectory
-from so_tui.runs.comparison import ordered
-from so_tui.runs.means import mean_steps
+from so_tui.runs.index import segments
 from so_tui.runs.records import EvaluationRecord, ResumedRecord, StepRecord
-from so_tui.runs.results import RunResults, read_all, recent_results, results_of
-from so_tui.runs.segments import segments
+from so_tui.runs.results import (
+    RunResults,
+    mean_steps,
+    ordered,
+    read_all,
+    recent_results,
+    results_of,
+)
 from so_tui.spec import find_preset, with_values
-from so_tui.ui.step_series import StepSeries, mean_of
+from so_tui.ui.charts.series import StepSeries, mean_of
 
 SPEC = with_values(find_preset("tiny").spec, {"data.held_out": "0"})
 Step = Callable[..., StepRecord]

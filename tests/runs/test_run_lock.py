@@ -14,17 +14,16 @@ import msgspec
 import pytest
 
 from so_tui.runs import RunDirectory
-from so_tui.runs.host import HostIdentity, this_host
-from so_tui.runs.liveness import OLD_S, STALE_S, identify
+from so_tui.runs.liveness import OLD_S, STALE_S, HostIdentity, identify, this_host
+from so_tui.runs.lock import Owner, run_lock
 from so_tui.runs.records import Process
-from so_tui.runs.run_lock import Owner, run_lock
 from tests.faults import shim
 
 TAKE = """
 import sys, time
 from pathlib import Path
 from so_tui.runs import RunDirectory
-from so_tui.runs.run_lock import run_lock
+from so_tui.runs.lock import run_lock
 print("ready", flush=True)
 sys.stdin.readline()
 with run_lock(RunDirectory(Path(sys.argv[1]))) as lock:
@@ -133,7 +132,7 @@ def test_the_file_of_an_owner_that_is_gone_is_taken_over(
     host: HostIdentity, age_s: float, free: bool, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = owned(run, host, DEAD, age_s)
-    monkeypatch.setattr("so_tui.runs.run_lock._excludes_others", lambda _: False)
+    monkeypatch.setattr("so_tui.runs.lock._excludes_others", lambda _: False)
     with run_lock(run) as lock:
         assert (lock is not None) == free
         with run_lock(run) as second:
@@ -149,7 +148,7 @@ def test_a_living_owner_keeps_the_lock_however_old_its_file_is(
     me = identify(os.getpid())
     assert me is not None
     path = owned(run, this_host(), me, 10 * OLD_S)
-    monkeypatch.setattr("so_tui.runs.run_lock._excludes_others", lambda _: False)
+    monkeypatch.setattr("so_tui.runs.lock._excludes_others", lambda _: False)
     with run_lock(run) as lock:
         assert lock is None
     assert path.exists()
@@ -158,7 +157,7 @@ def test_a_living_owner_keeps_the_lock_however_old_its_file_is(
 def test_half_an_owner_file_is_taken_over_only_when_it_is_old(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("so_tui.runs.run_lock._excludes_others", lambda _: False)
+    monkeypatch.setattr("so_tui.runs.lock._excludes_others", lambda _: False)
     path = run.path / "supervisor.owner"
     path.write_bytes(b'{"host":')
     with run_lock(run) as lock:
@@ -171,7 +170,7 @@ def test_half_an_owner_file_is_taken_over_only_when_it_is_old(
 def test_a_holder_that_was_replaced_notices_and_leaves_the_new_one_alone(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("so_tui.runs.run_lock._excludes_others", lambda _: False)
+    monkeypatch.setattr("so_tui.runs.lock._excludes_others", lambda _: False)
     me = identify(os.getpid())
     assert me is not None
     with run_lock(run) as lock:
@@ -189,7 +188,7 @@ def test_a_holder_that_was_replaced_notices_and_leaves_the_new_one_alone(
 def test_a_lock_is_free_again_after_each_of_many_holders(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("so_tui.runs.run_lock._excludes_others", lambda _: False)
+    monkeypatch.setattr("so_tui.runs.lock._excludes_others", lambda _: False)
     for _ in range(4):
         with run_lock(run) as lock:
             assert lock is not None
@@ -200,7 +199,7 @@ def test_a_holder_lets_go_on_a_full_disk(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Most runs whose disk is full end for that reason."""
-    monkeypatch.setattr("so_tui.runs.run_lock._excludes_others", lambda _: False)
+    monkeypatch.setattr("so_tui.runs.lock._excludes_others", lambda _: False)
 
     def half(path: Path, content: bytes) -> int:
         with path.open("wb") as file:
@@ -211,7 +210,7 @@ def test_a_holder_lets_go_on_a_full_disk(
         assert lock is not None
         monkeypatch.setattr(Path, "write_bytes", half)
     monkeypatch.undo()
-    monkeypatch.setattr("so_tui.runs.run_lock._excludes_others", lambda _: False)
+    monkeypatch.setattr("so_tui.runs.lock._excludes_others", lambda _: False)
     with run_lock(run) as again:
         assert again is not None
     assert not list(run.path.glob(".supervisor.owner.*"))

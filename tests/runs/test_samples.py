@@ -8,11 +8,17 @@ import msgspec
 import pytest
 
 from so_tui.runs import RunDirectory, RunReader, SampleWriter
-from so_tui.runs.codec import decode_sample, encode_line
-from so_tui.runs.placement import RankPlacement
-from so_tui.runs.rollup import roll_up, single
-from so_tui.runs.sample import ForeignProcess, GpuSample, NodeSample, Rollup, Sample
-from so_tui.runs.samples import RESOLUTIONS, Resolution, SampleReader
+from so_tui.runs.records import (
+    ForeignProcess,
+    GpuSample,
+    NodeSample,
+    RankPlacement,
+    Rollup,
+    Sample,
+    decode_sample,
+    encode_line,
+)
+from so_tui.runs.samples import RESOLUTIONS, Resolution, SampleReader, roll_up, single
 
 BEGIN = 1_000_000_000.0
 SMALL = (

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.machine.code_folders import code_folders
+from so_tui.machine.software import code_folders
 from tests.support.users import SharedMachine
 
 NAMES = (
@@ -23,7 +23,7 @@ NAMES = (
 )
 USE = """
 import os
-from so_tui.machine.code_folders import code_folders, make_code_folders
+from so_tui.machine.software import code_folders, make_code_folders
 environment = os.environ | code_folders(os.environ, several_hosts="SEVERAL_HOSTS" in os.environ)
 make_code_folders(environment)
 for name in code_folders({}):

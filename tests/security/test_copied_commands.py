@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.launch.outcome import Outcome
-from so_tui.launch.outcome_text import RunFacts, outcome_text
+from so_tui.launch.supervisor.ending import Outcome, RunFacts, outcome_text
 from so_tui.plan import command_of, make_plan
-from so_tui.runs.outcome import OutcomeCode
+from so_tui.runs.records import OutcomeCode
 from so_tui.spec import find_preset
-from so_tui.trust.printable import so_tui_command
+from so_tui.trust.text import so_tui_command
 from tests.support.doctor import found, healthy, only
 from tests.support.hostile import IN_A_NAME
 from tests.support.make_run import quad_machine

@@ -21,13 +21,13 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from so_tui.cli import main
-from so_tui.launch.attempt_files import read_launch
+from so_tui.launch.launch import read_launch
 from so_tui.machine import load_machine, machine_json
 from so_tui.plan import make_plan
-from so_tui.runs import RunDirectory, RunReader, control, read_spec, read_state, state_with_truth
-from so_tui.runs.manifest import run_id
+from so_tui.runs import RunDirectory, RunReader, read_spec, read_state, state, state_with_truth
+from so_tui.runs.directory import run_id
 from so_tui.spec import InputError, SoTuiError, find_preset, spec_tree
-from so_tui.trust.printable import printable
+from so_tui.trust.text import printable
 from tests.support.make_run import quad_machine, write_run
 from tests.support.mutations import harmed_bytes, harmed_json, harmed_lines, harmed_trees
 
@@ -112,8 +112,8 @@ def valid_run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
             seconds_of_samples=60,
             name="fuzzed",
         )
-    for action in control.ACTIONS:
-        control.request(run, action, reason="x")
+    for action in state.ACTIONS:
+        state.request(run, action, reason="x")
     return run
 
 
@@ -163,8 +163,8 @@ def read_all(run: RunDirectory) -> None:
         answered(partial(read, run))
     with contextlib.suppress(OSError, ValueError):
         run_id(run)
-    for action in control.ACTIONS:
-        answered(partial(control.details, run, action))
+    for action in state.ACTIONS:
+        answered(partial(state.details, run, action))
     with bounded(), contextlib.suppress(OSError, ValueError):
         read_launch(run, 1, next(iter(run.logs(1)), "host"))
     with bounded():

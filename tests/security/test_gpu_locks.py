@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.users import SharedMachine, User
 
-FOLDER = "from so_tui.launch.locks import lock_folder; print(lock_folder())"
+FOLDER = "from so_tui.launch.supervisor.host_check import lock_folder; print(lock_folder())"
 
 
 def folders(user: User) -> set[Path]:

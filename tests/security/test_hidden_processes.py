@@ -17,7 +17,7 @@ import os, sys, time
 from pathlib import Path
 from so_tui.machine import inspect_machine
 from so_tui.runs import create_run, find_run, state_with_truth, write_state
-from so_tui.runs.host import this_host
+from so_tui.runs.liveness import this_host
 from so_tui.runs.liveness import identify, sighting
 from so_tui.runs.records import RunState
 from so_tui.spec import find_preset

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from so_tui.runs import RunDirectory, read_state, write_state
+from so_tui.runs.directory import run_id
 from so_tui.runs.liveness import identify
-from so_tui.runs.manifest import run_id
 from so_tui.runs.records import Process, State
 from tests.support.hostile_run import gone, open_to_all, write_hostile_run
 from tests.support.users import SharedMachine, User
@@ -27,8 +27,8 @@ import sys
 from pathlib import Path
 from so_tui.runs import RunDirectory, delete_run
 from so_tui.spec import SoTuiError
-from so_tui.ui.follow import RunFollower
-from so_tui.ui.runlist import RunLister
+from so_tui.ui.dashboard.follow import RunFollower
+from so_tui.ui.run_rows import RunLister
 folder, run = Path(sys.argv[1]), RunDirectory(sys.argv[2])
 lister, follower = RunLister(folder), RunFollower(run)
 for _ in range(3):

@@ -14,12 +14,12 @@ import pytest
 
 from so_tui.launch import prepare
 from so_tui.launch import start as start_run
-from so_tui.launch.locks import lock_folder
-from so_tui.launch.rendezvous import make_rendezvous, remove_rendezvous, rendezvous_path
+from so_tui.launch.supervisor.host import make_rendezvous, remove_rendezvous, rendezvous_path
+from so_tui.launch.supervisor.host_check import lock_folder
 from so_tui.machine import inspect_machine
 from so_tui.runs import RunDirectory, alive, read_state
 from so_tui.runs.records import FINAL_STATES, RunState
-from so_tui.trust.ownership import Distrust, NotOwnError
+from so_tui.trust.files import Distrust, NotOwnError
 from tests.support.launching import tiny
 from tests.support.python_path import python_path
 from tests.support.shared_run import SUPEROFFLOAD

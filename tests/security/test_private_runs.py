@@ -15,12 +15,12 @@ import os, sys
 from pathlib import Path
 import msgspec
 from so_tui.launch import prepare
-from so_tui.launch.attempt_files import write_launch
+from so_tui.launch.launch import write_launch
 from so_tui.machine import inspect_machine
 from so_tui.runs import MetricsWriter, create_run, new_attempt, write_state
 from so_tui.runs.records import PhaseRecord, RunState
 from so_tui.spec import find_preset
-from so_tui.trust.sharing import umask_of
+from so_tui.trust.files import umask_of
 launch = prepare(find_preset("tiny").spec, msgspec.structs.replace(inspect_machine(), gpus=()), force=True)
 run = create_run(launch.spec, Path(sys.argv[1]))
 attempt = new_attempt(run)

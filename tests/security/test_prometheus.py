@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from so_tui.launch import prometheus
-from so_tui.launch.prometheus import (
+from so_tui.launch.supervisor import prometheus
+from so_tui.launch.supervisor.prometheus import (
     CONTENT_TYPE,
     PORTS,
     Endpoint,
@@ -20,9 +20,8 @@ from so_tui.launch.prometheus import (
     exposition,
     open_endpoint,
 )
-from so_tui.runs.records import RunState
-from so_tui.runs.sample import GpuSample, NodeSample, Sample
-from so_tui.settings.types import PrometheusSettings, Settings
+from so_tui.runs.records import GpuSample, NodeSample, RunState, Sample
+from so_tui.settings import PrometheusSettings, Settings
 from tests.support.records import step_record
 
 TOKEN = "0123456789abcdef-secret"

@@ -17,8 +17,8 @@ import pytest
 
 from so_tui.cli import main
 from so_tui.commands.parser import build_parser
-from so_tui.launch import data_preview
-from so_tui.launch.data_preview import DataPreview, Progress
+from so_tui.launch import helper_jobs
+from so_tui.launch.helper_jobs import DataPreview, Progress
 from so_tui.spec import RunSpec, find_preset
 from so_tui.validation import report as reports
 from so_tui.validation.report import Report
@@ -156,7 +156,7 @@ def _the_same_data_is_looked_at_once(
     looked_at: dict[bytes, list[Progress | DataPreview]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Let the helper process, which takes seconds, answer the first of three commands that ask for the same."""
-    preview_data = data_preview.preview_data
+    preview_data = helper_jobs.preview_data
 
     def remembered(spec: RunSpec, rows: int) -> Iterator[Progress | DataPreview]:
         asked = msgspec.json.encode((spec, rows))
@@ -164,7 +164,7 @@ def _the_same_data_is_looked_at_once(
             looked_at[asked] = list(preview_data(spec, rows))
         yield from looked_at[asked]
 
-    monkeypatch.setattr(data_preview, "preview_data", remembered)
+    monkeypatch.setattr(helper_jobs, "preview_data", remembered)
 
 
 def called(

@@ -19,16 +19,16 @@ from textual.widgets import Checkbox, DataTable, Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from so_tui.runs import read_state, write_state
-from so_tui.trust.printable import printable_line
+from so_tui.trust.text import brief_message, printable_line
 from so_tui.ui.app import SoTuiApp
-from so_tui.ui.dialogs.basic import Notice, Question
+from so_tui.ui.charts.chart import Chart
+from so_tui.ui.charts.drawing import StyledLines
+from so_tui.ui.dashboard.panels import LogView
+from so_tui.ui.dialogs import Notice, Question
+from so_tui.ui.numa_nodes import NumaNodes
 from so_tui.ui.page import PAGES
-from so_tui.ui.printable import DrawsPrintable, PrintableApp
-from so_tui.ui.text import Content, brief_message, shorten, shorten_path
-from so_tui.ui.widgets.chart import Chart
-from so_tui.ui.widgets.log import LogView
-from so_tui.ui.widgets.numa_nodes import NumaNodes
-from so_tui.ui.widgets.styled_lines import StyledLines
+from so_tui.ui.text import Content, shorten, shorten_path
+from so_tui.ui.textual_fixes import DrawsPrintable, PrintableApp
 from tests.support.hostile import HOSTILE, SURROGATE, HostileWorld, hostile_world
 from tests.support.make_run import write_run
 from tests.support.screen import Driver, opened, wait_for_what_runs
@@ -153,7 +153,7 @@ async def test_what_is_copied_is_text(world: HostileWorld, monkeypatch: pytest.M
 def test_a_copied_path_of_a_run_is_quoted(
     world: HostileWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from so_tui.ui.screens.run_actions import copy_path
+    from so_tui.ui.run_actions import copy_path
 
     copied: list[str] = []
     app = SoTuiApp()

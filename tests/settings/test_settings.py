@@ -10,8 +10,7 @@ import pytest
 
 from so_tui.cli import main
 from so_tui.folders import settings_file
-from so_tui.settings.file import LARGEST_BYTES, change_settings, load_settings
-from so_tui.settings.types import Settings
+from so_tui.settings import LARGEST_BYTES, Settings, change_settings, load_settings
 from so_tui.spec.errors import InputError
 from tests.support.schemas import valid
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.launch.executors.slurm import commands
+from so_tui.launch.slurm import client
 from tests.slurm.cluster import NODES, Cluster, missing, running_cluster
 from tests.support.waiting import wait_until
 
@@ -33,7 +33,7 @@ def cluster(_slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluste
     """Two idle nodes, which the test's own commands find too. Whatever the test leaves in the queue fails it and is removed."""
     for name in ("SLURM_CONF", "PATH"):
         monkeypatch.setenv(name, _slurm.environ[name])
-    monkeypatch.setattr(commands, "CLUSTER", commands.ClusterName())
+    monkeypatch.setattr(client, "CLUSTER", client.ClusterName())
     yield _slurm
     left = _slurm.left()
     _slurm.clear()
@@ -49,9 +49,7 @@ def _polled_quickly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     sites = Path(os.environ["XDG_CONFIG_HOME"]) / "so-tui" / "sites"
     sites.mkdir(parents=True)
     (sites / "generic.toml").write_text(QUICKLY.read_text())
-    monkeypatch.setattr(
-        "so_tui.launch.executors.slurm.queue.cache_home", lambda: tmp_path / "cache"
-    )
+    monkeypatch.setattr("so_tui.launch.slurm.client.cache_home", lambda: tmp_path / "cache")
 
 
 @pytest.fixture

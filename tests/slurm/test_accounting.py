@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.launch.executors.slurm import commands
-from so_tui.launch.executors.slurm.executor import read_submission
-from so_tui.launch.executors.slurm.job import Job
-from so_tui.runs.outcome import OutcomeCode
+from so_tui.launch.slurm import client
+from so_tui.launch.slurm.client import Job
+from so_tui.launch.slurm.executor import read_submission
+from so_tui.runs.records import OutcomeCode
 from so_tui.spec import InputError
 from tests.slurm.accounting import ACCOUNT, missing
 from tests.slurm.cluster import Cluster, running_cluster
@@ -31,7 +31,7 @@ def accounted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     with folder as path, running_cluster(Path(path), accounted=True) as cluster:
         for name in ("SLURM_CONF", "PATH"):
             monkeypatch.setenv(name, cluster.environ[name])
-        monkeypatch.setattr(commands, "CLUSTER", commands.ClusterName())
+        monkeypatch.setattr(client, "CLUSTER", client.ClusterName())
         yield cluster
 
 
@@ -60,7 +60,7 @@ def test_a_wrong_account_is_refused_and_the_database_knows_how_a_job_ended(
 def _ended(job_id: str) -> Job:
     """Return what the database says of a job, which is asked when the controller has forgotten it. It learns of its end a little later."""
     end = time.monotonic() + 60
-    while (found := commands.accounted(job_id)) is None or found.state == "RUNNING":
+    while (found := client.accounted(job_id)) is None or found.state == "RUNNING":
         assert time.monotonic() < end, found
         time.sleep(0.2)
     return found

@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 
 from so_tui.launch import machine_of, prepare_resume, resume, stop
-from so_tui.launch.executors.slurm.executor import read_submission
-from so_tui.launch.node_states import NodeState
-from so_tui.launch.partition_machines import seen_machine
+from so_tui.launch.places import seen_machine
+from so_tui.launch.slurm.executor import read_submission
+from so_tui.launch.supervisor.node import NodeState
 from so_tui.runs import RunDirectory
-from so_tui.runs.outcome import OutcomeCode
-from so_tui.runs.records import BindingRecord, RunState, StepRecord
+from so_tui.runs.records import BindingRecord, OutcomeCode, RunState, StepRecord
 from so_tui.runs.state import read_spec
 from so_tui.trust.decoding import read_json
 from tests.slurm.cluster import Cluster

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from so_tui.launch import stop
-from so_tui.launch.executors.slurm.executor import read_submission
+from so_tui.launch.slurm.executor import read_submission
 from so_tui.runs import RunDirectory
 from so_tui.runs.records import ResumedRecord, RunState, StepRecord
 from tests.slurm.cluster import Cluster

@@ -12,17 +12,14 @@ import msgspec
 import pytest
 
 from so_tui.launch import current_state, prepare, start, stop
-from so_tui.launch.executor_types import JobPhase
 from so_tui.launch.executors import executor_of_attempt
-from so_tui.launch.executors.slurm import commands
-from so_tui.launch.executors.slurm.commands import SlurmError
-from so_tui.launch.executors.slurm.executor import read_submission, write_submission
-from so_tui.launch.executors.slurm.job import Job
-from so_tui.launch.executors.slurm.queue import queue
-from so_tui.launch.partition_machines import seen_machine
+from so_tui.launch.launch import JobPhase
+from so_tui.launch.places import seen_machine
+from so_tui.launch.slurm import client
+from so_tui.launch.slurm.client import Job, SlurmError, queue
+from so_tui.launch.slurm.executor import read_submission, write_submission
 from so_tui.runs import RunDirectory
-from so_tui.runs.outcome import OutcomeCode
-from so_tui.runs.records import StepRecord
+from so_tui.runs.records import OutcomeCode, StepRecord
 from so_tui.spec import InputError
 from tests.slurm.cluster import NODES, Cluster
 from tests.slurm.submitting import ended, submit, wait_for
@@ -208,16 +205,14 @@ def test_many_screens_ask_slurm_once_in_an_interval(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[Job, ...]] = []
-    own_jobs = commands.own_jobs
+    own_jobs = client.own_jobs
 
     def counted() -> tuple[Job, ...]:
         asked.append(own_jobs())
         return asked[-1]
 
-    monkeypatch.setattr(commands, "own_jobs", counted)
-    monkeypatch.setattr(
-        "so_tui.launch.executors.slurm.queue._WAIT_S", LIMIT_S
-    )  # however long squeue takes
+    monkeypatch.setattr(client, "own_jobs", counted)
+    monkeypatch.setattr("so_tui.launch.slurm.client._WAIT_S", LIMIT_S)  # however long squeue takes
     answers = [queue("simulated", 30) for _ in range(20)]
     assert len(asked) == 1
     assert len({msgspec.json.encode(answer) for answer in answers}) == 1

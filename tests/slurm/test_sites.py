@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.launch.executors.slurm.script import batch_script
-from so_tui.launch.executors.slurm.site import builtin_sites, load_site
+from so_tui.launch.slurm.script import batch_script, builtin_sites, load_site
 from tests.slurm.cluster import Cluster
 from tests.support.launching import tiny
 

@@ -15,7 +15,7 @@ from so_tui.spec.attention import (
     generation_of,
     obstacle_to,
 )
-from so_tui.spec.sections.model import Attention
+from so_tui.spec.run_spec import Attention
 
 ALL = frozenset(kernel.package for kernel in KERNELS if kernel.package)
 PLAIN = Needs(head_size=128)

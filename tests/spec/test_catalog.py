@@ -16,7 +16,7 @@ from so_tui.spec import (
     save_preset,
     with_values,
 )
-from so_tui.spec.as_published import as_published
+from so_tui.spec.presets import as_published
 from tests.support.problems import codes
 
 GOOD = 'extends = "tiny"\n[offload]\nratio = 0.25\n'

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from so_tui.spec import InputError, check_tree, find_preset, problems_in
-from so_tui.spec.tree import complete_tree
+from so_tui.spec.merge import complete_tree
 from tests.support.trees import smallest
 
 BAD = [

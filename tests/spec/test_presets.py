@@ -59,7 +59,7 @@ def test_sizes_and_settings_are_those_published(name: str) -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_table_is_that_of_the_model(name: str) -> None:
     pytest.importorskip("transformers")
-    from so_tui_trainer.model.matching import meta_model
+    from so_tui_trainer.model.weights import meta_model
     from so_tui_trainer.tools.presets import model_config, parameter_table
 
     model = spec_of(name).model
@@ -94,7 +94,7 @@ def _partial(rope: dict[str, object]) -> dict[str, object]:
 
 def test_leaf_modules_exist_in_the_models() -> None:
     pytest.importorskip("transformers")
-    from so_tui_trainer.model.matching import meta_model
+    from so_tui_trainer.model.weights import meta_model
     from so_tui_trainer.tools.presets import model_config
 
     for name in ("gpt-oss-20b", "qwen3-30b-a3b"):
@@ -127,7 +127,7 @@ def test_experts_and_what_never_decays_are_told_apart() -> None:
 
 def test_the_generator_rewrites_a_stale_table(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    from so_tui.spec.table import MARKER
+    from so_tui.spec.model_table import MARKER
     from so_tui_trainer.tools.presets import rewritten
 
     own = (

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from so_tui.spec import FieldInfo, RunSpec, fields
-from so_tui.spec.fields import field_index
+from so_tui.spec.keys import field_index
 from so_tui.spec.reference import reference
 
 PAGE = Path(__file__).parents[2] / "docs" / "presets.md"

@@ -14,7 +14,7 @@ from so_tui.spec import (
     spec_tree,
     with_values,
 )
-from so_tui.spec.tree import merged
+from so_tui.spec.merge import merged
 from tests.support.problems import codes
 from tests.support.trees import smallest
 

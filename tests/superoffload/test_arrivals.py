@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import superoffload
-from superoffload.arrivals import Arrivals
+from superoffload.gpu_states import Gradient, SubGroup
 from superoffload.norm import clip_factor
-from superoffload.sub_groups import Gradient, SubGroup
+from superoffload.optimizer import Arrivals
 
 
 def group(*names: str) -> SubGroup:

@@ -19,13 +19,13 @@ import pytest
 import torch
 
 import superoffload
-from so_tui.runs import RunDirectory, control, write_state
+from so_tui.runs import RunDirectory, state, write_state
 from so_tui.runs.records import CheckpointRecord, RunState
 from so_tui.spec import RunSpec
-from so_tui.spec.sections.checkpoint import CheckpointSpec
-from so_tui_trainer import checkpoint, checkpoint_folder, disk_room
-from so_tui_trainer.control import Control, refuse_if_superseded
+from so_tui.spec.run_spec import CheckpointSpec
+from so_tui_trainer import checkpoint, checkpoint_folder
 from so_tui_trainer.failures import SUPERSEDED, TrainingError
+from so_tui_trainer.loop import Control, refuse_if_superseded
 from so_tui_trainer.ranks import Ranks
 from tests.support import engine as support
 
@@ -210,7 +210,7 @@ def test_a_checkpoint_without_enough_disk_space_is_refused_with_field_value_and_
     tmp_path: Path,
 ) -> None:
     with pytest.raises(TrainingError) as caught:
-        disk_room.make_room(tmp_path / "new", 10**18, "checkpoint.folder")
+        checkpoint_folder.make_room(tmp_path / "new", 10**18, "checkpoint.folder")
     assert caught.value.code == "disk-full"
     assert caught.value.reason.startswith(f"checkpoint.folder = {tmp_path / 'new'}: ")
     assert "1,000,000 TB" in caught.value.reason
@@ -270,7 +270,7 @@ def test_the_clock_requests_a_checkpoint_of_the_next_step(
     tmp_path: Path, one_rank: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]
-    monkeypatch.setattr("so_tui_trainer.control.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("so_tui_trainer.loop.time", SimpleNamespace(monotonic=lambda: now[0]))
     run = RunDirectory(tmp_path)
     watched = Control(run, one_rank, every_s=20.0)
     assert [watched.poll() for _ in range(2)] == [frozenset(), frozenset()]
@@ -280,7 +280,7 @@ def test_the_clock_requests_a_checkpoint_of_the_next_step(
     watched.saved()  # for another reason, which starts a whole new interval
     now[0] += 10
     assert [watched.poll() for _ in range(2)] == [frozenset(), frozenset()]
-    control.request(run, "checkpoint")
+    state.request(run, "checkpoint")
     assert [watched.poll() for _ in range(3)] == [frozenset(), {"checkpoint"}, frozenset()]
     watched.close()
 
@@ -291,7 +291,7 @@ def test_a_file_system_that_is_away_costs_no_training(
 ) -> None:
     run = RunDirectory(tmp_path)
     watched = Control(run, one_rank)
-    control.request(run, "checkpoint")
+    state.request(run, "checkpoint")
 
     def away(path: Any, *_: Any, **options: Any) -> None:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
@@ -309,7 +309,7 @@ def test_an_attempt_ends_once_a_newer_one_has_been_started(
 ) -> None:
     run = RunDirectory(tmp_path)
     run.control_dir.mkdir()
-    monkeypatch.setattr("so_tui_trainer.control._NEWER_CHECK_S", 0.0)
+    monkeypatch.setattr("so_tui_trainer.loop._NEWER_CHECK_S", 0.0)
     watched = Control(run, one_rank, attempt=1)
     for attempt in (0, 1):
         write_state(run, RunState(name="r", state="training", attempt=attempt))

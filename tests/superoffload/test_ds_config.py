@@ -12,7 +12,7 @@ from typing import Any, Literal
 import pytest
 
 from so_tui.launch.ds_config import ds_config
-from so_tui.spec.sections.offload import Mode, OffloadSpec
+from so_tui.spec.run_spec import Mode, OffloadSpec
 from superoffload.ds_config import Override, accepting_config, engine_config, overrides
 from tests.support.plans import plan_of, spec_of
 from tests.support.python_path import checkout_path

@@ -17,9 +17,9 @@ import torch
 import superoffload
 from so_tui.folders import kernel_folder
 from superoffload import kernel, worker
+from superoffload.gpu_states import Gradient, SubGroup
 from superoffload.optimizer import SuperOffload
-from superoffload.shared_states import MEMORY_NAME
-from superoffload.sub_groups import Gradient, SubGroup
+from superoffload.shared_states import STATES_MEMORY_NAME
 from tests.support import engine as support
 from tests.support.reference_adamw import core_of
 
@@ -36,7 +36,7 @@ def traces() -> list[str]:
     threads = [
         thread.name for thread in threading.enumerate() if thread.name.startswith("adam-worker")
     ]
-    return [line for line in memory if MEMORY_NAME in line] + workers + threads
+    return [line for line in memory if STATES_MEMORY_NAME in line] + workers + threads
 
 
 def test_another_deepspeed_is_refused_before_anything_is_made(

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import superoffload
-from so_tui.spec.types import RunSpec
+from so_tui.spec.run_spec import RunSpec
 from superoffload.deepspeed_adapter.engine import sub_group_states
 from superoffload.transfers import transfers_for
 from tests.support import engine as support

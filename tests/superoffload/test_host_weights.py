@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import superoffload
 from superoffload.deepspeed_adapter.engine import sub_group_states
-from superoffload.host_weights import MEMORY_NAME
+from superoffload.shared_states import WEIGHTS_MEMORY_NAME
 from tests.support import engine as support
 from tests.support import rank_processes
 from tests.support.reference_adamw import core_of, record_gradients
@@ -84,7 +84,7 @@ def in_host_memory(weights: torch.Tensor) -> bool:
     for line in Path("/proc/self/maps").read_text().splitlines():
         begin, end = (int(part, 16) for part in line.split()[0].split("-"))
         if begin <= weights.data_ptr() < end:
-            return MEMORY_NAME in line
+            return WEIGHTS_MEMORY_NAME in line
     return False
 
 

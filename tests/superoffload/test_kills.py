@@ -127,7 +127,7 @@ def train(folder: Path, steps: int) -> None:
     import torch
 
     import superoffload
-    from so_tui.spec.sections.checkpoint import CheckpointSpec
+    from so_tui.spec.run_spec import CheckpointSpec
     from so_tui_trainer import checkpoint
     from so_tui_trainer.ranks import Ranks
     from tests.support import engine as support

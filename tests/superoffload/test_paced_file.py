@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from superoffload import paced_file
-from superoffload.paced_file import PacedFile
+from superoffload import checkpoint
+from superoffload.checkpoint import PacedFile
 
 PIECE = 1 << 20
 SIZE = 16 * PIECE + 77
@@ -82,7 +82,7 @@ def test_a_file_system_without_it_gets_every_piece_synced(
         return -1
 
     synced: list[int] = []
-    monkeypatch.setattr(paced_file, "_sync_file_range", refused)
+    monkeypatch.setattr(checkpoint, "_sync_file_range", refused)
     monkeypatch.setattr(
         os, "fdatasync", lambda descriptor: synced.append(os.fstat(descriptor).st_size)
     )
@@ -99,7 +99,7 @@ def test_a_disk_that_fails_while_it_writes_is_an_error(
         ctypes.set_errno(errno.EIO)
         return -1
 
-    monkeypatch.setattr(paced_file, "_sync_file_range", failing)
+    monkeypatch.setattr(checkpoint, "_sync_file_range", failing)
     with pytest.raises(OSError, match="file") as caught:
         written(tmp_path / "file", bytes(PIECE))
     assert caught.value.errno == errno.EIO

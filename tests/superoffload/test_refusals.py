@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import superoffload
-from superoffload.parameter_groups import trainable
+from superoffload.api import trainable
 from tests.support import engine as support
 
 Groups = Callable[[torch.nn.Module], Any]

@@ -12,7 +12,7 @@ import torch
 from deepspeed.utils import set_z3_leaf_module
 
 from superoffload.deepspeed_adapter import engine as adapter
-from superoffload.run_ahead import RunAheadLimiter
+from superoffload.transfers import RunAheadLimiter
 
 
 class _Events:

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import superoffload
-from so_tui.machine.memory import available_bytes
+from so_tui.machine.host import available_bytes
 from so_tui.machine.system_files import SystemFiles
 from superoffload.memory_layout import MemorySize, Segment
-from superoffload.shared_states import MEMORY_NAME, SharedStates
+from superoffload.shared_states import STATES_MEMORY_NAME, SharedStates
 from tests.support.shared_memory import SHARED_MEMORY, files_in_shared_memory, named_after
 
 
@@ -29,7 +29,7 @@ def own_memory() -> list[str]:
     return [
         line
         for line in (*links, *Path("/proc/self/maps").read_text().splitlines())
-        if f"memfd:{MEMORY_NAME}" in line
+        if f"memfd:{STATES_MEMORY_NAME}" in line
     ]
 
 
@@ -40,7 +40,7 @@ def test_it_takes_no_room_in_dev_shm_and_has_no_name_there() -> None:
     mapped = [
         line.split()[3]
         for line in Path("/proc/self/maps").read_text().splitlines()
-        if f"memfd:{MEMORY_NAME}" in line
+        if f"memfd:{STATES_MEMORY_NAME}" in line
     ]
     assert mapped
     device = SHARED_MEMORY.stat().st_dev

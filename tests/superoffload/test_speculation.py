@@ -13,7 +13,7 @@ import torch
 import superoffload
 from so_tui.model.sharding import speculating
 from superoffload.optimizer import SuperOffload
-from superoffload.speculation import REMEMBERED, Speculation
+from superoffload.steps import REMEMBERED, Speculation
 from superoffload.transfers import Event
 from tests.support import engine as support
 from tests.support.reference_adamw import Reference, core_of

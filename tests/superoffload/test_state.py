@@ -212,7 +212,7 @@ def test_another_deepspeed_version_is_refused() -> None:
 
 
 def test_the_doctor_knows_the_versions_that_the_engine_supports() -> None:
-    from so_tui.machine.versions import bound_of
+    from so_tui.machine.software import bound_of
     from superoffload.deepspeed_adapter.engine import NEWEST, OLDEST
 
     bound = bound_of("deepspeed")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from superoffload.commands import GradientSource
-from superoffload.step_policy import NormSource, StepTime, SubGroupAction, step_policy
+from superoffload.steps import NormSource, StepTime, SubGroupAction, step_policy
 
 EARLY, SPECULATIVE, HELD_BACK = (
     StepTime.GRADIENT_COMPLETE,

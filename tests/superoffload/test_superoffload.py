@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import superoffload
-from so_tui.model.layout import Parameter, layout_of
+from so_tui.model.shape import Parameter, layout_of
 from so_tui_trainer.data.batches import Batch
 from so_tui_trainer.engine_settings import engine_settings
 from so_tui_trainer.model.build import set_leaf_modules

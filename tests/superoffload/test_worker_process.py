@@ -16,13 +16,13 @@ import pytest
 import torch
 
 import superoffload
-from so_tui.plan.optimizer_time import ACCUMULATE_BYTES, ADAM_BYTES
-from so_tui.plan.types import MemoryPolicy
+from so_tui.plan.plan import MemoryPolicy
+from so_tui.plan.step_time import ACCUMULATE_BYTES, ADAM_BYTES
 from so_tui_trainer import binding
 from superoffload import worker
 from superoffload.commands import Command, GradientSource, Operation, bytes_moved
 from superoffload.memory_layout import Moments
-from superoffload.shared_states import MEMORY_NAME
+from superoffload.shared_states import STATES_MEMORY_NAME
 from superoffload.transfers import HostTransfers, Transfer
 from tests.support import engine as support
 from tests.support.shared_memory import files_in_shared_memory, named_after
@@ -44,7 +44,7 @@ def test_nothing_is_left_behind() -> None:
         assert (files_in_shared_memory(pid), files_in_shared_memory(os.getpid())) == (set(), used)
     assert not Path(f"/proc/{pid}").exists()
     gc.collect()
-    assert MEMORY_NAME not in Path("/proc/self/maps").read_text()
+    assert STATES_MEMORY_NAME not in Path("/proc/self/maps").read_text()
     assert files_in_shared_memory(os.getpid()) == used
     assert named_after(pid, *numbers) == before
     superoffload.close(made)  # a second call is harmless
@@ -69,7 +69,7 @@ def test_shared_memory_follows_the_memory_policy_of_the_rank() -> None:
     try:
         with support.engine(support.spec("superoffload", 1.0)) as made:
             maps = Path(f"/proc/{superoffload.worker_pid(made)}/numa_maps").read_text().splitlines()
-            (shared,) = [line for line in maps if MEMORY_NAME in line]
+            (shared,) = [line for line in maps if STATES_MEMORY_NAME in line]
             assert "bind:0" in shared
             assert "N0=" in shared
     finally:

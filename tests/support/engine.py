@@ -12,22 +12,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
-
 import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
 import superoffload
-from so_tui.plan.types import DeepSpeedBinding, MemoryPolicy, RankBinding
+from so_tui.plan.plan import DeepSpeedBinding, MemoryPolicy, RankBinding
 from so_tui.spec import find_preset
-from so_tui.spec.sections.data import DataSpec
-from so_tui.spec.sections.offload import OffloadSpec
-from so_tui.spec.sections.train import TrainSpec
-from so_tui.spec.types import RunSpec
-from so_tui_trainer.checkpoint import Manifest
+from so_tui.spec.run_spec import DataSpec, OffloadSpec, RunSpec, TrainSpec
+from so_tui_trainer.checkpoint_folder import Manifest
 from so_tui_trainer.engine_settings import engine_settings
 from superoffload import checkpoint
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
 
 torch.set_num_threads(1)  # the tensors are tiny: more threads would only wait for each other
 

@@ -15,10 +15,9 @@ import numpy as np
 import torch
 
 import superoffload
-from so_tui.spec.types import RunSpec
-from so_tui_trainer.clocks import StepClock
+from so_tui.spec.run_spec import RunSpec
 from so_tui_trainer.data.batches import StepCounts
-from so_tui_trainer.metrics import Metrics, Step
+from so_tui_trainer.metrics import Metrics, Step, StepClock
 from so_tui_trainer.ranks import Ranks
 from so_tui_trainer.recorder import Recorder
 from superoffload.deepspeed_adapter.engine import sub_group_states

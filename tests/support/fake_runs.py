@@ -14,8 +14,8 @@ import pytest
 from so_tui.launch import prepare, start
 from so_tui.machine import Machine
 from so_tui.runs import RunDirectory, alive, read_state
-from so_tui.runs.leftovers import remove_leftovers
-from so_tui.runs.process_stat import read_stat
+from so_tui.runs.listing import remove_leftovers
+from so_tui.runs.liveness import read_stat
 from so_tui.runs.records import FINAL_STATES, Process, RunState
 from so_tui.spec import RunSpec
 from tests.support.python_path import python_path

@@ -16,7 +16,7 @@ from so_tui.machine.types import Machine
 from so_tui.runs import MetricsWriter, RunDirectory, read_state, write_state
 from so_tui.runs.records import EndRecord, PhaseRecord, WarningRecord
 from so_tui.spec import find_preset, spec_tree
-from so_tui.trust.printable import printable
+from so_tui.trust.text import printable
 from tests.support.make_run import quad_machine, write_run
 
 HOSTILE = (

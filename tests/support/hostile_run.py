@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 
 from so_tui.launch import prepare
-from so_tui.launch.attempt_files import write_launch
-from so_tui.launch.shutdown import request_stop
+from so_tui.launch.launch import write_launch
+from so_tui.launch.supervisor.ending import request_stop
 from so_tui.machine import inspect_machine
 from so_tui.runs import RunDirectory, create_run, new_attempt, write_state
 from so_tui.runs.records import Process, RunState, State

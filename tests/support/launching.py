@@ -9,10 +9,10 @@ from pathlib import Path
 
 import msgspec
 
-from so_tui.launch import environment, prepare
-from so_tui.launch.attempt_files import write_launch
-from so_tui.launch.locks import lock_folder
-from so_tui.launch.rendezvous import init_method, make_rendezvous
+from so_tui.launch import command, prepare
+from so_tui.launch.launch import write_launch
+from so_tui.launch.supervisor.host import init_method, make_rendezvous
+from so_tui.launch.supervisor.host_check import lock_folder
 from so_tui.machine import inspect_machine
 from so_tui.runs import RunDirectory, create_run, new_attempt
 from so_tui.runs.records import MetricRecord
@@ -39,7 +39,7 @@ def start(
         attempt=attempt,
         rendezvous=init_method(make_rendezvous(lock_folder(), run.path, attempt)),
     )
-    env = environment.apply(here.environment, os.environ) | dict(extra or {})
+    env = command.apply(here.environment, os.environ) | dict(extra or {})
     with run.log_path(attempt, "here").open("wb") as log:
         return subprocess.Popen(
             here.argv, env=env, cwd=run.path, stdin=subprocess.DEVNULL, stdout=log, stderr=log

@@ -10,11 +10,10 @@ from array import array
 import msgspec
 
 from so_tui.runs import MetricsWriter, RunDirectory
-from so_tui.runs.index import index_path
+from so_tui.runs.index import index_path, segments
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import StepRecord
-from so_tui.runs.segments import segments
-from so_tui.ui.step_series import FollowedSteps
+from so_tui.ui.charts.series import FollowedSteps
 from tests.support.records import step_record
 
 SEGMENT_STEPS = 5000

@@ -14,7 +14,7 @@ from so_tui.folders import state_home
 from so_tui.machine import machine_json
 from so_tui.machine.types import Gpu, Machine, Mpam, NumaNode, Software
 from so_tui.plan import make_plan
-from so_tui.plan.types import Plan, RankBinding
+from so_tui.plan.plan import Plan, RankBinding
 from so_tui.runs import (
     MetricsWriter,
     RunDirectory,
@@ -23,19 +23,21 @@ from so_tui.runs import (
     new_attempt,
     write_state,
 )
-from so_tui.runs.placement import RankPlacement
 from so_tui.runs.records import (
     BindingRecord,
     CheckpointRecord,
     EndRecord,
+    GpuSample,
+    NodeSample,
     PhaseRecord,
     RankBindingReport,
+    RankPlacement,
     RunState,
+    Sample,
     StartRecord,
     State,
     StepRecord,
 )
-from so_tui.runs.sample import GpuSample, NodeSample, Sample
 from so_tui.spec import find_preset, with_values
 
 GIB = 1024**3

@@ -10,13 +10,13 @@ import msgspec
 import torch
 
 from so_tui.runs import RunDirectory, create_run
-from so_tui.runs.manifest import run_id
+from so_tui.runs.directory import run_id
 from so_tui.spec import RunSpec
-from so_tui_trainer.checkpoint import Manifest, optimizer_folder
+from so_tui_trainer.checkpoint_folder import Manifest, optimizer_folder
 from so_tui_trainer.model.config import load_config
 from so_tui_trainer.model.trained import PREFIX
 from superoffload import checkpoint as on_disk
-from superoffload.sub_groups import SubGroupState
+from superoffload.gpu_states import SubGroupState
 from tests.support.launching import tiny
 from tests.support.models import causal_model
 

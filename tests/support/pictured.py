@@ -13,7 +13,7 @@ from typing import ClassVar
 import pytest
 from msgspec.structs import replace
 
-from so_tui.launch.data_preview import (
+from so_tui.launch.helper_jobs import (
     Bin,
     DataPreview,
     Held,
@@ -22,12 +22,12 @@ from so_tui.launch.data_preview import (
     Sample,
     SourceView,
 )
-from so_tui.launch.host_processes import GpuUse, HostProcess
+from so_tui.launch.supervisor.samples import GpuUse, HostProcess
 from so_tui.machine.doctor import Finding
 from so_tui.machine.types import Machine
-from so_tui.plan.calibration import Figures
+from so_tui.plan.measured import Figures
 from so_tui.runs import MetricsWriter, RunDirectory, write_state
-from so_tui.runs.notes import RunNotes, write_notes
+from so_tui.runs.listing import RunNotes, write_notes
 from so_tui.runs.records import PhaseRecord, State
 from so_tui.runs.state import read_state
 from so_tui.spec import RunSpec
@@ -43,9 +43,9 @@ from so_tui.spec.generation import (
     Side,
 )
 from so_tui.ui.chart_metrics import HARDWARE, samples_of
-from so_tui.ui.loads import CORES, MEMORY, LoadStore
-from so_tui.ui.monitor import WINDOW_S, HostView
-from so_tui.ui.series import Axis
+from so_tui.ui.charts.series import Axis
+from so_tui.ui.machine.host import WINDOW_S, HostView
+from so_tui.ui.snapshot import CORES, MEMORY, LoadStore
 from so_tui.validation.report import Outcome, Report, TrainingFound, agreement_of
 from tests.support.make_run import GIB, plan_for, sample, write_run
 

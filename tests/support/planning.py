@@ -7,8 +7,8 @@ from typing import TypeVar
 
 from rich.console import Console
 
-from so_tui.plan.facts import Fact
-from so_tui.plan.types import Plan
+from so_tui.plan.notes import Fact
+from so_tui.plan.plan import Plan
 from so_tui.spec import RunSpec, load_catalog, with_values
 from tests.support.machines import superchips, x86
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from so_tui.launch.preparation import Launch, launch_of
+from so_tui.launch.launch import Launch, launch_of
 from so_tui.machine.types import Gpu, Machine, Mpam, NumaNode, Software
-from so_tui.plan.types import DeepSpeedBinding, MemoryPolicy, Plan, RankBinding
+from so_tui.plan.plan import DeepSpeedBinding, MemoryPolicy, Plan, RankBinding
 from so_tui.spec import find_preset
-from so_tui.spec.sections.data import DataSpec
-from so_tui.spec.sections.offload import Mode
-from so_tui.spec.sections.train import TrainSpec
-from so_tui.spec.types import RunSpec
+from so_tui.spec.run_spec import DataSpec, Mode, RunSpec, TrainSpec
 
 GIB = 2**30
 TINY = find_preset("tiny").spec.model

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from superoffload.deepspeed_adapter.engine import sub_group_states, super_offload
+from superoffload.gpu_states import Gradient
 from superoffload.optimizer import SuperOffload
-from superoffload.sub_groups import Gradient
 
 
 class Reference:

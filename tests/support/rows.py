@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from so_tui.spec import Problem, RunSpec
-from so_tui_trainer.data.cache import read
-from so_tui_trainer.data.documents import Documents
+from so_tui_trainer.data.documents import Documents, read
 from so_tui_trainer.data.tokens import load_tokenizer, prepare
 from tests.support.launching import tiny
 from tests.support.problems import refusal

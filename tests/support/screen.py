@@ -19,13 +19,12 @@ from textual.widgets import DataTable, Input, Static
 
 from so_tui.machine.types import Machine
 from so_tui.runs import RunDirectory
-from so_tui.settings.file import Loaded
-from so_tui.settings.types import Settings
+from so_tui.settings import Loaded, Settings
 from so_tui.ui.app import SoTuiApp
+from so_tui.ui.charts.chart import Chart
+from so_tui.ui.charts.drawing import StyledLines
+from so_tui.ui.configure.form import FieldRow
 from so_tui.ui.shared_app import StartRun
-from so_tui.ui.widgets.chart import Chart
-from so_tui.ui.widgets.field import FieldRow
-from so_tui.ui.widgets.styled_lines import StyledLines
 from tests.support.make_run import quad_machine
 from tests.support.waiting import LIMIT_S
 

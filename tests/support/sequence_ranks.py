@@ -24,16 +24,15 @@ from so_tui.launch.ds_config import ds_config
 from so_tui.machine import inspect_machine
 from so_tui.plan import make_plan
 from so_tui.plan.terms import TermKind
-from so_tui.spec.sections.model import ModelSpec
-from so_tui.spec.types import RunSpec
+from so_tui.spec.run_spec import ModelSpec, RunSpec
 from so_tui_trainer.data.batches import Batch, Batches
 from so_tui_trainer.data.documents import Documents
 from so_tui_trainer.engine_settings import engine_settings
-from so_tui_trainer.model import attention, recompute, tiles
+from so_tui_trainer.model import attention, checkpointing, fused
 from so_tui_trainer.model import build as building
 from so_tui_trainer.model.build import build
+from so_tui_trainer.model.checkpointing import HostActivations, Room
 from so_tui_trainer.model.config import disable_dropout
-from so_tui_trainer.model.host_activations import HostActivations, Room
 from so_tui_trainer.model.trained import TrainedModel, parameter_groups
 from tests.support.attention import PLAIN
 from tests.support.documents import documents, spec
@@ -65,7 +64,7 @@ class Case:
     model_type: str
     shape: dict[str, Any] = field(default_factory=dict)
     """Changes of SHAPE."""
-    policy: recompute.Policy = "full"
+    policy: checkpointing.Policy = "full"
     settings: dict[str, str] = field(default_factory=dict)
     """Changes of the spec."""
     tile: int = 0
@@ -159,10 +158,10 @@ def compare(case: Case) -> None:
     on_host = HostActivations(
         room, [room, room] if case.policy == "attention" else [], torch.device("cpu")
     )
-    recompute.install(
+    checkpointing.install(
         causal, case.policy, on_host if case.policy in ("full", "attention") else None
     )
-    assert not case.tile or tiles.install(causal, case.tile) == SHAPE["num_hidden_layers"]
+    assert not case.tile or fused.install_tiles(causal, case.tile) == SHAPE["num_hidden_layers"]
     model, reference = TrainedModel(causal, name), TrainedModel(plain, masked)
     docs = uneven() if case.uneven else documents()
     own = Batches(docs, shared_spec(ranks, case.settings), rank)

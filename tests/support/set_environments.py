@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from so_tui.machine.versions import VersionSet, version_sets
+from so_tui.machine.software import VersionSet, version_sets
 from tests.support.python_path import ROOT
 
 *OLDER, _ = version_sets()

@@ -14,8 +14,8 @@ from textual.css.stylesheet import Stylesheet
 from so_tui.folders import state_home
 from so_tui.machine.types import Machine
 from so_tui.plan import plan_table
-from so_tui.plan.types import PlanRow
-from so_tui.spec.types import Preset
+from so_tui.plan.plan import PlanRow
+from so_tui.spec.run_spec import Preset
 
 _rules: dict[frozenset[tuple[str, str]], LRUCache[tuple[Any, ...], list[RuleSet]]] = {}
 _tables: dict[bytes, tuple[PlanRow, ...]] = {}

@@ -11,9 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, PreTrainedModel
 
 from so_tui_trainer.data.batches import Batches
-from so_tui_trainer.model import attention, kernels, recompute, tiles
+from so_tui_trainer.model import attention, checkpointing
+from so_tui_trainer.model import fused as kernels
+from so_tui_trainer.model import fused as tiles
+from so_tui_trainer.model.checkpointing import HostActivations, Room
 from so_tui_trainer.model.config import disable_dropout
-from so_tui_trainer.model.host_activations import HostActivations, Room
 from so_tui_trainer.model.trained import TrainedModel
 from tests.support.documents import documents, spec
 from tests.support.models import causal_model, grad_of
@@ -57,7 +59,7 @@ def on_host(device: str, results: bool, shape: dict[str, Any] = SHAPE) -> HostAc
 
 
 def model_of(
-    policy: recompute.Policy,
+    policy: checkpointing.Policy,
     model_type: str,
     *,
     offloaded: bool = False,
@@ -79,12 +81,12 @@ def model_of(
     disable_dropout(config)
     causal = causal_model(config, dtype=dtype, attention=implementation)
     causal.to(torch.device(device))  # type: ignore[arg-type]
-    kernels.install(causal, fused)
-    recompute.install(
+    kernels.install_kernels(causal, fused)
+    checkpointing.install(
         causal, policy, on_host(device, with_kernels is not None) if offloaded else None
     )
     if tile:
-        assert tiles.install(causal, tile) == SHAPE["num_hidden_layers"]
+        assert tiles.install_tiles(causal, tile) == SHAPE["num_hidden_layers"]
     causal.train()
     return causal
 
@@ -98,7 +100,7 @@ def forward(causal: PreTrainedModel) -> Tensor:
 
 
 def trained(
-    policy: recompute.Policy, model_type: str = "qwen3", *, passes: int = 1, **options: Any
+    policy: checkpointing.Policy, model_type: str = "qwen3", *, passes: int = 1, **options: Any
 ) -> Trained:
     """Loss of the last micro-batch, and gradients of all."""
     causal = model_of(policy, model_type, **options)

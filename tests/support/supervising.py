@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
-from so_tui.launch.starter import TOKEN_VARIABLE, new_token, record_token
+from so_tui.launch.launch import TOKEN_VARIABLE, new_token, record_token
 from so_tui.runs import RunDirectory
 
 

@@ -11,7 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from so_tui.machine.versions import PACKAGES, VersionSet, version_sets
+from so_tui.machine.software import PACKAGES, VersionSet, version_sets
 from tests.aarch64.environment import wheel_options
 from tests.support.python_path import ROOT
 

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from so_tui.runs import create_run
 from so_tui.runs.records import EvaluationRecord
-from so_tui_trainer.trackers import TensorBoard, WeightsAndBiases
+from so_tui_trainer.recorder import TensorBoard, WeightsAndBiases
 from tests.support.launching import tiny
 from tests.support.records import step_record
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from so_tui.machine.versions import VersionSet
+from so_tui.machine.software import VersionSet
 from so_tui.runs import RunDirectory
 from so_tui.runs.records import StepRecord
 from tests.support.launching import records

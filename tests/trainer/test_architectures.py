@@ -16,12 +16,11 @@ from benchmarks.architecture_models import KINDS, MULTIMODAL, of_kind
 from so_tui.spec import ModelSpec
 from so_tui.spec.attention import Needs, Present
 from so_tui_trainer.data.batches import Batches
-from so_tui_trainer.model import attention, recompute
-from so_tui_trainer.model.build import build
+from so_tui_trainer.model import attention, checkpointing
+from so_tui_trainer.model.build import build, refuse_unlisted
 from so_tui_trainer.model.config import disable_dropout, load_config
-from so_tui_trainer.model.matching import meta_model
-from so_tui_trainer.model.supported import refuse_unlisted
 from so_tui_trainer.model.trained import TrainedModel
+from so_tui_trainer.model.weights import meta_model
 from tests.support.attention import PLAIN
 from tests.support.documents import documents, spec
 from tests.support.models import (
@@ -225,7 +224,7 @@ def test_sequences_end_to_end_train_as_those_in_rows(name: str, packing: str) ->
     ("policy", "repeated"), [("none", 0), ("selective", 0), ("attention", 0), ("full", 2)]
 )
 def test_attention_with_sinks_is_kept_where_activations_are(
-    policy: recompute.Policy, repeated: int
+    policy: checkpointing.Policy, repeated: int
 ) -> None:
     calls = 0
 
@@ -235,7 +234,7 @@ def test_attention_with_sinks_is_kept_where_activations_are(
         return PLAIN.forward(*arguments)
 
     found = {}
-    kinds: tuple[tuple[recompute.Policy, attention.Kernels], ...] = (
+    kinds: tuple[tuple[checkpointing.Policy, attention.Kernels], ...] = (
         ("none", PLAIN),
         (policy, attention.Kernels(counted, PLAIN.backward)),
     )
@@ -244,7 +243,7 @@ def test_attention_with_sinks_is_kept_where_activations_are(
         config = load_config(scaled_down("gpt-oss-20b"))
         implementation = attention.register(kernels)
         causal = causal_model(config, dtype=torch.float32, attention=implementation).train()
-        recompute.install(causal, asked)
+        checkpointing.install(causal, asked)
         batch = next(Batches(documents(30), spec(data__sequence_length="128"), 0).micro_batches(1))
         torch.autograd.backward(TrainedModel(causal, implementation)(batch, 1 / len(batch.targets)))
         found[kernels] = {name: parameter.grad for name, parameter in causal.named_parameters()}

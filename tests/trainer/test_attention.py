@@ -17,8 +17,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 from benchmarks.attention import planned_table, table
 from so_tui.spec import InputError
 from so_tui.spec.attention import KERNELS, UNKNOWN_GPU, Needs, choose_backend
-from so_tui_trainer.model.attention import Documents, Kernels, attend, register
-from so_tui_trainer.model.attention.choice import present
+from so_tui_trainer.model.attention import Documents, Kernels, attend, present, register
 from tests.support.attention import PLAIN, backends, visible
 
 NAMES = ("out", "query", "key", "value", "sinks")

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.runs import control, create_run
-from so_tui.runs.checkpoints import checkpoint_folders
-from so_tui.runs.manifest import run_id
+from so_tui.runs import create_run, state
+from so_tui.runs.directory import checkpoint_folders, run_id
 from so_tui.runs.records import BindingRecord, CheckpointRecord, EndRecord, PhaseRecord, StepRecord
 from so_tui_trainer import checkpoint, checkpoint_folder
 from tests.faults.shim import Shim, build
@@ -168,9 +167,9 @@ def test_one_that_is_killed_stopped_or_lacks_space_leaves_the_one_before(
 
     run.start()
     run.wait_for(lambda: run.is_writing)
-    control.request(run.directory, "stop")
+    state.request(run.directory, "stop")
     end = run.finish()
-    control.clear(run.directory, "stop")
+    state.clear(run.directory, "stop")
     assert end.state == "stopped"
     assert run.losses.keys() >= {killed_after + 1}
     assert [record.step for record in run.saved][-1] == end.step

@@ -15,10 +15,10 @@ import pytest
 
 from so_tui.plan.workload import seen
 from so_tui.spec import RunSpec
-from so_tui_trainer import training_data
+from so_tui_trainer import session
 from so_tui_trainer.data import tokens
 from so_tui_trainer.data.batches import width
-from so_tui_trainer.data.cache import intact, read
+from so_tui_trainer.data.documents import intact, read
 from so_tui_trainer.data.tokens import load_tokenizer, prepare, row_shares
 from so_tui_trainer.failures import TrainingError
 from so_tui_trainer.ranks import Ranks
@@ -299,5 +299,5 @@ def test_a_rank_that_does_not_see_the_first_ones_cache_says_so(
         "so_tui_trainer.data.tokens.prepare", lambda *_, **__: tmp_path / "on-another-host"
     )
     with pytest.raises(TrainingError) as caught:
-        training_data.read(tiny(), single_rank, lambda _: None, lambda *_: None)
+        session.read_training_data(tiny(), single_rank, lambda _: None, lambda *_: None)
     assert caught.value.code == "cache-not-shared"

@@ -11,9 +11,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from so_tui.spec import with_values
-from so_tui.spec.sections.data import LossOn
-from so_tui_trainer.data.chat import TemplateError, chat_of, segments
-from so_tui_trainer.data.encoding import Encoder, encodes_segments_apart
+from so_tui.spec.run_spec import LossOn
+from so_tui_trainer.data.chat import (
+    Encoder,
+    TemplateError,
+    chat_of,
+    encodes_segments_apart,
+    segments,
+)
 from so_tui_trainer.data.rows import Message
 from so_tui_trainer.data.tokens import load_tokenizer
 from tests.support.launching import tiny

@@ -11,14 +11,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-import superoffload
 import superoffload.checkpoint
 from so_tui.runs import RunDirectory, create_run
-from so_tui.runs.checkpoints import checkpoint_folders, checkpoints_folder
-from so_tui.runs.manifest import run_id
+from so_tui.runs.directory import checkpoint_folders, checkpoints_folder, run_id
 from so_tui.spec import RunSpec
-from so_tui_trainer import checkpoint_folder, disk_room
-from so_tui_trainer.checkpoint_folder import claim, newest, read_manifest, start_over, verify
+from so_tui_trainer import checkpoint_folder
+from so_tui_trainer.checkpoint_folder import claim, newest, read_manifest, set_all_aside, verify
 from so_tui_trainer.failures import TrainingError
 from tests.support.checkpoints import written
 from tests.support.launching import tiny
@@ -125,13 +123,13 @@ def test_starting_over_renames_every_checkpoint_of_the_run_and_deletes_none(tmp_
     for step in (3, 6):
         written(folder, step, own, spec)
     copied = written(folder, 9, "of another run", spec)
-    start_over(folder, own)
+    set_all_aside(folder, own)
     assert copied.exists()
     shutil.rmtree(copied)
     assert newest(folder, own) is None
     assert names(folder) == ["run.json", "step-000003.superseded", "step-000006.superseded"]
     written(folder, 3, own, spec)
-    start_over(folder, own)
+    set_all_aside(folder, own)
     assert "step-000003.superseded.2" in names(folder)
 
 
@@ -248,7 +246,7 @@ def test_leftovers_that_are_links_or_files_are_removed_and_their_targets_stay(
     (folder / "step-000001.partial").symlink_to(target)
     (folder / "step-000002.partial").write_bytes(b"x")
     (folder / "step-000003.partial").symlink_to(tmp_path / "nothing")
-    disk_room.make_room(folder, 0, "checkpoint.folder")
+    checkpoint_folder.make_room(folder, 0, "checkpoint.folder")
     assert names(folder) == []
     assert names(target) == ["precious"]
 
@@ -272,7 +270,7 @@ def test_large_files_of_a_removed_checkpoint_are_freed_a_piece_at_a_time_unless_
         cut(descriptor, size)
 
     monkeypatch.setattr(os, "ftruncate", noting)
-    disk_room.remove(tmp_path / "old")
+    checkpoint_folder.remove(tmp_path / "old")
     assert sizes == [2 * gib + 5, gib + 5, 5]
     assert not (tmp_path / "old").exists()
     assert (tmp_path / "kept").stat().st_size == 2 * gib
@@ -294,8 +292,8 @@ def test_a_checkpoint_that_cannot_be_removed_costs_no_training(
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "rmtree", held)
         assert written(folder, 4, own, spec).name == "step-000004"
-        disk_room.make_room(folder, 0, "checkpoint.folder")
+        checkpoint_folder.make_room(folder, 0, "checkpoint.folder")
     assert [path.name for path in checkpoint_folders(folder)] == ["step-000004"]
     assert "step-000003.partial" in names(folder)
-    disk_room.make_room(folder, 0, "checkpoint.folder")
+    checkpoint_folder.make_room(folder, 0, "checkpoint.folder")
     assert "step-000003.partial" not in names(folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
-from so_tui_trainer import collection
+from so_tui_trainer import session
 
 
 class Knot:
@@ -20,7 +20,7 @@ def test_what_was_loaded_is_never_looked_at_again_and_garbage_is_not_kept() -> N
     gone = weakref.ref(garbage)
     del garbage
     try:
-        collection.freeze()
+        session.freeze_garbage()
         assert gone() is None
         assert not any(each is loaded for each in gc.get_objects())
         later = Knot()

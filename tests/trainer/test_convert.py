@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from so_tui.cli import main
-from so_tui.launch.converting import from_deepspeed
+from so_tui.launch.helper_jobs import from_deepspeed
 from so_tui.runs import RunDirectory, list_runs, read_state
-from so_tui.runs.manifest import run_id
+from so_tui.runs.directory import run_id
 from so_tui.runs.records import StepRecord
 from so_tui.spec import InputError
 from so_tui_trainer import checkpoint_folder

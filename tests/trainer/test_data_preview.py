@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from so_tui.cli import main
-from so_tui.launch.data_preview import DataPreview, Progress, Sample, preview_data
+from so_tui.launch.helper_jobs import DataPreview, Progress, Sample, preview_data
 from so_tui.spec import InputError, spec_tree
 from so_tui_trainer.tools.check_inputs import check
 from so_tui_trainer.tools.data import histogram

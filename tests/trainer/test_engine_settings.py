@@ -7,13 +7,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from so_tui.machine.memory import available_bytes
+from so_tui.machine.host import available_bytes
 from so_tui.machine.system_files import SystemFiles
 from so_tui.model.profile import profile_of
 from so_tui.model.sharding import run_ahead_parameters
-from so_tui.plan.types import OptionalMemory
+from so_tui.plan.plan import OptionalMemory
 from so_tui.spec import InputError, find_preset, with_values
-from so_tui.spec.types import RunSpec
+from so_tui.spec.run_spec import RunSpec
 from so_tui_trainer.engine_settings import engine_settings
 from superoffload.errors import OffloadError
 from superoffload.settings import Settings

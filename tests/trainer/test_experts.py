@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
+from so_tui_trainer.model import experts
 from so_tui_trainer.model.config import load_config
-from so_tui_trainer.model.kernels import EXPERTS as EXPERTS_PART
-from so_tui_trainer.model.kernels import experts, install
-from so_tui_trainer.model.kernels.experts import Weights, gated, mixture, route
-from so_tui_trainer.model.kernels.gate import Gate
-from so_tui_trainer.model.matching import meta_model
+from so_tui_trainer.model.experts import Weights, gated, mixture, route
+from so_tui_trainer.model.fused import EXPERTS as EXPERTS_PART
+from so_tui_trainer.model.fused import install_kernels
+from so_tui_trainer.model.kernels import Gate
+from so_tui_trainer.model.weights import meta_model
 from so_tui_trainer.older_versions import by_group, grouped_mm
 from tests.support.models import grad_of, scaled_down
 
@@ -165,7 +166,7 @@ def test_a_limit_of_another_kind_than_gpt_oss_is_left_to_transformers_however_hi
             )
 
     limited: Any = nn.ModuleList([Limited()])
-    assert install(limited, [EXPERTS_PART]) == ()
+    assert install_kernels(limited, [EXPERTS_PART]) == ()
 
 
 @pytest.mark.parametrize("gate", [SILU, CLAMPED], ids=["silu", "clamped"])

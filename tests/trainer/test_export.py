@@ -18,11 +18,11 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig
 
-from so_tui.launch.exporting import ExportProgress, in_steps
+from so_tui.launch.helper_jobs import ExportProgress, in_steps
 from so_tui.runs import create_run, read_spec
-from so_tui.runs.manifest import run_id
+from so_tui.runs.directory import run_id
 from so_tui.spec import InputError, ModelSpec
-from so_tui_trainer import whole
+from so_tui_trainer import export as whole
 from so_tui_trainer.export import (
     ExportMarker,
     Stage,
@@ -32,7 +32,7 @@ from so_tui_trainer.export import (
     replacing,
 )
 from so_tui_trainer.model.config import load_config
-from so_tui_trainer.tools.checkpoints import with_newest
+from so_tui_trainer.tools.channel import with_newest
 from so_tui_trainer.tools.export import export_run
 from tests.support.launching import tiny
 from tests.support.model_checkpoints import checkpoint_of, run_with_checkpoints
@@ -320,7 +320,7 @@ def test_a_checkpoint_that_the_run_replaces_meanwhile_is_exported_from_the_newer
 def test_it_says_how_far_reading_and_writing_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("so_tui_trainer.tools.checkpoints._PROGRESS_S", 0.0)
+    monkeypatch.setattr("so_tui_trainer.tools.channel._PROGRESS_S", 0.0)
     run = run_with_checkpoints(tmp_path, 5)
     answers = list(export_run({"run": str(run.path), "to": str(tmp_path / "model")}))
     told = [

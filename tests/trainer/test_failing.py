@@ -10,7 +10,7 @@ import pytest
 
 from so_tui.runs import create_run
 from so_tui_trainer import failures
-from so_tui_trainer.data import file_checks
+from so_tui_trainer.data import sources
 from so_tui_trainer.failures import Failure
 from tests.support.launching import tiny
 from tests.support.waiting import LIMIT_S
@@ -18,7 +18,7 @@ from tests.support.waiting import LIMIT_S
 STUBBORN = """
 import signal
 import time
-from so_tui_trainer.signals import install_handlers
+from so_tui_trainer.session import install_handlers
 
 def fail():
     raise OSError("no space left on the device")
@@ -61,7 +61,7 @@ def test_a_rank_that_cannot_write_why_it_failed_ends_all_the_same() -> None:
 
 @pytest.mark.parametrize("part", [b'\\"', b"\\\\"])
 def test_a_row_that_was_cut_off_in_a_string_is_checked_at_once(part: bytes) -> None:
-    row = b"[" * (file_checks.MOST_NESTED + 1) + b"]" * (file_checks.MOST_NESTED + 1)
+    row = b"[" * (sources.MOST_NESTED + 1) + b"]" * (sources.MOST_NESTED + 1)
     began = time.process_time()
-    assert not file_checks._is_deep(b'{"text": "' + row + part * 20_000)
+    assert not sources._is_deep(b'{"text": "' + row + part * 20_000)
     assert time.process_time() - began < 4

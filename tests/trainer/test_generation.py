@@ -19,12 +19,11 @@ from transformers import PreTrainedModel
 
 from so_tui.spec import ModelSpec
 from so_tui.spec.generation import LoadModel, Prompt, Sampling, Turn
-from so_tui_trainer import whole
-from so_tui_trainer.data.chat import Chat, chat_of, segments
-from so_tui_trainer.data.encoding import Encoder, leading_ids
+from so_tui_trainer import export
+from so_tui_trainer.data.chat import Chat, Encoder, chat_of, leading_ids, segments
 from so_tui_trainer.data.rows import TEXT, Message
 from so_tui_trainer.data.tokens import load_tokenizer, tokenizer_of
-from so_tui_trainer.export import marker_of
+from so_tui_trainer.export import marker_of, placed
 from so_tui_trainer.generation import (
     Detokenizer,
     Writer,
@@ -34,9 +33,8 @@ from so_tui_trainer.generation import (
     stop_tokens,
 )
 from so_tui_trainer.model.config import load_config
-from so_tui_trainer.model.matching import meta_model
+from so_tui_trainer.model.weights import meta_model
 from so_tui_trainer.tools.generate import base_of, in_turn, of_folder
-from so_tui_trainer.whole import placed
 from tests.support.launching import tiny
 from tests.support.models import causal_model
 from tests.support.problems import refusal
@@ -232,7 +230,7 @@ def test_only_safetensors_are_read(tmp_path: Path, causal: PreTrainedModel) -> N
         b"cbuiltins\nopen\n(V" + str(proof).encode() + b"\nVw\ntR."
     )
     assert (
-        refusal(lambda: whole.of_folder(tmp_path, ModelSpec(id=str(tmp_path)))).code
+        refusal(lambda: export.of_folder(tmp_path, ModelSpec(id=str(tmp_path)))).code
         == "model-unreadable"
     )
     assert not proof.exists()
@@ -258,7 +256,7 @@ def test_a_damaged_folder_is_named(
     load: Callable[[], object] = (
         partial(tokenizer_of, model)
         if code.startswith("tokenizer")
-        else partial(whole.of_folder, tmp_path, model)
+        else partial(export.of_folder, tmp_path, model)
     )
     assert refusal(load).code == code
     if name == "config.json":
@@ -289,7 +287,7 @@ def test_a_kernel_that_a_model_names_is_not_loaded(tmp_path: Path, causal: PreTr
         json.dumps(json.loads(path.read_text()) | {"attn_implementation": "someone/kernel"})
     )
     model = ModelSpec(id=str(tmp_path))
-    assert whole.of_folder(tmp_path, model).config._attn_implementation == "sdpa"
+    assert export.of_folder(tmp_path, model).config._attn_implementation == "sdpa"
     assert meta_model(load_config(model)).config._attn_implementation == "sdpa"
 
 

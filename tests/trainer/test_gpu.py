@@ -7,14 +7,12 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from so_tui.model.loss import loss_bytes
+from so_tui.model.flops import loss_bytes
 from so_tui.runs.records import EndRecord, EvaluationRecord, StepRecord
-from so_tui_trainer.data.batches import Batches
-from so_tui_trainer.data.prefetcher import Prefetcher
+from so_tui_trainer.data.batches import Batches, Prefetcher
 from so_tui_trainer.model import attention
 from so_tui_trainer.model.config import disable_dropout, load_config
-from so_tui_trainer.model.logits import expected_first_loss
-from so_tui_trainer.model.loss import HeadLoss
+from so_tui_trainer.model.loss import HeadLoss, expected_first_loss
 from so_tui_trainer.model.trained import TrainedModel
 from tests.support.attention import backends
 from tests.support.documents import documents, spec

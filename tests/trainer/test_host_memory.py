@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from so_tui_trainer import host_memory
-from so_tui_trainer.host_memory import HostMemory, rank_memory_bytes
+from so_tui_trainer import metrics
+from so_tui_trainer.metrics import HostMemory, rank_memory_bytes
 from tests.support.waiting import wait_until
 
 
@@ -88,7 +88,7 @@ def test_threads_that_end_meanwhile_do_not_hide_adams_workers(
 
     busy = [threading.Thread(target=come_and_go) for _ in range(3)]
     with subprocess.Popen(["sleep", "1000"]) as worker:
-        monkeypatch.setattr(host_memory, "pss_bytes", lambda pid: int(pid == worker.pid))
+        monkeypatch.setattr(metrics, "pss_bytes", lambda pid: int(pid == worker.pid))
         try:
             for thread in busy:
                 thread.start()

@@ -13,11 +13,9 @@ from transformers import AutoConfig
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from so_tui_trainer.model import kernels
+from so_tui_trainer.model import fused
 from so_tui_trainer.model.config import disable_dropout
-from so_tui_trainer.model.kernels.gate import gated
-from so_tui_trainer.model.kernels.rotary import rotate
-from so_tui_trainer.model.kernels.softmax import cross_entropy_gradient, log_sum_exp
+from so_tui_trainer.model.kernels import cross_entropy_gradient, gated, log_sum_exp, rotate
 from tests.support.models import causal_model, grad_of
 
 SHAPE = {
@@ -71,7 +69,7 @@ def test_a_model_computes_the_same_with_them(model_type: str) -> None:
     results = []
     for install in (False, True):
         if install:
-            assert set(kernels.install(causal)) == EXPECTED[model_type]
+            assert set(fused.install_kernels(causal)) == EXPECTED[model_type]
         causal.zero_grad()
         logits = causal(input_ids=tokens, use_cache=False).logits
         torch.autograd.backward(logits.square().mean())
@@ -97,7 +95,7 @@ def test_a_norm_that_computes_otherwise_is_left_alone() -> None:
     causal = causal_model(
         config, dtype=torch.float32
     )  # its norms multiply with 1 + weight, its activation is GELU
-    assert kernels.install(causal, (kernels.NORM, kernels.GATE)) == ()
+    assert fused.install_kernels(causal, (fused.NORM, fused.GATE)) == ()
 
 
 def test_a_gate_with_a_limit_is_left_alone_however_high_it_is() -> None:
@@ -117,12 +115,12 @@ def test_a_gate_with_a_limit_is_left_alone_however_high_it_is() -> None:
     )
     module.limit = 10.0
     limited: Any = nn.ModuleList([module])
-    assert kernels.install(limited, [kernels.GATE]) == ()
+    assert fused.install_kernels(limited, [fused.GATE]) == ()
 
 
 def test_only_what_is_asked_for_is_replaced() -> None:
     causal = causal_model(AutoConfig.for_model("qwen3", **SHAPE))
-    assert kernels.install(causal, [kernels.NORM]) == ("Qwen3RMSNorm",)
+    assert fused.install_kernels(causal, [fused.NORM]) == ("Qwen3RMSNorm",)
 
 
 def test_a_rotation_by_cosines_in_fp32_keeps_the_heads_in_bf16() -> None:

@@ -9,7 +9,7 @@ import pytest
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from so_tui_trainer.model.logits import LOGIT_KEYS
+from so_tui_trainer.model.loss import LOGIT_KEYS
 
 CHANGES = re.compile(
     r"self\.(?:config\.(?:text_config\.)?)?(\w*(?:logits?_s|logits_mup|multiplier|cap(?:ping)?\b|unpadded)\w*)"

@@ -9,11 +9,10 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from so_tui.model import loss as model_loss
+from so_tui.model import flops as model_loss
 from so_tui_trainer.data.batches import Batches
 from so_tui_trainer.model.config import load_config
-from so_tui_trainer.model.logits import expected_first_loss
-from so_tui_trainer.model.loss import HeadLoss
+from so_tui_trainer.model.loss import HeadLoss, expected_first_loss
 from so_tui_trainer.model.trained import TrainedModel, parameter_groups
 from tests.support.documents import documents, spec
 from tests.support.launching import tiny

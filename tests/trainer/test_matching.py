@@ -13,8 +13,14 @@ from transformers import PreTrainedModel
 from so_tui.machine.types import version_numbers
 from so_tui.spec import ModelSpec
 from so_tui_trainer.model.config import load_config
-from so_tui_trainer.model.matching import Match, largest_conversion_bytes, match, meta_model, refuse
 from so_tui_trainer.model.stored import read_index
+from so_tui_trainer.model.weights import (
+    Match,
+    largest_conversion_bytes,
+    match_weights,
+    meta_model,
+    refuse,
+)
 from tests.support.models import ONE_OF_EACH, saved, scaled_down
 from tests.support.problems import refusal
 
@@ -35,7 +41,7 @@ records_places = pytest.mark.skipif(
 
 
 def matched(model: PreTrainedModel, folder: Path) -> Match:
-    return match(meta_model(model.config), read_index(folder))
+    return match_weights(meta_model(model.config), read_index(folder))
 
 
 def _embedding(model: PreTrainedModel) -> Any:
@@ -129,7 +135,9 @@ def test_an_expert_that_is_missing_or_of_another_shape_is_found(
 
 def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
     saved("phi-4", tmp_path)
-    found = match(meta_model(load_config(scaled_down("llama-3.1-8b"))), read_index(tmp_path))
+    found = match_weights(
+        meta_model(load_config(scaled_down("llama-3.1-8b"))), read_index(tmp_path)
+    )
     assert found.missing
     assert found.unexpected
     assert len(refused(found)) < 600

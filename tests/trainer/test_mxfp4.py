@@ -14,13 +14,18 @@ from safetensors.torch import load_file, save_file
 from torch.utils.cpp_extension import get_default_build_root
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from so_tui.machine.code_folders import extensions_folder
+from so_tui.machine.software import extensions_folder
 from so_tui.spec import ModelSpec, spec_tree
 from so_tui_trainer.model.config import load_config
-from so_tui_trainer.model.matching import match, meta_model, refuse
-from so_tui_trainer.model.mxfp4 import convert, missing_bytes
-from so_tui_trainer.model.pretrained import converted_folder, trainable_folder, weights_folder
-from so_tui_trainer.model.stored import read_index
+from so_tui_trainer.model.stored import convert, missing_bytes, read_index
+from so_tui_trainer.model.weights import (
+    converted_folder,
+    match_weights,
+    meta_model,
+    refuse,
+    trainable_folder,
+    weights_folder,
+)
 from tests.support.launching import tiny
 from tests.support.models import load_pretrained, saved
 from tests.support.problems import refusal
@@ -83,7 +88,7 @@ def test_every_weight_is_what_transformers_makes_of_it(packed: Path) -> None:
             )
             assert torch.equal(tensor, expected), name
     refuse(
-        match(meta_model(load_config(ModelSpec(id=str(packed)))), read_index(folder)),
+        match_weights(meta_model(load_config(ModelSpec(id=str(packed)))), read_index(folder)),
         ModelSpec(id=str(packed)),
     )
     model, info = load_pretrained(folder)

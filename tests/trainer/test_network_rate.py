@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from so_tui.runs import create_run, new_attempt
-from so_tui.runs.network_rate import read_network_rate
-from so_tui_trainer import network_rate
+from so_tui.runs.samples import read_network_rate
+from so_tui_trainer import metrics
 from so_tui_trainer.ranks import Ranks
 from tests.support.launching import tiny
 
@@ -43,10 +43,8 @@ def test_the_rate_is_that_of_a_tensor_that_takes_long_enough(
         asked.append(size)
         return latency_s + 2 * size * 11 / 12 / bytes_per_s
 
-    monkeypatch.setattr(network_rate, "_both_s", both_s)
-    assert network_rate.measure(single_rank._replace(size=12)) == pytest.approx(
-        bytes_per_s, rel=0.05
-    )
+    monkeypatch.setattr(metrics, "_both_s", both_s)
+    assert metrics.measure(single_rank._replace(size=12)) == pytest.approx(bytes_per_s, rel=0.05)
     assert asked[-1] == whole_bytes
 
 

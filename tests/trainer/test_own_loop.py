@@ -31,11 +31,11 @@ def loop(folder: Path) -> list[float]:
     import superoffload
     from benchmarks.comparison.packed import labels
     from examples.own_loop import ds_config, join_process_group
-    from so_tui_trainer.data import cache, tokens
+    from so_tui_trainer.data import documents, tokens
     from so_tui_trainer.data.batches import Batches
 
     spec = msgspec.json.decode((folder / "spec.json").read_bytes(), type=RunSpec)
-    batches = Batches(cache.read(tokens.prepare(spec), spec.data), spec, rank=0)
+    batches = Batches(documents.read(tokens.prepare(spec), spec.data), spec, rank=0)
     join_process_group(0)
     model: Any = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16)
     train = spec.train

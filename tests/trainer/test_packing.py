@@ -3,7 +3,7 @@ import time
 import numpy as np
 import pytest
 
-from so_tui_trainer.data.packing import one_each, pack
+from so_tui_trainer.data.documents import one_each, pack
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from so_tui_trainer.data.batches import Batches, MicroBatch
-from so_tui_trainer.data.prefetcher import PREFETCH_DEPTH, Prefetcher
+from so_tui_trainer.data.batches import PREFETCH_DEPTH, Batches, MicroBatch, Prefetcher
 from tests.support.documents import documents, spec
 from tests.support.waiting import LIMIT_S
 

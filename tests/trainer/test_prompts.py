@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from so_tui.runs import RunDirectory, create_run
-from so_tui.runs.answers import MOST_ASKED, AnsweredPrompt, Asked, add_answers, read_answers
+from so_tui.runs.results import MOST_ASKED, AnsweredPrompt, Asked, add_answers, read_answers
 from so_tui.spec.generation import Prompt, Sampling, Turn
 from so_tui_trainer.data.chat import chat_of
 from so_tui_trainer.data.tokens import load_tokenizer

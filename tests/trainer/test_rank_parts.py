@@ -18,7 +18,6 @@ import torch
 from so_tui.machine import inspect_machine
 from so_tui.plan import make_plan
 from so_tui.runs import MetricsWriter, RunDirectory
-from so_tui.runs.codec import decode_metric
 from so_tui.runs.records import (
     EndRecord,
     MetricRecord,
@@ -26,15 +25,15 @@ from so_tui.runs.records import (
     RankBindingReport,
     StepRecord,
     WarningRecord,
+    decode_metric,
 )
 from so_tui.spec import InputError
 from so_tui_trainer import failures
 from so_tui_trainer.checkpoint import all_ranks
-from so_tui_trainer.clocks import StepClock, StepPart
 from so_tui_trainer.data.batches import StepCounts
 from so_tui_trainer.failures import Failure, NonFiniteError
 from so_tui_trainer.loop import log_line
-from so_tui_trainer.metrics import Metrics, Step
+from so_tui_trainer.metrics import Metrics, Step, StepClock, StepPart
 from so_tui_trainer.ranks import Ranks
 from so_tui_trainer.recorder import Recorder
 from superoffload.errors import NonFiniteGradientError, OffloadError, WorkerLostError
@@ -44,7 +43,7 @@ from tests.support.records import step_record
 
 BIND = """
 import sys, threading, msgspec
-from so_tui.plan.types import RankBinding
+from so_tui.plan.plan import RankBinding
 from so_tui_trainer.binding import bind
 threading.Thread(target=threading.Event().wait, daemon=True).start()
 report = bind(msgspec.json.decode(sys.stdin.read(), type=RankBinding))

@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, PreTrainedModel
 
-from so_tui.model.activations import stored_bytes
-from so_tui.model.architecture import architecture
+from so_tui.model.profile import stored_bytes
+from so_tui.model.shape import architecture
 from so_tui_trainer.failures import TrainingError
-from so_tui_trainer.model import attention, kernels, recompute
+from so_tui_trainer.model import attention, checkpointing, fused
+from so_tui_trainer.model.checkpointing import HostActivations, Room
 from so_tui_trainer.model.config import load_config
-from so_tui_trainer.model.host_activations import HostActivations, Room
 from tests.support.attention import PLAIN
 from tests.support.models import another, causal_model, grad_of
 from tests.support.small_training import (
@@ -38,7 +38,7 @@ from tests.support.small_training import (
 @pytest.mark.parametrize("model_type", ["qwen3", "llama", "phi3", "seed_oss", *MIXTURES])
 @pytest.mark.parametrize("policy", ["full", "attention", "selective"])
 def test_loss_and_gradients_are_those_of_keeping_everything(
-    policy: recompute.Policy, model_type: str
+    policy: checkpointing.Policy, model_type: str
 ) -> None:
     expected, gradients = trained("none", model_type)
     found, ours = trained(policy, model_type)
@@ -58,10 +58,10 @@ def test_routers_that_draw_random_numbers_draw_the_same_again(
         kind, **SHAPE, **{key: value for key, value in EXPERTS.items() if key not in SHAPE}, **noise
     )
 
-    def trained_with(policy: recompute.Policy) -> tuple[float, dict[str, Tensor]]:
+    def trained_with(policy: checkpointing.Policy) -> tuple[float, dict[str, Tensor]]:
         torch.manual_seed(0)
         causal = causal_model(config, dtype=torch.float32, attention="eager")
-        recompute.install(causal, policy)
+        checkpointing.install(causal, policy)
         causal.train()
         loss = forward(causal)
         torch.autograd.backward(loss)
@@ -78,7 +78,7 @@ def test_routers_that_draw_random_numbers_draw_the_same_again(
 
 @pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text", "gpt2", *MIXTURES])
 @pytest.mark.parametrize("policy", ["full", "attention", "selective"])
-def test_inputs_in_host_memory_change_no_bit(policy: recompute.Policy, model_type: str) -> None:
+def test_inputs_in_host_memory_change_no_bit(policy: checkpointing.Policy, model_type: str) -> None:
     """Nor does a second micro-batch, which reuses the memory of the first."""
     expected, gradients = trained(policy, model_type, passes=2)
     found, ours = trained(policy, model_type, passes=2, offloaded=True)
@@ -115,7 +115,7 @@ def test_a_layer_that_runs_twice_in_a_pass_is_refused_where_its_inputs_would_be_
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("policy", ["full", "attention", "selective"])
-def test_inputs_in_pinned_memory_change_nothing_on_a_gpu(policy: recompute.Policy) -> None:
+def test_inputs_in_pinned_memory_change_nothing_on_a_gpu(policy: checkpointing.Policy) -> None:
     """Their copies run beside the computation: one that came too late would leave other numbers."""
     expected, gradients = trained(policy, passes=4, device="cuda")
     found, ours = trained(policy, passes=4, offloaded=True, device="cuda")
@@ -136,7 +136,7 @@ def test_attentions_results_go_to_pinned_memory_and_come_back_in_order_on_a_gpu(
 
     causal = model_of("attention", "qwen3", device="cuda", offloaded=True, with_kernels=PLAIN)
     batch_bytes: list[int] = []
-    for layer in recompute.checkpointed_layers(causal):
+    for layer in checkpointing.checkpointed_layers(causal):
         layer.register_forward_pre_hook(
             lambda module, arguments: batch_bytes.append(arguments[0].nbytes)
         )
@@ -161,7 +161,7 @@ def test_between_forward_and_backward_only_the_last_layers_input_is_on_the_gpu()
     """The graph that backward follows holds no other tensor of a layer's input."""
     causal = model_of("full", "qwen3", offloaded=True)
     seen: list[weakref.ref[torch.UntypedStorage]] = []
-    for layer in recompute.checkpointed_layers(causal):
+    for layer in checkpointing.checkpointed_layers(causal):
         layer.register_forward_pre_hook(
             lambda module, arguments: seen.append(weakref.ref(arguments[0].untyped_storage()))
         )
@@ -225,7 +225,7 @@ def test_more_attention_in_a_layer_than_is_planned_is_refused() -> None:
         dtype=torch.float32,
         attention=attention.register(PLAIN),
     )
-    recompute.install(causal, "attention", host)
+    checkpointing.install(causal, "attention", host)
     causal.train()
     with pytest.raises(TrainingError) as refused:
         forward(causal)
@@ -318,9 +318,9 @@ class BetweenHostAndGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return function(*arguments, **(keywords or {}))
 
 
-def products_of_a_step(causal: PreTrainedModel, policy: recompute.Policy) -> Counter[str]:
+def products_of_a_step(causal: PreTrainedModel, policy: checkpointing.Policy) -> Counter[str]:
     """Return how many matrix products forward and backward compute."""
-    recompute.install(causal, policy)
+    checkpointing.install(causal, policy)
     causal.train()
     with Products() as products:
         hidden = causal.base_model(
@@ -337,7 +337,7 @@ def products_of_a_step(causal: PreTrainedModel, policy: recompute.Policy) -> Cou
     ("policy", "repeated"), [("none", 0), ("selective", 0), ("attention", 6), ("full", 6)]
 )
 def test_selective_repeats_no_matrix_product(
-    policy: recompute.Policy,
+    policy: checkpointing.Policy,
     repeated: int,
     linear: Callable[..., Tensor],
     monkeypatch: pytest.MonkeyPatch,
@@ -359,7 +359,7 @@ def test_selective_repeats_no_matrix_product(
 @pytest.mark.parametrize(("kind", "all_products"), [("falcon_h1", 9), ("hunyuan_v1_dense", 7)])
 @pytest.mark.parametrize("policy", ["selective", "full"])
 def test_the_last_product_is_not_repeated_where_a_layer_lists_attention_after_it_or_counts_its_blocks(
-    policy: recompute.Policy, kind: str, all_products: int, monkeypatch: pytest.MonkeyPatch
+    policy: checkpointing.Policy, kind: str, all_products: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The feed-forward block of Falcon-H1 comes last, and is listed first; that of HunYuan knows its layer's number, as attention does."""
     repeated = all_products - 1 if policy == "full" else 0
@@ -367,7 +367,7 @@ def test_the_last_product_is_not_repeated_where_a_layer_lists_attention_after_it
     torch.manual_seed(0)
     causal = causal_model(load_config(another(kind)), dtype=torch.float32, attention="eager")
     products = products_of_a_step(causal, policy)
-    layers = len(recompute.checkpointed_layers(causal))
+    layers = len(checkpointing.checkpointed_layers(causal))
     assert products["forward"] == all_products * layers
     assert products["backward"] == (2 * all_products + repeated) * layers
 
@@ -377,7 +377,7 @@ def test_the_last_product_is_not_repeated_where_a_layer_lists_attention_after_it
     ("policy", "repeated"), [("none", 0), ("selective", 0), ("attention", 1), ("full", 1)]
 )
 def test_selective_repeats_no_product_of_experts(
-    policy: recompute.Policy, repeated: int, model_type: str
+    policy: checkpointing.Policy, repeated: int, model_type: str
 ) -> None:
     """Theirs are two a layer. The second one, whose result backward does not need, is never repeated."""
     torch.manual_seed(0)
@@ -385,7 +385,7 @@ def test_selective_repeats_no_product_of_experts(
         model_type, **SHAPE, **{key: value for key, value in EXPERTS.items() if key not in SHAPE}
     )
     causal = causal_model(config, dtype=torch.float32, attention="eager")
-    kernels.install(causal, [kernels.EXPERTS])
+    fused.install_kernels(causal, [fused.EXPERTS])
     products = products_of_a_step(causal, policy)
     layers = SHAPE["num_hidden_layers"]
     assert products["experts' forward"] == 2 * layers

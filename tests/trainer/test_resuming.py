@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from so_tui.runs import RunDirectory, create_run, read_state, write_state
-from so_tui.runs.manifest import run_id
+from so_tui.runs.directory import run_id
 from so_tui.spec import DataSource, RunSpec
-from so_tui_trainer import checkpoint, checkpoint_folder, read_retries, resuming
+from so_tui_trainer import checkpoint, checkpoint_folder
 from so_tui_trainer.checkpoint_folder import Found, claim
 from so_tui_trainer.failures import TrainingError
 from so_tui_trainer.ranks import Ranks
@@ -49,17 +49,17 @@ def saved(run: RunDirectory, *steps: int) -> list[Path]:
 
 def test_a_new_run_has_nothing_to_resume_from(run: RunDirectory) -> None:
     told = Warnings()
-    assert resuming.newest(run, SPEC, told, start_over=False) is None
+    assert checkpoint.newest_to_resume(run, SPEC, told, start_over=False) is None
     assert told == []
 
 
 def test_the_newest_is_taken_and_one_that_cannot_be_read_is_renamed(run: RunDirectory) -> None:
     paths, told = saved(run, 1, 2, 3), Warnings()
-    found = resuming.newest(run, SPEC, told, start_over=False)
+    found = checkpoint.newest_to_resume(run, SPEC, told, start_over=False)
     assert found is not None
     assert (found.path, told) == (paths[2], [])
     (paths[2] / "checkpoint.json").write_text("{")
-    found = resuming.newest(run, SPEC, told, start_over=False)
+    found = checkpoint.newest_to_resume(run, SPEC, told, start_over=False)
     assert found is not None
     assert (found.path, told) == (paths[1], ["checkpoint-damaged"])
     assert not paths[2].exists()
@@ -80,7 +80,7 @@ class Away:
 
     def __init__(self, patch: pytest.MonkeyPatch, name: str, code: int, tries: int) -> None:
         self.left = tries
-        patch.setattr(read_retries, "_PAUSES_S", (0.0, 0.0))
+        patch.setattr(checkpoint_folder, "_PAUSES_S", (0.0, 0.0))
         for function in ("open", "scandir"):
             patch.setattr(os, function, self._refusing(getattr(os, function), name, code))
 
@@ -101,7 +101,7 @@ def test_one_that_cannot_be_read_for_a_moment_is_taken(
 ) -> None:
     paths, told = saved(run, 1, 3), Warnings()
     Away(monkeypatch, name, code, tries=1)
-    found = resuming.newest(run, SPEC, told, start_over=False)
+    found = checkpoint.newest_to_resume(run, SPEC, told, start_over=False)
     assert found is not None
     assert (found.path, told) == (paths[1], [])
 
@@ -115,7 +115,7 @@ def test_one_that_cannot_be_read_for_long_is_left_and_nothing_is_trained(
     with monkeypatch.context() as patch:
         Away(patch, name, errno.EIO, tries=100)
         with pytest.raises(TrainingError) as caught:
-            resuming.newest(run, SPEC, told, start_over=False)
+            checkpoint.newest_to_resume(run, SPEC, told, start_over=False)
     assert (caught.value.code, told) == ("checkpoint-read-failed", [])
     assert all(path.exists() for path in paths)
 
@@ -123,7 +123,7 @@ def test_one_that_cannot_be_read_for_long_is_left_and_nothing_is_trained(
 def test_one_of_another_run_is_named_and_left(run: RunDirectory) -> None:
     paths, told = saved(run, 1), Warnings()
     other = written(paths[0].parent, 2, "another", SPEC)
-    found = resuming.newest(run, SPEC, told, start_over=False)
+    found = checkpoint.newest_to_resume(run, SPEC, told, start_over=False)
     assert found is not None
     assert (found.path, told) == (paths[0], ["checkpoint-not-used"])
     assert other.exists()
@@ -134,12 +134,12 @@ def test_what_was_saved_and_is_gone_is_a_warning_or_where_all_is_gone_an_error(
 ) -> None:
     paths, told = saved(run, 1, 2), Warnings()
     paths[1].rename(paths[1].with_name("elsewhere"))
-    found = resuming.newest(run, SPEC, told, start_over=False)
+    found = checkpoint.newest_to_resume(run, SPEC, told, start_over=False)
     assert found is not None
     assert (found.manifest.step, told) == (1, ["checkpoint-missing"])
     paths[0].rename(paths[0].with_name("elsewhere, too"))
     with pytest.raises(TrainingError) as caught:
-        resuming.newest(run, SPEC, told, start_over=False)
+        checkpoint.newest_to_resume(run, SPEC, told, start_over=False)
     assert caught.value.code == "checkpoint-missing"
 
 
@@ -165,7 +165,7 @@ def test_other_shares_of_a_mixture_are_another_order(
     monkeypatch.setattr(checkpoint, "load", lambda *unused: Rounded(0, 0))
     path = written(claim(run, SPEC), 1, run_id(run), mixture(1.0, 2.0))
     found, told = Found(path, checkpoint_folder.verify(path), ()), Warnings()
-    resuming.restore(
+    checkpoint.restore(
         found,
         None,
         mixture(*weights),
@@ -178,7 +178,7 @@ def test_other_shares_of_a_mixture_are_another_order(
 
 def test_starting_over_sets_them_all_aside(run: RunDirectory) -> None:
     paths, told = saved(run, 1, 2), Warnings()
-    assert resuming.newest(run, SPEC, told, start_over=True) is None
+    assert checkpoint.newest_to_resume(run, SPEC, told, start_over=True) is None
     assert told == []
     assert sorted(path.name for path in paths[0].parent.glob("step-*")) == [
         "step-000001.superseded",

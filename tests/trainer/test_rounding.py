@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from so_tui_trainer.rounding import rounding_warnings
+from so_tui_trainer.checkpoint import rounding_warnings
 from superoffload.resharding import Rounded
 from tests.support import engine as support
 from tests.support.planning import spec_of

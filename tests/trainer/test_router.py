@@ -13,9 +13,9 @@ from so_tui.runs import create_run
 from so_tui.runs.records import StepRecord
 from so_tui.spec import ModelSpec, RunSpec, load_catalog
 from so_tui_trainer.data.batches import Batches
-from so_tui_trainer.model import recompute
+from so_tui_trainer.model import checkpointing
 from so_tui_trainer.model.config import load_config
-from so_tui_trainer.model.router import RouterLoss
+from so_tui_trainer.model.experts import RouterLoss
 from so_tui_trainer.model.trained import TrainedModel
 from so_tui_trainer.tools.presets import parameter_table
 from tests.support.documents import documents, spec
@@ -69,7 +69,7 @@ def gradients_of(causal: PreTrainedModel) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b"])
 @pytest.mark.parametrize("policy", ["none", "full", "selective"])
 def test_it_is_that_of_transformers_whatever_is_packed_padded_or_computed_again(
-    name: str, policy: recompute.Policy
+    name: str, policy: checkpointing.Policy
 ) -> None:
     causal = mixture(name)
     docs = documents(30)
@@ -92,7 +92,7 @@ def test_it_is_that_of_transformers_whatever_is_packed_padded_or_computed_again(
     wanted = gradients_of(causal)
     causal.zero_grad()
 
-    recompute.install(causal, policy)
+    checkpointing.install(causal, policy)
     causal.train()
     model = TrainedModel(causal, "eager", RouterLoss(causal, 0.5))
     tokens = int(batch.real.sum())

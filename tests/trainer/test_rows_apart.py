@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from so_tui_trainer.data.rows_apart import rows_apart
+from so_tui_trainer.data.batches import rows_apart
 
 LENGTHS = st.lists(st.integers(0, 700), min_size=1, max_size=40).filter(any)
 

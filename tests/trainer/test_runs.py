@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from so_tui.runs import RunDirectory, control, create_run
-from so_tui.runs.answers import read_answers
-from so_tui.runs.manifest import run_id
+from so_tui.runs import RunDirectory, create_run, state
+from so_tui.runs.directory import run_id
 from so_tui.runs.records import (
     BindingRecord,
     CheckpointRecord,
@@ -28,10 +27,11 @@ from so_tui.runs.records import (
     StepRecord,
     WarningRecord,
 )
+from so_tui.runs.results import read_answers
 from so_tui_trainer import checkpoint
 from so_tui_trainer.data.tokens import load_tokenizer
 from so_tui_trainer.model.config import load_config
-from so_tui_trainer.model.logits import expected_first_loss
+from so_tui_trainer.model.loss import expected_first_loss
 from tests.support.launching import log, records, start, tiny, train
 from tests.support.models import causal_model, load_pretrained
 from tests.support.shared_run import HELD_OUT, SUPEROFFLOAD, TWELVE_STEPS
@@ -191,7 +191,7 @@ def test_stopped_saved_and_resumed_it_trains_as_if_it_had_never_stopped(
     binding = next(record for record in records(run) if isinstance(record, BindingRecord))
     os.kill(binding.ranks[1].pid, signal.SIGUSR1)
     assert process.wait(timeout=120) == 0, log(run)
-    asked = control.details(run, "stop")
+    asked = state.details(run, "stop")
     assert asked is not None
     assert asked.reason == "rank 1 received SIGUSR1"
     end = end_of(records(run))
@@ -213,7 +213,7 @@ def test_stopped_saved_and_resumed_it_trains_as_if_it_had_never_stopped(
         for record in records(run)
         if record.attempt == 2 and isinstance(record, StepRecord | CheckpointRecord)
     ]
-    control.clear(run, "stop")
+    state.clear(run, "stop")
     assert start(run, spec).wait(timeout=300) == 0, log(run, 3)
     second = [record for record in records(run) if record.attempt == 3]
     assert next(record for record in second if isinstance(record, ResumedRecord)).step == end.step
@@ -270,7 +270,7 @@ def test_stopped_while_it_loads_it_ends_before_the_first_step_and_saves_nothing(
     ):
         assert process.poll() is None, log(run)
         time.sleep(0.02)
-    control.request(run, "stop")
+    state.request(run, "stop")
     assert process.wait(timeout=120) == 0, log(run)
     found = records(run)
     end = end_of(found)

@@ -3,7 +3,7 @@ from itertools import pairwise
 import pytest
 
 from so_tui.spec import TrainSpec
-from so_tui_trainer.schedule import learning_rate
+from so_tui_trainer.loop import learning_rate
 
 
 def _rates(

@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from so_tui_trainer.model import kernels, recompute, tiles
+from so_tui_trainer.model import checkpointing
+from so_tui_trainer.model import fused as kernels
+from so_tui_trainer.model import fused as tiles
 from so_tui_trainer.model.config import load_config
 from tests.support.models import another, causal_model
 from tests.support.small_training import MIXTURES, SHAPE, TOKENS, forward, model_of, trained
@@ -21,7 +23,7 @@ from tests.support.small_training import MIXTURES, SHAPE, TOKENS, forward, model
 @pytest.mark.parametrize("model_type", ["qwen3", "phi3", "gemma3_text", "gpt2"])
 @pytest.mark.parametrize("policy", ["full", "attention"])
 def test_tiles_of_tokens_change_no_loss_and_no_gradient(
-    policy: recompute.Policy, model_type: str
+    policy: checkpointing.Policy, model_type: str
 ) -> None:
     """Of 256 tokens, 100 at a time."""
     expected, gradients = trained(policy, model_type)
@@ -49,7 +51,7 @@ def test_a_tile_that_holds_all_tokens_changes_no_bit(
 def norms_of(causal: PreTrainedModel) -> list[torch.nn.Module]:
     """Return the norms around the blocks of all layers."""
     children = [
-        module for layer in recompute.checkpointed_layers(causal) for module in layer.children()
+        module for layer in checkpointing.checkpointed_layers(causal) for module in layer.children()
     ]
     return [module for module in children if type(module).__name__.endswith("Norm")]
 
@@ -67,7 +69,7 @@ def test_norms_in_tiles_are_the_same_to_the_bit(model_type: str, norms: int) -> 
     sizes: list[int] = []
     for norm in found:
         norm.forward = partial(_noted, norm.forward, sizes)
-    tiles.install(causal, 100)
+    tiles.install_tiles(causal, 100)
     assert all(
         torch.equal(norm(hidden), whole) for norm, whole in zip(found, expected, strict=True)
     )
@@ -83,13 +85,13 @@ def _noted(run: Callable[[Tensor], Tensor], sizes: list[int], hidden: Tensor) ->
 def test_norms_that_are_one_kernel_stay_whole(model_type: str, fused: tuple[str, ...]) -> None:
     causal = model_of("full", model_type, fused=fused)
     before = [norm.forward for norm in norms_of(causal)]
-    assert tiles.install(causal, 100) == SHAPE["num_hidden_layers"]
+    assert tiles.install_tiles(causal, 100) == SHAPE["num_hidden_layers"]
     assert [norm.forward for norm in norms_of(causal)] == before
     assert len(before) == 2 * SHAPE["num_hidden_layers"]
 
 
 @pytest.mark.parametrize("policy", ["full", "attention"])
-def test_frozen_norms_in_tiles_pass_their_gradient_on(policy: recompute.Policy) -> None:
+def test_frozen_norms_in_tiles_pass_their_gradient_on(policy: checkpointing.Policy) -> None:
     found = []
     for tile in (0, 100):
         causal = model_of(policy, "qwen3", tile=tile, fused=())
@@ -126,7 +128,7 @@ class WholeCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("policy", ["full", "attention"])
-def test_norms_in_tiles_make_no_whole_float32_copy(policy: recompute.Policy) -> None:
+def test_norms_in_tiles_make_no_whole_float32_copy(policy: checkpointing.Policy) -> None:
     """In forward, recomputation and backward of a micro-batch in bf16. No tensor of attention is as wide as the hidden states."""
     counts = {}
     for tile in (0, 32):
@@ -147,7 +149,7 @@ def test_norms_in_tiles_make_no_whole_float32_copy(policy: recompute.Policy) -> 
 
 @pytest.mark.parametrize("model_type", MIXTURES)
 def test_experts_are_not_cut_into_tiles(model_type: str) -> None:
-    assert tiles.install(model_of("full", model_type), 100) == 0
+    assert tiles.install_tiles(model_of("full", model_type), 100) == 0
 
 
 class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -185,12 +187,12 @@ def test_tiles_repeat_no_product_but_the_last_of_each_block(model_type: str, aga
 def test_attention_is_not_cut_where_a_layer_lists_it_last() -> None:
     """Tokens meet in it."""
     causal = causal_model(load_config(another("falcon_h1")), dtype=torch.float32, attention="eager")
-    layers: Any = recompute.checkpointed_layers(causal)
+    layers: Any = checkpointing.checkpointed_layers(causal)
     assert list(dict(layers[0].named_children())).index("self_attn") > list(
         dict(layers[0].named_children())
     ).index("feed_forward")
     before = [(layer.self_attn.forward, layer.feed_forward.forward) for layer in layers]
-    assert tiles.install(causal, 100) == len(layers)
+    assert tiles.install_tiles(causal, 100) == len(layers)
     for layer, (attention, feed_forward) in zip(layers, before, strict=True):
         assert layer.self_attn.forward == attention
         assert layer.feed_forward.forward != feed_forward
@@ -201,8 +203,8 @@ def test_a_feed_forward_block_that_knows_its_layers_number_is_cut() -> None:
     causal = causal_model(
         load_config(another("hunyuan_v1_dense")), dtype=torch.float32, attention="eager"
     )
-    layers: Any = recompute.checkpointed_layers(causal)
+    layers: Any = checkpointing.checkpointed_layers(causal)
     assert all(hasattr(layer.mlp, "layer_idx") for layer in layers)
     attention = [layer.self_attn.forward for layer in layers]
-    assert tiles.install(causal, 100) == len(layers)
+    assert tiles.install_tiles(causal, 100) == len(layers)
     assert [layer.self_attn.forward for layer in layers] == attention

@@ -18,10 +18,16 @@ from so_tui.runs.records import (
     StepRecord,
     WarningRecord,
 )
-from so_tui_trainer import trackers
-from so_tui_trainer.recorder import Recorder
-from so_tui_trainer.tensorboard import EventFile, crc32c
-from so_tui_trainer.trackers import Sidecars, TensorBoard, figures, trackers_of
+from so_tui_trainer import recorder as trackers
+from so_tui_trainer.recorder import (
+    EventFile,
+    Recorder,
+    Sidecars,
+    TensorBoard,
+    crc32c,
+    figures,
+    trackers_of,
+)
 from tests.support.launching import records, tiny
 from tests.support.records import step_record
 

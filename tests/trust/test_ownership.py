@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.trust.ownership import (
+from so_tui.trust.files import (
     Distrust,
     NotOwnError,
     distrust_of_file,

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from so_tui.trust.printable import (
+from so_tui.trust.text import (
     brief_line,
     printable,
     printable_line,

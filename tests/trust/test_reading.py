@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.trust.reading import Unfit, UnfitFileError, read_bounded
+from so_tui.trust.files import Unfit, UnfitFileError, read_bounded
 from tests.faults import shim
 
 
@@ -46,8 +46,8 @@ def test_a_file_that_another_host_replaces_while_it_is_read_is_read_again(tmp_pa
     code = """
 import sys
 from pathlib import Path
-from so_tui.trust.ownership import read_own
-from so_tui.trust.reading import read_bounded
+from so_tui.trust.files import read_own
+from so_tui.trust.files import read_bounded
 print({read(Path(sys.argv[1])) for read in (read_own, lambda path: read_bounded(path, 100)) for _ in range(3)})
 """
     argv = [sys.executable, "-c", code, str(path)]

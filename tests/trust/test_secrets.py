@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from so_tui.trust.secrets import HIDDEN, recordable, without_credentials
+from so_tui.trust.text import HIDDEN, recordable, without_credentials
 
 SECRETS = {
     "SLURM_JWT": "eyJhbGciOi.secret.x",

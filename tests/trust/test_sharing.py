@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.trust.sharing import close_to_others, is_shared, make_run_folder, umask_of, wanted
+from so_tui.trust.files import close_to_others, is_shared, make_run_folder, umask_of, wanted
 
 
 @pytest.fixture(params=[0o000, 0o022, 0o077])

@@ -22,13 +22,13 @@ def _plain_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Show the form of most machines, whatever is installed here."""
-    monkeypatch.setattr("so_tui.ui.slurm.has_slurm", lambda: False)
+    monkeypatch.setattr("so_tui.ui.preset_actions.has_slurm", lambda: False)
 
 
 @pytest.fixture(autouse=True)
 def _no_idle_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     wait_for_what_runs(monkeypatch)
-    monkeypatch.setattr("so_tui.ui.screens.dashboard.POLL_S", 0.1)
+    monkeypatch.setattr("so_tui.ui.dashboard.screen.POLL_S", 0.1)
 
 
 @pytest.fixture(autouse=True)
@@ -50,5 +50,5 @@ def runs_dir(tmp_path: Path) -> Path:
 @pytest.fixture
 def _short_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut Configure down to its first groups: mounting the others takes most of the time of a test that needs none of them."""
-    monkeypatch.setattr("so_tui.ui.panels.form.advanced_paths", tuple)
-    monkeypatch.setattr("so_tui.ui.panels.form.GROUPS", GROUPS[:7])
+    monkeypatch.setattr("so_tui.ui.configure.form.advanced_paths", tuple)
+    monkeypatch.setattr("so_tui.ui.configure.form.GROUPS", GROUPS[:7])

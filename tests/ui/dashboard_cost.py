@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from so_tui.ui.snapshot import Snapshot
 
+
 Size = tuple[int, int]
 SIZE: Size = (160, 45)
 SIZES: tuple[Size, ...] = ((80, 24), (120, 36), (160, 45), (200, 50))
@@ -302,7 +303,7 @@ def _timed(
 def _run_ours(seconds: float, tick_s: float, telling: int, path: str) -> None:
     from so_tui.runs import RunDirectory
     from so_tui.ui import app
-    from so_tui.ui.screens import dashboard as screen
+    from so_tui.ui.dashboard import screen
 
     app.RUNS_POLL_S *= tick_s / screen.POLL_S
     screen.POLL_S = tick_s
@@ -338,9 +339,9 @@ def _run_empty(seconds: float, telling: int) -> None:
 def opening_s() -> float:
     """Return the CPU seconds until all of a run of a million records is known: the least of three, as noise only adds."""
     from so_tui.runs import RunDirectory
-    from so_tui.runs.index_cache import IndexCache
+    from so_tui.runs.index import IndexCache
     from so_tui.runs.metrics import MetricsReader
-    from so_tui.ui.step_series import FollowedSteps
+    from so_tui.ui.charts.series import FollowedSteps
     from tests.support.long_run import read_on, write_long_run
 
     with tempfile.TemporaryDirectory() as folder:

@@ -10,7 +10,7 @@ import pytest
 from textual.widgets import Input
 
 from so_tui.spec import SoTuiError, find_preset
-from so_tui.ui.dialogs.add_model import AddModel
+from so_tui.ui.dialogs import AddModel
 from tests.support.held_threads import LateThreads
 from tests.support.screen import opened
 
@@ -68,7 +68,7 @@ async def test_after_a_failure_the_next_name_is_taken_at_once(
         asked.append(model)
         raise ZeroDivisionError(model) if model == "broken" else SoTuiError(f"no {model}")
 
-    monkeypatch.setattr("so_tui.launch.new_preset.describe_model", describe)
+    monkeypatch.setattr("so_tui.launch.helper_jobs.describe_model", describe)
     async with opened(runs_dir) as ui:
         await ui.presets()
         await ui.press("a")

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from so_tui.runs import read_state, write_state
 from so_tui.runs.records import Alert
-from so_tui.settings.types import AlertSettings, Settings
-from so_tui.ui.announcing import AnnouncingApp, notification
+from so_tui.settings import AlertSettings, Settings
+from so_tui.ui.shared_app import AnnouncingApp, notification
 from tests.support.make_run import write_run
 from tests.support.screen import opened
 

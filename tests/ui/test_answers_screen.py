@@ -6,8 +6,8 @@ from pathlib import Path
 
 from textual.widgets import Button
 
-from so_tui.runs.answers import AnsweredPrompt, Asked, add_answers
-from so_tui.ui.dialogs.answers import AnswersScreen
+from so_tui.runs.results import AnsweredPrompt, Asked, add_answers
+from so_tui.ui.dashboard.dialogs import AnswersScreen
 from tests.support.hostile import HOSTILE, unsafe
 from tests.support.make_run import write_run
 from tests.support.screen import opened

@@ -10,8 +10,8 @@ from textual.keys import _character_to_key as character_to_key
 from textual.keys import key_to_character
 from textual.widgets import Input
 
-from so_tui.ui.dialogs.basic import AskText
-from so_tui.ui.panels.form import FormPanel
+from so_tui.ui.configure.form import FormPanel
+from so_tui.ui.dialogs import AskText
 from tests.support.make_run import write_run
 from tests.support.screen import Driver, opened
 

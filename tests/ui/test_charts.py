@@ -16,29 +16,26 @@ from textual.widgets import Input
 
 from so_tui.runs import MetricsWriter
 from so_tui.runs.records import EvaluationRecord, State
-from so_tui.ui.chart_layout import (
+from so_tui.ui.chart_metrics import (
     EMAS,
     GRIDS,
+    METRICS,
+    STEP_METRICS,
     ChartLayout,
     layout_path,
     load_layout,
     page_of,
     save_layout,
 )
-from so_tui.ui.chart_metrics import METRICS, STEP_METRICS
-from so_tui.ui.dialogs.choose_metrics import ChooseMetrics, matching, weight_of
-from so_tui.ui.line_looks import RUN_ROLES, SIGNS, look_of
-from so_tui.ui.overlay import steps_at
-from so_tui.ui.panels.charts import ChartPanel
-from so_tui.ui.panels.details import detail_lines
-from so_tui.ui.panels.legend import RunLegend, wrapped
-from so_tui.ui.series import ExponentialMean
-from so_tui.ui.step_series import StepSeries
+from so_tui.ui.charts.canvas import beyond, fit_scale
+from so_tui.ui.charts.chart import RUN_ROLES, SIGNS, Chart, look_of
+from so_tui.ui.charts.series import ExponentialMean, StepSeries
+from so_tui.ui.dashboard.charts import ChartPanel, RunLegend, wrapped
+from so_tui.ui.dashboard.dialogs import ChooseMetrics, matching, weight_of
+from so_tui.ui.dashboard.panels import detail_lines
+from so_tui.ui.dashboard.view import View, steps_at
+from so_tui.ui.dialogs import TickList
 from so_tui.ui.text import Content
-from so_tui.ui.view import View
-from so_tui.ui.widgets.chart import Chart
-from so_tui.ui.widgets.plot import beyond, fit_scale
-from so_tui.ui.widgets.tick_list import TickList
 from tests.support.make_run import quad_machine, write_run
 from tests.support.records import step_record
 from tests.support.screen import Driver, opened
@@ -232,7 +229,7 @@ async def test_smoothing_and_scales_are_adjusted(runs_dir: Path) -> None:
 async def test_an_ema_that_is_approximate_early_on_says_so_in_its_name(
     runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("so_tui.ui.follow.CLOSE_STEPS", 100)
+    monkeypatch.setattr("so_tui.ui.dashboard.follow.CLOSE_STEPS", 100)
     save_layout(ChartLayout(shown=("loss",), grid=(1, 1), ema=0.93))
     run = write_run(runs_dir, steps=8010, seconds_of_samples=2)
     async with opened(runs_dir, open_run=run) as ui:
@@ -322,7 +319,7 @@ async def test_evaluations_and_samples_of_other_runs_are_laid_over(runs_dir: Pat
 async def test_the_legend_has_no_more_rows_than_it_takes_when_it_appears(
     runs_dir: Path, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
 ) -> None:
-    monkeypatch.setattr("so_tui.ui.screens.dashboard.POLL_S", 1000.0)
+    monkeypatch.setattr("so_tui.ui.dashboard.screen.POLL_S", 1000.0)
     write_run(runs_dir, steps=30, seconds_of_samples=1, state="finished", name="other")
     run = write_run(runs_dir, steps=40, seconds_of_samples=1, state="finished")
     async with opened(runs_dir, size, open_run=run) as ui:

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 from textual.widgets import Input
 
-from so_tui.launch.writing import named_model
+from so_tui.launch.helper_jobs import named_model
 from so_tui.runs import RunDirectory, create_run
 from so_tui.spec.generation import LoadModel, Sampling, Turn
-from so_tui.ui.conversation import Conversation, read_sampling, sampling_text
-from so_tui.ui.screens.chat import ChatScreen, Column
+from so_tui.ui.chat.screen import ChatScreen, Column, Conversation, read_sampling, sampling_text
 from tests.support.launching import tiny
 from tests.support.problems import refusal
 from tests.support.screen import Driver, opened

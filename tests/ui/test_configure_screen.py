@@ -11,8 +11,8 @@ from textual import events
 from textual.widgets import Button, Input, Static
 
 from so_tui.launch import Launch
-from so_tui.ui.screens.configure import ConfigureScreen
-from so_tui.ui.widgets.field import FieldRow
+from so_tui.ui.configure.form import FieldRow
+from so_tui.ui.configure.screen import ConfigureScreen
 from tests.support.screen import Driver, opened
 
 pytestmark = pytest.mark.usefixtures("_short_form")
@@ -75,7 +75,7 @@ async def test_launching_right_after_a_key_press_uses_the_new_value(
     asked: list[Launch] = []
     async with opened(runs_dir) as ui:
         monkeypatch.setattr(
-            "so_tui.ui.launching.ask_to_launch", lambda app, launch: asked.append(launch)
+            "so_tui.ui.preset_actions.ask_to_launch", lambda app, launch: asked.append(launch)
         )
         await ui.configure()
         row = await ui.edit("train.warmup_ratio", "0.0")

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from so_tui.runs import RunDirectory, SampleWriter
-from so_tui.runs.sample import ForeignProcess, GpuSample, NodeSample, Sample
-from so_tui.ui.follow import RunFollower
-from so_tui.ui.screens.dashboard import DashboardScreen
-from so_tui.ui.series import Axis
-from so_tui.ui.widgets.log import LogView
+from so_tui.runs.records import ForeignProcess, GpuSample, NodeSample, Sample
+from so_tui.ui.charts.series import Axis
+from so_tui.ui.dashboard.follow import RunFollower
+from so_tui.ui.dashboard.panels import LogView
+from so_tui.ui.dashboard.screen import DashboardScreen
 from tests.support.make_run import STEP_S, quad_machine, write_run
 from tests.support.screen import SIZES, opened
 

@@ -12,14 +12,14 @@ import msgspec
 import pytest
 
 from so_tui.runs import MetricsWriter, read_state, write_state
-from so_tui.runs.control import pending, request
 from so_tui.runs.records import CheckpointRecord, EvaluationRecord, State
-from so_tui.ui.screens.help import key_groups
-from so_tui.ui.screens.panelled_page import PanelledPage
-from so_tui.ui.widgets.chart import Chart
-from so_tui.ui.widgets.log import LogView
-from so_tui.ui.widgets.numa_nodes import NumaNodes
-from so_tui.ui.widgets.styled_lines import StyledLines
+from so_tui.runs.state import pending, request
+from so_tui.ui.app import key_groups
+from so_tui.ui.charts.chart import Chart
+from so_tui.ui.charts.drawing import StyledLines
+from so_tui.ui.dashboard.panels import LogView
+from so_tui.ui.dashboard.screen import PanelledPage
+from so_tui.ui.numa_nodes import NumaNodes
 from tests.support.make_run import quad_machine, write_run
 from tests.support.screen import SIZES, Driver, opened
 

@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 from textual.widgets import Button, Static
 
-from so_tui.launch import data_preview
-from so_tui.launch.data_preview import DataPreview, Progress
-from so_tui.launch.helpers import Cancel
+from so_tui.launch import helper_jobs
+from so_tui.launch.helper import Cancel
+from so_tui.launch.helper_jobs import DataPreview, Progress
 from so_tui.spec import RunSpec, find_preset
-from so_tui.ui.dialogs.basic import CloseButton
-from so_tui.ui.dialogs.data_preview import FIRST_ROWS, MORE, DataPreviewScreen
-from so_tui.ui.widgets.data_view import legend
+from so_tui.ui.data_preview import FIRST_ROWS, MORE, DataPreviewScreen, legend
+from so_tui.ui.dialogs import CloseButton
 from tests.support.screen import Driver, opened
 
 pytestmark = pytest.mark.usefixtures("_short_form")
@@ -34,7 +33,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> list[Answer]:
     """What the real helper process answers about the data of ``tiny``, asked once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        return list(data_preview.preview_data(find_preset("tiny").spec, FIRST_ROWS, Cancel()))
+        return list(helper_jobs.preview_data(find_preset("tiny").spec, FIRST_ROWS, Cancel()))
 
 
 @pytest.fixture
@@ -46,7 +45,7 @@ def asked(recorded: list[Answer], monkeypatch: pytest.MonkeyPatch) -> list[int]:
         rows_asked.append(rows)
         yield from recorded
 
-    monkeypatch.setattr(data_preview, "preview_data", replay)
+    monkeypatch.setattr(helper_jobs, "preview_data", replay)
     return rows_asked
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from so_tui.spec import find_preset, with_values
-from so_tui.ui.drafts import Drafts
+from so_tui.ui.configure import screen
+from so_tui.ui.configure.screen import Drafts
 from so_tui.ui.form import LENGTH
-from so_tui.ui.screens import changes
 
 TINY = find_preset("tiny").spec
 
@@ -73,7 +73,7 @@ def test_another_way_to_write_a_number_is_no_change() -> None:
 
 def test_the_title_cuts_no_word() -> None:
     drafts = opened_with(offload__ratio="0.25", offload__states="bf16-moments")
-    titles = {width: changes.title(drafts, width).plain for width in range(50, 121)}
+    titles = {width: screen.changes_title(drafts, width).plain for width in range(50, 121)}
     assert all(len(text) <= width for width, text in titles.items())
     assert list(dict.fromkeys(text.partition(", no changes")[2] for text in titles.values())) == [
         "",
@@ -85,10 +85,10 @@ def test_the_title_cuts_no_word() -> None:
 
 def test_the_title_names_the_machine_that_a_recommendation_was_for() -> None:
     drafts = opened_with(offload__ratio="0.25")
-    assert "recommended for this machine: offload ratio" in changes.title(drafts, 120).plain
+    assert "recommended for this machine: offload ratio" in screen.changes_title(drafts, 120).plain
     drafts.open(TINY, with_values(TINY, {"offload.ratio": "0.5"}), "gh200-480")
-    assert "recommended for gh200-480: offload ratio" in changes.title(drafts, 120).plain
+    assert "recommended for gh200-480: offload ratio" in screen.changes_title(drafts, 120).plain
     drafts.open(TINY)
-    assert "recommended for gh200-480: offload ratio" in changes.title(drafts, 120).plain, (
+    assert "recommended for gh200-480: offload ratio" in screen.changes_title(drafts, 120).plain, (
         "nothing else was recommended since"
     )

@@ -17,19 +17,14 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from so_tui.runs import MetricsWriter, RunDirectory, create_run
-from so_tui.runs.index import index_path
-from so_tui.runs.index_cache import IndexCache
-from so_tui.runs.means import SINGLE_STEPS, mean_steps
+from so_tui.runs.index import IndexCache, index_path, segments
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import ResumedRecord, StepRecord
-from so_tui.runs.segments import segments
-from so_tui.spec.sections.data import DataSpec
-from so_tui.spec.sections.model import ModelSpec
-from so_tui.spec.types import RunSpec
-from so_tui.ui.chart_layout import EMAS
-from so_tui.ui.series import Axis
-from so_tui.ui.step_series import METRICS, SMOOTHED, FollowedSteps, StepSeries
-from so_tui.ui.widgets.plot import spans
+from so_tui.runs.results import SINGLE_STEPS, mean_steps
+from so_tui.spec.run_spec import DataSpec, ModelSpec, RunSpec
+from so_tui.ui.chart_metrics import EMAS
+from so_tui.ui.charts.canvas import spans
+from so_tui.ui.charts.series import METRICS, SMOOTHED, Axis, FollowedSteps, StepSeries
 from tests.support.long_run import FIRST, loss_at, read_on, write_long_run
 from tests.support.records import step_record
 

@@ -11,13 +11,12 @@ from textual.drivers.headless_driver import HeadlessDriver
 
 from so_tui.folders import state_home
 from so_tui.launch import Launch, prepare
-from so_tui.launch.executors.slurm import commands
-from so_tui.launch.executors.slurm.commands import SlurmError
+from so_tui.launch.slurm import client
+from so_tui.launch.slurm.client import SlurmError
 from so_tui.machine import inspect_machine
 from so_tui.runs import RunDirectory
-from so_tui.ui.dialogs.basic import Notice
-from so_tui.ui.dialogs.launch_question import JobQuestion
-from so_tui.ui.launching import ask_to_launch
+from so_tui.ui.dialogs import JobQuestion, Notice
+from so_tui.ui.preset_actions import ask_to_launch
 from tests.support.launching import tiny
 from tests.support.screen import Driver, opened
 
@@ -26,10 +25,8 @@ from tests.support.screen import Driver, opened
 def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launch:
     """A launch for a partition, from a terminal that can be lent to an editor."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setattr(
-        "so_tui.launch.executors.slurm.queue.cache_home", lambda: tmp_path / "cache"
-    )
-    monkeypatch.setattr(commands, "cluster_name", lambda: "here")
+    monkeypatch.setattr("so_tui.launch.slurm.client.cache_home", lambda: tmp_path / "cache")
+    monkeypatch.setattr(client, "cluster_name", lambda: "here")
     monkeypatch.setattr(HeadlessDriver, "can_suspend", True)
     monkeypatch.delenv("VISUAL", raising=False)
     return prepare(tiny(slurm__partition="gh"), inspect_machine())
@@ -57,8 +54,8 @@ async def test_what_the_editor_saved_is_submitted_and_kept_while_slurm_refuses_i
             raise SlurmError("sbatch refused: the queue is closed")
         return "7"
 
-    monkeypatch.setattr(commands, "submit", submit)
-    monkeypatch.setattr(commands, "own_jobs", lambda: ())
+    monkeypatch.setattr(client, "submit", submit)
+    monkeypatch.setattr(client, "own_jobs", lambda: ())
     async with opened(runs_dir) as ui:
         await question(ui, launch)
         monkeypatch.setenv("EDITOR", "sed -i '$ a # first'")

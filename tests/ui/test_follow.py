@@ -22,15 +22,14 @@ from so_tui.runs import (
     write_spec,
     write_state,
 )
-from so_tui.runs.means import mean_steps
 from so_tui.runs.records import EvaluationRecord, ResumedRecord, RunState, StepRecord
+from so_tui.runs.results import mean_steps
 from so_tui.runs.samples import SampleReader
 from so_tui.spec import with_values
-from so_tui.ui.chart_layout import Wanted
-from so_tui.ui.follow import RunFollower
-from so_tui.ui.overlay import Overlays
-from so_tui.ui.view import View, axis_of, extent_of, rows_for
-from so_tui.ui.widgets.drawing import value_at
+from so_tui.ui.chart_metrics import Wanted
+from so_tui.ui.charts.drawing import value_at
+from so_tui.ui.dashboard.follow import RunFollower
+from so_tui.ui.dashboard.view import Overlays, View, axis_of, extent_of, rows_for
 from tests.support.long_run import FIRST, SEGMENT_STEPS, write_long_run
 from tests.support.make_run import plan_for, quad_machine, sample, write_run
 from tests.support.records import step_record

@@ -15,14 +15,11 @@ from textual.widgets import Input, Select, Static
 
 from so_tui.machine.types import Machine
 from so_tui.spec import Problem, field_index
-from so_tui.ui.form import LENGTH, problem_text
-from so_tui.ui.panels.form import FormPanel
-from so_tui.ui.panels.what_if import WhatIf, figures, strip_lines
-from so_tui.ui.screens.configure import ConfigureScreen
-from so_tui.ui.what_if import CORES, RATIO, Choice, Strip, strips_for
-from so_tui.ui.widgets.field import FieldRow
-from so_tui.ui.widgets.find_field import FindField
-from so_tui.ui.widgets.stepper import Stepper
+from so_tui.ui.configure.form import FieldRow, FormPanel, Stepper
+from so_tui.ui.configure.plan_pane import WhatIf, figures, strip_lines
+from so_tui.ui.configure.screen import ConfigureScreen
+from so_tui.ui.form import CORES, LENGTH, RATIO, Choice, Strip, problem_text, strips_for
+from so_tui.ui.widgets import FindField
 from tests.support.make_run import plan_for, quad_machine, write_run
 from tests.support.screen import Driver, opened
 

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 from so_tui.runs import RunReader, SampleWriter
-from so_tui.runs.sample import GpuSample, NodeSample, Sample
-from so_tui.ui import loads
-from so_tui.ui.chart_metrics import BY_KEY, HARDWARE, hardware_keys
-from so_tui.ui.hardware_charts import marked_lines, sampled_lines
-from so_tui.ui.loads import Loads, LoadStore, sampled_value
-from so_tui.ui.panels.charts import ChartPanel
-from so_tui.ui.widgets.chart import Chart
+from so_tui.runs.records import GpuSample, NodeSample, Sample
+from so_tui.ui import snapshot
+from so_tui.ui.chart_metrics import BY_KEY, HARDWARE, hardware_keys, marked_lines, sampled_lines
+from so_tui.ui.charts.chart import Chart
+from so_tui.ui.dashboard.charts import ChartPanel
+from so_tui.ui.snapshot import Loads, LoadStore, sampled_value
 from tests.support.make_run import plan_for, quad_machine, sample, write_run
 from tests.support.screen import opened
 
@@ -120,8 +119,8 @@ def test_only_what_a_machine_reports_is_offered() -> None:
 def test_a_screen_that_is_open_for_weeks_keeps_few_rows(
     runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loads, "MOST_ROWS", 700)
-    monkeypatch.setattr(loads, "HISTORY_ROWS", 50)
+    monkeypatch.setattr(snapshot, "MOST_ROWS", 700)
+    monkeypatch.setattr(snapshot, "HISTORY_ROWS", 50)
     machine = quad_machine(nodes=1, cores=2)
     run = write_run(runs_dir, machine=machine, gpus=1, steps=3, seconds_of_samples=1, now=1e9)
     reader = RunReader(run)

@@ -6,7 +6,7 @@ import pytest
 from textual.app import App, ComposeResult
 from textual.widgets import Static
 
-from so_tui.ui.kept_lines import KeepsLines, KeptVertical
+from so_tui.ui.textual_fixes import KeepsLines, KeptVertical
 
 
 class Box(Static, KeepsLines):

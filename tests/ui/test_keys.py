@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.ui.screens.help import key_groups
+from so_tui.ui.app import key_groups
 from tests.support.make_run import write_run
 from tests.support.screen import opened
 

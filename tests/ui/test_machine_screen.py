@@ -14,12 +14,12 @@ import pytest
 from textual.containers import Vertical, VerticalScroll
 from textual.widgets import Static
 
-from so_tui.launch.host_processes import GpuUse, HostProcess
+from so_tui.launch.supervisor.samples import GpuUse, HostProcess
 from so_tui.ui.app import SoTuiApp
-from so_tui.ui.panels.host import HostPanel, process_lines
-from so_tui.ui.screens.machine import MachineScreen
-from so_tui.ui.widgets.chart import Chart
-from so_tui.ui.widgets.numa_nodes import NumaNodes
+from so_tui.ui.charts.chart import Chart
+from so_tui.ui.machine.host import HostPanel, process_lines
+from so_tui.ui.machine.screen import MachineScreen
+from so_tui.ui.numa_nodes import NumaNodes
 from tests.support.make_run import quad_machine, write_run
 from tests.support.pictured import FixedMonitor
 from tests.support.screen import SIZES, Driver, opened
@@ -55,8 +55,8 @@ async def test_findings_about_another_host_stand_beside_it_where_there_is_room(
 
 @pytest.fixture(autouse=True)
 def _sampled_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("so_tui.ui.screens.machine.SAMPLE_S", 0.2)
-    monkeypatch.setattr("so_tui.ui.monitor._PROCESSES_S", 0.3)
+    monkeypatch.setattr("so_tui.ui.machine.screen.SAMPLE_S", 0.2)
+    monkeypatch.setattr("so_tui.ui.machine.host._PROCESSES_S", 0.3)
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ async def test_this_host_is_sampled_while_it_is_shown(
 async def test_a_sample_that_comes_during_a_resize_is_drawn_after_it(
     runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("so_tui.ui.screens.machine.Monitor", FixedMonitor)
+    monkeypatch.setattr("so_tui.ui.machine.screen.Monitor", FixedMonitor)
     machine = msgspec.structs.replace(quad_machine(), live=True)
     view = FixedMonitor(machine).poll()
     async with opened(runs_dir, (200, 50), machine=machine) as ui:

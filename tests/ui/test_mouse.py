@@ -17,25 +17,29 @@ from textual import events
 from textual.screen import ModalScreen
 from textual.widgets import Input, OptionList, Static, Tooltip
 
-from so_tui.machine.described import machine_of
+from so_tui.machine.known import machine_of
 from so_tui.runs import MetricsWriter, RunDirectory
 from so_tui.runs.records import EvaluationRecord
-from so_tui.settings.types import ScreenSettings, Settings
-from so_tui.ui import screens
-from so_tui.ui.chart_layout import ChartLayout
-from so_tui.ui.dialogs.add_model import AddModel
-from so_tui.ui.dialogs.answers import AnswersScreen
-from so_tui.ui.dialogs.basic import AskText, CloseButton, KeysHelp, Notice, Question
-from so_tui.ui.dialogs.choose_metrics import ChooseMetrics
-from so_tui.ui.dialogs.choose_runs import ChooseRuns
-from so_tui.ui.dialogs.data_preview import DataPreviewScreen
-from so_tui.ui.dialogs.settings import SettingsDialog
-from so_tui.ui.dialogs.validation import ValidationScreen
-from so_tui.ui.panels.charts import ChartPanel
-from so_tui.ui.panels.log import LogPanel
-from so_tui.ui.panels.run_table import RunTable
-from so_tui.ui.panels.what_if import WhatIf
-from so_tui.ui.widgets.field import Choice
+from so_tui.settings import ScreenSettings, Settings
+from so_tui.ui import app
+from so_tui.ui.chart_metrics import ChartLayout
+from so_tui.ui.configure.form import Choice
+from so_tui.ui.configure.plan_pane import WhatIf
+from so_tui.ui.dashboard.charts import ChartPanel
+from so_tui.ui.dashboard.dialogs import AnswersScreen, ChooseMetrics, ChooseRuns
+from so_tui.ui.dashboard.panels import LogPanel
+from so_tui.ui.data_preview import DataPreviewScreen
+from so_tui.ui.dialogs import (
+    AddModel,
+    AskText,
+    CloseButton,
+    KeysHelp,
+    Notice,
+    Question,
+    SettingsDialog,
+)
+from so_tui.ui.machine.validation import ValidationScreen
+from so_tui.ui.runs.table import RunTable
 from tests.support.make_run import quad_machine, write_run
 from tests.support.screen import Driver, opened
 
@@ -67,14 +71,14 @@ ELSEWHERE = {DataPreviewScreen}
 
 def dialog_classes() -> set[type[ModalScreen[Any]]]:
     """Return every dialog that can be opened: no other builds on it, but for a Question."""
-    for module in pkgutil.iter_modules(screens.__path__, f"{screens.__name__}."):
+    for module in pkgutil.iter_modules(app.__path__, f"{app.__name__}."):
         importlib.import_module(module.name)
     found: set[type[ModalScreen[Any]]] = set()
     waiting: list[type[ModalScreen[Any]]] = [*ModalScreen.__subclasses__()]
     while waiting:
         kind = waiting.pop()
         waiting += kind.__subclasses__()
-        if kind.__module__.startswith(screens.__name__) and "compose" in vars(kind):
+        if kind.__module__.startswith(app.__name__) and "compose" in vars(kind):
             found.add(kind)
     return found
 

@@ -10,12 +10,10 @@ import msgspec
 import pytest
 
 from so_tui.runs import RunDirectory, SampleWriter
-from so_tui.runs.sample import ForeignProcess, NodeSample, Sample
+from so_tui.runs.records import ForeignProcess, NodeSample, Sample
 from so_tui.runs.samples import SampleReader
-from so_tui.ui.loads import CORES, LoadStore
-from so_tui.ui.widgets.core_heat import heat_rows, heat_texts
-from so_tui.ui.widgets.heat import LEVELS, group_cores
-from so_tui.ui.widgets.numa_nodes import NumaNodes
+from so_tui.ui.numa_nodes import LEVELS, NumaNodes, group_cores, heat_rows, heat_texts
+from so_tui.ui.snapshot import CORES, LoadStore
 from tests.support.make_run import quad_machine, write_run
 from tests.support.screen import SIZES, opened
 

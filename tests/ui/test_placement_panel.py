@@ -9,13 +9,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from so_tui.launch.slow_text import cause_text
-from so_tui.plan.types import RankBinding
+from so_tui.launch.supervisor.slowness import cause_text
+from so_tui.plan.plan import RankBinding
 from so_tui.runs import MetricsWriter, RunDirectory, SampleWriter, read_state, write_state
-from so_tui.runs.placement import RankPlacement
-from so_tui.runs.records import BindingRecord, RankBindingReport
-from so_tui.runs.slowdown import Cause, Slowdown
-from so_tui.ui.panels.placement import PlacementPanel
+from so_tui.runs.records import BindingRecord, Cause, RankBindingReport, RankPlacement, Slowdown
+from so_tui.ui.dashboard.panels import PlacementPanel
 from tests.support.hostile import HOSTILE, unsafe
 from tests.support.make_run import GIB, plan_for, quad_machine, sample, write_run
 from tests.support.screen import opened
@@ -158,7 +156,7 @@ CAUSES = (
 async def test_a_slow_run_says_why_on_the_screen_and_in_lines(
     run: RunDirectory, runs_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from so_tui.commands.progress import _Printer
+    from so_tui.commands.follow import _Printer
 
     fine = read_state(run)
     slow = msgspec.structs.replace(

@@ -18,13 +18,7 @@ from rich.style import Style
 from textual.geometry import Region
 from textual.strip import Strip
 
-from so_tui.ui.glyphs import GlyphName
-from so_tui.ui.loss_curve import spark
-from so_tui.ui.series import Axis, Line, Series, TrailingMean
-from so_tui.ui.text import significant
-from so_tui.ui.widgets.chart_frame import Figure, arranged
-from so_tui.ui.widgets.drawing import Mark, axis_row, changed_parts, gutter_text, plot_rows, x_text
-from so_tui.ui.widgets.plot import (
+from so_tui.ui.charts.canvas import (
     GLYPHS,
     Canvas,
     Scale,
@@ -34,6 +28,12 @@ from so_tui.ui.widgets.plot import (
     ticks,
     time_values,
 )
+from so_tui.ui.charts.chart import Figure, arranged
+from so_tui.ui.charts.drawing import Mark, axis_row, changed_parts, gutter_text, plot_rows, x_text
+from so_tui.ui.charts.series import Axis, Line, Series, TrailingMean
+from so_tui.ui.run_rows import spark
+from so_tui.ui.text import GlyphName
+from so_tui.units import significant
 
 
 def line_of(values: list[float]) -> tuple[Line, Axis]:
@@ -236,7 +236,7 @@ def test_the_axis_names_places_and_keeps_labels_off_marks() -> None:
 @pytest.mark.parametrize("width", [29, 47, 110])
 def test_a_time_axis_tells_how_long_anything_took(lasted_s: float, width: int) -> None:
 
-    from so_tui.ui.widgets.drawing import Mark
+    from so_tui.ui.charts.drawing import Mark
 
     styles = {role: Style() for role in ("axis", "label", "mark")}
     for deep_s in (0.0, 12 * 86_400.0 + 7000):

@@ -11,17 +11,17 @@ import pytest
 from textual.widgets import DataTable, Input, Static
 
 from so_tui.machine import Machine, inspect_machine, machine_json
-from so_tui.machine.described import MACHINES
+from so_tui.machine.known import MACHINES
 from so_tui.plan import plan_table
 from so_tui.runs import RunDirectory, create_run
 from so_tui.spec import Catalog, RunSpec, load_catalog
 from so_tui.ui import messages
-from so_tui.ui.dialogs.basic import Question
-from so_tui.ui.screens.other_machine import MachineSuggester
-from so_tui.ui.screens.presets import PresetsScreen
-from so_tui.ui.screens.runs import RunsScreen
-from so_tui.ui.text import duration, rate
-from so_tui.ui.widgets.field import FieldRow
+from so_tui.ui.app import MachineSuggester
+from so_tui.ui.configure.form import FieldRow
+from so_tui.ui.dialogs import Question
+from so_tui.ui.presets.screen import PresetsScreen
+from so_tui.ui.runs.screen import RunsScreen
+from so_tui.units import duration, rate
 from tests.support.machines import x86
 from tests.support.make_run import quad_machine, write_run
 from tests.support.planning import CPU_ONLY
@@ -291,7 +291,7 @@ async def test_what_fits_in_memory_but_would_take_hours_a_step_needs_gpus_too(
 async def test_a_login_node_leads_to_the_field_for_the_partition(
     runs_dir: Path, monkeypatch: pytest.MonkeyPatch, slurm: bool
 ) -> None:
-    monkeypatch.setattr("so_tui.ui.slurm.has_slurm", lambda: slurm)
+    monkeypatch.setattr("so_tui.ui.preset_actions.has_slurm", lambda: slurm)
     async with opened(runs_dir, machine=CPU_ONLY) as ui:
         await ui.presets()
         assert ("partition" in ui.shown("#about-machine")) is slurm

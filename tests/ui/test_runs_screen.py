@@ -16,10 +16,9 @@ from rich.text import Text
 from textual.widgets import DataTable, Static
 
 from so_tui.runs import MetricsWriter, read_state, write_state
-from so_tui.runs.index import index_path
+from so_tui.runs.index import index_path, segments
 from so_tui.runs.liveness import OLD_S, STALE_S
-from so_tui.runs.segments import segments
-from so_tui.ui.widgets.chart import Chart
+from so_tui.ui.charts.chart import Chart
 from tests.support.make_run import write_run
 from tests.support.records import step_record
 from tests.support.screen import SIZES, opened
@@ -188,7 +187,7 @@ async def test_a_long_curve_is_read_on_while_nothing_else_happens(
     looks = count()
     for module in (
         "so_tui.runs.metrics",
-        "so_tui.ui.loss_curve",
+        "so_tui.ui.run_rows",
     ):  # a slow machine: one segment at a look
         monkeypatch.setattr(f"{module}.time", SimpleNamespace(monotonic=lambda: 0.6 * next(looks)))
     async with opened(runs_dir) as ui:

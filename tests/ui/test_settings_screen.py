@@ -12,16 +12,13 @@ from textual.color import Color
 from textual.widgets import DataTable, Static
 
 from so_tui.folders import settings_file
-from so_tui.settings.file import load_settings
-from so_tui.settings.types import KeySettings, ScreenSettings, Settings
-from so_tui.ui.accessible_themes import COLOUR_BLIND, CONTRAST
-from so_tui.ui.chart_layout import ChartLayout, load_layout, save_layout
-from so_tui.ui.panels.charts import ChartPanel
-from so_tui.ui.standard_themes import DARK
-from so_tui.ui.themes import THEMES
-from so_tui.ui.widgets.chart import Chart
-from so_tui.ui.widgets.find_field import FindField
-from so_tui.ui.widgets.styled_lines import StyledLines
+from so_tui.settings import KeySettings, ScreenSettings, Settings, load_settings
+from so_tui.ui.chart_metrics import ChartLayout, load_layout, save_layout
+from so_tui.ui.charts.chart import Chart
+from so_tui.ui.charts.drawing import StyledLines
+from so_tui.ui.dashboard.charts import ChartPanel
+from so_tui.ui.themes import COLOUR_BLIND, CONTRAST, DARK, THEMES
+from so_tui.ui.widgets import FindField
 from so_tui.units import GIB, memory_size, show_memory_in
 from tests.support.held_threads import HeldThreads
 from tests.support.make_run import write_run

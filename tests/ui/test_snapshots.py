@@ -17,13 +17,13 @@ from textual.screen import Screen
 
 from so_tui.machine.types import Machine
 from so_tui.runs import RunDirectory
-from so_tui.ui.screens.chat import ChatScreen
-from so_tui.ui.screens.configure import ConfigureScreen
-from so_tui.ui.screens.dashboard import DashboardScreen
-from so_tui.ui.screens.machine import MachineScreen
-from so_tui.ui.screens.presets import PresetsScreen
-from so_tui.ui.screens.runs import RunsScreen
-from so_tui.ui.widgets.fitted_table import FittedTable
+from so_tui.ui.chat.screen import ChatScreen
+from so_tui.ui.configure.screen import ConfigureScreen
+from so_tui.ui.dashboard.screen import DashboardScreen
+from so_tui.ui.machine.screen import MachineScreen
+from so_tui.ui.presets.screen import PresetsScreen
+from so_tui.ui.runs.screen import RunsScreen
+from so_tui.ui.widgets import FittedTable
 from tests.support import pictured
 from tests.support.machines import x86
 from tests.support.make_run import quad_machine
@@ -187,13 +187,13 @@ def _same_everywhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         lambda machine, **_: pictured.FINDINGS if machine.gpus else (),
     )
     monkeypatch.setattr("so_tui.runs.liveness._age_s", lambda _: 0.0)
-    monkeypatch.setattr("so_tui.ui.screens.machine.Monitor", pictured.FixedMonitor)
-    monkeypatch.setattr("so_tui.launch.data_preview.preview_data", pictured.preview_data)
-    monkeypatch.setattr("so_tui.launch.writing.ModelProcess", pictured.FixedModel)
+    monkeypatch.setattr("so_tui.ui.machine.screen.Monitor", pictured.FixedMonitor)
+    monkeypatch.setattr("so_tui.launch.helper_jobs.preview_data", pictured.preview_data)
+    monkeypatch.setattr("so_tui.launch.helper_jobs.ModelProcess", pictured.FixedModel)
     monkeypatch.setattr("so_tui.validation.report.read", lambda _: pictured.validation_report())
     monkeypatch.setattr("textual.widgets.Input.cursor_blink", False)
     monkeypatch.setattr(
-        "so_tui.ui.panels.form.advanced_paths", tuple
+        "so_tui.ui.configure.form.advanced_paths", tuple
     )  # a third of the form, which is never in view
 
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from so_tui.runs import MetricsWriter, read_state, write_state
 from so_tui.runs.records import PhaseRecord
-from so_tui.ui.start_timeline import CHECKS, FIRST_STEP, LAUNCHER, stages, timeline_lines
+from so_tui.ui.run_status import CHECKS, FIRST_STEP, LAUNCHER, stages, timeline_lines
 from tests.support.make_run import write_run
 from tests.support.screen import opened
 

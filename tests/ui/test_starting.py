@@ -14,11 +14,11 @@ from textual.widgets import Button, DataTable, Static
 from so_tui.launch import Launch, prepare
 from so_tui.launch.checks import Check
 from so_tui.runs import RunDirectory, read_state, write_state
-from so_tui.runs.control import pending
+from so_tui.runs.state import pending
 from so_tui.spec import Refusal, Refused, RunSpec, find_preset
 from so_tui.ui.app import SoTuiApp
-from so_tui.ui.dialogs.basic import Notice, Question
-from so_tui.ui.widgets.chart import Chart
+from so_tui.ui.charts.chart import Chart
+from so_tui.ui.dialogs import Notice, Question
 from tests.support.held_threads import LateThreads
 from tests.support.make_run import write_run
 from tests.support.planning import CPU_ONLY

@@ -69,7 +69,7 @@ def test_first_paint_costs_little_more_than_an_empty_application(runs_dir: Path)
 
 def test_the_first_screen_imports_no_planner_and_no_inspection() -> None:
     code = (
-        "import sys; import so_tui.ui.app, so_tui.ui.screens.presets; "
+        "import sys; import so_tui.ui.app, so_tui.ui.presets.screen; "
         "heavy = tuple(f'so_tui.{name}' for name in ('spec', 'machine', 'plan', 'runs', 'launch')) + ('psutil',); "
         "print([name for name in sys.modules if name.startswith(heavy)])"
     )
@@ -143,7 +143,7 @@ import asyncio, sys
 from so_tui.runs.directory import RunDirectory
 from so_tui.ui.app import SoTuiApp
 
-OTHERS = ("pynvml", "importlib.metadata", "so_tui.plan.planner", "so_tui.plan.fit", "so_tui.launch.preparation", "superoffload")
+OTHERS = ("pynvml", "importlib.metadata", "so_tui.plan.planner", "so_tui.plan.fit", "so_tui.launch.launch", "superoffload")
 
 async def main():
     app = SoTuiApp(runs_dir=sys.argv[2], open_run=RunDirectory(sys.argv[1]))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from so_tui.spec import FieldInfo, field_index, parse_value
-from so_tui.ui.form import LENGTH_KEYS
-from so_tui.ui.stepping import Direction, beyond, can_step, next_text
+from so_tui.ui.form import LENGTH_KEYS, Direction, beyond, can_step, next_text
 
 NUMBERS = [
     path

@@ -17,13 +17,15 @@ from rich.text import Text
 from textual.content import Span
 from textual.scrollbar import ScrollBarRender
 
-from so_tui.machine.described import named_machine
 from so_tui.machine.doctor import Finding
+from so_tui.machine.known import named_machine
 from so_tui.plan import make_plan
 from so_tui.runs import RunDirectory
 from so_tui.spec import field_index, find_preset, with_values
-from so_tui.ui.dialogs.basic import key_lines
-from so_tui.ui.findings import finding_content
+from so_tui.ui import plan_view
+from so_tui.ui.charts.drawing import Part, cells_of, fill, pieces, stacked
+from so_tui.ui.dashboard.panels import thumb_top
+from so_tui.ui.dialogs import key_lines
 from so_tui.ui.form import (
     GROUPS,
     HINTS,
@@ -35,31 +37,15 @@ from so_tui.ui.form import (
     values_of,
     with_edit,
 )
-from so_tui.ui.glyphs import chosen_glyphs
-from so_tui.ui.loss_curve import LossCurve
-from so_tui.ui.panels.run_preview import drawn_looks
-from so_tui.ui.run_columns import COLUMNS, fitted, with_room
-from so_tui.ui.run_details import Comparison
-from so_tui.ui.summary import machine_facts
-from so_tui.ui.text import (
-    Content,
-    count,
-    disk,
-    distinct,
-    duration,
-    mark_duration,
-    memory,
-    memory_of,
-    rate,
-    shorten_path,
-    significant,
-)
-from so_tui.ui.widgets import plan_view
-from so_tui.ui.widgets.bars import Part, cells_of, fill, stacked
-from so_tui.ui.widgets.heat import group_cores, heat_cells
-from so_tui.ui.widgets.log import thumb_top
-from so_tui.ui.widgets.styled_lines import pieces
-from so_tui.units import thousands
+from so_tui.ui.numa_nodes import group_cores, heat_cells
+from so_tui.ui.run_rows import LossCurve
+from so_tui.ui.runs.preview import Comparison, drawn_looks
+from so_tui.ui.runs.table import COLUMNS, fitted, with_room
+from so_tui.ui.text import Content, chosen_glyphs, distinct, finding_content, shorten_path
+from so_tui.ui.widgets import machine_facts
+from so_tui.units import count, duration, mark_duration, memory_of, rate, significant, thousands
+from so_tui.units import disk_size as disk
+from so_tui.units import memory_size as memory
 from tests.support.make_run import plan_for, quad_machine
 
 
@@ -497,7 +483,7 @@ def test_the_thumb_of_a_log_that_is_followed_is_where_textual_draws_it() -> None
 def test_pythons_own_locale_is_not_taken_for_the_terminals(
     variables: dict[str, str], expected: str
 ) -> None:
-    code = "from so_tui.ui.glyphs import *; print(chosen_glyphs(environment_at_start()))"
+    code = "from so_tui.ui.text import *; print(chosen_glyphs(environment_at_start()))"
     kept = {
         name: value
         for name, value in os.environ.items()

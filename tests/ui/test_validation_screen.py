@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from so_tui.folders import validation_dir
 from so_tui.trust.decoding import read_json
-from so_tui.ui.dialogs import validation
-from so_tui.ui.dialogs.validation import report_lines
+from so_tui.ui.machine import validation
+from so_tui.ui.machine.validation import report_lines
 from so_tui.validation import report as reports
 from so_tui.validation.report import Outcome
 from tests.support.screen import SIZES, opened

@@ -8,17 +8,16 @@ from pathlib import Path
 from textual.containers import Container
 from textual.geometry import Offset
 
-from so_tui.settings.file import load_settings
-from so_tui.ui.panels.charts import ChartPanel
-from so_tui.ui.panels.details import StepDetails
-from so_tui.ui.panels.form import FormPanel
-from so_tui.ui.panels.run_preview import RunPreview
+from so_tui.settings import load_settings
+from so_tui.ui.charts.drawing import StyledLines
+from so_tui.ui.configure.form import FormPanel
+from so_tui.ui.dashboard.charts import ChartPanel
+from so_tui.ui.dashboard.panels import LogView, StepDetails
+from so_tui.ui.dashboard.view import LEAST_MAIN, SIDE_FROM, Rows, plot_rows, rows_for, side_columns
+from so_tui.ui.numa_nodes import NumaNodes, node_rows
+from so_tui.ui.plan_view import beside_each_other
+from so_tui.ui.runs.preview import RunPreview
 from so_tui.ui.text import Content
-from so_tui.ui.view import LEAST_MAIN, SIDE_FROM, Rows, plot_rows, rows_for, side_columns
-from so_tui.ui.widgets.log import LogView
-from so_tui.ui.widgets.numa_nodes import NumaNodes, node_rows
-from so_tui.ui.widgets.plan_view import beside_each_other
-from so_tui.ui.widgets.styled_lines import StyledLines
 from tests.support.make_run import write_run
 from tests.support.screen import Driver, opened
 

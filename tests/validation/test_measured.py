@@ -10,12 +10,12 @@ from msgspec.structs import replace
 from so_tui.launch.probe import Measured, predicted_for, probe_spec
 from so_tui.machine.types import Gpu, Machine, Mpam, NumaNode
 from so_tui.plan import make_plan
-from so_tui.plan.calibration import store
+from so_tui.plan.measured import store
 from so_tui.trust.decoding import read_json
-from so_tui.validation import render
 from so_tui.validation import report as reports
+from so_tui.validation import show
 from so_tui.validation.report import MachineFound, RatesFound, Report, TrainingFound, trained
-from so_tui.validation.training import parts_of, shape_for, shape_name, spec_of
+from so_tui.validation.validate import parts_of, shape_for, shape_name, spec_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 RESULTS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("validate-*.json"))
@@ -143,7 +143,7 @@ def test_losses_agree_whatever_the_offload_and_the_number_of_gpus(path: Path) ->
 
 
 def test_the_docs_show_the_losses_of_one_and_two_gpus() -> None:
-    drawn = render.figures(read_json(RESULTS[0].with_name("validate-h100-x2-second.json"), Report))[
+    drawn = show.figures(read_json(RESULTS[0].with_name("validate-h100-x2-second.json"), Report))[
         "losses.svg"
     ]
     assert (DOCS / "figures" / "losses-of-1-and-2-gpus.svg").read_text() == drawn

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from so_tui.runs.records import PhaseRecord
-from so_tui.validation.phases import phase_seconds
-from so_tui.validation.render import markdown
+from so_tui.validation.show import markdown
+from so_tui.validation.validate import phase_seconds
 from tests.support.records import step_record
 from tests.validation.test_report import REPORT
 

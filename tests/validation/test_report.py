@@ -10,21 +10,24 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from so_tui.launch.calibrating import request_of
-from so_tui.launch.helpers import stream_tool
+from so_tui.launch.helper import stream_tool
+from so_tui.launch.helper_jobs import request_of
 from so_tui.machine import inspect_machine
-from so_tui.plan.calibration import Figures
-from so_tui.validation import machine_parts, render
+from so_tui.plan.measured import Figures
 from so_tui.validation import report as reports
+from so_tui.validation import show
+from so_tui.validation import validate as machine_parts
 from so_tui.validation.report import (
+    HIDDEN,
     CopiesFound,
     CopyRates,
     Found,
     Outcome,
     TrainingFound,
+    hidden,
     machine_found,
+    shared,
 )
-from so_tui.validation.sharing import HIDDEN, hidden, shared
 from so_tui.validation.validate import validate
 from tests.support.schemas import valid
 from tests.validation.test_runner import EMPTY
@@ -113,7 +116,7 @@ def test_steps_that_waited_for_the_norm_are_told_where_our_engine_clips(
     outcome = trained("clipped", (8.0, 7.0), clipping)
     assert isinstance(outcome.result, TrainingFound)
     found = replace(outcome.result, settings={"offload.engine": engine}, held_back_steps=3)
-    text = render.markdown(replace(EMPTY, outcomes=(replace(outcome, result=found),)))
+    text = show.markdown(replace(EMPTY, outcomes=(replace(outcome, result=found),)))
     assert ("3 of 4" in text) == shown
 
 
@@ -138,21 +141,21 @@ def test_losses_of_many_steps_have_a_figure_of_their_own_and_no_speed() -> None:
         ("losses-1", "losses-gpu"),
         ("losses-2", "losses-gpu"),
     ]
-    drawn = render.figures(report)
+    drawn = show.figures(report)
     assert "losses-2" in drawn["losses.svg"]
     assert ";gpu" not in drawn["losses.svg"]
     assert "losses" not in drawn["tokens.svg"]
 
 
 def test_the_figures_are_xml_and_show_every_part(tmp_path: Path) -> None:
-    text = render.write(tmp_path, REPORT).read_text()
+    text = show.write(tmp_path, REPORT).read_text()
     for name in ("tokens.svg", "steps.svg", "losses.svg", "copies.svg"):
         assert f"({name})" in text
         drawn = " ".join(ElementTree.parse(tmp_path / name).getroot().itertext())
         assert "<gpu> & more" in drawn or name == "copies.svg"
     assert "2.00 / 1.90" in text
     assert "another: left-out: takes about 99 s" in text
-    assert render.figures(EMPTY) == {}
+    assert show.figures(EMPTY) == {}
 
 
 def test_a_shared_report_names_neither_host_nor_user_nor_folder() -> None:
@@ -181,7 +184,7 @@ def test_a_shared_report_names_neither_host_nor_user_nor_folder() -> None:
         ),
     )
     nameless = shared(report)
-    text = reports.encoded(nameless).decode() + render.markdown(nameless)
+    text = reports.encoded(nameless).decode() + show.markdown(nameless)
     names = [home, "alps", *([user] if user != "root" else [])]
     assert not [name for name in names if name in text]
     assert "- note: (`a`)" in text
@@ -285,5 +288,6 @@ def test_a_machine_without_gpus_is_validated_with_tiny(tmp_path: Path) -> None:
 
 def test_the_machines_parts_are_those_that_it_has(tmp_path: Path) -> None:
     assert [
-        one.key for one in machine_parts.measurements(replace(inspect_machine(), gpus=()), tmp_path)
+        one.key
+        for one in machine_parts.machine_measurements(replace(inspect_machine(), gpus=()), tmp_path)
     ] == ["machine", "rates"]

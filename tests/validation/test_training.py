@@ -9,13 +9,20 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.launch.ds_config import ds_config
-from so_tui.launch.preparation import launch_of
-from so_tui.machine.described import named_machine
+from so_tui.launch.launch import launch_of
+from so_tui.machine.known import named_machine
 from so_tui.plan import make_plan
 from so_tui.spec import find_preset
-from so_tui.validation.cpu_adam import CpuAdam
-from so_tui.validation.training import Part, measurements, parts_of, placed, shape_for, spec_of
-from so_tui.validation.validate import validate
+from so_tui.validation.validate import (
+    CpuAdam,
+    Part,
+    parts_of,
+    placed,
+    shape_for,
+    spec_of,
+    training_measurements,
+    validate,
+)
 from tests.support.machines import x86
 
 QUAD = named_machine("gh200-quad-120")
@@ -51,7 +58,7 @@ def test_every_part_plans_and_has_the_same_global_batch() -> None:
     with CpuAdam() as cpu_adam:
         assert all(
             measurement.estimate_s > 60
-            for measurement in measurements(QUAD, SHAPE, parts, cpu_adam)
+            for measurement in training_measurements(QUAD, SHAPE, parts, cpu_adam)
         )
 
 

@@ -15,7 +15,7 @@ import socket
 from collections.abc import Iterable
 from pathlib import Path
 
-from so_tui.plan.types import MemoryPolicy, RankBinding
+from so_tui.plan.plan import MemoryPolicy, RankBinding
 from so_tui.runs.records import RankBindingReport
 
 # set_mempolicy(2) and get_mempolicy(2) have no wrapper in libc; numbers from asm/unistd_64.h and asm-generic/unistd.h.

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -29,11 +29,14 @@ import torch.distributed as dist
 
 import superoffload
 from so_tui.model.sharding import partition_numel
+from so_tui.runs import RunDirectory, read_state
+from so_tui.runs.directory import checkpoints_folder, missing_checkpoints, run_id
 from so_tui.runs.records import CheckpointRecord
 from so_tui.runs.state import FULL
 from so_tui.spec import RunSpec
-from so_tui.trust.reading import read_bounded
-from so_tui_trainer import checkpoint_folder, disk_room
+from so_tui.trust.files import read_bounded
+from so_tui.units import thousands
+from so_tui_trainer import checkpoint_folder
 from so_tui_trainer.checkpoint_folder import (
     Damage,
     Found,
@@ -42,9 +45,10 @@ from so_tui_trainer.checkpoint_folder import (
     newest,
     optimizer_folder,
     read_manifest,
+    set_all_aside,
     set_aside,
-    start_over,
 )
+from so_tui_trainer.engine_settings import states_format
 from so_tui_trainer.failures import SUPERSEDED, Explanation, TrainingError, engine_explanation
 from so_tui_trainer.ranks import Ranks
 from superoffload.resharding import Rounded
@@ -61,8 +65,8 @@ __all__ = [
     "optimizer_folder",
     "read_manifest",
     "save",
+    "set_all_aside",
     "set_aside",
-    "start_over",
 ]
 
 Result = TypeVar("Result")
@@ -92,7 +96,7 @@ def make_room(engine: Any, folder: Path, spec: RunSpec, ranks: Ranks) -> None:
     field = "checkpoint.folder" if spec.checkpoint.folder else "--runs-dir"
     with all_ranks(ranks, "no checkpoint can be written"):
         if ranks.first:
-            disk_room.make_room(folder, _STATE_BYTES * share * ranks.size, field)
+            checkpoint_folder.make_room(folder, _STATE_BYTES * share * ranks.size, field)
 
 
 class Saving:
@@ -370,3 +374,149 @@ def _bytes_of(state: torch.Tensor) -> bytes:
 
 def _tensor_of(state: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+
+# Warnings of a resume that rounds Adam's moments or begins them anew: the run goes on, though not
+# bit for bit.
+
+
+class Warned(NamedTuple):
+    code: str
+    message: str
+    suggestion: str
+
+
+def rounding_warnings(saved: Manifest, now: RunSpec, rounded: Rounded) -> Iterator[Warned]:
+    """Yield what to warn of.
+
+    Args:
+        saved: The checkpoint's manifest.
+        now: The spec of the run that loaded it.
+        rounded: What ``checkpoint.load`` returned.
+    """
+    before, after = states_format(saved.spec), states_format(now)
+    if rounded.restarted:
+        message = "DeepSpeed's own SuperOffload keeps Adam's moments out of reach: the weights are those of the checkpoint, the moments are zero"
+        yield Warned(
+            "moments-restarted", message, 'Train with offload.engine = "so-tui", which saves them.'
+        )
+        return
+    if before != after:
+        message = f"the checkpoint's moments are {before} and this run's are {after}: what the new format cannot hold is rounded"
+        yield Warned(
+            "states-format-changed",
+            message,
+            f'Resume with offload.states = "{before}" to continue bit for bit.',
+        )
+        return
+    if rounded.numel:
+        message = f"the moments of {thousands(rounded.numel)} parameters were fp32 on the GPUs and are rounded to {after} in host memory"
+        suggestion = f"Resume on {saved.ranks} GPUs with the same offload.ratio and offload.sub_group_size to continue bit for bit."
+        yield Warned("moments-rounded", message, suggestion)
+    if rounded.blocks:
+        message = f"{thousands(rounded.blocks)} blocks of 128 8-bit moments had been cut by other shards and are rounded once more"
+        yield Warned(
+            "blocks-rounded-again",
+            message,
+            f"Resume on {saved.ranks} GPUs to continue bit for bit.",
+        )
+
+
+# The checkpoint from which an attempt resumes: which one it is, and restoring it. What differs
+# from before is told in warnings.
+
+
+Warn = Callable[[str, str, str], None]
+"""Records a warning: its code, message and suggestion."""
+
+
+def newest_to_resume(
+    run: RunDirectory, spec: RunSpec, warn: Warn, *, start_over: bool
+) -> Found | None:
+    """Return the checkpoint to resume from. Newer ones that cannot be used are renamed or left, with a warning.
+
+    Args:
+        run: The run.
+        spec: Its spec.
+        warn: Records a warning.
+        start_over: Set all checkpoints aside and return None.
+
+    Raises:
+        TrainingError: The folder of checkpoints is another run's, or what the run saved is missing or unreadable.
+    """
+    folder = checkpoints_folder(run, spec)
+    if spec.checkpoint.saves or folder.exists():
+        claim(run, spec)
+    if start_over:
+        set_all_aside(folder, run_id(run))
+        return None
+    found = newest(folder, run_id(run))
+    saved = read_state(run)
+    if found is None:
+        if (missing := missing_checkpoints(run, spec, saved)) is not None:
+            raise TrainingError(missing.code, missing.message)
+        return None
+    for damage in found.damaged:
+        _set_aside(damage, found, warn)
+    if (
+        saved.saved_step is not None
+        and found.manifest.step < saved.saved_step
+        and not found.damaged
+    ):
+        gone = f"the run saved step {thousands(saved.saved_step)}, which is no longer in {folder}"
+        message = f"{gone}; resuming from step {thousands(found.manifest.step)}"
+        warn("checkpoint-missing", message, "")
+    return found
+
+
+def _set_aside(damage: Damage, found: Found, warn: Warn) -> None:
+    """Rename a checkpoint that cannot be read, but not one that is whole and does not belong here."""
+    if damage.code in ("other-run", "misnamed"):
+        message = (
+            f"{damage.path.name} is not used ({damage.reason}); resuming from {found.path.name}"
+        )
+        warn(
+            "checkpoint-not-used",
+            message,
+            "It was left as it is. Move it away if you do not need it here.",
+        )
+        return
+    moved_to = set_aside(damage.path)
+    warn(
+        "checkpoint-damaged",
+        f"{damage.path.name} cannot be read ({damage.reason}); resuming from {found.path.name}",
+        f"It was renamed to {moved_to}. Delete it if you do not need it.",
+    )
+
+
+def restore(
+    found: Found, engine: Any, spec: RunSpec, fingerprint: str, ranks: Ranks, warn: Warn
+) -> None:
+    """Load a checkpoint's states into the engine, on all ranks together.
+
+    Args:
+        found: The checkpoint.
+        engine: The DeepSpeed engine.
+        spec: The spec as it is now.
+        fingerprint: Of the documents as they are now.
+        ranks: The process group.
+        warn: Records a warning.
+
+    Raises:
+        TrainingError: A rank cannot load it; raised on all ranks.
+    """
+    manifest = found.manifest
+    if manifest.data != fingerprint or _order(manifest.spec) != _order(spec):
+        message = f"the data or their order changed since the checkpoint; continuing at sequence {manifest.consumed_sequences + 1}"
+        suggestion = "Resume with the same data, weights, seed, sequence length and packing to neither skip nor repeat sequences."
+        warn("data-changed", message, suggestion)
+    rounded = load(engine, found.path, manifest, ranks)
+    for warning in rounding_warnings(manifest, spec, rounded):
+        warn(*warning)
+
+
+def _order(spec: RunSpec) -> tuple[int, int, bool, tuple[float, ...]]:
+    """Return the settings that determine the order of the sequences, besides the documents."""
+    weights = [source.weight for source in spec.data.sources]
+    shares = tuple(weight / weights[0] for weight in weights)
+    return spec.train.seed, spec.data.sequence_length, spec.data.packing, shares

@@ -16,30 +16,168 @@ import itertools
 import os
 import shutil
 import stat
+import time
 import zlib
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Struct
 
 import superoffload
 from so_tui.runs import RunDirectory
-from so_tui.runs.checkpoints import (
+from so_tui.runs.directory import (
     checkpoint_folders,
     checkpoints_folder,
     listed_checkpoints,
+    run_id,
     step_of,
 )
-from so_tui.runs.manifest import run_id
 from so_tui.spec import RunSpec
 from so_tui.trust.decoding import decode_json
-from so_tui.trust.ownership import distrust_of_folder
-from so_tui.trust.printable import brief_message
-from so_tui.trust.reading import read_bounded
-from so_tui_trainer.disk_room import PARTIAL, retire
+from so_tui.trust.files import UnfitFileError, distrust_of_folder, read_bounded
+from so_tui.trust.text import brief_message
+from so_tui.units import disk_size
 from so_tui_trainer.failures import TrainingError
-from so_tui_trainer.read_retries import read_with_retries
+from superoffload import OffloadError
+
+# Room on the disk for a checkpoint: whether there is enough, and removing checkpoints that are no
+# longer needed.
+
+
+PARTIAL = ".partial"
+"""Ends the name of a checkpoint that is being written or removed."""
+_FREED_BYTES = 1 << 30
+"""How much of a file is freed at a time."""
+
+
+def make_room(folder: Path, needed_bytes: int, field: str) -> None:
+    """Remove partial checkpoints of killed processes, and check the free space.
+
+    Args:
+        folder: The folder of the run's checkpoints.
+        needed_bytes: Size of a checkpoint.
+        field: What the user sets to change the folder.
+
+    Raises:
+        TrainingError: A checkpoint does not fit beside the existing ones.
+    """
+    folder.mkdir(exist_ok=True)
+    for left in folder.glob(f"*{PARTIAL}"):
+        if left.is_dir() and not left.is_symlink():
+            _remove_or_say(left)
+        else:  # A link: what it points to is none of ours.
+            left.unlink()
+    free_bytes = shutil.disk_usage(folder).free
+    if needed_bytes > free_bytes:
+        raise TrainingError(
+            "disk-full",
+            f"{field} = {folder}: a checkpoint needs {disk_size(needed_bytes)}, but only {disk_size(free_bytes)} are free",
+            "Free some space there, of older checkpoints say, then resume. A new run can set `checkpoint.folder` to a larger disk.",
+        )
+
+
+def retire(checkpoint: Path) -> None:
+    """Remove a checkpoint that is no longer needed. What cannot be removed now is said in the log; the next checkpoint tries again."""
+    half_removed = checkpoint.with_name(checkpoint.name + PARTIAL)
+    try:
+        checkpoint.rename(half_removed)  # first: half removed, it is no checkpoint
+    except OSError as error:
+        print(f"{checkpoint} is no longer needed and cannot be removed: {error}", flush=True)
+        return
+    _remove_or_say(half_removed)
+
+
+def _remove_or_say(checkpoint: Path) -> None:
+    """Remove a folder, or say why not: whoever has a file in it open on a network file system keeps it, and that costs no training."""
+    try:
+        remove(checkpoint)
+    except OSError as error:
+        print(f"{checkpoint} is no longer needed and cannot be removed: {error}", flush=True)
+
+
+def remove(checkpoint: Path) -> None:
+    """Remove a checkpoint's folder, its large files a piece at a time.
+
+    A file system that frees tens of GB at once keeps everyone waiting who writes to it meanwhile. Links, and files that have another name
+    elsewhere, are only unlinked.
+    """
+    for _, _, names, folder in os.fwalk(checkpoint):
+        for name in names:
+            _empty(name, folder)
+    shutil.rmtree(checkpoint)
+
+
+def _empty(name: str, folder: int) -> None:
+    found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1 or found.st_size <= _FREED_BYTES:
+        return
+    with suppress(PermissionError):  # it can be unlinked all the same
+        descriptor = os.open(name, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+        try:
+            for size in range(found.st_size - _FREED_BYTES, 0, -_FREED_BYTES):
+                os.ftruncate(descriptor, size)
+        finally:
+            os.close(descriptor)
+
+
+# Reading what a file system may fail to read for a moment. Such a failure says nothing of what is
+# there.
+
+
+T = TypeVar("T")
+_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0)
+"""Between tries: a file server that restarts, or a path to it that changes, takes this long. The other ranks wait."""
+_SAYS_WHAT_IS_THERE = frozenset(
+    {
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.EISDIR,
+        errno.ELOOP,
+        errno.ENXIO,
+        errno.ENAMETOOLONG,
+        errno.EBADMSG,  # with the next, how ext4 and XFS report that their own checksums differ
+        errno.EUCLEAN,
+    }
+)
+
+
+def read_with_retries(read: Callable[[Path], T], path: Path) -> T:
+    """Return what a function reads, called again after pauses while the file system fails.
+
+    Args:
+        read: Reads a checkpoint, or the folder of checkpoints.
+        path: What it is called with.
+
+    Raises:
+        TrainingError: The file system has failed for long (``checkpoint-read-failed``).
+        OSError, OffloadError: What is there is not what was expected.
+    """
+    pauses_s = iter(_PAUSES_S)
+    while True:
+        try:
+            return read(path)
+        except (OSError, OffloadError) as error:
+            if not _reading_failed(error):
+                raise
+            if (pause_s := next(pauses_s, None)) is None:
+                reason = f"{path} cannot be read now ({brief_message(str(error))}), and may be whole. It is left as it is"
+                suggestion = "Resume when its file system answers. Should that be never, move it away, and an older checkpoint is used."
+                raise TrainingError("checkpoint-read-failed", reason, suggestion) from error
+        time.sleep(pause_s)
+
+
+def _reading_failed(error: OSError | OffloadError) -> bool:
+    """Return whether reading failed, rather than what was read."""
+    cause = error if isinstance(error, OSError) else error.__cause__
+    return (
+        isinstance(cause, OSError)
+        and not isinstance(cause, UnfitFileError)
+        and cause.errno not in _SAYS_WHAT_IS_THERE
+    )
+
 
 SCHEMA = 2
 _DAMAGED = ".damaged"
@@ -248,7 +386,7 @@ def set_aside(checkpoint: Path, suffix: str = _DAMAGED) -> Path:
     )
 
 
-def start_over(folder: Path, run: str) -> None:
+def set_all_aside(folder: Path, run: str) -> None:
     """Set the checkpoints of a run aside, so that its training starts over. None is deleted, and other runs' stay as they are.
 
     Args:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from so_tui.machine.memory import available_bytes
+from so_tui.machine.host import available_bytes
 from so_tui.machine.system_files import SystemFiles
-from so_tui.model.layout import WEIGHT_BYTES
 from so_tui.model.profile import profile_of
+from so_tui.model.shape import WEIGHT_BYTES
 from so_tui.model.sharding import run_ahead_parameters, state_bytes
 from so_tui.plan.placement import own_engine
-from so_tui.plan.types import HOST_MARGIN, NOTHING_OPTIONAL, OptionalMemory, RankBinding
-from so_tui.spec.sections.offload import StatesFormat
-from so_tui.spec.types import RunSpec
+from so_tui.plan.plan import HOST_MARGIN, NOTHING_OPTIONAL, OptionalMemory, RankBinding
+from so_tui.spec.run_spec import RunSpec, StatesFormat
 from superoffload.errors import OffloadError
 from superoffload.settings import Settings
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from so_tui.plan.types import Plan
+from so_tui.plan.plan import Plan
 from so_tui.runs import MetricsWriter, RunDirectory
 from so_tui.runs.records import PhaseRecord, RankBindingReport
 from so_tui.trust.decoding import read_json

@@ -16,10 +16,15 @@ from msgspec.structs import replace
 from so_tui.runs.records import EvaluationRecord
 from so_tui.spec import InputError, Problem, RunSpec
 from so_tui.units import thousands
-from so_tui_trainer.data.batches import Batch, assemble, needs_rows_apart, rows_of, width
-from so_tui_trainer.data.documents import Documents
-from so_tui_trainer.data.packing import fill
-from so_tui_trainer.data.prefetcher import Prefetcher
+from so_tui_trainer.data.batches import (
+    Batch,
+    Prefetcher,
+    assemble,
+    needs_rows_apart,
+    rows_of,
+    width,
+)
+from so_tui_trainer.data.documents import Documents, fill
 from so_tui_trainer.failures import NonFiniteError
 from so_tui_trainer.ranks import Ranks
 

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import msgspec
 from msgspec import Struct
 
-from so_tui.plan.memory_advice import less_gpu_memory, less_host_memory
-from so_tui.plan.types import NOTHING_KNOWN, GivenMemory
+from so_tui.plan.plan import NOTHING_KNOWN, GivenMemory
+from so_tui.plan.remedies import less_gpu_memory, less_host_memory
 from so_tui.runs import RunDirectory
-from so_tui.runs.files import write_run_file
+from so_tui.runs.directory import write_run_file
 from so_tui.spec import InputError, RunSpec, SoTuiError, first_line
 from so_tui.trust.decoding import read_json
 from so_tui.units import thousands

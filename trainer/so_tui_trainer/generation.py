@@ -12,13 +12,13 @@ from torch import Tensor
 
 from so_tui.spec import InputError, Problem
 from so_tui.spec.generation import Ended, Prompt, Sampling
-from so_tui_trainer.data.chat import Chat, TemplateError, question
-from so_tui_trainer.data.encoding import leading_ids
+from so_tui_trainer.data.chat import Chat, TemplateError, leading_ids, question
 from so_tui_trainer.data.rows import Message
 from so_tui_trainer.older_versions import cache_argument
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 
 _UNFINISHED = "\ufffd"
 """What tokenizers decode the first bytes of a character to."""

@@ -6,28 +6,196 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
+import sys
+import threading
 import time
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from so_tui.model.activations import in_tiles
-from so_tui.model.architecture import Architecture, architecture
-from so_tui.model.flops import Flops, flops_of, hw_flops, model_flops, peak_flops, seed_tflops_total
-from so_tui.model.loss import recomputed_logits
+from so_tui.machine.host import pss_bytes
+from so_tui.model.flops import (
+    Flops,
+    flops_of,
+    hw_flops,
+    model_flops,
+    peak_flops,
+    recomputed_logits,
+    seed_tflops_total,
+)
+from so_tui.model.profile import in_tiles
+from so_tui.model.shape import Architecture, architecture
+from so_tui.runs.directory import RunDirectory
 from so_tui.runs.records import StepRecord
+from so_tui.runs.samples import write_network_rate
 from so_tui.spec import RunSpec
-from so_tui_trainer.clocks import Laps, StepTimes
 from so_tui_trainer.data.batches import StepCounts
 from so_tui_trainer.failures import NonFiniteError
-from so_tui_trainer.host_memory import HostMemory
+from so_tui_trainer.older_versions import all_gather_single, reduce_scatter_single
 from so_tui_trainer.ranks import Ranks
 from so_tui_trainer.recorder import Recorder
 from superoffload.meter import OffloadStats
+
+# Measure the parts of a step without waiting for the GPU: laps are CUDA events in the stream, read
+# when a record is due.
+
+
+StepPart = Literal["data", "forward", "backward", "optimizer", "other"]
+STEP_PARTS: tuple[StepPart, ...] = ("data", "forward", "backward", "optimizer", "other")
+
+
+class StepTimes(NamedTuple):
+    """Seconds of one step on one rank; the parts sum to ``total``."""
+
+    data: float
+    forward: float
+    backward: float
+    optimizer: float
+    other: float
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+class Laps:
+    """The laps of one step."""
+
+    def __init__(self, start: torch.cuda.Event | float) -> None:
+        self._stamps: list[tuple[StepPart, torch.cuda.Event | float]] = []
+        self._start = start
+
+    def add(self, part: StepPart, stamp: torch.cuda.Event | float) -> None:
+        """Add a lap that ends at ``stamp`` and belongs to ``part``."""
+        self._stamps.append((part, stamp))
+
+    def read(self) -> StepTimes:
+        """Return the seconds of each part. Waits until the GPU has passed the last lap."""
+        seconds = dict.fromkeys(STEP_PARTS, 0.0)
+        before = self._start
+        for part, stamp in self._stamps:
+            seconds[part] += _elapsed_s(before, stamp)
+            before = stamp
+        return StepTimes(**seconds)
+
+
+class StepClock:
+    """Clock of a rank. A step lasts from the end of the one before; what happens in between (records, control) is in ``other``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._last = self._stamp()
+        self._laps = Laps(self._last)
+
+    def restart(self) -> None:
+        """Exclude the time since the last lap (a checkpoint, an evaluation)."""
+        self._last = self._stamp()
+        self._laps = Laps(self._last)
+
+    def lap(self, part: StepPart) -> None:
+        """Assign the time since the last lap to ``part``."""
+        self._last = self._stamp()
+        self._laps.add(part, self._last)
+
+    def end_step(self) -> Laps:
+        """Return the step's laps, and start the next step."""
+        laps, self._laps = self._laps, Laps(self._last)
+        return laps
+
+    def _stamp(self) -> torch.cuda.Event | float:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+
+def _elapsed_s(start: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
+    if isinstance(start, float) or isinstance(end, float):
+        assert isinstance(start, float)
+        assert isinstance(end, float)
+        return end - start
+    end.synchronize()
+    milliseconds: float = start.elapsed_time(end)
+    return milliseconds / 1e3
+
+
+# How much host memory a rank has, measured beside training.
+#
+# For a hundred gigabytes the kernel takes more than a second, in which training would stand still.
+
+
+_INTERVAL_S = 20.0
+_SETTLES_S = 120.0
+"""While memory is touched for the first time, it is read at each interval, whatever that costs."""
+_COST_SHARE = 0.01
+"""Most of the time that reads may take after that."""
+
+
+def rank_memory_bytes() -> int:
+    """Return the proportional set size of this process and its descendants (Adam workers): pages that they share count once."""
+    return sum(pss_bytes(pid) or 0 for pid in _process_tree(os.getpid()))
+
+
+class HostMemory:
+    """The newest measurement. The first is made at once, each later one by a thread."""
+
+    def __init__(
+        self,
+        read: Callable[[], int] = rank_memory_bytes,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._read, self._clock = read, clock
+        self._reading: threading.Thread | None = None
+        self._bytes = 0
+        self._begun: float | None = None
+        self._due = 0.0
+
+    def latest_bytes(self) -> int:
+        """Return the newest measurement, and begin another one if it is due."""
+        now = self._clock()
+        if self._begun is None:
+            self._begun = now
+            self._measure()
+        elif now >= self._due and (self._reading is None or not self._reading.is_alive()):
+            # It ends with the process: nothing depends on it.
+            self._reading = threading.Thread(target=self._measure, name="host memory", daemon=True)
+            self._reading.start()
+        return self._bytes
+
+    def _measure(self) -> None:
+        assert self._begun is not None
+        before = self._clock()
+        self._bytes = self._read()
+        after = self._clock()
+        settled = after - self._begun >= _SETTLES_S
+        self._due = after + (
+            max(_INTERVAL_S, (after - before) / _COST_SHARE) if settled else _INTERVAL_S
+        )
+
+
+def _process_tree(pid: int) -> Iterator[int]:
+    """Yield a process and its descendants."""
+    yield pid
+    for child in _children(pid):
+        yield from _process_tree(child)
+
+
+def _children(pid: int) -> set[int]:
+    """Return the children of all threads of a process."""
+    found: set[int] = set()
+    with suppress(OSError):  # The process has ended.
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError):  # The thread has ended. Another one has its children now.
+                found.update(map(int, (task / "children").read_text().split()))
+    return found
 
 
 class Step(NamedTuple):
@@ -282,3 +450,56 @@ def _separate_exposed_optimizer(times: StepTimes, exposed_in_forward_s: float) -
     """Move the forward pass's wait for weights to the optimizer's time."""
     moved = min(exposed_in_forward_s, times.forward)
     return times._replace(forward=times.forward - moved, optimizer=times.optimizer + moved)
+
+
+# Measure how fast the ranks of several nodes all-gather and reduce-scatter, which ZeRO-3 does with
+# all weights and gradients.
+
+
+_FIRST_BYTES, _MOST_BYTES = 1 << 20, 1 << 28
+"""Of a whole tensor. Buckets and layers of large models have some hundred megabytes; a slow network is measured with less."""
+_LONG_ENOUGH_S = 0.05
+_REPEATS = 3
+
+
+def record(ranks: Ranks, run: RunDirectory, attempt: int, nodes: int) -> None:
+    """Measure the rate, a second or two, and record it for the plans of later runs."""
+    bytes_per_s = measure(ranks)
+    if ranks.device.type == "cuda":
+        torch.cuda.empty_cache()  # training finds the GPU as it would be without this
+    if ranks.first:
+        try:
+            write_network_rate(run, attempt, nodes, bytes_per_s)
+        except OSError as error:
+            print(
+                f"the rate of the network cannot be recorded: {error}", file=sys.stderr, flush=True
+            )
+
+
+def measure(ranks: Ranks) -> float:
+    """Return how many bytes a second enter each node, and leave it, while all ranks exchange a large tensor.
+
+    As in a ring, each byte but a rank's own share passes through every node once (see ``so_tui.plan.rates``).
+    """
+    whole_bytes = _FIRST_BYTES
+    while True:
+        both_s = _both_s(ranks, whole_bytes)
+        if both_s >= _LONG_ENOUGH_S or whole_bytes >= _MOST_BYTES:
+            return 2 * whole_bytes * (ranks.size - 1) / ranks.size / both_s
+        whole_bytes *= 4
+
+
+def _both_s(ranks: Ranks, whole_bytes: int) -> float:
+    """Return the seconds of an all-gather and a reduce-scatter of that many bytes on the slowest rank, at best."""
+    share = torch.zeros(max(1, whole_bytes // 4 // ranks.size), device=ranks.device)
+    whole = torch.empty(share.numel() * ranks.size, device=ranks.device)
+    seconds = []
+    for _ in range(1 + _REPEATS):  # the first one connects the ranks
+        ranks.barrier()
+        began = time.perf_counter()
+        all_gather_single(whole, share)
+        reduce_scatter_single(share, whole)
+        if ranks.device.type == "cuda":
+            torch.cuda.synchronize(ranks.device)
+        seconds.append(time.perf_counter() - began)
+    return max(min(row) for row in ranks.all_gather_row(seconds[1:]))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from so_tui.runs.answers import LONGEST_ANSWER, AnsweredPrompt, Asked
+from so_tui.runs.results import LONGEST_ANSWER, AnsweredPrompt, Asked
 from so_tui.spec import InputError, Problem, RunSpec
 from so_tui.spec.generation import Prompt, Sampling, Turn
 from so_tui_trainer.data.batches import Batch, lay_out, needs_rows_apart

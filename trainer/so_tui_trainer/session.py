@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
+import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import transformers.masking_utils  # noqa: F401 -- imports torch's compiler, which every model needs: no later stage shall look slow for it
 
 import superoffload.api
 from so_tui.model.flops import peak_flops
-from so_tui.plan.types import Plan
+from so_tui.plan.plan import Plan
 from so_tui.runs import MetricsWriter, RunDirectory
-from so_tui.runs import control as run_control
-from so_tui.runs.checkpoints import checkpoints_folder
+from so_tui.runs import state as run_control
+from so_tui.runs.directory import checkpoints_folder
 from so_tui.runs.records import (
     ENDING,
     BindingRecord,
@@ -35,32 +38,190 @@ from so_tui.runs.records import (
     StartRecord,
     WarningRecord,
 )
-from so_tui.spec import RunSpec
+from so_tui.spec import InputError, Problem, RunSpec
 from so_tui.units import memory_size, thousands
-from so_tui_trainer import (
-    binding,
-    checkpoint,
-    collection,
-    failures,
-    network_rate,
-    resuming,
-    signals,
-    training_data,
-)
-from so_tui_trainer.control import Control, StoppedEarlyError
+from so_tui_trainer import binding, checkpoint, failures
+from so_tui_trainer import metrics as network_rate
+from so_tui_trainer.data import documents as cache
+from so_tui_trainer.data import tokens
+from so_tui_trainer.data.batches import Batches
+from so_tui_trainer.data.documents import Documents
 from so_tui_trainer.engine_settings import engine_settings
+from so_tui_trainer.evaluation import Evaluation, divide, evaluation_spec, trained_fingerprint
 from so_tui_trainer.failures import SUPERSEDED, Failure, TrainingError
-from so_tui_trainer.loop import Loop, Outcome
+from so_tui_trainer.loop import Control, Loop, Outcome, StoppedEarlyError
 from so_tui_trainer.metrics import Metrics
 from so_tui_trainer.model.attention import takes_boundaries
 from so_tui_trainer.model.build import build
-from so_tui_trainer.model.logits import expected_first_loss
+from so_tui_trainer.model.loss import expected_first_loss
 from so_tui_trainer.model.trained import parameter_count, parameter_groups
 from so_tui_trainer.prompts import Prompts
 from so_tui_trainer.ranks import Ranks, join
-from so_tui_trainer.recorder import Recorder
-from so_tui_trainer.trackers import trackers_of
+from so_tui_trainer.recorder import Recorder, trackers_of
 from superoffload.settings import Settings
+
+# Python's garbage collection during training.
+
+
+def freeze_garbage() -> None:
+    """Keep what was loaded out of every later collection. Call it when all is loaded, before the first step.
+
+    A full collection looks at every object that there is: with the libraries some hundred thousand, which takes a good part of a step. It
+    may begin anywhere in a step, on any rank, and the others wait for that rank in their next collective.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+# Signal handling of a rank that also works while its main thread waits in a collective.
+
+
+def install_handlers(on_warning: Callable[[], None], on_terminate: Callable[[], None]) -> None:
+    """Handle SIGUSR1 and SIGTERM in a thread.
+
+    Python runs signal handlers only in the main thread, between two of its instructions, so they would wait for a collective. The wake-up
+    descriptor, which its C code writes to, can be read by any thread.
+
+    Args:
+        on_warning: Called on SIGUSR1, a scheduler's warning.
+        on_terminate: Called on SIGTERM; then the process exits with 143.
+    """
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    for signum in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(signum, lambda *_: None)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+
+    def wait() -> None:
+        while (received := os.read(reading, 1)[0]) != signal.SIGTERM:
+            if received == signal.SIGUSR1:
+                _call(on_warning)
+        _call(on_terminate)
+        os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=wait, name="signals", daemon=True).start()
+
+
+def _call(action: Callable[[], None]) -> None:
+    """Call a handler. Its error is shown and ends nothing: without the thread that calls it, SIGTERM would not end the process."""
+    try:
+        action()
+    except Exception:  # noqa: BLE001 -- whatever it is, later signals must be obeyed
+        traceback.print_exc()
+        sys.stderr.flush()
+
+
+# Read what a rank trains and evaluates on, from the cache that rank 0 fills.
+
+
+OnProgress = Callable[[str], None]
+"""Called with a description of the current work."""
+OnWarning = Callable[[str, str, str], None]
+"""Called with a code, a message and a suggestion."""
+
+
+class TrainingData(NamedTuple):
+    """The data of one rank."""
+
+    documents: Documents
+    batches: Batches
+    fingerprint: str
+    """Changes if a step would train on other documents."""
+    evaluation: Evaluation | None
+
+    def lay_end_to_end(self) -> None:
+        """Make each micro-batch one row, for attention that takes boundaries."""
+        self.batches.end_to_end = True
+        if self.evaluation:
+            self.evaluation.end_to_end = True
+
+
+def read_training_data(
+    spec: RunSpec, ranks: Ranks, on_progress: OnProgress, warn: OnWarning
+) -> TrainingData:
+    """Read the spec's data; rank 0 tokenises them if needed.
+
+    Raises:
+        InputError: They cannot be read, or nothing would be left to train on.
+    """
+    documents = _documents(spec, ranks, on_progress, warn)
+    training, held_out = divide(documents, spec)
+    other = evaluation_spec(spec)
+    evaluated = documents if other is None else _documents(other, ranks, on_progress, warn)
+    members = held_out if other is None else np.arange(len(evaluated.lengths))
+    pin = ranks.device.type == "cuda"
+    return TrainingData(
+        documents=documents,
+        batches=Batches(
+            documents, spec, ranks.rank, members=documents.epoch(spec.train.seed, training), pin=pin
+        ),
+        fingerprint=trained_fingerprint(documents.fingerprint, spec),
+        evaluation=Evaluation(evaluated, members, spec, ranks.rank, pin=pin)
+        if len(members)
+        else None,
+    )
+
+
+def check_sizes(config: Any, documents: Documents, spec: RunSpec, warn: OnWarning) -> None:
+    """Compare the documents with the model's shape.
+
+    Args:
+        config: The model's configuration.
+        documents: The tokenised data.
+        spec: The run's spec.
+        warn: Called if documents are longer than the model's positions.
+
+    Raises:
+        InputError: A token id exceeds the model's vocabulary.
+    """
+    largest = int(documents.tokens.max())
+    if largest >= config.vocab_size:
+        raise InputError(
+            [
+                Problem(
+                    code="tokenizer-too-large",
+                    field="model.tokenizer",
+                    value=spec.model.tokenizer,
+                    message=f"has ids up to {largest}, but the model's vocabulary has {config.vocab_size} tokens",
+                    remedy="Use the model's own tokenizer.",
+                )
+            ]
+        )
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions and int(documents.lengths.max()) > positions:
+        message = f"some documents are longer than the {thousands(positions)} positions that the model supports"
+        warn(
+            "documents-exceed-positions",
+            message,
+            "Scale its positions (`model.rope_scaling`), or lower `data.sequence_length`.",
+        )
+
+
+def _documents(spec: RunSpec, ranks: Ranks, on_progress: OnProgress, warn: OnWarning) -> Documents:
+    """Tokenise on rank 0, and read on all ranks.
+
+    Raises:
+        TrainingError: This rank is on another host than rank 0 and does not see its cache (code ``cache-not-shared``).
+    """
+
+    def progress(rows: int, total: int) -> None:
+        on_progress(f"tokenising the data, {thousands(rows)} of {thousands(total)} rows")
+
+    folder = ranks.broadcast(
+        tokens.prepare(spec, on_progress=progress) if ranks.first else None, Path
+    )
+    if not folder.is_dir():
+        reason = f"the tokenised data in {folder} cannot be seen on {socket.gethostname()}"
+        raise TrainingError(
+            "cache-not-shared",
+            reason,
+            "Set XDG_CACHE_HOME to a folder that all nodes share, in the site profile.",
+        )
+    documents = cache.read(folder, spec.data)
+    for warning in documents.warnings:
+        warn("data", warning, "")
+    return documents
+
 
 LoadStage = Literal["ranks", "data", "weights", "optimizer", "checkpoint"]
 
@@ -141,7 +302,7 @@ class Session:
         if self.spec.nodes > 1:
             network_rate.record(ranks, self.run, self.attempt, self.spec.nodes)
         newest = (
-            resuming.newest(self.run, self.spec, self._warn, start_over=self.start_over)
+            checkpoint.newest_to_resume(self.run, self.spec, self._warn, start_over=self.start_over)
             if ranks.first
             else None
         )
@@ -158,7 +319,7 @@ class Session:
             self.recorder.write(
                 ResumedRecord(attempt=self.attempt, time=time.time(), step=loop.step)
             )
-        collection.freeze()
+        freeze_garbage()
         self._phase("training", "")
         outcome = loop.train(control)
         if self.spec.checkpoint.export and outcome.state == "finished":
@@ -216,7 +377,7 @@ class Session:
 
     def install_signal_handlers(self) -> None:
         """On USR1 request a stop with a checkpoint; on TERM write why the run failed, if it did."""
-        signals.install_handlers(self._request_stop, self._write_failure)
+        install_handlers(self._request_stop, self._write_failure)
 
     def _request_stop(self) -> None:
         try:
@@ -235,7 +396,7 @@ class Session:
         self._seed(0)
         control.stop_early()
         self._load_stage("data", "reading the data")
-        data = training_data.read(
+        data = read_training_data(
             self.spec, ranks, lambda doing: self._load_stage("data", doing), self._warn
         )
         control.stop_early()
@@ -247,7 +408,7 @@ class Session:
             )
         if found:
             self._load_stage("checkpoint", f"resuming from step {thousands(found.manifest.step)}")
-            resuming.restore(found, self.engine, self.spec, data.fingerprint, ranks, self._warn)
+            checkpoint.restore(found, self.engine, self.spec, data.fingerprint, ranks, self._warn)
             loop.resume(str(found.path), found.manifest)
             control.stop_early()
         return loop
@@ -255,7 +416,7 @@ class Session:
     def _loop(
         self,
         ranks: Ranks,
-        data: training_data.TrainingData,
+        data: TrainingData,
         control: Control,
         found: checkpoint.Found | None,
     ) -> Loop:
@@ -270,7 +431,7 @@ class Session:
         )
         if takes_boundaries(model.attention):
             data.lay_end_to_end()
-        training_data.check_sizes(model.causal.config, data.documents, self.spec, self._warn)
+        check_sizes(model.causal.config, data.documents, self.spec, self._warn)
         parameters = parameter_count(model)
         control.stop_early()
         self._load_stage("optimizer", "preparing the optimizer")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from superoffload.api import (
+        Save,
         begin_save,
         close,
         gradient_norm,
@@ -46,8 +47,8 @@ if TYPE_CHECKING:
     )
     from superoffload.meter import OffloadStats
     from superoffload.resharding import saved_master_weights
-    from superoffload.save import Save
     from superoffload.settings import Settings
+
 
 __all__ = [
     "DeepSpeedStates",
@@ -104,6 +105,7 @@ _MODULES = {
         "uses_worker",
         "verify_state",
         "worker_pid",
+        "Save",
     ),
     "conversion": (
         "DeepSpeedStates",
@@ -113,11 +115,18 @@ _MODULES = {
         "write_universal",
     ),
     "deepspeed_adapter.engine": ("join_process_group",),
-    "ds_config": ("Override", "engine_config"),
-    "errors": ("NonFiniteGradientError", "OffloadError", "StateMismatchError", "WorkerLostError"),
+    "ds_config": (
+        "Override",
+        "engine_config",
+    ),
+    "errors": (
+        "NonFiniteGradientError",
+        "OffloadError",
+        "StateMismatchError",
+        "WorkerLostError",
+    ),
     "meter": ("OffloadStats",),
     "resharding": ("saved_master_weights",),
-    "save": ("Save",),
     "settings": ("Settings",),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}

@@ -6,8 +6,9 @@ DeepSpeed itself has no way to do the latter. All functions must be called by ev
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,107 @@ import deepspeed
 import torch
 
 from superoffload import checkpoint, resharding
+from superoffload.checkpoint import StatesFile
 from superoffload.deepspeed_adapter import engine as adapter
-from superoffload.deepspeed_adapter.cpu_adam import load_cpu_adam
+from superoffload.deepspeed_adapter.engine import load_cpu_adam
 from superoffload.deepspeed_adapter.stage3 import own_super_offload
 from superoffload.ds_config import accepting_config, check_clipping, engine_config
 from superoffload.errors import NonFiniteGradientError, OffloadError
+from superoffload.gpu_states import StatesCopy, SubGroupState
 from superoffload.meter import OffloadStats
-from superoffload.parameter_groups import ParameterGroups, check_options, trainable
 from superoffload.resharding import Rounded
-from superoffload.save import Save
 from superoffload.settings import Settings
-from superoffload.sub_groups import SubGroupState
+
+# Parameter groups as scripts give them: what of them is trained, and which of their options our
+# AdamW has.
+
+
+ParameterGroups = Iterable[dict[str, Any]] | Iterable[torch.nn.Parameter]
+"""As torch's optimizers take them: groups ``{"params": [...], "weight_decay": ...}``, or parameters. Frozen ones are ignored."""
+
+
+def trainable(parameter_groups: ParameterGroups, model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Return the groups without frozen parameters, and without groups of nothing else.
+
+    Raises:
+        OffloadError: If nothing is left (``nothing-trainable``), or a parameter is none of the model's (``other-parameters``).
+    """
+    given: list[Any] = list(parameter_groups)
+    given = (
+        [{"params": given}]
+        if given and all(isinstance(each, torch.Tensor) for each in given)
+        else given
+    )
+    groups = [
+        {**group, "params": [parameter for parameter in group["params"] if parameter.requires_grad]}
+        for group in given
+    ]
+    groups = [group for group in groups if group["params"]]
+    if not groups:
+        raise OffloadError("The model has no trainable parameter.", code="nothing-trainable")
+    here = {id(parameter) for parameter in model.parameters()}
+    foreign = [
+        parameter for group in groups for parameter in group["params"] if id(parameter) not in here
+    ]
+    if foreign:
+        raise OffloadError(
+            f"parameter_groups has parameters that are none of the model's: {len(foreign)}, the first of shape "
+            f"{tuple(foreign[0].shape)}. Make the groups from model.parameters(), after the last change of the model.",
+            code="other-parameters",
+        )
+    return groups
+
+
+def check_options(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise OffloadError (``optimizer-option``) for what torch's AdamW can do and the Adam worker cannot."""
+    for index, name in product(range(len(groups)), ("amsgrad", "maximize")):
+        if groups[index].get(name):
+            message = f"Parameter group {index} has {name} = True, which our AdamW does not do. Leave it out."
+            raise OffloadError(message, code="optimizer-option")
+
+
+# A save that goes on while training does: the sub-groups that were copied are written in a thread
+# of the caller's.
+
+
+class Save:
+    """What is still to be written of this rank's state.
+
+    Args:
+        file: The file, into which every sub-group that is not copied is written beforehand.
+        attach: Prepares a thread for reading copies.
+
+    Attributes:
+        copies: The copies that are not written yet, by sub-group, in the order in which they are written.
+    """
+
+    def __init__(self, file: StatesFile, *, attach: Callable[[], None]) -> None:
+        self._file, self._attach = file, attach
+        self.copies: dict[int, StatesCopy] = {}
+
+    def finish(self) -> int:
+        """Write the rest, sync it to disk and return the size of this rank's state. No collective runs, and no rank waits for another.
+
+        Raises:
+            OffloadError: If the Adam worker ended before it had copied everything.
+            OSError: If the disk does not take it.
+        """
+        try:
+            if self.copies:
+                self._attach()
+            for index in tuple(self.copies):
+                self._file.write(index, self.copies[index].tensors())
+                self.copies.pop(index).release()
+            return self._file.finish()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Give up what is not written. Safe to call twice."""
+        self._file.close()
+        while self.copies:
+            self.copies.popitem()[1].release()
+
 
 shard = adapter.shard
 local_shard = adapter.local_shard

@@ -14,8 +14,8 @@ from so_tui.model.sharding import (
     speculation_bytes,
     state_bytes,
 )
+from superoffload.gpu_states import SubGroup
 from superoffload.settings import Settings
-from superoffload.sub_groups import SubGroup
 
 _ROUNDING_BYTES = 16 << 20
 """The arrays' alignment takes less."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from superoffload.errors import NonFiniteGradientError
-from superoffload.sub_groups import Gradient, SubGroup
+from superoffload.gpu_states import Gradient, SubGroup
 from superoffload.transfers import Event, Transfers
 
 _CLIPPING_EPSILON = 1e-6

@@ -17,7 +17,7 @@ import torch
 from so_tui.model.sharding import MOMENT_BLOCK, partition_numel
 from superoffload.checkpoint import Manifest, manifests, open_states, read_into, tensors_of
 from superoffload.errors import Mismatch, StateMismatchError
-from superoffload.sub_groups import SubGroupState
+from superoffload.gpu_states import SubGroupState
 
 _MASTER_WEIGHTS = 0
 """Position of the master weights among the tensors of a sub-group; the moments follow."""

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from so_tui.model.sharding import GATHERED_AHEAD, StatesFormat
 from superoffload.errors import OffloadError
-from superoffload.shared_memory import host_available_bytes
+from superoffload.shared_states import host_available_bytes
 
 Mode = Literal["superoffload", "zerooffload", "gpu"]
 Engine = Literal["so-tui", "deepspeed"]

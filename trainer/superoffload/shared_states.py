@@ -9,18 +9,178 @@ process's policy.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import errno
+import mmap
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from superoffload import kernel
 from superoffload.adam import Kernel
 from superoffload.errors import OffloadError
-from superoffload.memory_layout import MemorySize, Moments, layout
-from superoffload.shared_memory import SharedMemory, gigabytes, host_available_bytes, pin, unpin
+from superoffload.memory_layout import MemorySize, Moments, layout, weights_layout
 
-MEMORY_NAME = "superoffload-states"
+# Host memory that the training process shares with its Adam worker.
+#
+# It is an anonymous file (memfd). Unlike a file in /dev/shm it needs no room there, has no name
+# that could be left behind, and ends with the last process that maps it.
+
+
+class SharedMemory:
+    """Zeroed memory of one size, mapped in this process. Its pages are allocated by the memory policy of whoever first touches them.
+
+    Args:
+        name: Shown in /proc for its descriptor and mappings.
+        size_bytes: Its size.
+        what: What it is for, in messages.
+
+    Raises:
+        OffloadError: If the host refuses it (``host-memory-limit``).
+    """
+
+    def __init__(self, name: str, size_bytes: int, what: str) -> None:
+        self.bytes = size_bytes
+        self.descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+        """Negative once it is closed."""
+        try:
+            os.ftruncate(self.descriptor, size_bytes)
+            self.mapping = mmap.mmap(self.descriptor, size_bytes)
+        except OSError as error:
+            os.close(self.descriptor)
+            raise OffloadError(
+                f"Allocating {gigabytes(size_bytes)} of host memory for {what} failed: {error}. "
+                "Check the limits of this job or shell (`ulimit -a`).",
+                code="host-memory-limit",
+            ) from error
+        prefer_huge_pages(self.mapping)
+        self._all = torch.frombuffer(self.mapping, dtype=torch.uint8)
+
+    def range(self) -> tuple[int, int]:
+        """Return address and size."""
+        return self._all.data_ptr(), self.bytes
+
+    def view(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a part of it as a tensor, which keeps it mapped."""
+        return self._all.narrow(0, offset, numel * dtype.itemsize).view(dtype)
+
+    def close(self) -> None:
+        """Release this process's hold on the memory, which is freed with its last tensor and the worker. Safe to call twice."""
+        if self.descriptor < 0:
+            return
+        os.close(self.descriptor)
+        self.descriptor = -1
+        # Unmapped when the last reference goes: a tensor that is still in use must not point to unmapped memory.
+        del self._all, self.mapping
+
+
+def host_available_bytes() -> int | None:
+    """Return how much memory this host can still allocate without swapping; None where /proc does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next(
+        (int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None
+    )
+
+
+def gigabytes(size_bytes: int) -> str:
+    """Format a size: ``206.7 GB``."""
+    return f"{size_bytes / 1e9:.1f} GB"
+
+
+def pin(address: int, size_bytes: int) -> None:
+    """Pin host memory at its exact size, where torch's own allocator may round up. Raises OffloadError (``pinning``)."""
+    code = int(_cuda_runtime().cudaHostRegister(address, size_bytes, 0))
+    if code != 0:
+        raise OffloadError(
+            f"Pinning {gigabytes(size_bytes)} of host memory failed (CUDA error {code}). Check the memory limit of the container or job.",
+            code="pinning",
+        )
+
+
+def unpin(address: int) -> None:
+    """Unpin what ``pin`` pinned; no copy may be using it."""
+    _cuda_runtime().cudaHostUnregister(address)
+
+
+def _cuda_runtime() -> Any:
+    # With ROCm this is HIP's runtime, whose functions torch calls by CUDA's names.
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def prefer_huge_pages(memory: mmap.mmap) -> None:
+    """Ask for huge pages, which make address translation cheaper. A kernel that is set to refuse them costs only speed."""
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)
+    if advice is not None:
+        try:
+            memory.madvise(advice)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # EINVAL: a kernel without huge pages
+                raise
+
+
+# Weights in host memory: those of every CPU sub-group, from which each layer is copied to the GPU
+# when it is needed.
+#
+# The Adam worker writes new weights here itself, so they need no copy when a step is over. It may,
+# because a sub-group's gradients arrive only after the last use of its weights in a step, and the
+# next forward waits until the worker is done.
+
+
+WEIGHTS_MEMORY_NAME = "superoffload-weights"
+
+
+class HostWeights:
+    """The weights of one rank's CPU sub-groups, shared with its Adam worker. Pages are allocated as they are filled.
+
+    Args:
+        numels: Elements of each sub-group.
+        dtype: Type of the weights.
+        pinned: Whether to pin them in ``pin``; False without a GPU.
+
+    Raises:
+        OffloadError: If the host refuses the memory (``host-memory-limit``).
+    """
+
+    def __init__(self, numels: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> None:
+        self._numels, self._dtype, self._pinned = tuple(numels), dtype, pinned
+        self._offsets, size_bytes = weights_layout(self._numels, dtype.itemsize)
+        self._memory = SharedMemory(WEIGHTS_MEMORY_NAME, size_bytes, "the weights of this rank")
+        self._address = 0
+        """Of the pinned memory; 0 while it is not pinned."""
+
+    @property
+    def descriptor(self) -> int:
+        return self._memory.descriptor
+
+    def weights(self, slot: int) -> torch.Tensor:
+        """Return the weights of a CPU sub-group, by its position among them."""
+        return self._memory.view(self._offsets[slot], self._numels[slot], self._dtype)
+
+    def pin(self) -> None:
+        """Pin the memory, so that layers are copied at the full rate of the bus. Call it once, when it is filled.
+
+        Raises:
+            OffloadError: If CUDA refuses (``pinning``).
+        """
+        if self._pinned and not self._address:
+            address, size_bytes = self._memory.range()
+            pin(address, size_bytes)
+            self._address = address
+
+    def close(self) -> None:
+        """Unpin the memory and release this process's hold on it; no copy may be using it. Safe to call twice."""
+        if self._address:
+            unpin(self._address)
+            self._address = 0
+        self._memory.close()
+
+
+STATES_MEMORY_NAME = "superoffload-states"
 """Shown in /proc for the memory's descriptor and mappings."""
 
 
@@ -51,7 +211,7 @@ class SharedStates:
         self._layout = layout(size)
         _check_available(self._layout.bytes, available_bytes())
         self._memory = SharedMemory(
-            MEMORY_NAME, self._layout.bytes, "the optimizer states of this rank"
+            STATES_MEMORY_NAME, self._layout.bytes, "the optimizer states of this rank"
         )
         self._kernel: Kernel | None = None
         """Decodes and encodes compact moments in this process; None if they are fp32."""

@@ -23,8 +23,7 @@ from typing import NamedTuple
 from superoffload import kernel, worker
 from superoffload.commands import Command, Operation, Result, receive, send
 from superoffload.errors import OffloadError, WorkerLostError
-from superoffload.host_weights import HostWeights
-from superoffload.shared_states import SharedStates
+from superoffload.shared_states import HostWeights, SharedStates
 from superoffload.transfers import Event
 
 MAX_OUTSTANDING = 2

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from so_tui.machine.doctor import gpu, gpu_health, host, memory, processes, run, software
-from so_tui.machine.doctor.types import SEVERITIES, CheckContext, Finding, PlanNeeds
-from so_tui.machine.nvml import query_health
+from so_tui.machine.doctor import gpu, host, run, software
+from so_tui.machine.doctor.checks import SEVERITIES, CheckContext, Finding, PlanNeeds
+from so_tui.machine.gpus import query_health
 from so_tui.machine.system_files import SystemFiles
 from so_tui.machine.types import Machine
 
@@ -20,11 +20,11 @@ __all__ = ["CheckContext", "Finding", "PlanNeeds", "findings", "run_checks"]
 _CHECKS = (
     *run.CHECKS,
     *gpu.CHECKS,
-    *gpu_health.CHECKS,
+    *gpu.HEALTH_CHECKS,
     *software.CHECKS,
-    *memory.CHECKS,
+    *host.MEMORY_CHECKS,
     *host.CHECKS,
-    *processes.CHECKS,
+    *host.PROCESS_CHECKS,
 )
 
 

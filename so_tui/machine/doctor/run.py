@@ -10,10 +10,10 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from so_tui.machine.doctor.types import CheckContext, Finding
-from so_tui.machine.memory import available_bytes
-from so_tui.spec.files import exists
-from so_tui.trust.printable import printable_line, so_tui_command
+from so_tui.machine.doctor.checks import CheckContext, Finding
+from so_tui.machine.host import available_bytes
+from so_tui.spec.check import exists
+from so_tui.trust.text import printable_line, so_tui_command
 from so_tui.units import disk_size, duration, memory_size
 
 _LITTLE_DISK_BYTES = 10_000_000_000

@@ -13,14 +13,20 @@ from collections.abc import Iterator, Mapping
 from msgspec.structs import replace
 
 from so_tui.folders import kernel_folder
-from so_tui.machine.code_folders import extensions_folder
-from so_tui.machine.doctor.types import CheckContext, Finding
-from so_tui.machine.software import INSTALL_TRAINING
+from so_tui.machine.doctor.checks import CheckContext, Finding
+from so_tui.machine.software import (
+    INSTALL_TRAINING,
+    PACKAGES,
+    Bound,
+    extensions_folder,
+    installed_set,
+    outside_bounds,
+    version_sets,
+)
 from so_tui.machine.system_files import SystemFiles
 from so_tui.machine.types import version_numbers
-from so_tui.machine.versions import PACKAGES, Bound, installed_set, outside_bounds, version_sets
 from so_tui.spec.attention import KERNELS, Needs, Present, choose_backend, generation_of
-from so_tui.trust.ownership import distrust_of_file, distrust_of_folder
+from so_tui.trust.files import distrust_of_file, distrust_of_folder
 
 _ORDINARY = Needs(head_size=128)
 """What most models ask of attention."""

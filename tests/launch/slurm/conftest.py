@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from so_tui.launch.executors.slurm import commands
+from so_tui.launch.slurm import client
 
 
 @pytest.fixture(autouse=True)
 def _unknown_version() -> None:
-    commands.version.cache_clear()
+    client.version.cache_clear()

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.launch.executors.slurm import commands
-from so_tui.launch.executors.slurm.commands import SlurmError, parse_queue, submit
-from so_tui.launch.executors.slurm.job import Job
+from so_tui.launch.slurm import client
+from so_tui.launch.slurm.client import Job, SlurmError, parse_queue, submit
 
 QUEUE = """\
 1201|PENDING|Resources|2026-11-24T02:13:00||/runs/tiny-1
@@ -98,10 +97,10 @@ def installed(folder: Path, name: str, lines: str) -> None:
 @pytest.mark.parametrize(
     ("name", "call"),
     [
-        ("squeue", commands.own_jobs),
-        ("sacct", lambda: commands.accounted("7")),
-        ("scancel", lambda: commands.cancel("7")),
-        ("sinfo", lambda: commands.sinfo("%P")),
+        ("squeue", client.own_jobs),
+        ("sacct", lambda: client.accounted("7")),
+        ("scancel", lambda: client.cancel("7")),
+        ("sinfo", lambda: client.sinfo("%P")),
         ("sbatch", lambda: submit("job.sh", "/", {**os.environ, "TOKEN": "secret"})),
     ],
 )
@@ -134,12 +133,12 @@ def test_a_cluster_that_was_silent_is_asked_for_its_name_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]
-    monkeypatch.setattr(commands, "CLUSTER", commands.ClusterName(clock=lambda: now[0]))
+    monkeypatch.setattr(client, "CLUSTER", client.ClusterName(clock=lambda: now[0]))
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     installed(tmp_path, "scontrol", f"echo asked >> {tmp_path}/asked; exit 1")
     for _ in range(3):
         with pytest.raises(SlurmError):
-            commands.cluster_name()
+            client.cluster_name()
     assert (tmp_path / "asked").read_text().split() == [
         "asked"
     ]  # a silent one is not asked every second
@@ -149,7 +148,7 @@ def test_a_cluster_that_was_silent_is_asked_for_its_name_again(
         f"echo asked >> {tmp_path}/asked; echo 'ClusterName             = here'",
     )
     now[0] += 60
-    assert [commands.cluster_name() for _ in range(3)] == ["here"] * 3
+    assert [client.cluster_name() for _ in range(3)] == ["here"] * 3
     assert (tmp_path / "asked").read_text().split() == ["asked"] * 2
 
 
@@ -177,4 +176,4 @@ def test_a_command_that_cannot_be_executed_is_an_error_of_slurm(
     (tmp_path / "squeue").chmod(stat.S_IRWXU)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SlurmError):
-        commands.own_jobs()
+        client.own_jobs()

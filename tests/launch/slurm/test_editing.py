@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from so_tui.cli import main
-from so_tui.launch.executors.slurm.editing import edited
+from so_tui.launch.slurm.script import edited
 from so_tui.spec import SoTuiError
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from so_tui.launch.executors.slurm.partitions import Partition, parse_partitions
-from so_tui.ui.field_notes import partition_note
+from so_tui.launch.slurm.client import Partition, parse_partitions
+from so_tui.ui.configure.screen import partition_note
 
 RECORDED = "main*|up|1:00:00|1/1/0/2|gpu:2|(null)\nstrict|up|1:00:00|1/1/0/2|gpu:2|(null)\n"
 """By Slurm 22.05.8."""

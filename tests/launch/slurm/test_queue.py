@@ -11,23 +11,20 @@ import msgspec
 import pytest
 
 from so_tui.launch import stop
-from so_tui.launch.admission import refuse_start
-from so_tui.launch.current import current_state, queue_text
-from so_tui.launch.executor_types import JobPhase, JobStatus
-from so_tui.launch.executors.slurm import commands
-from so_tui.launch.executors.slurm.commands import SlurmError
-from so_tui.launch.executors.slurm.executor import (
+from so_tui.launch.launch import JobPhase, JobStatus, new_token, record_token
+from so_tui.launch.lifecycle import current_state, queue_text
+from so_tui.launch.slurm import client
+from so_tui.launch.slurm.client import Job, SlurmError
+from so_tui.launch.slurm.executor import (
     SlurmExecutor,
     Submission,
     read_submission,
     write_submission,
 )
-from so_tui.launch.executors.slurm.job import Job
-from so_tui.launch.starter import new_token, record_token
+from so_tui.launch.supervisor.run import refuse_start
 from so_tui.runs import RunDirectory, create_run, new_attempt, read_state, write_state
-from so_tui.runs.deletion import delete_run
-from so_tui.runs.outcome import OutcomeCode
-from so_tui.runs.records import RunState
+from so_tui.runs.listing import delete_run
+from so_tui.runs.records import OutcomeCode, RunState
 from so_tui.spec import InputError
 from tests.support.launching import tiny
 
@@ -45,11 +42,9 @@ SUBMITTED = Submission(
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     """A run that was submitted as job 7 of the cluster ``here``, with a queue file of the test's own."""
-    monkeypatch.setattr(
-        "so_tui.launch.executors.slurm.queue.cache_home", lambda: tmp_path / "cache"
-    )
-    monkeypatch.setattr(commands, "cluster_name", lambda: "here")
-    monkeypatch.setattr(commands, "accounted", lambda _: None)
+    monkeypatch.setattr("so_tui.launch.slurm.client.cache_home", lambda: tmp_path / "cache")
+    monkeypatch.setattr(client, "cluster_name", lambda: "here")
+    monkeypatch.setattr(client, "accounted", lambda _: None)
     run = create_run(tiny(slurm__partition="gh"), tmp_path / "runs")
     write_submission(run, new_attempt(run), SUBMITTED)
     write_state(run, msgspec.structs.replace(read_state(run), state="queued"))
@@ -57,7 +52,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
 
 
 def answer(monkeypatch: pytest.MonkeyPatch, *jobs: Job) -> None:
-    monkeypatch.setattr(commands, "own_jobs", lambda: jobs)
+    monkeypatch.setattr(client, "own_jobs", lambda: jobs)
 
 
 def folder_of(run: RunDirectory) -> str:
@@ -153,7 +148,7 @@ def test_the_heartbeat_decides_while_slurm_is_silent(
     def fail() -> tuple[Job, ...]:
         raise SlurmError("squeue did not answer within 20 s")
 
-    monkeypatch.setattr(commands, "own_jobs", fail)
+    monkeypatch.setattr(client, "own_jobs", fail)
     time.sleep(1.1)
     assert current_state(run).state == "lost"
 
@@ -173,7 +168,7 @@ def test_slurm_that_does_not_answer_ends_nothing(
     def fail() -> tuple[Job, ...]:
         raise SlurmError("squeue did not answer within 20 s")
 
-    monkeypatch.setattr(commands, "own_jobs", fail)
+    monkeypatch.setattr(client, "own_jobs", fail)
     assert current_state(run).state == "queued"
 
 
@@ -213,7 +208,7 @@ def test_nothing_is_asked_because_of_a_folder_that_is_not_ones_own(
         return ""
 
     monkeypatch.undo()
-    monkeypatch.setattr(commands, "_call", call)
+    monkeypatch.setattr(client, "_call", call)
     run.submission_path(1).chmod(0o666)
     assert current_state(run) == read_state(run)
     assert SlurmExecutor().cancel(run, 1) is False
@@ -226,7 +221,7 @@ def test_the_job_of_another_run_is_neither_believed_nor_cancelled(
     """A copied folder carries the number of the original's job, and may have the original's name."""
     copied = RunDirectory(shutil.copytree(run.path, tmp_path / "backup" / run.name))
     cancelled: list[str] = []
-    monkeypatch.setattr(commands, "cancel", cancelled.append)
+    monkeypatch.setattr(client, "cancel", cancelled.append)
     answer(monkeypatch, Job(id="7", state="CANCELLED", folder=folder_of(run)))
     assert current_state(copied).state == "queued"
     assert SlurmExecutor().cancel(copied, 1) is False
@@ -243,7 +238,7 @@ def test_a_job_whose_number_was_not_written_is_found_by_its_folder(
     (tmp_path / "link").symlink_to(tmp_path / "runs")
     folder = folder_of(RunDirectory(tmp_path / "link" / run.name) if linked else run)
     cancelled: list[str] = []
-    monkeypatch.setattr(commands, "cancel", cancelled.append)
+    monkeypatch.setattr(client, "cancel", cancelled.append)
     answer(
         monkeypatch,
         Job(id="6", state="RUNNING", folder="/"),
@@ -273,7 +268,7 @@ def test_a_queued_run_whose_scheduler_is_gone_ends_by_the_users_word(
     def gone() -> str:
         raise SlurmError("scontrol is not installed here")
 
-    monkeypatch.setattr(commands, "cluster_name", gone)
+    monkeypatch.setattr(client, "cluster_name", gone)
     with pytest.raises(InputError) as caught:
         stop(run)
     assert [problem.code for problem in caught.value.problems] == ["run-may-be-live"]

@@ -9,10 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from so_tui.launch.executors.slurm import commands
-from so_tui.launch.executors.slurm.commands import RefusedError
-from so_tui.launch.executors.slurm.job import Job
-from so_tui.launch.executors.slurm.queue_json import parse_queue_json
+from so_tui.launch.slurm import client
+from so_tui.launch.slurm.client import Job, RefusedError, parse_queue_json
 
 RECORDED = Path(__file__).with_name("recorded") / "squeue-24.11.5.json"
 TEXT = "7|RUNNING|None|2026-11-24T00:13:00|n1|/text\n"
@@ -98,7 +96,7 @@ def test_json_is_asked_for_where_the_version_has_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     squeue(tmp_path, version, json, monkeypatch)
-    assert {job.folder for job in commands.own_jobs()} == {folder}
+    assert {job.folder for job in client.own_jobs()} == {folder}
     assert (tmp_path / "asked").read_text().split() == asked
 
 
@@ -112,5 +110,5 @@ def test_a_silent_controller_is_not_asked_twice(
         monkeypatch,
     )
     with pytest.raises(RefusedError):
-        commands.own_jobs()
+        client.own_jobs()
     assert (tmp_path / "asked").read_text().split() == ["json"]

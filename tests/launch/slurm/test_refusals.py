@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.launch.executors.slurm import commands
-from so_tui.launch.executors.slurm.commands import RefusedError, SlurmError
-from so_tui.launch.executors.slurm.refusals import explained
+from so_tui.launch.slurm import client
+from so_tui.launch.slurm.client import RefusedError, SlurmError, explained
 from so_tui.spec import InputError, Problem
 from tests.support.launching import tiny
 
@@ -42,7 +41,7 @@ def refused(slurm: Path, printed: str) -> InputError | SlurmError:
     (slurm / "printed").write_text(printed)
     installed(slurm, "sbatch", f"cat {slurm}/printed >&2; exit 1")
     with pytest.raises(SlurmError) as caught:
-        commands.submit("job.sh", "/", os.environ)
+        client.submit("job.sh", "/", os.environ)
     return explained(caught.value, SPEC)
 
 

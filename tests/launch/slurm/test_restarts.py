@@ -11,21 +11,18 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.launch import in_job, prepare, start, stop
-from so_tui.launch.admission import refuse_start
-from so_tui.launch.current import current_state
-from so_tui.launch.executors.slurm import commands
-from so_tui.launch.executors.slurm.commands import SlurmError
-from so_tui.launch.executors.slurm.executor import read_submission, write_submission
-from so_tui.launch.executors.slurm.job import Job
-from so_tui.launch.executors.slurm.script import batch_script
-from so_tui.launch.executors.slurm.site import Site
-from so_tui.launch.restarts import attempt_of_restart, put_back, restarts, told_attempt
-from so_tui.launch.run_state import queued_state
-from so_tui.launch.shutdown import request_stop
-from so_tui.launch.starter import new_token, record_token
+from so_tui.launch.in_job import attempt_of_restart, put_back, restarts, told_attempt
+from so_tui.launch.launch import new_token, record_token
+from so_tui.launch.lifecycle import current_state
+from so_tui.launch.slurm import client
+from so_tui.launch.slurm.client import Job, SlurmError
+from so_tui.launch.slurm.executor import read_submission, write_submission
+from so_tui.launch.slurm.script import Site, batch_script
+from so_tui.launch.supervisor.ending import queued_state, request_stop
+from so_tui.launch.supervisor.run import refuse_start
 from so_tui.machine import inspect_machine
 from so_tui.runs import RunDirectory, read_state, write_state
-from so_tui.runs.outcome import OutcomeCode
+from so_tui.runs.records import OutcomeCode
 from so_tui.spec import InputError
 from tests.support.launching import tiny
 
@@ -35,19 +32,17 @@ MACHINE = inspect_machine()
 @pytest.fixture
 def cancelled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
-    monkeypatch.setattr(commands, "cancel", found.append)
+    monkeypatch.setattr(client, "cancel", found.append)
     return found
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     """A run that trains in job 7, which Slurm has started again since."""
-    monkeypatch.setattr(
-        "so_tui.launch.executors.slurm.queue.cache_home", lambda: tmp_path / "cache"
-    )
-    monkeypatch.setattr(commands, "cluster_name", lambda: "here")
-    monkeypatch.setattr(commands, "submit", lambda *_: "7")
-    monkeypatch.setattr(commands, "accounted", lambda _: None)
+    monkeypatch.setattr("so_tui.launch.slurm.client.cache_home", lambda: tmp_path / "cache")
+    monkeypatch.setattr(client, "cluster_name", lambda: "here")
+    monkeypatch.setattr(client, "submit", lambda *_: "7")
+    monkeypatch.setattr(client, "accounted", lambda _: None)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     run = start(prepare(tiny(slurm__partition="gh"), MACHINE), runs_dir=tmp_path / "runs")
     write_state(
@@ -58,7 +53,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
 
 def answer(monkeypatch: pytest.MonkeyPatch, run: RunDirectory, state: str) -> None:
     monkeypatch.setattr(
-        commands, "own_jobs", lambda: (Job(id="7", state=state, folder=str(run.attempt_dir(1))),)
+        client, "own_jobs", lambda: (Job(id="7", state=state, folder=str(run.attempt_dir(1))),)
     )
 
 
@@ -227,7 +222,7 @@ def test_a_job_whose_run_a_person_took_out_of_the_queue_does_not_continue_it(
     def away() -> tuple[Job, ...]:
         raise SlurmError("no answer")
 
-    monkeypatch.setattr(commands, "own_jobs", away)
+    monkeypatch.setattr(client, "own_jobs", away)
     write_state(
         run, queued_state(replace(read_state(run), state="stopped", code=OutcomeCode.STOPPED))
     )
@@ -249,7 +244,7 @@ def test_a_job_near_its_time_limit_is_put_back(
         if refused:
             raise SlurmError("scontrol refused")
 
-    monkeypatch.setattr(commands, "requeue", requeue)
+    monkeypatch.setattr(client, "requeue", requeue)
     stopped = replace(read_state(run), state="stopped", code=OutcomeCode.STOPPED, saved_step=4)
     write_state(run, stopped)
     put_back(run)
@@ -262,7 +257,7 @@ def test_a_job_is_put_back_although_its_number_could_not_be_recorded(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put: list[str] = []
-    monkeypatch.setattr(commands, "requeue", put.append)
+    monkeypatch.setattr(client, "requeue", put.append)
     submission = read_submission(run, 1)
     assert submission is not None
     write_submission(run, 1, replace(submission, job_id=""))

@@ -11,8 +11,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from so_tui.launch.executors.slurm.script import batch_script, for_run, seconds_of, warning_lead_s
-from so_tui.launch.executors.slurm.site import Site, builtin_sites, load_site, user_sites
+from so_tui.launch.slurm.script import (
+    Site,
+    batch_script,
+    builtin_sites,
+    for_run,
+    load_site,
+    seconds_of,
+    user_sites,
+    warning_lead_s,
+)
 from so_tui.spec import InputError, RunSpec, problems_in, spec_tree
 from tests.support.launching import tiny
 

@@ -12,9 +12,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from so_tui.launch.executors.slurm import commands
-from so_tui.launch.executors.slurm.job import Job
-from so_tui.launch.executors.slurm.queue import Queue, queue
+from so_tui.launch.slurm import client
+from so_tui.launch.slurm.client import Job, Queue, queue
 
 
 @pytest.fixture
@@ -26,10 +25,8 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[float]:
         times.append(time.time())
         return (Job(id="7", state="PENDING"),)
 
-    monkeypatch.setattr(commands, "own_jobs", own_jobs)
-    monkeypatch.setattr(
-        "so_tui.launch.executors.slurm.queue.cache_home", lambda: tmp_path / "cache"
-    )
+    monkeypatch.setattr(client, "own_jobs", own_jobs)
+    monkeypatch.setattr("so_tui.launch.slurm.client.cache_home", lambda: tmp_path / "cache")
     return times
 
 
@@ -44,9 +41,7 @@ def test_an_answer_dated_by_another_hosts_clock_counts_for_its_interval(
     queue("here", 30)
     (file,) = shutil.copytree(tmp_path / "cache", tmp_path / "other").glob("slurm/queue.*.json")
     file.write_bytes(msgspec.json.encode(Queue(asked=time.time() + ahead_s)))
-    monkeypatch.setattr(
-        "so_tui.launch.executors.slurm.queue.cache_home", lambda: tmp_path / "other"
-    )
+    monkeypatch.setattr("so_tui.launch.slurm.client.cache_home", lambda: tmp_path / "other")
     asked.clear()
     for _ in range(3):
         queue("here", 30)
@@ -75,13 +70,13 @@ def test_threads_that_wait_for_a_slow_answer_do_not_ask_again(
     asked: list[float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "cache").write_text("")
-    quick = commands.own_jobs
+    quick = client.own_jobs
 
     def slow() -> tuple[Job, ...]:
         time.sleep(0.3)
         return quick()
 
-    monkeypatch.setattr(commands, "own_jobs", slow)
+    monkeypatch.setattr(client, "own_jobs", slow)
     threads = [threading.Thread(target=queue, args=("here", 30)) for _ in range(5)]
     for thread in threads:
         thread.start()

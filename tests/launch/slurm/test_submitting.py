@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from so_tui.launch import prepare, prepare_resume, resume, start
-from so_tui.launch.current import newest_attempt
-from so_tui.launch.executors.slurm import commands
-from so_tui.launch.executors.slurm.commands import SlurmError
-from so_tui.launch.executors.slurm.executor import SlurmExecutor
+from so_tui.launch.lifecycle import newest_attempt
+from so_tui.launch.slurm import client
+from so_tui.launch.slurm.client import SlurmError
+from so_tui.launch.slurm.executor import SlurmExecutor
 from so_tui.machine import inspect_machine
 from so_tui.runs import RunDirectory, read_spec, read_state, write_state
 from so_tui.spec import SoTuiError
@@ -31,11 +31,9 @@ def submitted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         folders.append(folder)
         return str(len(folders))
 
-    monkeypatch.setattr(
-        "so_tui.launch.executors.slurm.queue.cache_home", lambda: tmp_path / "cache"
-    )
-    monkeypatch.setattr(commands, "cluster_name", lambda: "here")
-    monkeypatch.setattr(commands, "submit", submit)
+    monkeypatch.setattr("so_tui.launch.slurm.client.cache_home", lambda: tmp_path / "cache")
+    monkeypatch.setattr(client, "cluster_name", lambda: "here")
+    monkeypatch.setattr(client, "submit", submit)
     return folders
 
 
@@ -88,7 +86,7 @@ def test_a_job_that_starts_although_sbatch_gave_no_answer_keeps_its_run(
         )
         raise SlurmError("sbatch did not answer within 20 s")
 
-    monkeypatch.setattr(commands, "submit", submit)
+    monkeypatch.setattr(client, "submit", submit)
     with pytest.raises(SlurmError):
         resume(stopped, prepare_resume(stopped, inspect_machine()))
     assert (read_state(stopped).state, stopped.attempts()) == ("starting", (1, 2))
@@ -100,7 +98,7 @@ def test_what_slurm_refuses_leaves_a_run_as_it_was(
     def submit(script: str, folder: str, environment: Mapping[str, str]) -> str:
         raise SlurmError("sbatch refused: invalid account")
 
-    monkeypatch.setattr(commands, "submit", submit)
+    monkeypatch.setattr(client, "submit", submit)
     before = read_state(stopped)
     with pytest.raises(SlurmError):
         resume(stopped, prepare_resume(stopped, inspect_machine()))
@@ -115,7 +113,7 @@ def test_nothing_is_submitted_to_a_cluster_without_a_name(
     def silent() -> str:
         raise SlurmError("scontrol did not answer within 20 s")
 
-    monkeypatch.setattr(commands, "cluster_name", silent)
+    monkeypatch.setattr(client, "cluster_name", silent)
     launch, before = prepare_resume(stopped, inspect_machine()), read_state(stopped)
     with pytest.raises(SlurmError):
         resume(stopped, launch)

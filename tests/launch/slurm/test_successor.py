@@ -8,10 +8,9 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.launch.in_job import lost_a_node, needs_successor
-from so_tui.launch.shutdown import request_stop
+from so_tui.launch.supervisor.ending import request_stop
 from so_tui.runs import RunDirectory, create_run, read_state, write_state
-from so_tui.runs.outcome import OutcomeCode
-from so_tui.runs.records import RunState
+from so_tui.runs.records import OutcomeCode, RunState
 from tests.support.launching import tiny
 
 

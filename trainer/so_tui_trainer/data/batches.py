@@ -9,22 +9,72 @@ loss takes no communication and no wait for the GPU.
 from __future__ import annotations
 
 import math
+import queue
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from so_tui.model.padding import computed_tokens
+from so_tui.model.shape import computed_tokens
 from so_tui.spec import InputError, ModelSpec, Problem, RunSpec
-from so_tui.spec.layers import layer_kinds, recurrent_kinds
-from so_tui_trainer.data.documents import Documents
-from so_tui_trainer.data.packing import Sequences, fill, row_widths
-from so_tui_trainer.data.rows_apart import rows_apart
+from so_tui.spec.model_table import layer_kinds, recurrent_kinds
+from so_tui_trainer.data.documents import Documents, Sequences, fill, row_widths
+
+# Where packed documents are as rows of their own, for layers that carry a state from token to
+# token.
+#
+# Such a layer starts each row with an empty state. So each document is a row, and documents of
+# similar lengths are computed together: few calls, and little padding, which lies behind a
+# document's end, where none of its tokens sees it.
+
+
+_LEAST_SHARE = 0.75
+"""Of the longest document of a group: shorter ones begin another."""
+_SHORT = 64
+"""Tokens up to which documents are one group, whatever their shares: a kernel's block is no shorter."""
+
+
+def rows_apart(boundaries: npt.NDArray[np.int32]) -> tuple[Tensor, ...]:
+    """Lay out the documents of a micro-batch as rows.
+
+    Args:
+        boundaries: Cumulative lengths of the documents over the flattened tokens, [documents + 1].
+
+    Returns:
+        The place of each token, in its row, in all groups end to end, [tokens] int64. Then for each group the flattened tokens of its rows,
+        [documents, tokens of the longest] int64; beyond a document's end its last token.
+    """
+    lengths, starts = np.diff(boundaries).astype(np.int64), boundaries[:-1].astype(np.int64)
+    places = np.empty(int(lengths.sum()), dtype=np.int64)
+    groups: list[npt.NDArray[np.int64]] = []
+    before = 0
+    for members in _groups(lengths):
+        columns = np.arange(lengths[members[0]])
+        tokens = starts[members, None] + np.minimum(columns, lengths[members, None] - 1)
+        inside = columns < lengths[members, None]
+        places[tokens[inside]] = before + np.flatnonzero(inside)
+        before += tokens.size
+        groups.append(tokens)
+    return (torch.from_numpy(places), *map(torch.from_numpy, groups))
+
+
+def _groups(lengths: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
+    """Yield indices of documents that are computed together, the longest first."""
+    left = np.argsort(-lengths, kind="stable")
+    left = left[lengths[left] > 0]
+    while len(left):
+        longest = int(lengths[left[0]])
+        least = 0.0 if longest <= _SHORT else _LEAST_SHARE * longest
+        count = int(np.count_nonzero(lengths[left] >= least))
+        yield left[:count]
+        left = left[count:]
 
 
 @dataclass(frozen=True)
@@ -415,3 +465,104 @@ def lay_out(
         max(lengths),
         rows_apart(boundaries) if apart else (),
     )
+
+
+# Prepare batches in a thread and copy them to the device while the step before is computed.
+
+
+PREFETCH_DEPTH = 2
+"""Batches that wait: one for the next forward pass, and one more in case a batch takes long to make."""
+
+
+class Movable(Protocol):
+    """Something with tensors that can be copied to a device."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]: ...
+
+    def to(self, device: torch.device) -> Movable: ...
+
+
+_CLOSE_TIMEOUT_S = 10.0
+"""How long ``close`` waits for the thread."""
+
+Item = TypeVar("Item", bound=Movable)
+
+
+class Prefetcher(Generic[Item]):
+    """Iterates over ``source`` in a thread of its own, and yields its items on ``device`` in the same order.
+
+    On a GPU the copies run on a separate stream, and the compute stream waits for them; the host never does. An exception in ``source`` is
+    raised when its item would have been returned. Use as a context manager, or call ``close``, unless all items are taken.
+    """
+
+    def __init__(self, source: Iterator[Item], device: torch.device) -> None:
+        self._source, self._device = source, device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._queue: queue.Queue[tuple[Item, torch.cuda.Event | None] | BaseException] = (
+            queue.Queue(PREFETCH_DEPTH)
+        )
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._fill, name="prefetcher", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Prefetcher[Item]:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[Item]:
+        return self
+
+    def __next__(self) -> Item:
+        """Return the next item, ready for the current stream.
+
+        Raises:
+            StopIteration: There are no more items; raised again by later calls.
+        """
+        found = self._queue.get()
+        if isinstance(found, BaseException):
+            self._queue.put(found)
+            raise found
+        item, copied = found
+        if copied is not None:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(copied)
+            for tensor in item.tensors:  # Allocated on one stream, used on another: the allocator must not reuse it too early.
+                tensor.record_stream(stream)
+        return item
+
+    def close(self) -> None:
+        """Stop the thread and drop waiting items. Gives up on a thread that hangs while reading from disk. Safe to call twice."""
+        self._closing.set()
+        deadline = time.monotonic() + _CLOSE_TIMEOUT_S
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            try:
+                self._queue.get(timeout=0.01)
+            except queue.Empty:
+                continue
+
+    def _fill(self) -> None:
+        try:
+            if self._stream is not None:
+                torch.cuda.set_device(
+                    self._device
+                )  # Each thread has a current device; pinning would open a context on GPU 0.
+            for item in self._source:
+                if self._closing.is_set():
+                    return
+                self._queue.put(self._moved(item))
+        except Exception as error:  # noqa: BLE001 -- raised where the item is asked for
+            self._queue.put(error)
+        else:
+            self._queue.put(StopIteration())
+
+    def _moved(self, item: Item) -> tuple[Item, torch.cuda.Event | None]:
+        if self._stream is None:
+            return item, None
+        with torch.cuda.stream(self._stream):
+            moved: Item = item.to(self._device)  # type: ignore[assignment]
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._stream)
+        return moved, event

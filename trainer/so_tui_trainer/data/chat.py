@@ -7,16 +7,23 @@ works unchanged.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from so_tui.spec import InputError, Problem
-from so_tui.spec.sections.data import LossOn
-from so_tui_trainer.data.rows import TEXT, TOOLS, Conversation, Message
+from so_tui.spec.run_spec import LossOn
+from so_tui_trainer.data.documents import Counts
+from so_tui_trainer.data.rows import TEXT, TOOLS, Conversation, Message, bad_row
+from so_tui_trainer.data.sources import Opened
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
 
 Span = tuple[int, int]
 """Start and end (exclusive) in the rendered text, in characters."""
@@ -398,3 +405,171 @@ def _no_stop_token(code: str, message: str, tokenizer: PreTrainedTokenizerBase) 
         message=message,
         remedy=remedy,
     )
+
+
+# Encode conversations: token ids, and for each token whether it carries loss.
+#
+# The first token of a document is never a target, and there is no padding yet. A row longer than a
+# sequence is truncated; plain text is cut into several documents instead.
+
+
+_BATCH_ROWS = 1000
+Tokens = tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]
+"""Token ids, and for each whether it is trained; both [tokens]."""
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Turns conversations into documents. Can be pickled for other processes."""
+
+    chat: Chat
+    loss: LossOn
+    sequence_length: int
+
+    def encode(self, batch: Sequence[Sequence[Segment]]) -> list[Tokens]:
+        """Encode conversations.
+
+        Segments are encoded separately, as the prompt is at inference, so that no token spans the border of what is trained. Tokenizers
+        that put a space before every text get the whole text instead; a token that spans the border then counts as the segment that it
+        ends in.
+
+        Args:
+            batch: The segments of each conversation.
+
+        Returns:
+            For each conversation its token ids and flags.
+        """
+        return (
+            self._encode_segments(batch)
+            if encodes_segments_apart(self.chat.tokenizer)
+            else self._encode_joined(batch)
+        )
+
+    def _encode_segments(self, batch: Sequence[Sequence[Segment]]) -> list[Tokens]:
+        texts = [segment.text for parts in batch for segment in parts]
+        encoded = iter(
+            self.chat.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+            if texts
+            else []
+        )
+        found = []
+        for parts in batch:
+            pieces = list(islice(encoded, len(parts)))
+            flags = np.repeat([part.trained for part in parts], [len(piece) for piece in pieces])
+            found.append(
+                (
+                    np.array([token for piece in pieces for token in piece], dtype=np.int32),
+                    flags.astype(np.bool_),
+                )
+            )
+        return found
+
+    def _encode_joined(self, batch: Sequence[Sequence[Segment]]) -> list[Tokens]:
+        texts = ["".join(segment.text for segment in parts) for parts in batch]
+        encoded = self.chat.tokenizer(
+            texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        found = []
+        for parts, ids, spans in zip(
+            batch, encoded["input_ids"], encoded["offset_mapping"], strict=True
+        ):
+            ends = np.cumsum([len(part.text) for part in parts])
+            trained = np.array([part.trained for part in parts])
+            # Only ends: byte-level tokenizers leave spaces out of spans, so that a token of spaces has an empty one, which ends behind it.
+            last = np.array([end - 1 for _, end in spans])
+            segment = np.minimum(np.searchsorted(ends, last, side="right"), len(parts) - 1)
+            found.append((np.array(ids, dtype=np.int32), trained[segment]))
+        return found
+
+    def documents(self, opened: Opened, first: int, last: int) -> Iterator[Encoded]:
+        """Yield rows ``first`` to ``last`` (exclusive) of a source, each with the documents it became; none if it was dropped.
+
+        Raises:
+            InputError: A row cannot be read.
+        """
+        rows = opened.conversations(first, last)
+        leading = leading_ids(self.chat.tokenizer)
+        number = first
+        while batch := list(islice(rows, _BATCH_ROWS)):
+            parts = []
+            for conversation in batch:
+                number += 1
+                try:
+                    parts.append(segments(self.chat, conversation, self.loss))
+                except TemplateError as error:
+                    message = f"the chat template rejects it: {error}"
+                    raise bad_row(
+                        "data-row-template", opened.source.source, number, message
+                    ) from error
+            for index, (conversation, tokens) in enumerate(
+                zip(batch, self.encode(parts), strict=True), number - len(batch) + 1
+            ):
+                bare = bool(conversation) and conversation[0].role == TEXT
+                yield self._fit(
+                    index, leading if bare or not self.chat.templated else [], tokens, bare=bare
+                )
+
+    def _fit(self, row: int, leading: Sequence[int], tokens: Tokens, *, bare: bool) -> Encoded:
+        """Cut a row to sequences, and drop what follows the last trained token, since no token learns from it."""
+        limit = self.sequence_length
+        ids = np.concatenate((np.array(leading, dtype=np.int32), tokens[0]))
+        trained = np.concatenate((np.zeros(len(leading), dtype=np.bool_), tokens[1]))
+        ids, trained = ids[: _end(trained)], trained[: _end(trained)]
+        pieces = [
+            (ids[at : at + limit], trained[at : at + limit].copy())
+            for at in range(0, len(ids), limit)
+        ]
+        documents = []
+        for piece, flags in pieces if bare else pieces[:1]:
+            if len(flags):
+                flags[0] = False
+            if end := _end(flags):
+                documents.append((piece[:end], flags[:end]))
+        longer = len(ids) > limit
+        return Encoded(
+            row,
+            documents,
+            truncated=longer and not bare and bool(documents),
+            too_long=longer and not documents,
+            cut=len(documents) > 1,
+        )
+
+
+class Encoded(NamedTuple):
+    """A row and the documents it became."""
+
+    row: int
+    """From 1."""
+    documents: list[Tokens]
+    truncated: bool
+    """The row lost its end."""
+    too_long: bool
+    """The row has no trained token within a sequence, because its prompt is too long."""
+    cut: bool
+    """The row became several documents."""
+
+    @property
+    def counts(self) -> Counts:
+        return Counts(
+            1, int(self.truncated), int(not self.documents), int(self.too_long), int(self.cut)
+        )
+
+
+def _end(flags: npt.NDArray[np.bool_]) -> int:
+    """Return the index after the last true flag; 0 without one."""
+    found = np.flatnonzero(flags)
+    return int(found[-1]) + 1 if len(found) else 0
+
+
+def encodes_segments_apart(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether segments that are encoded separately give the same ids as the whole text."""
+    one, other, both = (
+        tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("a\n", "b", "a\nb")
+    )
+    return bool([*one, *other] == both) or not tokenizer.is_fast
+
+
+def leading_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the ids that the tokenizer itself puts before a text: a BOS token, or none."""
+    first = tokenizer("a")["input_ids"][:1]
+    return first if first and first[0] == tokenizer.bos_token_id else []

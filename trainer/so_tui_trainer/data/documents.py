@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
+import shutil
+import tempfile
+import time
+import zlib
+from bisect import bisect_left, insort
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from so_tui.spec import InputError, Problem
+from so_tui.folders import cache_home
+from so_tui.spec import DataSpec, InputError, Problem, RunSpec
+from so_tui.trust.decoding import read_json
 from so_tui.units import significant, thousands
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from so_tui_trainer.data.sources import Opened
+
 
 MAX_ROUNDS = 10_000
 """How often an epoch may repeat a document. A weight that exceeds it is a mistake, and the epoch would not fit into memory."""
@@ -179,3 +198,315 @@ def mixture(
             np.sort(rng.choice(source_members, rest, replace=False)),
         ]
     return np.concatenate(chosen)
+
+
+# Cache of tokenised data, shared by ranks, runs and hosts.
+#
+# An entry is a folder of raw arrays and an ``info.json`` with their sizes and checksums, named by
+# its content. It is written under a temporary name and renamed when it is complete; two runs that
+# start together may do the same work twice, but never damage an entry.
+
+
+_VERSION = 9
+_ARRAYS: dict[str, Any] = {
+    "tokens": np.int32,
+    "trained": np.bool_,
+    "offsets": np.int64,
+    "rows": np.int64,
+}
+_BLOCK_BYTES = 1 << 22
+_STALE_S = 86_400.0
+"""A partial entry that nothing was written to for this long belongs to a process that was killed."""
+
+
+class Tally(Struct, frozen=True):
+    """What became of the rows of a source, whatever its name and weight."""
+
+    layout: str
+    documents: int
+    counts: Counts
+
+
+class _Info(Struct, frozen=True):
+    tallies: tuple[Tally, ...]
+    warnings: tuple[str, ...]
+    files: dict[str, tuple[int, int]]
+    """Bytes and CRC-32 of each array."""
+
+
+def default_folder() -> Path:
+    """Return the cache folder for tokenised data, by the XDG rules."""
+    return cache_home() / "data"
+
+
+def fingerprint(
+    sources: Sequence[Opened], tokenizer: PreTrainedTokenizerBase, spec: RunSpec
+) -> str:
+    """Return a hash of the rows, the tokenizer with its chat template, and every option that affects the tokens."""
+    digest = hashlib.sha256()
+    for opened in sources:
+        digest.update(
+            f"{opened.layout.name} {opened.source.format} {len(opened.rows)} {opened.warnings} ".encode()
+        )
+        for batch in opened.rows.with_format("arrow").iter(batch_size=10_000):
+            digest.update(
+                batch.schema.remove_metadata().serialize()
+            )  # the names: rows are serialized without them
+            for part in batch.to_batches():
+                digest.update(part.serialize())
+    rules = (
+        tokenizer.backend_tokenizer.to_str()
+        if tokenizer.is_fast
+        else repr(sorted(tokenizer.get_vocab().items()))
+    )
+    digest.update(rules.encode())
+    options = [
+        _VERSION,
+        tokenizer.chat_template,
+        tokenizer.special_tokens_map,
+        spec.data.loss,
+        spec.data.sequence_length,
+    ]
+    digest.update(json.dumps(options, sort_keys=True, default=str).encode())
+    return digest.hexdigest()[:32]
+
+
+def read(folder: Path, data: DataSpec) -> Documents:
+    """Return the documents of an entry, memory-mapped so that the ranks of a host share the pages.
+
+    Args:
+        folder: The entry.
+        data: The data section that it was made for.
+    """
+    info = _info(folder)
+    tokens, trained, offsets, rows = (
+        np.memmap(folder / f"{name}.bin", dtype=kind, mode="r") for name, kind in _ARRAYS.items()
+    )
+    parts = tuple(
+        SourcePart(source.source, source.weight, tally.layout, tally.documents, tally.counts)
+        for source, tally in zip(data.sources, info.tallies, strict=True)
+    )
+    counts = sum((part.counts for part in parts), Counts(0, 0, 0))
+    return Documents(tokens, trained, offsets, counts, folder.name, parts, rows, info.warnings)
+
+
+def intact(folder: Path) -> bool:
+    """Return whether an entry is complete and unchanged since it was written."""
+    try:
+        files = _info(folder).files
+        return set(files) == set(_ARRAYS) and all(
+            _checksum(folder / f"{name}.bin") == found for name, found in files.items()
+        )
+    except (OSError, msgspec.DecodeError):
+        return False
+
+
+class Writer:
+    """Context manager that writes a new entry. ``close`` publishes it; leaving the block without it removes everything."""
+
+    def __init__(self, folder: Path) -> None:
+        """Create a partial entry.
+
+        Raises:
+            InputError: The folder cannot be written.
+        """
+        self._folder = folder
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            _remove_stale(folder.parent)
+            self.partial = Path(
+                tempfile.mkdtemp(prefix=f"{folder.name}.partial-", dir=folder.parent)
+            )
+        except OSError as error:
+            raise _unwritable(folder, error) from error
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self.partial, ignore_errors=True)
+
+    def append(self, name: str, values: npt.NDArray[Any]) -> None:
+        """Append to an array.
+
+        Raises:
+            InputError: The disk is full.
+        """
+        try:
+            with (self.partial / f"{name}.bin").open("ab") as file:
+                file.write(np.ascontiguousarray(values, dtype=_ARRAYS[name]).data)
+        except OSError as error:
+            raise _unwritable(self._folder, error) from error
+
+    def take(self, name: str, source: Path) -> None:
+        """Move the content of a raw file to the end of an array.
+
+        Raises:
+            InputError: The disk is full.
+        """
+        try:
+            with (self.partial / f"{name}.bin").open("ab") as file, source.open("rb") as piece:
+                shutil.copyfileobj(piece, file, _BLOCK_BYTES)
+            source.unlink()
+        except OSError as error:
+            raise _unwritable(self._folder, error) from error
+
+    def close(self, tallies: tuple[Tally, ...], warnings: tuple[str, ...]) -> None:
+        """Publish the entry. If another run was faster, its entry stays.
+
+        Raises:
+            InputError: The entry cannot be written.
+        """
+        try:
+            files = {name: _checksum(self.partial / f"{name}.bin") for name in _ARRAYS}
+            (self.partial / "info.json").write_bytes(
+                msgspec.json.encode(_Info(tallies, warnings, files))
+            )
+            if self._folder.exists() and not intact(self._folder):
+                with contextlib.suppress(OSError):  # Another run may be replacing it as well.
+                    self._folder.rename(self.partial / "damaged")
+            self.partial.rename(self._folder)
+            shutil.rmtree(self._folder / "damaged", ignore_errors=True)
+        except OSError as error:
+            if not intact(self._folder):
+                raise _unwritable(self._folder, error) from error
+
+
+def _info(folder: Path) -> _Info:
+    return read_json(folder / "info.json", _Info)
+
+
+def _checksum(path: Path) -> tuple[int, int]:
+    size = crc = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            size, crc = size + len(block), zlib.crc32(block, crc)
+    return size, crc
+
+
+def _remove_stale(folder: Path) -> None:
+    for path in folder.glob("*.partial-*"):
+        with contextlib.suppress(OSError):  # It belongs to another user, or is gone.
+            if time.time() - path.stat().st_mtime > _STALE_S:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _unwritable(folder: Path, error: OSError) -> InputError:
+    return InputError(
+        [
+            Problem(
+                code="cache-unwritable",
+                field="XDG_CACHE_HOME",
+                value=str(folder.parent),
+                message=f"cannot be written ({error.strerror})",
+                remedy="Free some space there, or set XDG_CACHE_HOME to a folder with more space.",
+            )
+        ]
+    )
+
+
+# Pack documents into training sequences. Pure functions on lengths.
+
+
+_PADDING_MULTIPLE = 8
+"""Without packing, the width of a micro-batch is a multiple of this."""
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Training sequences; sequence ``i`` holds ``documents[offsets[i] : offsets[i + 1]]`` in that order."""
+
+    documents: npt.NDArray[np.int64]
+    """Indices of documents, [documents]."""
+    offsets: npt.NDArray[np.int64]
+    """Start of each sequence in ``documents``, then the total, [sequences + 1]."""
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def holding(self, documents: npt.NDArray[np.int64]) -> Sequences:
+        """Return the same sequences with document ``i`` replaced by ``documents[i]``."""
+        return Sequences(documents[self.documents], self.offsets)
+
+    def of(self, index: int) -> npt.NDArray[np.int64]:
+        """Return the documents of a sequence."""
+        return self.documents[self.offsets[index] : self.offsets[index + 1]]
+
+    def efficiency(self, lengths: npt.NDArray[np.int64], capacity: int) -> float:
+        """Return the share of useful tokens among all positions.
+
+        Args:
+            lengths: Tokens of each document.
+            capacity: Positions of a sequence.
+        """
+        return float(lengths[self.documents].sum()) / (len(self) * capacity)
+
+    def sums(self, values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return for each sequence the sum of a value over its documents, [sequences]."""
+        totals = np.concatenate(([0], np.cumsum(values[self.documents], dtype=np.int64)))
+        return np.diff(totals[self.offsets])
+
+
+def fill(
+    lengths: npt.NDArray[np.int64], chosen: npt.NDArray[np.int64], spec: DataSpec
+) -> Sequences:
+    """Return the sequences of an epoch, packed or one document each as the data section says.
+
+    Args:
+        lengths: Tokens of each document, [documents].
+        chosen: Indices of the epoch's documents; they may repeat.
+        spec: The data section.
+    """
+    packed = pack(lengths[chosen], spec.sequence_length) if spec.packing else one_each(len(chosen))
+    return packed.holding(chosen)
+
+
+def pack(lengths: npt.NDArray[np.int64], capacity: int) -> Sequences:
+    """Pack best-fit-decreasing: the longest document first, each into the sequence that it leaves with the least space.
+
+    Args:
+        lengths: Tokens of each document, 1 to ``capacity``.
+        capacity: Tokens of a sequence.
+
+    Returns:
+        The sequences. Deterministic: documents of equal length keep their order.
+    """
+    bins: list[list[int]] = []
+    by_space: dict[int, list[int]] = {}  # Free tokens -> sequences with exactly that many.
+    spaces: list[int] = []  # Keys of by_space, ascending.
+    for document in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[document])
+        at = bisect_left(spaces, length)
+        if at < len(spaces):
+            space = spaces[at]
+            target = by_space[space].pop()
+            if not by_space[space]:
+                del by_space[space], spaces[at]
+            bins[target].append(document)
+        else:
+            space, target = capacity, len(bins)
+            bins.append([document])
+        left = space - length
+        if left not in by_space:
+            by_space[left] = []
+            insort(spaces, left)
+        by_space[left].append(target)
+    return _sequences(bins)
+
+
+def one_each(documents: int) -> Sequences:
+    """Return one sequence for each document: no packing."""
+    return Sequences(np.arange(documents), np.arange(documents + 1))
+
+
+def _sequences(bins: Sequence[Sequence[int]]) -> Sequences:
+    documents = np.fromiter((document for content in bins for document in content), dtype=np.int64)
+    return Sequences(
+        documents,
+        np.concatenate(([0], np.cumsum([len(content) for content in bins], dtype=np.int64))),
+    )
+
+
+def row_widths(longest: npt.NDArray[np.int64], sequence_length: int) -> npt.NDArray[np.int64]:
+    """Return how wide the rows of micro-batches are without packing, by the tokens of their longest documents, [micro-batches]."""
+    return np.minimum(sequence_length, -(-longest // _PADDING_MULTIPLE) * _PADDING_MULTIPLE)

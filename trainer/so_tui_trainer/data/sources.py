@@ -5,26 +5,700 @@ Imports ``datasets`` only when a source is opened.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import errno
+import hashlib
+import json
+import lzma
+import os
+import re
+import shutil
+import stat
+import zlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
-from so_tui.spec import DataSource, DataSpec, InputError, resolve_source
+import fsspec
+import numpy as np
+
+from so_tui.spec import DataSource, DataSpec, InputError, Problem, resolve_source
+from so_tui.spec.check import exists
 from so_tui.units import thousands
-from so_tui_trainer.data.file_checks import check_file
-from so_tui_trainer.data.readers import looks_like_path, read_file, read_folder, read_verbatim
-from so_tui_trainer.data.rows import Conversation, Layout, layout_of, layout_of_row, read_row
-from so_tui_trainer.data.source_errors import (
-    NOT_UTF8_REMEDY,
-    empty_source,
-    raise_for_bad_json,
-    source_problem,
-    unreadable_source,
-    unwritable_cache,
+from so_tui_trainer.data.rows import (
+    TEXT_COLUMNS,
+    Conversation,
+    Layout,
+    bad_row,
+    layout_of,
+    layout_of_row,
+    read_row,
 )
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+
+# What is checked of a local data file before ``datasets`` reads it, which takes minutes and much
+# memory for a file that is no data.
+#
+# Other errors are left to the readers of ``datasets``.
+
+
+LONGEST_ROW_BYTES = 32 << 20
+"""Of a line of JSON. A million tokens of text are about 5 MB."""
+MOST_NESTED = 100
+"""Levels of lists and objects in a row. Tool calls have about ten."""
+_LONGEST_LIST_BYTES = 256 << 20
+"""Of a file that is one JSON list: its reader holds all of it in memory, several times."""
+_CHECKED_BYTES = 1 << 30
+"""Beyond this, the reader's own errors must do: reading all of a large file twice would double the time to open it."""
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
+"""Without its end, too, in a line that was cut off: otherwise it would be read again from each quote in it."""
+_STEPS = np.zeros(256, dtype=np.int8)
+_STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
+_CHUNK_BYTES = 1 << 20
+_LINES = (".jsonl", ".ndjson", ".json")
+COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
+
+
+def check_file(path: Path, source: DataSource, name: str = "") -> None:
+    """Refuse a file without rows, or with a line that no reader can handle.
+
+    Args:
+        path: The file.
+        source: The source that it belongs to.
+        name: What errors call it; by default the name of the source.
+
+    Raises:
+        InputError: It is no regular file (``data-source-not-a-file``), or has a row that is too long (``data-row-too-long``) or nested
+            too deeply (``data-row-too-deep``).
+        OSError: It cannot be read.
+    """
+    name = name or source.source
+    if not stat.S_ISREG(path.stat().st_mode):
+        message, remedy = (
+            f"{path} is a pipe or a device",
+            "Name a JSON, JSONL, Parquet, CSV or TSV file, or a folder of such files.",
+        )
+        raise InputError(
+            [
+                Problem(
+                    code="data-source-not-a-file",
+                    field="data.source",
+                    value=name,
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        )
+    if ending(path) not in _LINES:
+        return
+    compressed = path.suffix.lower() in COMPRESSED
+    try:
+        with (
+            fsspec.open(str(path), "rb", compression="infer")
+            if compressed
+            else path.open("rb") as file
+        ):
+            _check_rows(file, name)
+    except (
+        EOFError,
+        ValueError,
+        zlib.error,
+        lzma.LZMAError,
+    ):  # cut short, damaged, or its package is missing: the reader says which
+        return
+
+
+def ending(path: Path) -> str:
+    """Return a file's ending without that of a compression, in lower case."""
+    suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() not in COMPRESSED]
+    return suffixes[-1] if suffixes else ""
+
+
+def _check_rows(file: BinaryIO, name: str) -> None:
+    """Check the lines of a file of rows, or a file that is one JSON list as a whole."""
+    checked_bytes = row = 0
+    while checked_bytes < _CHECKED_BYTES and (line := file.readline(LONGEST_ROW_BYTES + 1)):
+        checked_bytes, row = checked_bytes + len(line), row + 1
+        if row == 1 and line.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+            _check_list(line + file.read(_LONGEST_LIST_BYTES), name)
+            return
+        if len(line) > LONGEST_ROW_BYTES:
+            message = (
+                f"is longer than {LONGEST_ROW_BYTES >> 20} MiB; a file of rows has one row a line"
+            )
+            raise bad_row("data-row-too-long", name, row, message)
+        if _is_deep(line):
+            raise bad_row(
+                "data-row-too-deep", name, row, f"is nested more than {MOST_NESTED} levels deep"
+            )
+
+
+def _check_list(content: bytes, name: str) -> None:
+    if len(content) > _LONGEST_LIST_BYTES:
+        message = f"is a JSON list of more than {_LONGEST_LIST_BYTES >> 20} MiB"
+        remedy = "Write one row a line (JSONL), which is read in parts, or use Parquet."
+        raise InputError(
+            [
+                Problem(
+                    code="data-list-too-long",
+                    field="data.source",
+                    value=name,
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        )
+    if _is_deep(content):
+        message, remedy = (
+            f"is nested more than {MOST_NESTED} levels deep",
+            "Remove the rows that are.",
+        )
+        raise InputError(
+            [
+                Problem(
+                    code="data-row-too-deep",
+                    field="data.source",
+                    value=name,
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        )
+
+
+def _is_deep(text: bytes) -> bool:
+    """Return whether brackets outside of strings are nested too deeply: Arrow's reader would end the process."""
+    if text.count(b"[") + text.count(b"{") <= MOST_NESTED:
+        return False
+    # Taking the strings out costs most, and brackets in them are rarely as many.
+    return _deepest(text) > MOST_NESTED and _deepest(_STRING.sub(b"", text)) > MOST_NESTED
+
+
+def _deepest(text: bytes) -> int:
+    """Return how deeply brackets are nested, in chunks: one sum over all of them would take many times the memory of the text."""
+    level = deepest = 0
+    for start in range(0, len(text), _CHUNK_BYTES):
+        chunk = np.frombuffer(
+            text, dtype=np.uint8, count=min(_CHUNK_BYTES, len(text) - start), offset=start
+        )
+        levels = np.cumsum(_STEPS[chunk], dtype=np.int32)
+        deepest, level = max(deepest, level + int(levels.max())), level + int(levels[-1])
+    return deepest
+
+
+# Read local files with ``datasets``, without copying them into memory and with every text as it is
+# in the file.
+#
+# Imports ``datasets`` only when something is read.
+
+
+_READERS = {
+    ".json": "json",
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".tsv": "csv",
+}
+_METADATA_FILES = ("dataset_info.json", "dataset_infos.json")
+_MAX_NAMED_FILES = 3
+
+
+def read_file(path: Path, source: DataSource) -> Dataset:
+    """Open one file.
+
+    Raises:
+        InputError: The file has an unknown ending, or a subset was asked for.
+    """
+    reader = _reader(path, source)
+    if source.subset:
+        raise InputError(
+            [
+                Problem(
+                    code="data-subset-of-file",
+                    field="data.subset",
+                    value=source.subset,
+                    message=f"{source.source} is a file, which has no subsets",
+                    remedy="Leave it empty. In a list of sources, set it for the source that has subsets.",
+                )
+            ]
+        )
+    options: dict[str, Any] = {"data_files": str(path), "cache_dir": _cache_dir((path,))}
+    if reader == "csv":
+        import pandas
+
+        options["sep"] = _separator(path)
+        options |= _text_columns(pandas.read_csv(path, nrows=0, sep=options["sep"]).columns)
+        return read_verbatim(source, reader, **options)
+    return _read_mixed_columns(source, reader, **options)
+
+
+def read_folder(path: Path, source: DataSource) -> tuple[Dataset, tuple[str, ...]]:
+    """Open a folder of files, of subsets, or one that ``save_to_disk`` wrote.
+
+    Returns:
+        The rows, and warnings about files that are not read.
+    """
+    import datasets
+
+    if is_saved_dataset(path):
+        saved = datasets.load_from_disk(str(path))
+        if isinstance(saved, datasets.Dataset):
+            return saved, ()
+        if source.split not in saved:
+            raise ValueError(f"it has no split {source.split}, but {', '.join(saved)}")
+        return saved[source.split], ()
+    files = [file for file in sorted(path.rglob("*")) if file.is_file()]
+    for file in files:
+        check_file(file, source, str(Path(source.source) / file.relative_to(path)))
+    rows = _read_mixed_columns(
+        source, str(path), source.subset or None, cache_dir=_cache_dir(files)
+    )
+    return rows, () if source.subset else _ignored_files(path)
+
+
+def read_verbatim(source: DataSource, *what: str | None, **options: Any) -> Dataset:
+    """Load rows with every text as it is in the file.
+
+    ``datasets`` guesses types: it would turn "007" into a number, "None" into a null, text into a date, and 5 into 5.0 if another row has
+    2.5. Where it did, the rows are loaded again with explicit types.
+    """
+    import datasets
+
+    rows = datasets.load_dataset(*what, split=source.split, **options)
+    if "features" in options:
+        return rows
+    if rows.info.builder_name == "csv":
+        return datasets.load_dataset(
+            *what, split=source.split, **options, **_text_columns(rows.column_names)
+        )
+    features = (
+        _verbatim_features(rows.features) if rows.info.builder_name == "json" else rows.features
+    )
+    return (
+        rows
+        if features == rows.features
+        else datasets.load_dataset(*what, split=source.split, **options, features=features)
+    )
+
+
+def is_saved_dataset(folder: Path) -> bool:
+    """Return whether ``save_to_disk`` wrote the folder, with one split or several."""
+    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+
+
+def looks_like_path(name: str) -> bool:
+    """Return whether a source can only be a path, not a hub id."""
+    return (
+        name.startswith(("/", ".", "~"))
+        or Path(name).suffix in (*_READERS, *COMPRESSED)
+        or name.count("/") > 1
+    )
+
+
+def files_read(folder: Path, subset: str = "") -> set[Path]:
+    """Return the files of a folder that ``datasets`` reads.
+
+    Raises:
+        Whatever ``datasets`` raises if it finds nothing to read.
+    """
+    import datasets
+
+    builder = datasets.load_dataset_builder(str(folder), subset or None)
+    return {
+        Path(file).resolve()
+        for files in (builder.config.data_files or {}).values()
+        for file in files
+    }
+
+
+def _separator(path: Path) -> str:
+    """Return the separator of a CSV file: spreadsheets write semicolons where commas are decimal signs."""
+    import fsspec
+
+    if ending(path) == ".tsv":
+        return "\t"
+    with fsspec.open(str(path), "rt", encoding="utf-8-sig", compression="infer") as text:
+        header = text.readline()
+    return ";" if ";" in header and "," not in header else ","
+
+
+def _cache_dir(files: Iterable[Path]) -> str:
+    """Return the folder in which ``datasets`` stores the rows of local files.
+
+    ``datasets`` itself recognises changed files only by their modification time, which copying may preserve.
+    """
+    import datasets
+
+    states = [
+        (str(file), state.st_size, state.st_mtime_ns, state.st_ctime_ns)
+        for file in files
+        for state in (file.stat(),)
+    ]
+    return str(
+        Path(datasets.config.HF_DATASETS_CACHE)
+        / "so-tui"
+        / hashlib.sha256(repr(states).encode()).hexdigest()[:16]
+    )
+
+
+def _ignored_files(folder: Path) -> tuple[str, ...]:
+    """Return a warning about data files that ``datasets`` does not read.
+
+    It reads files of one kind only, and if file names mention splits, only those files.
+    """
+    used = files_read(folder)
+    present = (
+        path.relative_to(folder)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.resolve() not in used
+    )
+    hidden = re.compile(r"(^|/)\.")
+    ignored = [
+        str(path)
+        for path in present
+        if ending(path) in _READERS
+        and path.name not in _METADATA_FILES
+        and not hidden.search(str(path))
+    ]
+    if not ignored:
+        return ()
+    more = f" and {len(ignored) - _MAX_NAMED_FILES} more" if len(ignored) > _MAX_NAMED_FILES else ""
+    named = ", ".join(ignored[:_MAX_NAMED_FILES])
+    return (
+        f"{folder}: not read: {named}{more} (only files of one kind are read, and only those of a split if names mention splits)",
+    )
+
+
+def _read_mixed_columns(source: DataSource, *what: str | None, **options: Any) -> Dataset:
+    """Load local rows, even if later rows of JSON files have other columns or other types than the first ones.
+
+    ``datasets`` takes columns and types from the first 10 MB. If loading fails, all rows are scanned for columns, and every column is
+    loaded as JSON. The columns that were found are stored beside the cached rows.
+    """
+    import datasets
+
+    columns_file = Path(options["cache_dir"]) / "columns.json"
+    if not columns_file.is_file():
+        try:
+            return read_verbatim(source, *what, **options)
+        except datasets.exceptions.DatasetGenerationError:
+            config = datasets.load_dataset_builder(*what, **options).config
+            if type(config).__name__ != "JsonConfig":
+                raise
+            columns = _json_columns(file for files in config.data_files.values() for file in files)
+            partial = columns_file.with_suffix(
+                f".{os.getpid()}"
+            )  # another run may be writing the same file
+            partial.write_text(json.dumps(columns))
+            partial.replace(columns_file)
+    features = datasets.Features(
+        {name: datasets.Json() for name in json.loads(columns_file.read_text())}
+    )
+    return read_verbatim(source, *what, **options, features=features)
+
+
+def _json_columns(files: Iterable[str]) -> list[str]:
+    """Return the keys of all rows of JSON files.
+
+    Raises:
+        ValueError: A file or a row is not JSON.
+    """
+    import fsspec
+
+    found: dict[str, None] = {}
+    for file in files:
+        with fsspec.open(file, "rt", encoding="utf-8-sig", compression="infer") as text:
+            is_list = text.read(1) == "["
+            text.seek(0)
+            for row in (
+                json.load(text) if is_list else (json.loads(line) for line in text if line.strip())
+            ):
+                if not isinstance(row, dict):
+                    raise ValueError(f"{file}: a row is not a JSON object")
+                found |= dict.fromkeys(row)
+    return list(found)
+
+
+def _text_columns(columns: Iterable[str]) -> dict[str, Any]:
+    """Return the options that load every column of a CSV file as text."""
+    import datasets
+
+    return {
+        "features": datasets.Features({name: datasets.Value("string") for name in columns}),
+        "keep_default_na": False,
+    }
+
+
+def _verbatim_features(features: Any, name: str = "") -> Any:
+    """Replace guessed timestamps, and fractions in text columns, by JSON, which preserves what is written."""
+    import datasets
+
+    if isinstance(features, dict):
+        return type(features)(
+            {name: _verbatim_features(inner, name) for name, inner in features.items()}
+        )
+    if isinstance(features, datasets.List):
+        return datasets.List(_verbatim_features(features.feature))
+    kind = features.dtype if isinstance(features, datasets.Value) else ""
+    return (
+        datasets.Json()
+        if kind.startswith("timestamp") or (kind.startswith("float") and name in TEXT_COLUMNS)
+        else features
+    )
+
+
+def _reader(path: Path, source: DataSource) -> str:
+    reader = _READERS.get(ending(path))
+    if reader is None:
+        raise InputError(
+            [
+                Problem(
+                    code="data-file-type-unknown",
+                    field="data.source",
+                    value=source.source,
+                    message=f"files ending in {path.suffix or 'nothing'} cannot be read",
+                    remedy=f"Use one of {', '.join(_READERS)}.",
+                )
+            ]
+        )
+    return reader
+
+
+# Turn the errors of ``datasets`` and the hub client into problems with a code and a remedy.
+#
+# ``datasets`` raises plain ValueErrors for many different mistakes, so their texts are matched
+# here, and nowhere else.
+
+
+NOT_UTF8_REMEDY = "Save the file as UTF-8."
+_NO_ROWS_SELECTED = re.compile(r"corresponds to no data")
+_BAD_SUBSET = re.compile(r"config name is missing|builderconfig")
+_BAD_SPLIT = re.compile(
+    r"unknown split|bad split|no split|unrecognized instruction|slice boundar|corresponds to no data"
+)
+_MISSING_ZSTD = re.compile(r"zstd|zstandard")
+
+
+def source_problem(source: DataSource, code: str, message: str, remedy: str) -> Problem:
+    """Return a problem of ``data.source``."""
+    return Problem(
+        code=code, field="data.source", value=source.source, message=message, remedy=remedy
+    )
+
+
+def empty_source(source: DataSource) -> Problem:
+    """Return the problem of a source without rows."""
+    return source_problem(
+        source,
+        "data-source-empty",
+        "has no rows",
+        f"Add rows, or choose another split than {source.split}.",
+    )
+
+
+def unreadable_source(source: DataSource, error: Exception) -> Problem:
+    """Explain why a source cannot be opened.
+
+    Args:
+        source: The source that was opened.
+        error: The exception of ``datasets``, the hub client or the file system.
+    """
+    reason = _reason(error)
+    text = reason.lower()
+    if _BAD_SUBSET.search(text):
+        message = f"{source.source}: {reason}"
+        return Problem(
+            code="data-subset-unknown",
+            field="data.subset",
+            value=source.subset,
+            message=message,
+            remedy="Name one of its subsets.",
+        )
+    no_rows = _NO_ROWS_SELECTED.search(text) is not None
+    if no_rows and "[" not in source.split:
+        return empty_source(source)
+    if _BAD_SPLIT.search(text):
+        code, message = (
+            ("data-split-empty", "selects no rows")
+            if no_rows
+            else ("data-split-unknown", reason.rstrip("."))
+        )
+        return Problem(
+            code=code,
+            field="data.split",
+            value=source.split,
+            message=message,
+            remedy=f"Name a split of {source.source}.",
+        )
+    code, remedy = _classify(source, error, text)
+    return source_problem(source, code, f"cannot be read ({reason})", remedy)
+
+
+def _classify(source: DataSource, error: Exception, text: str) -> tuple[str, str]:
+    """Return the code and the remedy of a source that exists but cannot be read, or does not exist."""
+    names = {type(cause).__name__ for cause in _causes(error)}
+    if "RecursionError" in names:
+        return (
+            "data-row-too-deep",
+            "Remove the rows with lists or objects that are nested hundreds of levels deep.",
+        )
+    if "UnicodeDecodeError" in names:
+        return "data-not-utf8", NOT_UTF8_REMEDY
+    if _MISSING_ZSTD.search(text):
+        return "data-needs-zstandard", "Install the package zstandard, or decompress the file."
+    found = exists(Path(resolve_source(source.source)).expanduser())
+    if looks_like_path(source.source) or found:
+        code = "data-source-unreadable" if found else "data-source-missing"
+        return (
+            code,
+            "Name a JSON, JSONL, Parquet, CSV or TSV file, or a folder whose files have one layout.",
+        )
+    if "GatedRepoError" in names or _is_denied(error):
+        return (
+            "hub-access-denied",
+            "Accept its terms on the hub, then log in with `hf auth login` (or set HF_TOKEN).",
+        )
+    return (
+        "data-source-unreadable",
+        "Check the name on the hub and the network, or download it first with `so-tui fetch`.",
+    )
+
+
+def _is_denied(error: BaseException) -> bool:
+    """Return whether the hub refused a request because of who asked."""
+    responses = (getattr(cause, "response", None) for cause in _causes(error))
+    return any(getattr(response, "status_code", None) in (401, 403) for response in responses)
+
+
+def unwritable_cache(error: BaseException) -> Problem | None:
+    """Return the problem of a cache folder that cannot be written.
+
+    Args:
+        error: The exception that opening a source raised.
+
+    Returns:
+        None if the error comes from elsewhere.
+    """
+    import datasets
+    from huggingface_hub import constants
+
+    error = _root_cause(error)
+    if not isinstance(error, OSError):
+        return None
+    variables = {
+        Path(datasets.config.HF_DATASETS_CACHE): ("HF_DATASETS_CACHE", "HF_HOME"),
+        Path(constants.HF_HUB_CACHE): ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME"),
+    }
+    if error.filename:
+        folders = [
+            folder for folder in variables if _is_related(Path(os.fsdecode(error.filename)), folder)
+        ]
+    elif error.errno in (errno.ENOSPC, errno.EDQUOT):
+        # Nothing else is written. The error does not name the folder, so take the one with the least space.
+        folders = sorted(variables, key=_free_bytes)
+    else:
+        folders = []
+    if not folders:
+        return None
+    variable = next(
+        (name for name in variables[folders[0]] if name in os.environ), "XDG_CACHE_HOME"
+    )
+    return Problem(
+        code="cache-unwritable",
+        field=variable,
+        value=str(folders[0]),
+        message=f"cannot be written ({error.strerror})",
+        remedy=f"Free some space there, or set {variable} to a folder that you may write to.",
+    )
+
+
+def raise_for_bad_json(path: Path, source: DataSource) -> None:
+    """Look for the first row that is not a JSON object; return if there is none.
+
+    Args:
+        path: The file or folder of the source; a hub id is ignored.
+        source: The source, for the names of the files in the error.
+
+    Raises:
+        InputError: Names the file and the row.
+    """
+    import datasets
+
+    if path.is_file():
+        _check_row_columns(path, source.source)
+    elif path.is_dir() and not is_saved_dataset(path):
+        try:
+            files = sorted(files_read(path, source.subset))
+        except (OSError, ValueError, datasets.exceptions.DatasetsError):
+            return  # The files cannot even be listed, which the caller reports.
+        for file in files:
+            _check_row_columns(file, str(Path(source.source) / file.relative_to(path.resolve())))
+
+
+def _check_row_columns(path: Path, name: str) -> None:
+    if path.suffix.lower() not in (".jsonl", ".ndjson", ".json"):
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        if file.read(1) == "[":
+            return  # One list: the reader's own message names the position.
+        file.seek(0)
+        for number, line in enumerate(file, 1):
+            try:
+                row = json.loads(line) if line.strip() else {}
+            except json.JSONDecodeError as error:
+                message = (
+                    f"is not JSON ({error.msg.removesuffix(' at')} at character {error.colno})"
+                )
+                raise bad_row("data-row-not-json", name, number, message) from error
+            except RecursionError as error:
+                raise bad_row("data-row-too-deep", name, number, "is nested too deeply") from error
+            except ValueError as error:  # Python converts integers of up to 4,300 digits
+                raise bad_row(
+                    "data-number-too-long", name, number, "has a number of thousands of digits"
+                ) from error
+            if not isinstance(row, dict):
+                raise bad_row("data-row-not-object", name, number, "is not a JSON object")
+
+
+def _is_related(path: Path, folder: Path) -> bool:
+    """Return whether one of the paths contains the other."""
+    return path == folder or folder in path.parents or path in folder.parents
+
+
+def _free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(
+        next(parent for parent in (folder, *folder.parents) if parent.is_dir())
+    ).free
+
+
+def _reason(error: BaseException) -> str:
+    """Return the message of the root cause in one line of at most 300 characters."""
+    error = _root_cause(error)
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return " ".join(lines)[:300] if lines else type(error).__name__
+
+
+def _root_cause(error: BaseException) -> BaseException:
+    """Unwrap the DatasetGenerationError that ``datasets`` raises around the error of a reader."""
+    while (
+        type(error).__name__ == "DatasetGenerationError"
+        and (error.__cause__ or error.__context__) is not None
+    ):
+        error = error.__cause__ or error.__context__ or error
+    return error
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and the errors that led to it."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
+
 
 _BATCH_ROWS = 1000
 

@@ -16,18 +16,17 @@ import numpy.typing as npt
 from so_tui.plan import workload
 from so_tui.plan.workload import Workload
 from so_tui.spec import InputError, ModelSpec, Problem, RunSpec, first_line, resolve_source
-from so_tui.spec.sections.data import DataSpec
+from so_tui.spec.run_spec import DataSpec
 from so_tui.units import thousands
 from so_tui_trainer.binding import die_with_parent
-from so_tui_trainer.data import cache
-from so_tui_trainer.data.chat import chat_of
-from so_tui_trainer.data.documents import Counts, Documents
-from so_tui_trainer.data.encoding import Encoder
-from so_tui_trainer.data.packing import row_widths
+from so_tui_trainer.data import documents as cache
+from so_tui_trainer.data.chat import Encoder, chat_of
+from so_tui_trainer.data.documents import Counts, Documents, row_widths
 from so_tui_trainer.data.sources import Opened, open_sources
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
 
 _TASK_ROWS = 10_000
 _ROWS_PER_PROCESS = 4_000

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from so_tui.model.activations import (
+from so_tui.model.profile import (
     MLP_TILE_TOKENS,
     offloads_inputs,
     offloads_results,
@@ -14,30 +14,101 @@ from so_tui.model.activations import (
     result_bytes,
     tiles_mlp,
 )
-from so_tui.model.architecture import architecture
+from so_tui.model.shape import architecture
 from so_tui.spec import InputError, ModelSpec, Problem, RunSpec
-from so_tui.spec.layers import packing_problem
-from so_tui.spec.sharing import sharing_problem
-from so_tui_trainer.model import attention, kernels, loading, matching, recompute, tiles
+from so_tui.spec.check import sharing_problem
+from so_tui.spec.model_table import layers_without_attention, packing_problem, recurrent_kinds
+from so_tui_trainer.data.batches import needs_rows_apart
+from so_tui_trainer.model import attention, checkpointing, fused, kinds_of, trained, weights
+from so_tui_trainer.model.checkpointing import HostActivations, Room
 from so_tui_trainer.model.config import disable_dropout, load_config, model_problem
-from so_tui_trainer.model.host_activations import HostActivations, Room
-from so_tui_trainer.model.layer_types import kinds_of
-from so_tui_trainer.model.matching import meta_model
-from so_tui_trainer.model.pretrained import weights_folder
-from so_tui_trainer.model.router import RouterLoss
+from so_tui_trainer.model.experts import RouterLoss
+from so_tui_trainer.model.loss import changes_logits_otherwise
 from so_tui_trainer.model.stored import read_index
-from so_tui_trainer.model.supported import refuse_unlisted, refuse_unsupported
 from so_tui_trainer.model.trained import TrainedModel
+from so_tui_trainer.model.weights import meta_model, weights_folder
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+
+
+# Models that would be trained wrongly, and are refused.
+
+
+_UNSUPPORTED_TYPES = {"opt", "nemotron", "doge", "recurrent_gemma", "zamba", "zamba2", "zaya"}
+"""Models that build their mask without position ids, do not pass the document boundaries on to their attention, have a mask of their own
+that kernels would leave out (doge), or mix tokens where documents cannot be made rows."""
+_PLAIN_HEAD = "Choose a model with a plain output projection."
+
+
+def refuse_unsupported(causal: PreTrainedModel, model: ModelSpec) -> None:
+    """Refuse a model that would be trained wrongly.
+
+    Raises:
+        InputError: Its loss is not that of a plain output projection, or its documents could not be kept apart.
+    """
+    head = causal.get_output_embeddings()  # type: ignore[no-untyped-call]
+    config = causal.config
+    if getattr(head, "bias", None) is not None:
+        code, message, remedy = "model-head-bias", "its output projection has a bias", _PLAIN_HEAD
+    elif changes_logits_otherwise(config):
+        code, remedy = "model-logits-changed", _PLAIN_HEAD
+        message = (
+            "it changes its logits after the output projection in a way that so-tui does not know"
+        )
+    elif config.model_type in _UNSUPPORTED_TYPES or not (
+        attention.needs_rows(config) or _passes_boundaries(causal)
+    ):
+        code, remedy = "model-packing-unsupported", "Choose a newer kind of model."
+        message = f"documents that are packed into one sequence cannot be told apart by transformers' code for {config.model_type}"
+    else:
+        return
+    raise InputError([model_problem(code, model, message, remedy)])
+
+
+def _passes_boundaries(causal: PreTrainedModel) -> bool:
+    """Return whether transformers' code gives document boundaries to all attention of a model.
+
+    Models with recurrent layers do so for its flash attention, although they do not say that they take any other.
+    """
+    model_class, config = type(causal), causal.config
+    kinds = set(kinds_of(config))
+    carrying = recurrent_kinds(kinds)
+    without_attention = carrying and layers_without_attention(kinds) == len(kinds)
+    attends = model_class._supports_attention_backend or (
+        carrying and model_class._supports_flash_attn
+    )
+    return bool(attends or without_attention)
+
+
+def refuse_unlisted(causal: PreTrainedModel, model: ModelSpec) -> None:
+    """Refuse a model with layers that carry a state from token to token, unless its spec says so: data is laid out by the spec.
+
+    Raises:
+        InputError: It has such layers, and ``model.config`` lists none.
+    """
+    layers = trained.documents_of(causal).layers
+    if layers and not needs_rows_apart(model):
+        message = f"does not list the {layers} layers that carry a state from token to token"
+        remedy = "Add the model anew with `so-tui presets add`, or list the kind of each layer, such as linear_attention."
+        raise InputError(
+            [
+                Problem(
+                    code="recurrent-layers-unlisted",
+                    field="model.config.layer_types",
+                    value="",
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        )
 
 
 def build(
     spec: RunSpec,
     device: torch.device,
     ds_config: dict[str, Any],
-    on_files: loading.OnFiles = lambda done, total: None,
+    on_files: weights.OnFiles = lambda done, total: None,
 ) -> TrainedModel:
     """Build the model in bf16, sharded as ``ds_config`` says, ready to train.
 
@@ -63,11 +134,11 @@ def build(
     refuse_unlisted(causal, spec.model)
     causal.config.use_cache = False
     if spec.model.kernels == "auto":
-        kernels.install(causal)
-    recompute.install(
+        fused.install_kernels(causal)
+    checkpointing.install(
         causal, policy_of(spec.model), _host_activations(causal, spec, implementation, device)
     )
-    if tiles_mlp(spec.model) and not tiles.install(causal, MLP_TILE_TOKENS):
+    if tiles_mlp(spec.model) and not fused.install_tiles(causal, MLP_TILE_TOKENS):
         message = (
             "no layer has a feed-forward block of its own whose tokens are computed one by one"
         )
@@ -93,7 +164,7 @@ def _host_activations(
     if not offloads_inputs(spec.model) and not offloads_results(spec.model):
         return None
     layers, tokens, inputs, results = (
-        len(recompute.checkpointed_layers(causal)),
+        len(checkpointing.checkpointed_layers(causal)),
         spec.micro_batch_tokens,
         None,
         list[Room](),
@@ -115,7 +186,7 @@ def _causal(
     config: PretrainedConfig,
     device: torch.device,
     ds_config: dict[str, Any],
-    on_files: loading.OnFiles,
+    on_files: weights.OnFiles,
 ) -> tuple[PreTrainedModel, str]:
     """Build the sharded model with its weights, and choose its attention implementation."""
     spec = run.model
@@ -127,18 +198,18 @@ def _causal(
     )
     implementation = attention.choose(spec, needs, device, run.train.sequence_parallel)
     if spec.weights == "random":
-        causal = loading.empty_model(
+        causal = weights.empty_model(
             config, meta, implementation, ds_config, trust_remote_code=spec.trust_remote_code
         )
-        loading.initialise(causal)
+        weights.initialise(causal)
         return causal, implementation
     index = read_index(weights_folder(spec))
-    found = matching.match(meta, index)
-    matching.refuse(found, spec)
-    causal = loading.empty_model(
+    found = weights.match_weights(meta, index)
+    weights.refuse(found, spec)
+    causal = weights.empty_model(
         config, meta, implementation, ds_config, trust_remote_code=spec.trust_remote_code
     )
-    loading.load(causal, meta, found, index, on_files)
+    weights.load(causal, meta, found, index, on_files)
     return causal, implementation
 
 

@@ -6,15 +6,19 @@ Reads safetensors files, or the files of ``torch.save`` (``pytorch_model.bin``) 
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from so_tui.spec import InputError, Problem, first_line
+from so_tui.units import disk_size
 
 DTYPES = {
     "F64": torch.float64,
@@ -206,3 +210,199 @@ def _problem(code: str, path: Path, message: str) -> InputError:
     return InputError(
         [Problem(code=code, field="model.id", value=str(path), message=message, remedy=remedy)]
     )
+
+
+# Convert MXFP4 weights (gpt-oss) to bf16 once: a folder as ``save_pretrained`` would write it,
+# made one expert at a time.
+#
+# MXFP4 stores 32 values as one shared power of two and 32 values of 4 bits. ``NAME_scales``
+# [experts, rows, blocks] has the exponent plus 127, and ``NAME_blocks`` [experts, rows, blocks,
+# 16] has two values a byte, the lower half first. The model has the experts' matrices transposed:
+# [experts, blocks * 32, rows]. Every value fits bf16 exactly.
+
+
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Values of the lower three bits; the fourth is the sign."""
+_BLOCKS, _SCALES = "_blocks", "_scales"
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_HEADER_ALIGNMENT = 64
+
+
+class _Output(NamedTuple):
+    """A tensor of the new folder."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: Callable[[], Iterator[Tensor]]
+    """Yields the tensor's elements in pieces."""
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def dequantised(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Dequantise the matrix of one expert.
+
+    Args:
+        blocks: [rows, blocks, 16] uint8
+        scales: [rows, blocks] uint8
+
+    Returns:
+        [blocks * 32, rows] bf16
+    """
+    both = torch.tensor([*VALUES, *(-value for value in VALUES)], dtype=torch.bfloat16)
+    byte = torch.arange(256)
+    pairs = torch.stack((both[byte & 15], both[byte >> 4]), dim=-1).view(torch.int32).flatten()
+    values = (
+        pairs.index_select(0, blocks.flatten().to(torch.int32))
+        .view(torch.bfloat16)
+        .view(*scales.shape, 32)
+    )
+    powers = torch.ldexp(torch.ones(256), torch.arange(256) - 127).to(torch.bfloat16)
+    return (values * powers[scales.to(torch.int64)][..., None]).flatten(1).t().contiguous()
+
+
+def missing_bytes(source: Path, target: Path) -> int:
+    """Return the bytes that the bf16 folder of an MXFP4 checkpoint still needs on disk; 0 if it is complete."""
+    if target.is_dir():
+        return 0
+    partial, files = _partial(target), _outputs(read_index(source))
+    return sum(
+        output.bytes
+        for name, tensors in files.items()
+        if not (partial / name).is_file()
+        for output in tensors.values()
+    )
+
+
+def convert(source: Path, target: Path) -> Iterator[str]:
+    """Write the bf16 folder of an MXFP4 checkpoint. It gets its name when it is complete.
+
+    Files that an interrupted conversion finished are not written again.
+
+    Yields:
+        A line of progress before each file.
+
+    Raises:
+        InputError: The disk has too little space.
+        OSError: The disk cannot be written.
+    """
+    if target.is_dir():
+        return
+    partial, files = _partial(target), _outputs(read_index(source))
+    partial.mkdir(parents=True, exist_ok=True)
+    check_room(partial, missing_bytes(source, target))
+    todo = [name for name in files if not (partial / name).is_file()]
+    for number, name in enumerate(todo, start=1):
+        yield f"MXFP4 to bf16: {name} ({number} of {len(todo)}, {disk_size(sum(output.bytes for output in files[name].values()))})"
+        _write_file(partial / name, files[name])
+    _write_rest(source, partial, files)
+    partial.rename(target)
+
+
+def check_room(folder: Path, needed_bytes: int) -> None:
+    """Refuse a folder whose disk has too little space.
+
+    Raises:
+        InputError: Less than ``needed_bytes`` is free.
+    """
+    free = shutil.disk_usage(folder).free
+    if free < needed_bytes:
+        message = (
+            f"has {disk_size(free)} free, but the weights in bf16 need {disk_size(needed_bytes)}"
+        )
+        remedy = "Free some space, or set XDG_CACHE_HOME."
+        raise InputError(
+            [
+                Problem(
+                    code="disk-full",
+                    field="XDG_CACHE_HOME",
+                    value=str(folder),
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        )
+
+
+def _partial(target: Path) -> Path:
+    return target.with_name(target.name + ".partial")
+
+
+def _outputs(index: Mapping[str, Stored]) -> dict[str, dict[str, _Output]]:
+    """Return the tensors of every new file. A file is named after the one that has the blocks, or the tensor itself."""
+    files: dict[str, dict[str, _Output]] = {}
+    for name, stored in index.items():
+        file = files.setdefault(stored.path.name, {})
+        if name.endswith(_BLOCKS) and (scales := index.get(name.removesuffix(_BLOCKS) + _SCALES)):
+            experts, rows, blocks, _ = stored.shape
+            shape = (experts, blocks * 32, rows)
+            file[name.removesuffix(_BLOCKS)] = _Output(
+                torch.bfloat16,
+                shape,
+                lambda s=stored, c=scales: _experts(s, c),  # type: ignore[misc]
+            )
+        elif not (name.endswith(_SCALES) and name.removesuffix(_SCALES) + _BLOCKS in index):
+            file[name] = _Output(stored.dtype, stored.shape, lambda s=stored: iter((s.read(),)))  # type: ignore[misc]
+    return {name: tensors for name, tensors in files.items() if tensors}
+
+
+def _experts(blocks: Stored, scales: Stored) -> Iterator[Tensor]:
+    """Yield the experts' matrices."""
+    experts, of_blocks, of_scales = blocks.shape[0], prod(blocks.shape[1:]), prod(scales.shape[1:])
+    for expert in range(experts):
+        packed = blocks.elements(expert * of_blocks, (expert + 1) * of_blocks).view(
+            blocks.shape[1:]
+        )
+        exponents = scales.elements(expert * of_scales, (expert + 1) * of_scales).view(
+            scales.shape[1:]
+        )
+        yield dequantised(packed, exponents)
+
+
+def _write_file(path: Path, tensors: Mapping[str, _Output]) -> None:
+    """Write a safetensors file, under a temporary name until it is complete."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, output in tensors.items():
+        header[name] = {
+            "dtype": _NAMES[output.dtype],
+            "shape": output.shape,
+            "data_offsets": (offset, offset + output.bytes),
+        }
+        offset += output.bytes
+    text = json.dumps(header).encode()
+    text += b" " * (-(len(text) + 8) % _HEADER_ALIGNMENT)
+    unfinished = path.with_suffix(".unfinished")
+    with unfinished.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for output in tensors.values():
+            for piece in output.pieces():
+                file.write(piece.flatten().view(torch.uint8).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.rename(path)
+
+
+def _write_rest(source: Path, partial: Path, files: Mapping[str, Mapping[str, _Output]]) -> None:
+    """Copy all other files, remove the quantisation from the configuration, and write an index of the new files."""
+    for path in source.iterdir():
+        if (
+            path.is_file()
+            and path.suffix in (".json", ".jinja", ".txt", ".model")
+            and not path.name.endswith(".index.json")
+        ):
+            shutil.copyfile(path, partial / path.name)
+    config = json.loads((source / "config.json").read_text())
+    config.pop("quantization_config", None)
+    (partial / "config.json").write_text(json.dumps(config, indent=2))
+    index = {
+        "metadata": {
+            "total_size": sum(
+                output.bytes for tensors in files.values() for output in tensors.values()
+            )
+        },
+        "weight_map": {tensor: name for name, tensors in files.items() for tensor in tensors},
+    }
+    (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))

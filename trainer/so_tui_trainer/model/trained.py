@@ -2,22 +2,212 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from so_tui.spec import RunSpec
-from so_tui.spec.sections.parameters import decays
+from so_tui.spec.run_spec import decays
 from so_tui_trainer.data.batches import Batch
-from so_tui_trainer.model import attention, recurrent
-from so_tui_trainer.model.logits import logit_changes
-from so_tui_trainer.model.longrope import long_documents_of
-from so_tui_trainer.model.loss import HeadLoss
-from so_tui_trainer.model.matching import decoder_of
-from so_tui_trainer.model.router import RouterLoss
+from so_tui_trainer.model import attention, kinds_of
+from so_tui_trainer.model.checkpointing import checkpointed_layers
+from so_tui_trainer.model.experts import RouterLoss
+from so_tui_trainer.model.loss import HeadLoss, logit_changes
+from so_tui_trainer.model.weights import decoder_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+# LongRoPE (Phi-3, Phi-4-mini, MiniCPM 3): rotary frequencies by the length of each document.
+#
+# Such a model has other frequencies in sequences that are longer than its original length.
+# transformers chooses one of the two sets for a whole forward pass, by the largest position in it.
+# That is wrong where documents are packed, and where ranks have parts of them.
+
+
+_OWNED_LONG = "_so_tui_long_documents"
+"""Attribute of a model that has its ``LongDocuments``."""
+
+
+class LongDocuments:
+    """Which tokens of the micro-batch that a model computes are in documents longer than its original length."""
+
+    def __init__(self, original_length: int | None) -> None:
+        self.original_length = original_length
+        """Tokens; None for a model without LongRoPE."""
+        self.tokens: Tensor | None = None
+        """[rows, width] bool; None before the first micro-batch."""
+
+    def look_at(self, batch: Batch) -> None:
+        """Note the documents of a micro-batch."""
+        if self.original_length is not None:
+            self.tokens = batch.document_lengths() > self.original_length
+
+
+def long_documents_of(causal: PreTrainedModel) -> LongDocuments:
+    """Return the documents by which ``causal`` chooses its frequencies; the first call makes it do so."""
+    found = causal.__dict__.get(_OWNED_LONG)
+    if not isinstance(found, LongDocuments):
+        rotary: list[Any] = [
+            module
+            for module in causal.modules()
+            if getattr(module, "rope_type", None) == "longrope"
+        ]
+        length = (
+            int(rotary[0].config.rope_parameters["original_max_position_embeddings"])
+            if rotary
+            else None
+        )
+        found = causal.__dict__[_OWNED_LONG] = LongDocuments(length)
+        for module in rotary:
+            module.forward = partial(_by_document, module.forward, found)
+    return found
+
+
+def _by_document(
+    run: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    documents: LongDocuments,
+    x: Tensor,
+    position_ids: Tensor,
+) -> tuple[Tensor, ...]:
+    """Return cosines and sines of each token, [rows, width, size]: ``run`` once with each set of frequencies."""
+    if documents.tokens is None or documents.original_length is None:
+        return run(x, position_ids)
+    short = run(x, position_ids.clamp(max=documents.original_length - 1))
+    beyond = position_ids.new_full((len(position_ids), 1), documents.original_length)
+    long = run(x, torch.cat((position_ids, beyond), dim=1))
+    return tuple(
+        torch.where(documents.tokens[..., None], angles[:, :-1], other)
+        for angles, other in zip(long, short, strict=True)
+    )
+
+
+# Layers that carry a state from token to token (Mamba, gated delta rule, short convolutions):
+# packed documents stay apart in them.
+#
+# Their kernels start each row with an empty state, and few take document boundaries. So the part
+# of a layer that mixes tokens computes each document as a row of its own
+# (``so_tui_trainer.data.batches``); attention and feed-forward blocks see the packed tokens as
+# always.
+
+
+_OWNED = "_so_tui_documents"
+"""Attribute of a model that has its ``Documents``."""
+
+
+class Documents:
+    """The documents of the micro-batch that a model computes, as rows. Backward recomputes layers with the same."""
+
+    def __init__(self, layers: int) -> None:
+        self.layers = layers
+        """How many layers of the model carry a state from token to token."""
+        self.rows: tuple[Tensor, ...] = ()
+        """What ``rows_apart`` returned, on the model's device."""
+
+
+def documents_of(causal: PreTrainedModel) -> Documents:
+    """Return the documents that the layers of ``causal`` compute which carry a state; the first call makes them do so."""
+    found = causal.__dict__.get(_OWNED)
+    if not isinstance(found, Documents):
+        layers = checkpointed_layers(causal)
+        kinds = chain(kinds_of(causal.config.get_text_config()), repeat(None))
+        mixers = [
+            mixer
+            for layer, kind in zip(layers, kinds, strict=False)
+            if (mixer := _mixer(layer, kind)) is not None
+        ]
+        found = causal.__dict__[_OWNED] = Documents(len(mixers))
+        for mixer in mixers:
+            mixer.forward = partial(
+                _each_alone, mixer.forward, _other_arguments(mixer.forward), found
+            )
+    return found
+
+
+def _mixer(layer: nn.Module, kind: str | None) -> nn.Module | None:
+    """Return the part of a layer that has a convolution over tokens, as nearly all recurrences have; else attention that is linear."""
+    for module in layer.modules():
+        if any(type(part) is nn.Conv1d for part in module.children()):
+            return module
+    return getattr(layer, "self_attn", None) if kind == "linear_attention" else None
+
+
+def _other_arguments(run: Callable[..., Any]) -> dict[str, None]:
+    """Return what else a function demands: masks and caches, of which a row that is one document needs none."""
+    _, *others = inspect.signature(run).parameters.values()
+    demanded = (
+        other.name
+        for other in others
+        if other.default is other.empty and other.kind is other.POSITIONAL_OR_KEYWORD
+    )
+    return dict.fromkeys(demanded)
+
+
+def _each_alone(
+    run: Callable[..., Any],
+    others: dict[str, None],
+    documents: Documents,
+    hidden_states: Tensor,
+    *rest: Any,
+    **options: Any,
+) -> Any:
+    """Compute ``run`` with each document as a row, [rows, width, size] to the same. Without documents, as it was called."""
+    if not documents.rows:
+        return run(hidden_states, *rest, **options)
+    places, *groups = documents.rows
+    parts = _Spread.apply(hidden_states.flatten(0, 1), places, *groups)  # type: ignore[no-untyped-call]
+    found = [run(part, **others) for part in parts]
+    if isinstance(found[0], tuple):
+        return _joined([part[0] for part in found], places, hidden_states), *found[0][1:]
+    return _joined(found, places, hidden_states)
+
+
+def _joined(parts: Sequence[Tensor], places: Tensor, like: Tensor) -> Tensor:
+    joined: Tensor = _Join.apply(places, *parts)  # type: ignore[no-untyped-call]
+    return joined.view(*like.shape[:-1], joined.shape[-1])
+
+
+class _Spread(torch.autograd.Function):
+    """[tokens, size] to rows, a tensor for each group. What is beyond a document's end has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, places: Tensor, *groups: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(places)
+        return tuple(tokens[group] for group in groups)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (places,) = ctx.saved_tensors
+        together = torch.cat([gradient.flatten(0, 1) for gradient in gradients])
+        return together[places], None, *(None for _ in gradients)
+
+
+class _Join(torch.autograd.Function):
+    """Rows, a tensor for each group, to [tokens, size]."""
+
+    @staticmethod
+    def forward(ctx: Any, places: Tensor, *parts: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.shapes = [part.shape for part in parts]
+        return torch.cat([part.flatten(0, 1) for part in parts])[places]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (places,) = ctx.saved_tensors
+        sizes = [rows * width for rows, width, _ in ctx.shapes]
+        together = gradients[0].new_zeros(sum(sizes), gradients[0].shape[-1])
+        together[places] = gradients[0]
+        return None, *(
+            part.view(shape)
+            for part, shape in zip(torch.split(together, sizes), ctx.shapes, strict=True)
+        )
+
 
 PREFIX = "causal."
 """Precedes a parameter's Hugging Face name in ``TrainedModel``."""
@@ -49,7 +239,7 @@ class TrainedModel(nn.Module):
         starts.
         """
         self.router = router
-        self._documents = recurrent.documents_of(causal)
+        self._documents = documents_of(causal)
         self._long_documents = long_documents_of(causal)
         self.last_router_loss: Tensor | None = None
         """The router loss of the last forward pass, scaled but without its coefficient; detached."""

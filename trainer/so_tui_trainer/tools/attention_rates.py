@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from so_tui.model.flops import attention_pairs
-from so_tui.plan.gpu_pass import BACKWARD_ATTENTION
+from so_tui.plan.step_time import BACKWARD_ATTENTION
 from so_tui.spec.attention import KERNELS, AttentionBackend, Needs, obstacle_to
 from so_tui_trainer.model.attention import Documents, Kernels, kernels_of, present
 
@@ -33,7 +33,7 @@ def usable_backends(device: Any) -> dict[AttentionBackend, Kernels]:
 def attention_rates(
     backends: Mapping[AttentionBackend, Kernels], device: Any, seconds: Seconds, scale: float
 ) -> list[tuple[AttentionBackend, list[tuple[int, float, float]]]]:
-    """Return (length of documents, FLOP/s of forward, FLOP/s of backward) of each backend, as ``so_tui.plan.constants.AttentionRate``."""
+    """Return (length of documents, FLOP/s of forward, FLOP/s of backward) of each backend, as ``so_tui.plan.rates.AttentionRate``."""
     lengths = {max(1, int(length * scale)): count for length, count in PACKS.items()}
     return [
         (

@@ -29,7 +29,7 @@ def build() -> dict[str, object]:
         os.environ["DS_ACCELERATOR"] = "cpu"
     from deepspeed.ops.op_builder.builder import CUDAMismatchException, MissingCUDAException
 
-    from superoffload.deepspeed_adapter.cpu_adam import load_cpu_adam
+    from superoffload.deepspeed_adapter.engine import load_cpu_adam
 
     reason = ""
     try:

@@ -5,7 +5,7 @@ Request: ``nodes`` [{"id", "cpus"}] (cores that this process may use), ``gpus`` 
 those of its rank when all GPUs train), ``scale`` (share of the real sizes; below 1 only in tests) and, for tests without GPUs,
 ``pretend_gpus``
 (measured on the CPU). Answers: ``{"message"}`` lines, then ``{"rates", "done": true}`` with the fields of
-``so_tui.plan.calibration.Rates``.
+``so_tui.plan.measured.Rates``.
 GPUs are numbered as by NVML.
 """
 
@@ -23,7 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from so_tui.plan.types import MemoryPolicy
+from so_tui.plan.plan import MemoryPolicy
 from so_tui.spec import SoTuiError
 from so_tui.units import thousands
 from so_tui_trainer.binding import set_memory_policy

@@ -60,7 +60,7 @@ def _tokenizer(spec: RunSpec) -> list[str]:
 
 def _weights(spec: RunSpec) -> list[str]:
     """Check that local weights match the model, or that remote ones exist and are open to this user."""
-    from so_tui_trainer.model.pretrained import downloaded
+    from so_tui_trainer.model.weights import downloaded
 
     if spec.model.weights == "random":
         return []
@@ -77,23 +77,23 @@ def _weights(spec: RunSpec) -> list[str]:
 
 def _stored(spec: RunSpec, source: Path) -> list[str]:
     """Compare the stored tensors with the model. For MXFP4 weights, check for their bf16 folder or the space for it."""
-    from so_tui_trainer.model import matching, mxfp4
+    from so_tui_trainer.model import stored, weights
     from so_tui_trainer.model.config import load_config
-    from so_tui_trainer.model.pretrained import trainable_folder
     from so_tui_trainer.model.stored import read_index
+    from so_tui_trainer.model.weights import trainable_folder
 
     folder = trainable_folder(source)
     if not folder.is_dir():
-        needed = mxfp4.missing_bytes(source, folder)
-        mxfp4.check_room(next(parent for parent in folder.parents if parent.is_dir()), needed)
+        needed = stored.missing_bytes(source, folder)
+        stored.check_room(next(parent for parent in folder.parents if parent.is_dir()), needed)
         size = disk_size(needed)
         return [
             f"the MXFP4 weights must be converted to bf16 once ({size}); `so-tui prepare {spec.name}` does that beforehand"
         ]
-    meta = matching.meta_model(
+    meta = weights.meta_model(
         load_config(spec.model), trust_remote_code=spec.model.trust_remote_code
     )
-    matching.refuse(matching.match(meta, read_index(folder)), spec.model)
+    weights.refuse(weights.match_weights(meta, read_index(folder)), spec.model)
     return []
 
 
@@ -102,8 +102,7 @@ def _data(spec: RunSpec) -> list[str]:
 
     Rows without a trained token are dropped later, so fewer rows may be left than are counted here.
     """
-    from so_tui_trainer.data.chat import chat_of
-    from so_tui_trainer.data.encoding import Encoder
+    from so_tui_trainer.data.chat import Encoder, chat_of
     from so_tui_trainer.data.sources import open_sources
     from so_tui_trainer.data.tokens import load_tokenizer
     from so_tui_trainer.evaluation import held_out_rows

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from so_tui.spec import RunSpec
     from superoffload import DeepSpeedStates, Progress
 
+
 _STATES_BYTES = 12
 """Bytes of a checkpoint per parameter."""
 
@@ -43,12 +44,12 @@ def convert(request: Answer) -> Iterator[Answer]:
 def _to_deepspeed(path: Path, folder: Path) -> Iterator[Answer]:
     import so_tui
     import superoffload
-    from so_tui.model.layout import trainable
+    from so_tui.model.shape import trainable
     from so_tui.runs import RunDirectory, read_spec
-    from so_tui_trainer.checkpoint import Found, optimizer_folder
+    from so_tui_trainer.checkpoint_folder import Found, optimizer_folder
     from so_tui_trainer.export import ExportMarker, refuse_foreign, refuse_without_room, replacing
     from so_tui_trainer.model.trained import PREFIX
-    from so_tui_trainer.tools.checkpoints import with_newest
+    from so_tui_trainer.tools.channel import with_newest
 
     run, folder = RunDirectory(path), folder.expanduser().resolve()
     refuse_foreign(folder)
@@ -85,8 +86,9 @@ def _to_deepspeed(path: Path, folder: Path) -> Iterator[Answer]:
 def _from_deepspeed(source: Path, path: Path) -> Iterator[Answer]:
     import superoffload
     from so_tui.runs import RunDirectory, read_spec
-    from so_tui.runs.manifest import run_id
-    from so_tui_trainer import checkpoint_folder, disk_room
+    from so_tui.runs.directory import run_id
+    from so_tui_trainer import checkpoint_folder
+    from so_tui_trainer import checkpoint_folder as disk_room
     from so_tui_trainer.model.trained import PREFIX
 
     run = RunDirectory(path)
@@ -130,7 +132,7 @@ def _read(source: Path) -> DeepSpeedStates:
 
 
 def _refuse_other_model(source: Path, found: DeepSpeedStates, spec: RunSpec) -> None:
-    from so_tui.model.layout import trainable
+    from so_tui.model.shape import trainable
     from so_tui.spec import InputError, Problem
 
     wanted = {parameter.name: parameter.numel for parameter in trainable(spec.model.parameters)}

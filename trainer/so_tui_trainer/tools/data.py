@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from so_tui_trainer.data.documents import Documents
-    from so_tui_trainer.data.packing import Sequences
+    from so_tui_trainer.data.documents import Documents, Sequences
+
 
 _BINS = 11
 """Bins of equal width in the histogram."""
@@ -45,9 +45,8 @@ def preview(request: Answer) -> Iterator[Answer]:
     """
     yield {"message": "loading the tokenizer and opening the data"}
     stay_offline_when_cut_off()
-    from so_tui_trainer.data.cache import read
     from so_tui_trainer.data.chat import chat_of
-    from so_tui_trainer.data.packing import fill
+    from so_tui_trainer.data.documents import fill, read
     from so_tui_trainer.data.tokens import load_tokenizer
     from so_tui_trainer.evaluation import divide
 

@@ -8,37 +8,363 @@ Problems name the cause: no such model, gated, no network, not a causal language
 
 from __future__ import annotations
 
+import math
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
-from so_tui.spec import InputError, ModelSpec, Problem, resolve_source
-from so_tui.spec.files import exists, is_folder
-from so_tui.spec.layers import packing_problem
+from so_tui.spec import (
+    InputError,
+    ModelSpec,
+    ParameterBlock,
+    Problem,
+    Tensor,
+    decays,
+    first_line,
+    resolve_source,
+)
+from so_tui.spec.check import exists, is_folder
+from so_tui.spec.model_table import mixing_kinds, packing_problem, recurrent_kinds
+from so_tui.spec.run_spec import TensorKind, is_matrix
 from so_tui_trainer.hub import remote_files, stay_offline_when_cut_off
-from so_tui_trainer.model.layer_types import kinds_of
+from so_tui_trainer.model import kinds_of, same_in_all_layers
 from so_tui_trainer.tools.channel import Answer, serve
-from so_tui_trainer.tools.model_refusals import (
-    refuse,
-    refuse_head,
-    refuse_other_kinds,
-    refuse_shape,
-    refuse_unplannable,
-    refuse_unreadable,
-)
-from so_tui_trainer.tools.model_section import (
-    QUANTISED,
-    blocks_of,
-    expert_blocks,
-    ordered_tensors,
-    shape_of,
-)
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+# Why a model cannot be described: refusals that name the cause and a remedy.
+
+
+def refuse_unreadable(model: ModelSpec, error: Exception) -> NoReturn:
+    """Explain why transformers cannot load a config. Its errors share types, so their texts are matched here, and nowhere else.
+
+    Raises:
+        InputError: Always.
+    """
+    text = str(error)
+    if "trust_remote_code" in text and not model.trust_remote_code:
+        remedy = "Read that code first. If you trust it, add --trust-remote-code."
+        refuse(
+            "model-needs-remote-code",
+            model,
+            "comes with its own Python code, which is not run by default",
+            remedy,
+            error,
+        )
+    if _caused_by(error, "GatedRepoError"):
+        remedy = "Accept its terms on its page on the hub, then log in with `hf auth login` (or set HF_TOKEN)."
+        refuse("hub-access-denied", model, "is gated, and this user has no access", remedy, error)
+    if "Unrecognized model" in text:
+        remedy = "Name a folder whose config.json has `model_type`, in the format of transformers."
+        message = "does not say what kind of model it is (its config.json has no `model_type`)"
+        refuse("model-type-missing", model, message, remedy, error)
+    if "does not recognize this architecture" in text:
+        from transformers import __version__
+
+        message = f"is of a kind that transformers {__version__} does not know"
+        refuse(
+            "model-type-unknown",
+            model,
+            message,
+            "Install a newer transformers, or choose another model.",
+            error,
+        )
+    message = f"its config.json cannot be read ({_reason(error)})"
+    refuse("model-config-unreadable", model, message, "Correct it, or download it again.", error)
+
+
+def refuse_shape(model: ModelSpec, error: Exception) -> NoReturn:
+    """Explain why a model cannot be built on meta tensors.
+
+    Raises:
+        InputError: Always.
+    """
+    message = f"its shape cannot be built: {_reason(error)}"
+    refuse(
+        "model-shape-invalid",
+        model,
+        message,
+        "Check its config.json. Some models need other packages, or a newer transformers.",
+    )
+
+
+def refuse_other_kinds(model: ModelSpec, config: PretrainedConfig) -> None:
+    """Refuse a model that is not a decoder over text.
+
+    Raises:
+        InputError: It is another kind of model.
+    """
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    )
+
+    remedy = "Choose a model for text generation (a causal language model)."
+    classes = tuple(config.architectures or ())
+    if getattr(config, "is_encoder_decoder", False):
+        refuse(
+            "model-not-causal", model, "is an encoder-decoder, not a causal language model", remedy
+        )
+    text = config.get_text_config()
+    if text is not config:
+        message = f"is a multimodal model, and transformers has no model for its language part alone ({text.model_type})"
+        refuse("model-multimodal", model, message, remedy)
+    if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(
+        config, "is_decoder", False
+    ):
+        message = f"is an encoder ({classes[0] if classes else config.model_type}), not a causal language model"
+        refuse("model-not-causal", model, message, remedy)
+    known = set(_names(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+    own_code = model.trust_remote_code and "AutoModelForCausalLM" in (
+        getattr(config, "auto_map", None) or {}
+    )
+    if own_code:
+        return
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        message = f"is a {config.model_type}, which transformers has no causal language model for"
+        refuse("model-not-causal", model, message, remedy)
+    if classes and not known & set(classes):
+        refuse("model-not-causal", model, f"is a {classes[0]}, not a causal language model", remedy)
+
+
+def refuse_head(model: ModelSpec, causal: PreTrainedModel) -> None:
+    from so_tui_trainer.model.build import refuse_unsupported
+
+    if causal.get_output_embeddings() is None:  # type: ignore[no-untyped-call]
+        message = "has no output projection that so-tui can find"
+        refuse(
+            "model-head-missing", model, message, "Choose a model with a plain output projection."
+        )
+    refuse_unsupported(causal, model)
+
+
+def refuse_unplannable(model: ModelSpec) -> None:
+    """Refuse a model whose shape the planner cannot read.
+
+    Raises:
+        InputError: Names the keys that are missing.
+    """
+    from so_tui.model.flops import flops_of
+
+    try:
+        flops_of(model)
+    except InputError as error:
+        missing = ", ".join(problem.field.rpartition(".")[2] for problem in error.problems)
+        message = f"a {model.config.get('model_type')} has no {missing}: this kind of model cannot be planned"
+        refuse(
+            "model-not-plannable",
+            model,
+            message,
+            "Choose a decoder with attention in every layer.",
+            error,
+        )
+
+
+def refuse(
+    code: str, model: ModelSpec, message: str, remedy: str, error: Exception | None = None
+) -> NoReturn:
+    raise InputError(
+        [Problem(code=code, field="model.id", value=model.id, message=message, remedy=remedy)]
+    ) from error
+
+
+def _caused_by(error: BaseException | None, name: str) -> bool:
+    while error is not None:
+        if type(error).__name__ == name:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _names(mapping: Mapping[str, str | tuple[str, ...]]) -> Iterator[str]:
+    for names in mapping.values():
+        yield from (names,) if isinstance(names, str) else names
+
+
+def _reason(error: BaseException) -> str:
+    return f"it lacks {error}" if isinstance(error, KeyError) else first_line(error)
+
+
+# The section ``[model]`` of a preset: shape and parameter table, read from a model that is built
+# on meta tensors.
+
+
+QUANTISED = ("quantization_config", "compression_config")
+"""Keys of a config that say how the weights are quantised."""
+_SHAPE = [
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "num_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "max_position_embeddings",
+    "initializer_range",
+    "tie_word_embeddings",
+]
+"""Keys that the planner reads. They are written out even if the model's own config uses a default or another name."""
+_NOT_SHAPE = {
+    "transformers_version",
+    "_name_or_path",
+    "dtype",
+    "torch_dtype",
+    "use_cache",
+    "auto_map",
+    *QUANTISED,
+}
+"""Keys that do not belong into a preset."""
+_WIDTHS = ("ffn_dim", "ffn_hidden_size", "n_inner")
+"""Names of ``intermediate_size`` in older models."""
+_LAYER = re.compile(r"\b((?:layers|blocks|h)\.)(\d+)(?=\.)")
+"""The number of a layer in a parameter's name, by the names that models give their list of layers."""
+
+
+def shape_of(config: PretrainedConfig, causal: PreTrainedModel) -> dict[str, Any]:
+    """Return ``[model.config]``: what differs from the defaults of this kind of model, and all that the planner reads. Without None, as in
+    TOML.
+    """
+    shape: dict[str, Any] = _toml_values(
+        {key: value for key, value in config.to_diff_dict().items() if key not in _NOT_SHAPE}
+    )
+    return shape | planned_shape(config, causal)
+
+
+def planned_shape(config: PretrainedConfig, causal: PreTrainedModel) -> dict[str, Any]:
+    """Return what the planner reads of a model, by the names that it uses."""
+    own = _without_layers(config)
+    named = {key: same_in_all_layers(getattr(own, key, None)) for key in _SHAPE}
+    named["intermediate_size"] = named["intermediate_size"] or _width(config, causal)
+    named["num_key_value_heads"] = named["num_key_value_heads"] or getattr(
+        config, "num_kv_heads", None
+    )
+    shape: dict[str, Any] = {
+        key: value for key, value in named.items() if isinstance(value, int | float)
+    }
+    kinds = list(kinds_of(config))
+    return (
+        shape | {"layer_types": kinds} if mixing_kinds(kinds) or recurrent_kinds(kinds) else shape
+    )
+
+
+def _without_layers(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the config without what single layers have of their own (Gemma 4), which makes reading the others' values an error."""
+    if not getattr(config, "is_heterogeneous", False):
+        return config
+    plain = deepcopy(config)
+    plain.per_layer_config = None
+    return plain
+
+
+def _width(config: PretrainedConfig, causal: PreTrainedModel) -> int | None:
+    """Return the feed-forward width if it is not called ``intermediate_size``: by its older names, or the widest input of a projection."""
+    from torch.nn import Linear
+    from transformers.pytorch_utils import Conv1D
+
+    for key in _WIDTHS:
+        if isinstance(value := getattr(config, key, None), int):
+            return value
+    head = causal.get_output_embeddings()  # type: ignore[no-untyped-call]
+    inputs = [
+        module.in_features
+        for module in causal.modules()
+        if isinstance(module, Linear) and module is not head
+    ]
+    inputs += [module.weight.shape[0] for module in causal.modules() if isinstance(module, Conv1D)]
+    return max(inputs, default=None)
+
+
+def _toml_values(value: Any) -> Any:
+    """Remove None, tables with keys that are not text, and lists with an infinity (``time_step_limit``), which JSON cannot hold."""
+    if isinstance(value, dict):
+        known = {
+            key: item for key, item in value.items() if isinstance(key, str) and item is not None
+        }
+        return {key: _toml_values(item) for key, item in known.items() if not _unwritable(item)}
+    if isinstance(value, list | tuple):
+        return [_toml_values(item) for item in value if item is not None]
+    return value
+
+
+def _unwritable(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(not isinstance(key, str) for key in value)
+    return isinstance(value, list | tuple) and any(
+        isinstance(item, float) and math.isinf(item) for item in value
+    )
+
+
+def expert_blocks(causal: PreTrainedModel) -> tuple[str, ...]:
+    """Return the classes of the blocks with experts. ZeRO-3 all-gathers such a block as a whole, whichever experts a token uses."""
+    blocks = {
+        type(module).__name__
+        for module in causal.modules()
+        if any(name == "experts" for name, _ in module.named_children())
+    }
+    return tuple(sorted(blocks))
+
+
+def ordered_tensors(model: PreTrainedModel) -> Iterator[Tensor]:
+    """Yield all parameters in the order of ``named_parameters``; tied ones name the parameter they share."""
+    from torch.nn import Embedding
+
+    embeddings = {name for name, module in model.named_modules() if isinstance(module, Embedding)}
+    first_name: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield Tensor(
+            name=name,
+            shape=tuple(parameter.shape),
+            decay=decays(name, parameter.dim()),
+            kind=_kind(name, parameter.dim(), embeddings),
+            tied=first_name.get(id(parameter), ""),
+        )
+        first_name.setdefault(id(parameter), name)
+
+
+def blocks_of(tensors: Iterable[Tensor]) -> tuple[ParameterBlock, ...]:
+    """Return the tensors as blocks, with repeated layers written once."""
+    blocks: list[ParameterBlock] = []
+    for index, group in groupby(tensors, key=lambda tensor: _layer(tensor.name)):
+        if index is None:
+            blocks.append(ParameterBlock(tensors=tuple(group)))
+            continue
+        pattern = tuple(
+            Tensor(_LAYER.sub(r"\1{i}", t.name, count=1), t.shape, t.decay, t.kind, t.tied)
+            for t in group
+        )
+        last = blocks[-1] if blocks else None
+        if last is not None and last.tensors == pattern and last.first + last.repeat == index:
+            blocks[-1] = ParameterBlock(repeat=last.repeat + 1, first=last.first, tensors=pattern)
+        else:
+            blocks.append(ParameterBlock(first=index, tensors=pattern))
+    return tuple(blocks)
+
+
+def _layer(name: str) -> int | None:
+    found = _LAYER.search(name)
+    return int(found.group(2)) if found else None
+
+
+def _kind(name: str, dimensions: int, embeddings: set[str]) -> TensorKind:
+    if name.rpartition(".")[0] in embeddings:
+        return "embedding"
+    if not is_matrix(name, dimensions):
+        return "other"
+    stacked = dimensions == 3 and "conv" not in name
+    return "expert" if ".experts." in name or stacked else "linear"
+
 
 _DEQUANTISED = ("mxfp4", "gpt_oss")
 """The quantisation that the trainer converts when it loads weights, and the kind of model for which it does."""
@@ -74,7 +400,7 @@ def describe(request: Answer) -> Iterator[Answer]:
     _check_hub(asked)
     # Imported late: torch and transformers take seconds.
     from so_tui_trainer.model.config import language_part
-    from so_tui_trainer.model.matching import meta_model
+    from so_tui_trainer.model.weights import meta_model
 
     whole = _read_config(asked)
     config = language_part(whole)

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from so_tui_trainer.hub import stay_offline_when_cut_off
-from so_tui_trainer.tools.channel import Answer, serve
-from so_tui_trainer.tools.checkpoints import refuse_code_of_others, with_newest
+from so_tui_trainer.tools.channel import Answer, refuse_code_of_others, serve, with_newest
 
 if TYPE_CHECKING:
     from so_tui_trainer.export import Stage

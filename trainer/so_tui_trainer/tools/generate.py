@@ -30,16 +30,17 @@ from so_tui.spec.generation import (
     Request,
     Side,
 )
-from so_tui.trust.ownership import distrust_of_folder
+from so_tui.trust.files import distrust_of_folder
 from so_tui_trainer.hub import stay_offline_when_cut_off
 from so_tui_trainer.tools import channel
-from so_tui_trainer.tools.checkpoints import refuse_code_of_others, with_newest
+from so_tui_trainer.tools.channel import refuse_code_of_others, with_newest
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
     from so_tui_trainer.generation import Writer
+
 
 Item = TypeVar("Item")
 Other = TypeVar("Other")
@@ -144,7 +145,7 @@ def in_turn(iterators: Iterator[Iterator[Item]]) -> Iterator[Item]:
 
 def _loading(load: LoadModel) -> Generator[Event, None, Writers]:
     """Load the models of a request."""
-    from so_tui_trainer import whole
+    from so_tui_trainer import export
     from so_tui_trainer.data.chat import chat_of
     from so_tui_trainer.data.tokens import tokenizer_of
     from so_tui_trainer.generation import Writer, stop_tokens
@@ -157,11 +158,11 @@ def _loading(load: LoadModel) -> Generator[Event, None, Writers]:
         models["base"], its = yield from _of_base(base)
         known.append(its)
     chat = chat_of(tokenizer_of(tokenizer_source(load, model)))
-    device = whole.chosen_device(load.device, sum(each.parameters for each in known))
+    device = export.chosen_device(load.device, sum(each.parameters for each in known))
     stop = stop_tokens(chat, tuned)
     # Both are asked in the layout of the tuned model, and end their answers by its tokens: the base model may know neither.
     writers: Writers = {
-        side: Writer(whole.placed(each, device), chat, stop) for side, each in models.items()
+        side: Writer(export.placed(each, device), chat, stop) for side, each in models.items()
     }
     yield Loaded(models=tuple(known), device=_name(device), layout=chat.name)
     return writers
@@ -212,7 +213,7 @@ def _of_run(
     load: LoadModel,
 ) -> Generator[Event, None, tuple[PreTrainedModel, ModelSpec, ModelFacts]]:
     from so_tui.runs import RunDirectory, read_spec
-    from so_tui_trainer import whole
+    from so_tui_trainer import export
 
     run = RunDirectory(Path(load.run))
     spec = read_spec(run)
@@ -221,7 +222,7 @@ def _of_run(
         run,
         spec,
         "loading",
-        lambda found: (whole.of_checkpoint(found.path, spec), found.manifest.step),
+        lambda found: (export.of_checkpoint(found.path, spec), found.manifest.step),
     )
     causal, step = yield from _changed(
         steps, lambda answer: Progress(message=str(answer["message"]))
@@ -230,7 +231,7 @@ def _of_run(
         causal,
         spec.model,
         ModelFacts(
-            side="tuned", name=run.name, step=step, parameters=whole.parameter_count(causal)
+            side="tuned", name=run.name, step=step, parameters=export.parameter_count(causal)
         ),
     )
 
@@ -246,12 +247,12 @@ def of_folder(
     Returns:
         The model, the one that its training began with (with random weights if that is not known), and facts about it.
     """
-    from so_tui_trainer import whole
+    from so_tui_trainer import export
     from so_tui_trainer.export import read_marker
 
     folder = Path(load.folder)
     yield Progress(message=f"loading {folder}")
-    causal = whole.of_folder(folder, ModelSpec(id=load.folder))
+    causal = export.of_folder(folder, ModelSpec(id=load.folder))
     marker = read_marker(folder)
     base = ModelSpec(id=load.folder, weights="random")
     if (
@@ -263,20 +264,20 @@ def of_folder(
         causal,
         base,
         ModelFacts(
-            side="tuned", name=folder.name, step=step, parameters=whole.parameter_count(causal)
+            side="tuned", name=folder.name, step=step, parameters=export.parameter_count(causal)
         ),
     )
 
 
 def _of_base(model: ModelSpec) -> Generator[Event, None, tuple[PreTrainedModel, ModelFacts]]:
-    from so_tui_trainer import whole
-    from so_tui_trainer.model import pretrained
+    from so_tui_trainer import export
+    from so_tui_trainer.model import weights
 
     yield Progress(message=f"loading the base model, {model.id}")
-    for line in pretrained.prepare_weights(model):
+    for line in weights.prepare_weights(model):
         yield Progress(message=line)
-    causal = whole.of_folder(pretrained.weights_folder(model), model)
-    return causal, ModelFacts(side="base", name=model.id, parameters=whole.parameter_count(causal))
+    causal = export.of_folder(weights.weights_folder(model), model)
+    return causal, ModelFacts(side="base", name=model.id, parameters=export.parameter_count(causal))
 
 
 def _name(device: torch.device) -> str:

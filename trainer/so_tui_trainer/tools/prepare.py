@@ -29,15 +29,16 @@ def prepare(request: Answer) -> Iterator[Answer]:
         InputError: Something cannot be downloaded, too many rows would be held out, or the disk has no space for the converted weights.
     """
     stay_offline_when_cut_off()
-    from so_tui_trainer.data import cache, tokens
+    from so_tui_trainer.data import documents as cache
+    from so_tui_trainer.data import tokens
     from so_tui_trainer.evaluation import divide, evaluation_spec
-    from so_tui_trainer.model import pretrained
+    from so_tui_trainer.model import weights
 
     spec = requested_spec(request)
     yield from (answer | {"done": False} for answer in fetch(request))
     if spec.model.weights == "pretrained":
-        yield from ({"message": line} for line in pretrained.prepare_weights(spec.model))
-        yield {"message": f"weights: ready in {pretrained.weights_folder(spec.model)}"}
+        yield from ({"message": line} for line in weights.prepare_weights(spec.model))
+        yield {"message": f"weights: ready in {weights.weights_folder(spec.model)}"}
     for part in (spec, evaluation_spec(spec)):
         if part is not None:
             documents = cache.read(tokens.prepare(part), part.data)

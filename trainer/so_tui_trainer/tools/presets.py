@@ -20,10 +20,10 @@ import tomli_w
 from transformers import AutoConfig, PretrainedConfig
 
 from so_tui.spec import InputError, ModelSpec, ParameterBlock, Problem, find_preset, resolve_source
-from so_tui.spec.table import MARKER, table_text
+from so_tui.spec.model_table import MARKER, table_text
 from so_tui_trainer.model.config import config_of, language_part
-from so_tui_trainer.model.matching import meta_model
-from so_tui_trainer.tools.model_section import blocks_of, ordered_tensors, planned_shape, shape_of
+from so_tui_trainer.model.weights import meta_model
+from so_tui_trainer.tools.describe_model import blocks_of, ordered_tensors, planned_shape, shape_of
 
 _EXPERTS = {"num_experts", "num_local_experts"}
 """Two names of the same key; a config has either."""

@@ -6,26 +6,50 @@ optimizer into DeepSpeed. Nothing else in the project depends on DeepSpeed's int
 
 from __future__ import annotations
 
+import fcntl
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from functools import cache, partial, wraps
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.op_builder import CPUAdamBuilder
 from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 from deepspeed.utils import z3_leaf_module
 from packaging.version import Version
+from torch.utils.cpp_extension import _get_build_directory
 
-from superoffload.deepspeed_adapter import checkpoints, streaming
+from superoffload.deepspeed_adapter import stage3
 from superoffload.deepspeed_adapter.stage3 import SuperOffloadStage3
 from superoffload.errors import OffloadError
+from superoffload.gpu_states import SubGroupState
 from superoffload.optimizer import SuperOffload
-from superoffload.run_ahead import RunAheadLimiter
-from superoffload.sub_groups import SubGroupState
+from superoffload.transfers import RunAheadLimiter
+
+# Loads DeepSpeed's CPU Adam kernel, which torch compiles where it is first needed.
+
+
+def load_cpu_adam() -> None:
+    """Load the kernel, compiling it if it is not cached. Call it before ``DeepSpeedCPUAdam`` is made.
+
+    While torch compiles, a file named ``lock`` stands in the build folder. A process that is killed leaves it there, and every later one
+    would wait for it forever. So one process at a time gets this far, by a lock that the kernel releases, and removes such a file.
+
+    Raises:
+        RuntimeError, OSError, AssertionError: DeepSpeed or the compiler refuses.
+    """
+    builder = CPUAdamBuilder()
+    folder = Path(_get_build_directory(builder.name, False))
+    with (folder / "so-tui.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        (folder / "lock").unlink(missing_ok=True)
+        builder.load(verbose=False)
+
 
 OLDEST, NEWEST = "0.18.9", "0.19.8"
 """The range of supported versions. ``make test-system`` runs the engine's tests with the oldest, one between and the newest."""
@@ -90,7 +114,7 @@ def join_process_group(**settings: Any) -> None:
 def shard(ds_config: Mapping[str, Any]) -> AbstractContextManager[Any]:
     """Return a context in which the parameters of every new module are sharded over the ranks as soon as it is constructed."""
     context: AbstractContextManager[Any] = deepspeed.zero.Init(
-        config_dict_or_path=streaming.without_pinning(ds_config)
+        config_dict_or_path=stage3.without_pinning(ds_config)
     )
     return context
 
@@ -247,7 +271,7 @@ def _first_step(inner: Any, master_weights: torch.Tensor) -> int | torch.Tensor:
 
 def publish_weights(engine: Engine) -> None:
     """Cast the master weights to the weights on all ranks, after loading them."""
-    checkpoints.publish_weights(
+    stage3.publish_weights(
         engine.optimizer,
         [(state.weights, state.master_weights) for state in sub_group_states(engine)],
     )

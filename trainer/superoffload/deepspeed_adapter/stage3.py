@@ -3,27 +3,344 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.constants import (
+    FP32_FLAT_GROUPS,
+    OPTIMIZER_STATE_DICT,
+    PARTITION_COUNT,
+    ZERO_STAGE,
+)
 from deepspeed.runtime.superoffload import superoffload_stage3
 from deepspeed.runtime.torch_autocast import sort_dtypes
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.utils import z3_leaf_module
 
 from so_tui.model.sharding import gpu_sub_groups, sub_group_slices
-from superoffload.deepspeed_adapter import checkpoints, streaming
-from superoffload.deepspeed_adapter.waits import Waits
+from superoffload.conversion import deepspeed_states
 from superoffload.errors import OffloadError
+from superoffload.gpu_states import Gradient, SubGroup
 from superoffload.host_room import within_share
 from superoffload.optimizer import SuperOffload
 from superoffload.settings import Settings
-from superoffload.sub_groups import Gradient, SubGroup
+from superoffload.shared_states import HostWeights
+
+# DeepSpeed's checkpoints: one rank's states as DeepSpeed's ZeRO-3 optimizer has them, and back.
+
+
+def to_state_dict(
+    core: SuperOffload, parameter_groups: Sequence[Mapping[str, Any]], partition_count: Any
+) -> dict[str, Any]:
+    """Return copies of the states, which ``zero_to_fp32.py`` can read.
+
+    Args:
+        core: The rank's optimizer, synchronized.
+        parameter_groups: Those of AdamW.
+        partition_count: As DeepSpeed's optimizer has it.
+    """
+    moments = [core.moments(index) for index in range(len(core.sub_groups))]
+    state = {
+        index: {
+            "step": core.steps_taken,
+            "exp_avg": first.cpu().clone(),
+            "exp_avg_sq": second.cpu().clone(),
+        }
+        for index, (first, second) in enumerate(moments)
+    }
+    groups = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in parameter_groups
+    ]
+    return {
+        ZERO_STAGE: ZeroStageEnum.weights,
+        PARTITION_COUNT: partition_count,
+        OPTIMIZER_STATE_DICT: {"state": state, "param_groups": groups},
+        FP32_FLAT_GROUPS: [core.master_weights(index).cpu().clone() for index in state],
+    }
+
+
+def load_state_dict(
+    core: SuperOffload,
+    parameter_groups: Sequence[dict[str, Any]],
+    saved: Mapping[str, Any],
+    *,
+    moments: bool,
+) -> None:
+    """Load what ``to_state_dict`` returned, of as many ranks and sub-groups.
+
+    Args:
+        core: The rank's optimizer, synchronized.
+        parameter_groups: Those of AdamW, which get the saved learning rates and the like with the moments.
+        saved: This rank's.
+        moments: Whether to load the moments and the step, too.
+
+    Raises:
+        OffloadError: If the sub-groups differ (``other-sub-groups``).
+    """
+    flat, optimizer_state = saved[FP32_FLAT_GROUPS], saved[OPTIMIZER_STATE_DICT]
+    here = [group.weights.numel() for group in core.sub_groups]
+    if [weights.numel() for weights in flat] != here:
+        raise OffloadError(
+            f"The checkpoint has {len(flat)} sub-groups, of other sizes than the {len(here)} here: its sub_group_size or its number of "
+            "ranks was another. superoffload.load_state loads what superoffload.save_state saved with any.",
+            code="other-sub-groups",
+        )
+    for index, weights in enumerate(flat):
+        core.master_weights(index).copy_(weights)
+        if moments:
+            state = optimizer_state["state"][index]
+            core.set_moments(index, state["exp_avg"], state["exp_avg_sq"])
+    if moments:
+        for group, values in zip(parameter_groups, optimizer_state["param_groups"], strict=True):
+            group.update(values)
+        core.set_steps_taken(
+            max((int(state["step"]) for state in optimizer_state["state"].values()), default=0)
+        )
+
+
+def load_universal(
+    core: SuperOffload, folder: Path, numels: Mapping[str, int], rank: int, *, moments: bool
+) -> None:
+    """Load a universal checkpoint, which any ranks and sub-groups may have saved.
+
+    Args:
+        core: The rank's optimizer, synchronized.
+        folder: The checkpoint.
+        numels: Elements of each whole parameter.
+        rank: This rank, among those that share the parameters.
+        moments: Whether to load the moments and the step, too.
+
+    Raises:
+        OffloadError: If it is of another model (``other-parameters``), or cannot be read (codes of ``deepspeed_states``).
+    """
+    saved = deepspeed_states(folder)
+    if dict(saved.numels) != numels:
+        names = sorted(
+            name
+            for name in saved.numels.keys() | numels.keys()
+            if saved.numels.get(name) != numels.get(name)
+        )
+        message = f"{folder} is of another model: {len(names)} parameters differ in name or size, {', '.join(names[:3])} first."
+        raise OffloadError(message, code="other-parameters")
+    places = {
+        name: (index, group.span(member))
+        for index, group in enumerate(core.sub_groups)
+        for member, name in enumerate(group.names)
+    }
+    found = (
+        [[torch.zeros(group.weights.numel()) for _ in range(2)] for group in core.sub_groups]
+        if moments and saved.moments
+        else []
+    )
+    for states in saved.read():
+        index, (begin, end) = places[states.name]
+        kinds = [core.master_weights(index), *(found[index] if found else ())]
+        for target, whole in zip(
+            kinds, (states.master_weights, *(states.moments or ())), strict=False
+        ):
+            shard = whole[rank * (end - begin) : (rank + 1) * (end - begin)]
+            target[begin : begin + len(shard)].copy_(shard)
+    for index, (first, second) in enumerate(found):
+        core.set_moments(index, first, second)
+    if found:
+        core.set_steps_taken(saved.adam_step)
+
+
+def publish_weights(optimizer: Any, states: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Cast the master weights to the weights, and update the parameters that every rank holds whole (persistent ones).
+
+    Args:
+        optimizer: A ZeRO-3 optimizer.
+        states: (weights, master weights) of each of its sub-groups.
+    """
+    optimizer._partition_all_parameters()
+    for index, (weights, master_weights) in enumerate(states):
+        weights.copy_(master_weights)
+        optimizer._unflatten_partitioned_parameters(index)
+    if optimizer.persistent_parameters:
+        optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+
+
+# Shards in host memory: how they get there, and how ZeRO-3 all-gathers them from there.
+#
+# DeepSpeed copies a shard to the GPU where it gathers it, and lets the host wait for each copy
+# where there are several ranks. We queue the copies of all parameters that are gathered together
+# before DeepSpeed looks at them.
+
+
+def without_pinning(ds_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config with which shards are allocated in ordinary host memory.
+
+    They are so only until the optimizer is made, which puts them where they are pinned. Pinned piece by piece they would be rounded up, and
+    their memory retained.
+    """
+    config = deepcopy(dict(ds_config))
+    if offload := config.get("zero_optimization", {}).get("offload_param"):
+        offload["pin_memory"] = False
+    return config
+
+
+def place(
+    groups: Sequence[Sequence[Any]], numels: Sequence[int], on_gpu: int, device: torch.device
+) -> tuple[list[torch.Tensor], HostWeights | None]:
+    """Move the shards of each sub-group into one tensor: the first sub-groups' to the GPU, the others' to host memory.
+
+    Every sub-group's former memory is freed before the next one is moved.
+
+    Args:
+        groups: The parameters of each sub-group.
+        numels: Elements of each sub-group's shards.
+        on_gpu: How many of them have their states on the GPU.
+        device: The GPU.
+
+    Returns:
+        The weights of each sub-group, and the ``HostWeights`` of the others; None where there are no others.
+    """
+    dtype = groups[0][0].ds_tensor.dtype
+    host = (
+        HostWeights(numels[on_gpu:], dtype, pinned=device.type == "cuda")
+        if on_gpu < len(numels)
+        else None
+    )
+    found = []
+    for index, (group, numel) in enumerate(zip(groups, numels, strict=True)):
+        weights = (
+            torch.empty(numel, dtype=dtype, device=device)
+            if host is None or index < on_gpu
+            else host.weights(index - on_gpu)
+        )
+        begin = 0
+        for parameter in group:
+            target = weights.narrow(0, begin, parameter.partition_numel())
+            target.copy_(parameter.ds_tensor)
+            parameter.ds_tensor.data = target
+            begin += target.numel()
+        found.append(weights)
+    return found, host
+
+
+def gather(
+    all_gather: Callable[..., Any], parameters: Sequence[Any], *arguments: Any, **keywords: Any
+) -> Any:
+    """All-gather parameters, with their shards copied to the GPU on the current stream. The host does not wait for the copies.
+
+    One rank gathers nothing: there DeepSpeed's own copies are the weights.
+    """
+    with _shards_on_gpu(parameters) as copies:
+        handle = all_gather(parameters, *arguments, **keywords)
+        if copies is not None and hasattr(handle, "wait"):
+            handle.shards = (
+                copies  # which the collective may still read, until the handle has been waited for
+            )
+        return handle
+
+
+@contextmanager
+def _shards_on_gpu(parameters: Sequence[Any]) -> Iterator[torch.Tensor | None]:
+    on_host = [
+        parameter
+        for parameter in parameters
+        if parameter.ds_status == ZeroParamStatus.NOT_AVAILABLE
+        and parameter.ds_tensor.device != parameter.device
+    ]
+    if not on_host or comm.get_world_size(group=on_host[0].ds_process_group) == 1:
+        yield None
+        return
+    shards = [parameter.ds_tensor for parameter in on_host]
+    copies = torch.empty(
+        sum(shard.numel() for shard in shards), dtype=shards[0].dtype, device=on_host[0].device
+    )
+    begin = 0
+    for parameter, shard in zip(on_host, shards, strict=True):
+        copy = copies.narrow(0, begin, shard.numel())
+        copy.copy_(shard, non_blocking=True)
+        begin += shard.numel()
+        copy.__dict__.update(shard.__dict__)  # DeepSpeed keeps what it knows of a shard there
+        parameter.ds_tensor = copy
+    try:
+        yield copies
+    finally:
+        for parameter, shard in zip(on_host, shards, strict=True):
+            parameter.ds_tensor = shard
+
+
+# Makes ZeRO-3 wait for new weights where it is about to use them, by replacing functions of its
+# objects.
+
+
+class Waits:
+    """The functions that were replaced for one optimizer.
+
+    Args:
+        core: The rank's optimizer.
+        sub_group: By DeepSpeed's id of a trainable parameter, its sub-group.
+    """
+
+    def __init__(self, core: SuperOffload, sub_group: Mapping[int, int]) -> None:
+        self._core, self._sub_group = core, sub_group
+        self._originals: list[tuple[Any, str, Any]] = []
+
+    def before_all_gather(self, module: Any) -> None:
+        """Wrap the two functions with which DeepSpeed all-gathers a parameter, so that both wait for its new weights and find them."""
+
+        def waiting(function: Callable[..., Any], own: Any) -> Callable[..., Any]:
+            def all_gather(param_list: Any = None, *arguments: Any, **keywords: Any) -> Any:
+                parameters = [own] if param_list is None else list(param_list)
+                self._core.wait_for_weights(self._sub_groups(parameters))
+                return gather(function, parameters, *arguments, **keywords)
+
+            return all_gather
+
+        for parameter in module.parameters():
+            for name in ("all_gather", "all_gather_coalesced"):
+                self._replace(parameter, name, waiting(getattr(parameter, name), parameter))
+
+    def before_layers(self, coordinator: Any) -> None:
+        """Wrap the function with which DeepSpeed makes the computing stream wait for a layer's weights, to measure these waits.
+
+        On a GPU the all-gathers, and their waits, are in a stream of their own: how long they take says nothing about the computation.
+        """
+        fetch: Callable[[Any, bool], None] = coordinator.fetch_sub_module
+        sub_groups: dict[int, frozenset[int]] = {}
+
+        def measured_fetch(current_submodule: Any, forward: bool) -> None:
+            key = current_submodule.ds_id
+            if key not in sub_groups:
+                sub_groups[key] = self._sub_groups(
+                    iter_params(current_submodule, recurse=z3_leaf_module(current_submodule))
+                )
+            with self._core.measuring_wait(sub_groups[key]):
+                fetch(current_submodule, forward)
+
+        self._replace(coordinator, "fetch_sub_module", measured_fetch)
+
+    def restore(self) -> None:
+        """Put DeepSpeed's own functions back. Safe to call twice."""
+        for owner, name, original in self._originals:
+            setattr(owner, name, original)
+        self._originals.clear()
+
+    def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        self._originals.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, function)
+
+    def _sub_groups(self, parameters: Any) -> frozenset[int]:
+        return frozenset(
+            self._sub_group[parameter.ds_id]
+            for parameter in parameters
+            if parameter.ds_id in self._sub_group
+        )
 
 
 @contextmanager
@@ -104,7 +421,7 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         device = torch.device(get_accelerator().current_device_name())
         host_weights = None
         if self.offload_param:
-            self.fp16_partitioned_groups_flat[:], host_weights = streaming.place(
+            self.fp16_partitioned_groups_flat[:], host_weights = place(
                 self.fp16_groups, numels, on_gpu, device
             )
             self.param_groups_fp16_flat_cpu_memory.clear()
@@ -287,9 +604,7 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         They are copies, 12 bytes of host memory a parameter. ``superoffload.save_state`` needs none.
         """
         self.core.synchronize()
-        return checkpoints.to_state_dict(
-            self.core, self.optimizer.param_groups, self.partition_count
-        )
+        return to_state_dict(self.core, self.optimizer.param_groups, self.partition_count)
 
     def load_state_dict(
         self,
@@ -319,11 +634,11 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
                 for group in self.fp16_groups
                 for parameter in group
             }
-            checkpoints.load_universal(
+            load_universal(
                 self.core, Path(checkpoint_folder), numels, rank, moments=load_optimizer_states
             )
         else:
-            checkpoints.load_state_dict(
+            load_state_dict(
                 self.core,
                 self.optimizer.param_groups,
                 state_dict_list[rank],
@@ -333,7 +648,7 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             (group.weights, self.core.master_weights(index))
             for index, group in enumerate(self.core.sub_groups)
         ]
-        checkpoints.publish_weights(self, states)
+        publish_weights(self, states)
 
     def destroy(self) -> None:
         self.release()

@@ -1,0 +1,188 @@
+"""``generate`` and ``chat``: let a run's newest checkpoint or a model's folder answer, and its base model beside it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator
+
+from msgspec import Struct
+
+from so_tui.commands.common import print_json, print_note, usable_terminal
+from so_tui.spec import InputError, Problem
+from so_tui.spec.generation import (
+    Answer,
+    Ended,
+    Event,
+    Loaded,
+    LoadModel,
+    ModelFacts,
+    Piece,
+    Progress,
+    Prompt,
+    Rejected,
+    Sampling,
+    Side,
+    Turn,
+)
+from so_tui.trust.text import printable_line
+from so_tui.units import duration, plural, thousands
+
+_LONGEST_INPUT = 1 << 20
+"""Characters of standard input that are read as a prompt."""
+
+
+class PromptAnswers(Struct, frozen=True, kw_only=True):
+    """A prompt and its answers, one of each model."""
+
+    prompt: str
+    answers: tuple[Answer, ...]
+
+
+class Generated(Struct, frozen=True, kw_only=True):
+    """What ``generate --json`` prints."""
+
+    models: tuple[ModelFacts, ...]
+    device: str
+    """Name of the GPU, or ``CPU``."""
+    sampling: Sampling
+    prompts: tuple[PromptAnswers, ...]
+
+
+def generate(arguments: argparse.Namespace) -> int:
+    """Print the answers to each prompt as they are written, or all of them as JSON."""
+    from so_tui.launch.helper_jobs import ModelProcess
+
+    prompts = arguments.prompt or [_standard_input()]
+    load = _named(arguments)
+    sampling = given_sampling(arguments)
+    printer = _Printer(arguments, headings=load.compare or len(prompts) > 1)
+    found = []
+    with contextlib.closing(ModelProcess(load)) as process:
+        events = process.events()
+        loaded = _loaded(events, arguments)
+        for text in prompts:
+            printer.prompt(text)
+            answers = []
+            for model in loaded.models:
+                printer.model(model)
+                process.ask([_prompt(model.side, text, arguments)], sampling)
+                answers.append(printer.answer(events))
+            found.append(PromptAnswers(prompt=text, answers=tuple(answers)))
+    if arguments.json:
+        print_json(
+            Generated(
+                models=loaded.models, device=loaded.device, sampling=sampling, prompts=tuple(found)
+            )
+        )
+    return 0
+
+
+def chat(arguments: argparse.Namespace) -> int:
+    """Open the screen of a conversation."""
+    from so_tui.settings import load_settings
+    from so_tui.ui.chat.screen import ChatApp
+
+    if not usable_terminal():
+        print(
+            "so-tui: a conversation needs a terminal; `so-tui generate` needs none", file=sys.stderr
+        )
+        return 2
+    load = _named(arguments)
+    logging.disable(logging.INFO)  # --verbose would write over the screen
+    ChatApp(load, given_sampling(arguments), arguments.system, load_settings()).run()
+    return 0
+
+
+def _named(arguments: argparse.Namespace) -> LoadModel:
+    from so_tui.launch.helper_jobs import named_model
+
+    return named_model(
+        arguments.model,
+        arguments.runs_dir,
+        compare=arguments.compare,
+        base=arguments.base,
+        device=arguments.device,
+    )
+
+
+def given_sampling(arguments: argparse.Namespace) -> Sampling:
+    """Return the sampling that the options ask for."""
+    return Sampling(**{name: getattr(arguments, name) for name in Sampling.__struct_fields__})
+
+
+def _standard_input() -> str:
+    if sys.stdin.isatty():
+        remedy = (
+            'Give one with --prompt "TEXT", or on standard input; `so-tui chat` asks on a screen.'
+        )
+        raise InputError(
+            [
+                Problem(
+                    code="missing", field="--prompt", value="", message="is missing", remedy=remedy
+                )
+            ]
+        )
+    return sys.stdin.read(_LONGEST_INPUT).strip()
+
+
+def _prompt(side: Side, text: str, arguments: argparse.Namespace) -> Prompt:
+    if arguments.raw:
+        return Prompt(side=side, text=text)
+    system = (Turn("system", arguments.system),) if arguments.system else ()
+    return Prompt(side=side, turns=(*system, Turn("user", text)))
+
+
+def _loaded(events: Iterator[Event], arguments: argparse.Namespace) -> Loaded:
+    for event in events:
+        if isinstance(event, Progress):
+            print_note(arguments, event.message, stderr=True)
+        if isinstance(event, Loaded):
+            print_note(arguments, f"on {event.device}, in {event.layout}", stderr=True)
+            return event
+    raise AssertionError("the helper ended without an error before the model was loaded")
+
+
+class _Printer:
+    """Prints answers as they are written; nothing with ``--json``."""
+
+    def __init__(self, arguments: argparse.Namespace, *, headings: bool) -> None:
+        self._arguments, self._headings = arguments, headings
+        self._shown = not arguments.json
+
+    def prompt(self, text: str) -> None:
+        if self._shown and self._headings:
+            print(f"> {printable_line(text)}", flush=True)
+
+    def model(self, model: ModelFacts) -> None:
+        if self._shown and self._headings:
+            step = "" if model.step is None else f", step {thousands(model.step)}"
+            print(printable_line(f"[{model.side}: {model.name}{step}]"), flush=True)
+
+    def answer(self, events: Iterator[Event]) -> Answer:
+        """Print and return the next answer."""
+        for event in events:
+            if isinstance(event, Piece) and self._shown:
+                print(event.text, end="", flush=True)
+            if isinstance(event, Rejected):
+                raise InputError([event.problem])
+            if isinstance(event, Answer):
+                if self._shown:
+                    print(flush=True)
+                print_note(
+                    self._arguments,
+                    f"({plural(event.tokens, 'token')} in {duration(event.seconds)}, {_ENDS[event.ended]})",
+                    stderr=True,
+                )
+                return event
+        raise AssertionError("the helper ended without an error before the answer")
+
+
+_ENDS: dict[Ended, str] = {
+    "stop": "ended by itself",
+    "length": "cut off at --max-tokens",
+    "context": "cut off at the model's longest sequence",
+    "cancelled": "cancelled",
+}

@@ -1,0 +1,703 @@
+"""A typed preview of the data as the model will see it, made by a helper process."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+from msgspec import Struct, field
+
+from so_tui.folders import user_folder
+from so_tui.launch.helper import Cancel, ToolProcess, call_tool, stream_tool
+from so_tui.launch.helper import Cancel as EndProcess
+from so_tui.launch.launch import visible_machine
+from so_tui.launch.supervisor import host_check
+from so_tui.machine.types import Machine
+from so_tui.plan.binding import bind_ranks, by_core
+from so_tui.plan.measured import Rates, store
+from so_tui.runs import RunDirectory, create_run, delete_run, find_run
+from so_tui.runs.liveness import EXIT_CODES
+from so_tui.runs.records import OutcomeCode, RunState
+from so_tui.runs.state import write_state_even_if_full
+from so_tui.spec import (
+    InputError,
+    Problem,
+    Refusal,
+    Refused,
+    RunSpec,
+    check_tree,
+    create_preset,
+    load_catalog,
+    spec_tree,
+    with_values,
+)
+from so_tui.spec.check import exists, is_folder, path_fault
+from so_tui.spec.generation import Ask, Device, Event, LoadModel, Prompt, Sampling
+from so_tui.spec.generation import Cancel as generation_Cancel
+from so_tui.spec.model_table import layer_kinds, packing_problem
+from so_tui.spec.presets import BUILTIN, with_absolute_paths
+from so_tui.trust.decoding import prepare
+from so_tui.units import disk_size, plural, thousands
+
+# Measuring a machine's rates in helper processes, for ``calibrate`` and ``validate``.
+
+
+def measure_rates(
+    machine: Machine, tell: Callable[[str], None], *, timeout_s: float | None = None
+) -> tuple[Rates, Path]:
+    """Measure this machine and store its rates, which plans use from then on.
+
+    Args:
+        machine: This machine.
+        tell: Receives what was measured, in words.
+        timeout_s: How long it may take.
+
+    Returns:
+        The rates, and the file that has them now.
+
+    Raises:
+        Refused: A run uses a GPU (code ``gpu-in-use``).
+        ToolError: A measurement failed, or took too long.
+    """
+    mine = visible_machine(machine, os.environ)
+    answer: dict[str, Any] = {}
+    with gpus_taken(mine, "calibrate"):
+        for answer in stream_tool("calibrate", request_of(mine), timeout_s=timeout_s):
+            if message := answer.get("message"):
+                tell(message)
+    rates = msgspec.convert(answer["rates"], Rates)
+    return rates, store(machine, rates=rates)
+
+
+@contextmanager
+def gpus_taken(machine: Machine, by: str) -> Iterator[None]:
+    """Hold a machine's GPUs, so that no run begins beside a measurement. Raises Refused (``gpu-in-use``)."""
+    try:
+        held = host_check.take_gpus(
+            host_check.lock_folder(), machine.gpus, host_check.Holder(run=by, pid=os.getpid())
+        )
+    except host_check.LockTakenError as error:
+        busy = f"{error}. A run and a calibration would disturb each other; wait until the run has ended"
+        raise Refused([Refusal("gpu-in-use", busy)]) from error
+    try:
+        yield
+    finally:
+        for lock in held:
+            lock.release()
+
+
+def request_of(machine: Machine) -> dict[str, Any]:
+    """Return the helper's request: the usable cores of each NUMA node, and each GPU with its node's cores and its rank's.
+
+    The hardware threads of a core are adjacent, as in the cores that ranks and their Adam workers get, so that the first n represent n
+    cores of a rank.
+    """
+    allowed = set(machine.allowed_cpus)
+    nodes = [
+        {"id": node.id, "cpus": [*by_core(machine, [cpu for cpu in node.cpus if cpu in allowed])]}
+        for node in machine.cpu_nodes
+    ]
+    nodes = [node for node in nodes if node["cpus"]]
+    home = machine.gpus[0].numa_node if machine.gpus else None
+    nodes.sort(
+        key=lambda node: node["id"] != home
+    )  # the curve over core counts is measured on the node of the first GPU
+    shares = _cores_of_ranks(machine)
+    gpus = []
+    for gpu in machine.gpus:
+        near = [cpu for cpu in gpu.cpus if cpu in allowed]
+        gpus.append({"index": gpu.index, "cpus": near, "rank_cpus": shares.get(gpu.index, near)})
+    return {"nodes": nodes, "gpus": gpus}
+
+
+def _cores_of_ranks(machine: Machine) -> dict[int | None, list[int]]:
+    """Return the cores of each GPU's rank when all GPUs train; empty if they cannot, which must not prevent the measurement."""
+    if not machine.gpus:
+        return {}
+    try:
+        ranks = bind_ranks(
+            machine,
+            tuple(gpu.index for gpu in machine.gpus),
+            mode="gpu",
+            cpu_adam_cores_fraction=0.0,
+        )
+    except InputError:
+        return {}
+    return {rank.gpu: list(rank.cpus) for rank in ranks}
+
+
+# Checkpoints converted between ours and DeepSpeed's, in a helper process.
+
+
+Tell = Callable[[str], None]
+
+
+def to_deepspeed(run: RunDirectory, folder: Path, tell: Tell) -> None:
+    """Write a run's newest checkpoint in DeepSpeed's universal format.
+
+    Args:
+        run: The run.
+        folder: Where to; an older conversion or export is replaced.
+        tell: Receives what is done, in words.
+
+    Raises:
+        InputError: The run has no checkpoint, or the folder holds something else.
+        ToolError: It cannot be read or written.
+    """
+    _answer({"run": str(run.path), "to": str(folder)}, tell)
+
+
+def from_deepspeed(source: Path, spec: RunSpec, runs_dir: Path | None, tell: Tell) -> RunDirectory:
+    """Make a run that has stopped where DeepSpeed's ZeRO-3 saved a checkpoint, so that ``resume`` continues from there.
+
+    Args:
+        source: The folder given to DeepSpeed's ``save_checkpoint``, or that of a step in it.
+        spec: What the run trains; of the model of the checkpoint.
+        runs_dir: Folder of the run; the default folder if absent.
+        tell: Receives what is done, in words.
+
+    Raises:
+        InputError: The folder has no such checkpoint, or one of another model; no run is left behind.
+        ToolError: It cannot be read or written; no run is left behind.
+    """
+    run = create_run(spec, runs_dir)
+    try:
+        step = int(_answer({"deepspeed": str(source), "run": str(run.path)}, tell)["step"])
+    except BaseException:
+        delete_run(run)
+        raise
+    now = time.time()
+    state = RunState(
+        name=run.name,
+        state="stopped",
+        code=OutcomeCode.STOPPED,
+        exit_code=EXIT_CODES["stopped"],
+        step=step,
+        total_steps=spec.train.steps,
+        saved_step=step,
+        saved_at=now,
+        started=now,
+        ended=now,
+    )
+    write_state_even_if_full(run, state)
+    return run
+
+
+def _answer(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
+    answer: dict[str, Any] = {}
+    for answer in stream_tool("convert", request):
+        if message := answer.get("message"):
+            tell(str(message))
+    return answer
+
+
+LOSS_WORDS = {
+    "assistant": "every answer of the assistant is trained",
+    "last-turn": "the last answer of each row is trained",
+    "all": "every token is trained, prompts too",
+}
+
+_PICTURES = (
+    {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
+    | {0x7F: "\u2421"}
+    | dict.fromkeys(range(0x80, 0xA0), "\ufffd")
+)
+
+
+class Progress(Struct, frozen=True):
+    """The helper's progress. ``total_rows`` is 0 until the rows are counted."""
+
+    message: str
+    done_rows: int = 0
+    total_rows: int = 0
+
+
+class Sample(Struct, frozen=True):
+    """A document as pieces of text, each with whether it is trained."""
+
+    source: str
+    row: int
+    tokens: int
+    trained_tokens: int
+    pieces: tuple[tuple[str, bool], ...]
+
+    @property
+    def visible(self) -> Iterator[tuple[str, bool]]:
+        """The pieces with symbols in place of control characters, which a terminal would obey."""
+        return ((text.translate(_PICTURES), trained) for text, trained in self.pieces)
+
+
+class Bin(Struct, frozen=True):
+    """The documents of ``first`` to ``last`` tokens, and their tokens in total."""
+
+    first: int = field(name="from")
+    last: int = field(name="to")
+    documents: int
+    tokens: int
+
+    @property
+    def label(self) -> str:
+        return f"{self.first}-{self.last}" if self.last > self.first else f"{self.first}"
+
+
+class Tally(Struct, frozen=True, kw_only=True):
+    """What became of the rows of a source, or of all sources."""
+
+    rows: int
+    documents: int
+    tokens: int
+    trained_tokens: int
+    truncated: int
+    dropped: int
+    dropped_too_long: int
+    cut: int
+
+
+class SourceView(Tally, frozen=True, kw_only=True):
+    """A source of the mixture. It is the fraction ``share`` of an epoch, which repeats each of its documents ``times_an_epoch``."""
+
+    source: str
+    format: str
+    weight: float
+    share: float
+    times_an_epoch: float
+
+
+class Held(Struct, frozen=True):
+    """A document in a packed sequence."""
+
+    source: str
+    row: int
+    tokens: int
+
+
+class PackedSequence(Struct, frozen=True):
+    documents: tuple[Held, ...]
+    tokens: int
+
+
+class DataPreview(Tally, frozen=True, kw_only=True):
+    held_out: int
+    """Documents for evaluation; the counts include them."""
+    longest: int
+    mean_length: float
+    sequence_length: int
+    packing: bool
+    sequences: int
+    packing_efficiency: float
+    layout: str
+    loss: str
+    histogram: tuple[Bin, ...]
+    sources: tuple[SourceView, ...]
+    sequence: PackedSequence
+    samples: tuple[Sample, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def how(self) -> str:
+        """How rows become text, and which part of it is trained."""
+        return f"{self.layout}; {LOSS_WORDS[self.loss]}"
+
+    def facts(self) -> list[tuple[str, str, str]]:
+        """Return name, figure and meaning of each count."""
+        share = self.trained_tokens / self.tokens
+        used = self.rows - self.dropped
+        too_long = (
+            f", {thousands(self.dropped_too_long)} of them because the prompt alone fills a sequence"
+            if self.dropped_too_long
+            else ""
+        )
+        met = sum(part.documents * part.times_an_epoch for part in self.sources)
+        held = f"{met / self.sequences:.1f} documents each" if self.packing else "one document each"
+        filled = f"{100 * self.packing_efficiency:.1f} % full"
+        purpose = "have trained tokens" if self.held_out else "are trained on"
+        return [
+            ("rows", thousands(self.rows), f"{thousands(used)} {purpose}"),
+            *(
+                [
+                    (
+                        "held out",
+                        thousands(self.held_out),
+                        "documents for evaluation; the others are trained on",
+                    )
+                ]
+                if self.held_out
+                else []
+            ),
+            (
+                "tokens",
+                thousands(self.tokens),
+                f"{thousands(self.trained_tokens)} of them trained ({100 * share:.0f} %)",
+            ),
+            (
+                "lengths",
+                thousands(round(self.mean_length)),
+                f"tokens on average, {thousands(self.longest)} the longest",
+            ),
+            (
+                "sequences",
+                thousands(self.sequences),
+                f"of {thousands(self.sequence_length)} tokens, {filled}, {held}",
+            ),
+            (
+                "truncated",
+                thousands(self.truncated),
+                "rows longer than a sequence, which lose their end",
+            ),
+            ("dropped", thousands(self.dropped), f"rows without a trained token{too_long}"),
+            *(
+                [("cut", thousands(self.cut), "rows of plain text that became several documents")]
+                if self.cut
+                else []
+            ),
+        ]
+
+    @property
+    def padding(self) -> int:
+        """Padding tokens of the shown sequence."""
+        return self.sequence_length - self.sequence.tokens
+
+    def sequence_cells(self, width: int) -> list[int]:
+        """Return the cells of each document of the shown sequence, and of its padding, in a bar of ``width`` cells."""
+        ends = list(accumulate(document.tokens for document in self.sequence.documents))
+        edges = [0, *(round(end * width / self.sequence_length) for end in ends), width]
+        return [stop - start for start, stop in pairwise(edges)]
+
+    def sequence_words(self) -> str:
+        """Return a heading: ``a packed sequence: 3 documents that do not see each other``."""
+        count = len(self.sequence.documents)
+        return f"a packed sequence: {plural(count, 'document')}{' that do not see each other' if count > 1 else ''}"
+
+    def sequence_sum(self) -> str:
+        """Return a sum: ``44 + 36 + 12 padding = 92 tokens``."""
+        parts = [thousands(document.tokens) for document in self.sequence.documents]
+        padding = [f"{thousands(self.padding)} padding"] if self.padding else []
+        return f"{' + '.join([*parts, *padding])} = {thousands(self.sequence_length)} tokens"
+
+    def histogram_cells(self, width: int) -> list[int]:
+        """Return the cells of each bin's bar: ``width`` for the fullest, and at least one for any that is not empty."""
+        most = max(entry.documents for entry in self.histogram)
+        return [
+            max(1, round(width * entry.documents / most)) if entry.documents else 0
+            for entry in self.histogram
+        ]
+
+
+prepare(Progress, DataPreview)
+
+
+def preview_data(
+    spec: RunSpec, rows: int, cancel: Cancel | None = None
+) -> Iterator[Progress | DataPreview]:
+    """Yield progress, then the preview with ``rows`` sample rows.
+
+    A cancelled preview just ends. Raises the errors of ``call_tool``.
+    """
+    for answer in stream_tool(
+        "data", {"spec": spec_tree(with_absolute_paths(spec)), "rows": rows}, cancel
+    ):
+        if answer.get("done"):
+            if "problems" not in answer:  # else the helper's exit raises them
+                yield msgspec.convert(answer, DataPreview)
+        else:
+            yield msgspec.convert(answer, Progress)
+
+
+# The model of a run's newest checkpoint, exported as a Hugging Face folder by a helper process,
+# with its progress.
+
+
+class ExportProgress(Struct, frozen=True, kw_only=True):
+    """How far an export is. First every tensor is read, then the files are written."""
+
+    doing: Literal["reading", "writing"]
+    done_bytes: int
+    total_bytes: int
+    done_tensors: int = 0
+    total_tensors: int = 0
+    """0 while files are written."""
+
+    def __str__(self) -> str:
+        sizes = f"{disk_size(self.done_bytes)} of {disk_size(self.total_bytes)}"
+        if self.doing == "writing":
+            return f"wrote {sizes}"
+        return f"read {thousands(self.done_tensors)} of {thousands(self.total_tensors)} tensors, {sizes}"
+
+
+def export_model(run: RunDirectory, folder: Path | str) -> Iterator[ExportProgress | str]:
+    """Export a run's newest checkpoint, and yield how far it is, and what is worth saying, in words.
+
+    Raises:
+        InputError: The run has no checkpoint, or the folder holds something else.
+        ToolError: It cannot be read or written.
+    """
+    for event in stream_tool("export", {"run": str(run.path), "to": str(folder)}):
+        if progress := event.get("progress"):
+            yield msgspec.convert(progress, ExportProgress)
+        elif message := event.get("message"):
+            yield str(message)
+
+
+def in_steps(events: Iterator[ExportProgress | str], parts: int) -> Iterator[ExportProgress | str]:
+    """Leave out progress within the same one of ``parts`` equal parts of reading, or of writing, as the one before."""
+    last: tuple[str, int] | None = None
+    for event in events:
+        if isinstance(event, ExportProgress):
+            part = event.doing, event.done_bytes * parts // max(1, event.total_bytes)
+            if part == last:
+                continue
+            last = part
+        yield event
+
+
+# Presets for any model: a helper process reads the model's shape, and the other settings get
+# sensible values.
+
+
+_LONGEST_SEQUENCE = 4096
+_PARAMETERS_PER_GPU = 25_000_000_000
+"""The largest model that one GH200 with 480 GB can train, by the SuperOffload paper (arXiv 2509.21271)."""
+_TIMEOUT_S = 300.0
+
+
+class Described(NamedTuple):
+    """A spec that is not saved yet, and notes about the model."""
+
+    spec: RunSpec
+    notes: tuple[str, ...]
+
+
+def describe_model(
+    model: str,
+    *,
+    name: str | None = None,
+    revision: str = "main",
+    trust_remote_code: bool = False,
+    changes: dict[str, str] | None = None,
+) -> Described:
+    """Make the spec of a model. Takes seconds, in a helper process that downloads at most config.json.
+
+    Args:
+        model: A hub id or a local folder.
+        name: The preset's name; by default made from the model's.
+        revision: Branch, tag or commit on the hub.
+        trust_remote_code: Run the Python code that comes with the model.
+        changes: Dotted keys and values, as for ``--set``.
+
+    Raises:
+        InputError: There is no such model, it is gated, it is not a causal language model, there is no network ... Codes of this module
+            are ``name-taken`` and ``read-from-the-model``.
+        Refused: The training software is not installed.
+    """
+    chosen = name or preset_name(model)
+    _refuse_taken(chosen)
+    changes = changes or {}
+    _refuse_other_shape(changes)
+    asked = {
+        "tokenizer": changes.get("model.tokenizer", ""),
+        "weights": changes.get("model.weights", ""),
+    }
+    request = {"model": model, "revision": revision, "trust_remote_code": trust_remote_code}
+    answer = call_tool("describe_model", request | asked, timeout_s=_TIMEOUT_S)
+    spec = check_tree(_tree(answer, chosen))
+    return Described(with_values(spec, changes) if changes else spec, tuple(answer["notes"]))
+
+
+def add_preset(described: Described) -> Path:
+    """Save it as a user preset. Raises InputError if the name has been taken since, or the folder cannot be written."""
+    return create_preset(described.spec)
+
+
+def preset_name(model: str) -> str:
+    """Return a preset name for a model: ``qwen3-14b`` for ``Qwen/Qwen3-14B``, and a folder's own name, even for ``.``."""
+    folder = Path(model.strip()).expanduser()
+    name = folder.resolve().name if is_folder(folder) else _last_part(model)
+    words = re.sub(r"[^a-z0-9._-]+", "-", name.lower())
+    return words.strip("-._")[:64] or "model"
+
+
+def _tree(answer: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the preset as a tree. Keys that it lacks keep their defaults."""
+    length = min(_LONGEST_SEQUENCE, answer["longest_sequence"] or _LONGEST_SEQUENCE)
+    packs = packing_problem(layer_kinds(answer["model"]["config"])) is None
+    return {
+        "name": name,
+        "title": re.sub(r"[-_]+", " ", _last_part(answer["model"]["id"])),
+        "gpus": _gpus(answer["parameters"]),
+        "model": {
+            key: value for key, value in answer["model"].items() if value not in ("", [], {})
+        },
+        "data": {
+            "source": "tatsu-lab/alpaca",
+            "format": "auto",
+            "sequence_length": length,
+            "packing": packs,
+        },
+        "train": {"epochs": 1},
+        "offload": {"mode": "auto"},
+    }
+
+
+def _gpus(parameters: int) -> int:
+    """Return the smallest number of superchips with 480 GB (1, 2, 4, 8 or 16) that can train this many parameters."""
+    return next((count for count in (1, 2, 4, 8) if parameters <= count * _PARAMETERS_PER_GPU), 16)
+
+
+def _last_part(model: str) -> str:
+    return model.strip().rstrip("/").removeprefix(BUILTIN).rpartition("/")[2] or model.strip()
+
+
+def _refuse_other_shape(changes: dict[str, str]) -> None:
+    """Refuse changes of the shape, after which the parameter table would belong to another model."""
+    for key, value in changes.items():
+        if key.startswith(("model.config", "model.parameters")):
+            remedy = "Copy the folder, change its config.json, and add the copy; or use it with model.weights=random."
+            raise InputError(
+                [
+                    Problem(
+                        code="read-from-the-model",
+                        field=key,
+                        value=value,
+                        message="is read from the model",
+                        remedy=remedy,
+                    )
+                ]
+            )
+
+
+def _refuse_taken(name: str) -> None:
+    """Refuse a name that is taken before the model is read, which takes seconds."""
+    older = load_catalog().presets.get(name)
+    taken = older.path if older else str(user_folder() / f"{name}.toml")
+    if older or exists(Path(taken)):
+        remedy = "Use that preset, or give another name (--name)."
+        raise InputError(
+            [
+                Problem(
+                    code="name-taken",
+                    field="name",
+                    value=name,
+                    message=f"is taken by {taken}",
+                    remedy=remedy,
+                )
+            ]
+        )
+
+
+# Ask a model for text: what is named by a user, and the helper process that has the model.
+#
+# Problem codes: not-a-model: The folder is neither a run nor a model. invalid-path: The text
+# cannot be a path.
+
+
+_REMEDY = (
+    "Name a run (`so-tui runs` lists them), its folder, or a folder that `so-tui export` wrote."
+)
+
+
+def named_model(
+    text: str,
+    runs_dir: Path | None = None,
+    *,
+    compare: bool = False,
+    base: str = "",
+    device: Device = "auto",
+) -> LoadModel:
+    """Return what to load for the text that a user typed: a run's name or folder, or a model's folder.
+
+    Args:
+        text: What the user typed.
+        runs_dir: Folder of the runs.
+        compare: Whether to load the base model too.
+        base: The base model, as a folder or a hub id, if it is named.
+        device: Where to load it.
+
+    Raises:
+        InputError: There is no such run or folder.
+    """
+    for argument, given in (("model", text), ("--base", base)):
+        if fault := path_fault(given):
+            raise InputError(
+                [
+                    Problem(
+                        code="invalid-path",
+                        field=argument,
+                        value=given,
+                        message=fault,
+                        remedy=_REMEDY,
+                    )
+                ]
+            )
+    folder = Path(text).expanduser()
+    model = exists(folder / "config.json")
+    if (
+        is_folder(folder)
+        and not exists(folder / "spec.json")
+        and os.access(folder, os.X_OK)
+        and ("/" in text or model)
+    ):
+        if not model:
+            message = "is neither the folder of a run nor that of a model"
+            raise InputError(
+                [
+                    Problem(
+                        code="not-a-model",
+                        field="model",
+                        value=text,
+                        message=message,
+                        remedy=_REMEDY,
+                    )
+                ]
+            )
+        return LoadModel(
+            folder=str(folder.absolute()), compare=compare or bool(base), base=base, device=device
+        )
+    run = find_run(text, runs_dir)
+    return LoadModel(
+        run=str(run.path.absolute()), compare=compare or bool(base), base=base, device=device
+    )
+
+
+class ModelProcess:
+    """A helper process that has a model, and its base model if that is asked for. Close it in the end."""
+
+    def __init__(self, load: LoadModel, end: EndProcess | None = None) -> None:
+        """Start loading.
+
+        Args:
+            load: Which model.
+            end: Ends the process from another thread.
+        """
+        self._process = ToolProcess("generate", end)
+        self._asked = 0
+        self._send(load)
+
+    def ask(self, prompts: Sequence[Prompt], sampling: Sampling) -> int:
+        """Ask for answers, one of each model at most, and return the number by which events name them."""
+        self._asked += 1
+        self._send(Ask(number=self._asked, prompts=tuple(prompts), sampling=sampling))
+        return self._asked
+
+    def cancel(self) -> None:
+        """End the answers to everything that was asked."""
+        self._send(generation_Cancel(number=self._asked))
+
+    def events(self) -> Iterator[Event]:
+        """Yield what happens, until the process ends. Raises the errors of ``call_tool``."""
+        for answer in self._process.answers():
+            if "problems" not in answer:  # which `answers` raises
+                yield msgspec.convert(answer, type=Event)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.close()
+
+    def _send(self, request: LoadModel | Ask | generation_Cancel) -> None:
+        self._process.send(msgspec.to_builtins(request))

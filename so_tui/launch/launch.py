@@ -1,0 +1,559 @@
+"""From a spec and a machine to a launch: everything that a start needs, made once and without side effects."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import os
+import socket
+from collections.abc import Mapping, MutableMapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+from msgspec import Struct
+
+from so_tui.launch import command
+from so_tui.launch.command import Placeholder, Variable
+from so_tui.launch.ds_config import ds_config
+from so_tui.machine.gpus import hiding_variable, visible_gpus
+from so_tui.machine.types import Machine
+from so_tui.plan import make_plan
+from so_tui.plan.plan import Plan
+from so_tui.runs.directory import (
+    RunDirectory,
+    missing_checkpoints,
+    refuse_unless_own,
+    write_run_file,
+)
+from so_tui.runs.lock import ended_state
+from so_tui.runs.records import OutcomeCode, RunState
+from so_tui.runs.state import read_spec
+from so_tui.spec import (
+    InputError,
+    Problem,
+    Refusal,
+    Refused,
+    RunSpec,
+    field_index,
+    parse_value,
+    with_values,
+)
+from so_tui.spec.presets import with_absolute_paths
+from so_tui.trust.decoding import decode_json
+from so_tui.trust.files import read_bounded, read_own
+from so_tui.trust.text import so_tui_command
+from so_tui.units import thousands
+
+_FIXED_FOR_A_RUN = (
+    "name",
+    "model.id",
+    "model.revision",
+    "model.weights",
+    "model.tokenizer",
+    "checkpoint.folder",
+)
+
+
+class Launch(Struct, frozen=True, kw_only=True):
+    """Everything that a start needs. What is shown and confirmed is this value, and the supervisor starts from it.
+
+    ``argv`` and ``environment`` contain placeholders for values that exist only on the host (see ``placeholders``).
+    """
+
+    plan: Plan
+    machine: Machine
+    """The machine that was planned for, with the GPUs that this program may use."""
+    ds_config: dict[str, Any]
+    """The content of ``ds_config.json``, which DeepSpeed reads."""
+    argv: tuple[str, ...]
+    environment: tuple[Variable, ...]
+    """Changes to the inherited environment."""
+    forced: bool = False
+    """The user insisted: neither a plan that does not fit nor a forceable check stops the start."""
+    changes: dict[str, str] = {}
+    """For a resume: dotted keys and values that differ from the run's spec so far."""
+    start_over: bool = False
+    """For a resume: train from step 0, whatever was saved."""
+    assume_dead: bool = False
+    """For a resume: the user says that the previous attempt has ended, although its host cannot be asked."""
+    called: str = ""
+    """What the user calls the run; empty: the name of its preset."""
+    checks_s: float | None = None
+    """Duration of ``preflight``; None if the user did without it."""
+
+    @property
+    def spec(self) -> RunSpec:
+        """The spec that is trained, with nothing left to choose."""
+        return self.plan.spec
+
+    def resolved(
+        self,
+        *,
+        run: Path,
+        attempt: int,
+        rendezvous: str,
+        run_id: str = "",
+        others: Mapping[Placeholder, str] | None = None,
+    ) -> Launch:
+        """Return the launch with the host's values in place of the placeholders.
+
+        Args:
+            run: The run directory.
+            attempt: The attempt's number.
+            rendezvous: Where the ranks meet, as torch's ``init_method`` (``file:///...``).
+            run_id: The id of the run; empty for a run of an older version.
+            others: The values of the placeholders of several nodes.
+        """
+        values = {
+            **(others or {}),
+            Placeholder.RUN: str(run),
+            Placeholder.RUN_ID: run_id,
+            Placeholder.ATTEMPT: str(attempt),
+            Placeholder.RENDEZVOUS: rendezvous,
+        }
+        argv, changes = (
+            command.resolve_arguments(self.argv, values),
+            command.resolve_variables(self.environment, values),
+        )
+        return msgspec.structs.replace(self, argv=argv, environment=changes)
+
+
+def prepare(
+    spec: RunSpec,
+    machine: Machine,
+    *,
+    force: bool = False,
+    inherited: Mapping[str, str] | None = None,
+) -> Launch:
+    """Plan a spec on a machine and derive the launch.
+
+    Args:
+        spec: What to train. Relative paths are made absolute.
+        machine: Where to train it.
+        force: Accept a plan that does not fit.
+        inherited: The environment to start from; by default this process's.
+
+    Raises:
+        InputError: The model is not described well enough to plan.
+        Refused: The run does not fit, or cannot run here at all (which ``force`` does not change).
+    """
+    inherited = os.environ if inherited is None else inherited
+    usable = usable_machine(machine, inherited)
+    return launch_of(
+        make_plan(with_absolute_paths(spec), usable), usable, force=force, inherited=inherited
+    )
+
+
+def launch_of(
+    plan: Plan, machine: Machine, *, force: bool = False, inherited: Mapping[str, str] | None = None
+) -> Launch:
+    """Derive the launch from a plan that was made for this machine; arguments and errors as for ``prepare``.
+
+    Refusal codes: those of the plan's reasons (see ``plan_refused``), and ``gpu-not-visible``.
+    """
+    inherited = os.environ if inherited is None else inherited
+    if not plan.possible or (not plan.fits and not force):
+        raise plan_refused(plan)
+    usable = usable_machine(machine, inherited)
+    visible = {gpu.index for gpu in usable.gpus}
+    hidden = [rank.gpu for rank in plan.binding if rank.gpu is not None and rank.gpu not in visible]
+    if hidden:
+        variable = hiding_variable(machine.gpus, inherited) or "The environment"
+        message = f"{variable} hides GPU {', '.join(map(str, hidden))}. Choose among the visible ones with gpus = [...]"
+        raise Refused([Refusal("gpu-not-visible", message)])
+    plan = msgspec.structs.replace(plan, spec=with_absolute_paths(plan.spec))
+    return Launch(
+        plan=plan,
+        machine=usable,
+        ds_config=ds_config(plan),
+        argv=command.argv(plan),
+        environment=command.variables(plan, usable, inherited),
+        forced=force,
+    )
+
+
+def plan_refused(plan: Plan) -> Refused:
+    """Return the error for a plan that does not fit or cannot run. Its codes are those of the plan's reasons (``shortage`` ...)."""
+    refusals = [
+        Refusal(
+            "does-not-fit" if isinstance(reason, str) else str(reason.__struct_config__.tag), text
+        )
+        for reason, text in zip(plan.reasons, plan.reason_texts, strict=True)
+    ]
+    return Refused(refusals, forceable=plan.possible)
+
+
+def preview(
+    spec: RunSpec, machine: Machine, *, inherited: Mapping[str, str] | None = None
+) -> tuple[Plan, Launch | None]:
+    """Plan a spec for display: the plan, and its launch unless it is impossible. A plan that does not fit has a forced launch.
+
+    Raises:
+        InputError: As for ``prepare``.
+        Refused: CUDA_VISIBLE_DEVICES names MIG instances.
+    """
+    inherited = os.environ if inherited is None else inherited
+    usable = usable_machine(machine, inherited)
+    plan = make_plan(with_absolute_paths(spec), usable)
+    return plan, launch_of(
+        plan, usable, force=not plan.fits, inherited=inherited
+    ) if plan.possible else None
+
+
+def prepare_resume(
+    run: RunDirectory,
+    machine: Machine,
+    *,
+    values: Mapping[str, str] | None = None,
+    force: bool = False,
+    start_over: bool = False,
+    assume_dead: bool = False,
+    inherited: Mapping[str, str] | None = None,
+) -> Launch:
+    """Plan the next attempt of a run that has ended.
+
+    Args:
+        run: The run to resume.
+        machine: Where to resume it.
+        values: Dotted keys to change from now on (``gpus``, ``offload.mode`` ...). States are resharded as they require.
+        force: Accept a plan that does not fit. A run that was forced once stays forced.
+        start_over: Train from step 0, whatever was saved. Existing checkpoints are renamed, not deleted.
+        assume_dead: Accept the user's statement that the previous attempt has ended, although its host cannot be asked.
+        inherited: The environment to start from; by default this process's.
+
+    Raises:
+        InputError: The run is live (code ``run-is-live``), has nothing left to train (``run-has-finished``, ``length-already-trained``),
+            or a key cannot change during a run (``fixed-for-a-run``); otherwise as for ``prepare``.
+        Refused: The run is not this user's own (see ``so_tui.runs.directory``), or what it saved is missing (``checkpoint-missing``); otherwise
+            as for ``prepare``.
+    """
+    values = values or {}
+    refuse_unless_own(run)
+    before = ended_state(run, assume_dead=assume_dead)
+    spec = _changed(read_spec(run), values)
+    if start_over:
+        before = msgspec.structs.replace(before, saved_step=None)
+    elif (missing := missing_checkpoints(run, spec, before)) is not None:
+        raise Refused([missing])
+    if before.state == "finished" and not start_over and not _lengthens(values, before.total_steps):
+        longer, export = (
+            so_tui_command("resume", run.name, "--set", "train.steps=N"),
+            so_tui_command("export", run.name),
+        )
+        remedy = f"Train longer with `{longer}`, or export the model with `{export}`."
+        message = f"has finished all of its {thousands(before.total_steps)} steps"
+        raise InputError(
+            [
+                Problem(
+                    code="run-has-finished",
+                    field="run",
+                    value=run.name,
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        )
+    _refuse_trained_length(values, before)
+    launch = prepare(spec, machine, force=force or before.forced, inherited=inherited)
+    arguments = command.argv(launch.plan, start_over=start_over)
+    return msgspec.structs.replace(
+        launch, argv=arguments, changes=dict(values), start_over=start_over, assume_dead=assume_dead
+    )
+
+
+def usable_machine(machine: Machine, inherited: Mapping[str, str]) -> Machine:
+    """Return the machine with the GPUs that this program may use: on this host those that its environment shows, elsewhere all."""
+    return (
+        visible_machine(machine, inherited) if machine.hostname == socket.gethostname() else machine
+    )
+
+
+def visible_machine(machine: Machine, inherited: Mapping[str, str]) -> Machine:
+    """Return the machine with only the GPUs that CUDA_VISIBLE_DEVICES, or its like, names (indices or UUIDs, as CUDA reads them).
+
+    Raises:
+        Refused: It names MIG instances, which ZeRO-3 cannot use together (code ``mig-instance``).
+    """
+    variable = hiding_variable(machine.gpus, inherited)
+    if variable is None or not machine.gpus:
+        return machine
+    given = inherited[variable]
+    if any(entry.strip().startswith("MIG-") for entry in given.split(",")):
+        message = "CUDA_VISIBLE_DEVICES names a MIG instance, and so-tui trains on whole GPUs. Ask for a whole GPU"
+        raise Refused([Refusal("mig-instance", message)])
+    visible, _ = visible_gpus(machine.gpus, given)
+    return msgspec.structs.replace(machine, gpus=visible)
+
+
+def _changed(spec: RunSpec, values: Mapping[str, str]) -> RunSpec:
+    """Return the spec of the next attempt. Refuse keys that would make it another run, or lose its checkpoints."""
+    fixed = [key for key in values if key in _FIXED_FOR_A_RUN or key.startswith("model.config")]
+    if fixed:
+        message, remedy = (
+            "cannot change when a run is resumed",
+            "Start a new run with it, or resume without it.",
+        )
+        raise InputError(
+            [
+                Problem(
+                    code="fixed-for-a-run",
+                    field=key,
+                    value=values[key],
+                    message=message,
+                    remedy=remedy,
+                )
+                for key in fixed
+            ]
+        )
+    return with_values(spec, values) if values else spec
+
+
+def _given_steps(values: Mapping[str, str]) -> int | None:
+    """Return the number of steps that the changes ask for; None where they do not, or give no number."""
+    given = parse_value(values.get("train.steps", ""), field_index()["train.steps"])
+    return given if type(given) is int else None
+
+
+def _lengthens(values: Mapping[str, str], steps: int) -> bool:
+    """Return whether the changes may leave something to train after ``steps``. Only the data decides how many steps an epoch has."""
+    given = _given_steps(values)
+    return (
+        (given is not None and given > steps)
+        or "train.epochs" in values
+        or "train.tokens" in values
+    )
+
+
+def _refuse_trained_length(values: Mapping[str, str], before: RunState) -> None:
+    given = _given_steps(values)
+    if before.saved_step and given is not None and 0 < given <= before.saved_step:
+        message = f"the run would continue from step {thousands(before.saved_step)} and have nothing to train"
+        remedy = (
+            f"Give more steps, or export the model with `{so_tui_command('export', before.name)}`."
+        )
+        raise InputError(
+            [
+                Problem(
+                    code="length-already-trained",
+                    field="train.steps",
+                    value=values["train.steps"],
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        )
+
+
+# The files in an attempt's folder from which its supervisor starts: written once from a launch,
+# and read back as the same launch.
+
+
+SCHEMA = 1
+
+
+class _Start(Struct, frozen=True, kw_only=True):
+    """``launch.json``: what the other files of the attempt do not hold."""
+
+    v: int = SCHEMA
+    argv: tuple[str, ...] = ()
+    environment: tuple[Variable, ...] = ()
+    forced: bool = False
+    changes: dict[str, str] = {}
+    start_over: bool = False
+    assume_dead: bool = False
+    checks_s: float | None = None
+
+
+def write_launch(run: RunDirectory, attempt: int, launch: Launch) -> None:
+    """Write ``machine.<host>.json``, ``plan.json``, ``ds_config.json`` and ``launch.json``.
+
+    Raises:
+        OSError: The run directory cannot be written.
+    """
+    start = _Start(
+        argv=launch.argv,
+        environment=launch.environment,
+        forced=launch.forced,
+        changes=launch.changes,
+        start_over=launch.start_over,
+        assume_dead=launch.assume_dead,
+        checks_s=launch.checks_s,
+    )
+    write_run_file(
+        run, run.machine_path(attempt, launch.machine.hostname), indented(launch.machine)
+    )
+    write_run_file(run, run.plan_path(attempt), indented(launch.plan))
+    write_run_file(run, run.ds_config_path(attempt), indented(launch.ds_config))
+    write_run_file(run, run.launch_path(attempt), indented(start))
+
+
+def write_node_launch(run: RunDirectory, attempt: int, node: int, launch: Launch) -> None:
+    """Write what another node than the first adds: its ``machine.<host>.json``, and the plan that its ranks read. Raises OSError."""
+    write_run_file(
+        run, run.machine_path(attempt, launch.machine.hostname), indented(launch.machine)
+    )
+    write_run_file(run, run.plan_path(attempt, node), indented(launch.plan))
+
+
+def read_launch(run: RunDirectory, attempt: int, host: str) -> Launch:
+    """Read the launch of an attempt. Attempts of older versions have no ``launch.json``: their ``argv`` is empty.
+
+    Raises:
+        NotOwnError: A file is not this user's own. What it says would be executed.
+        OSError: A file is missing or cannot be read.
+        msgspec.DecodeError: A file is damaged.
+    """
+    start = _Start()
+    with contextlib.suppress(FileNotFoundError):
+        start = decode_json(read_own(run.launch_path(attempt)), _Start)
+    return Launch(
+        plan=decode_json(read_own(run.plan_path(attempt)), Plan),
+        machine=decode_json(read_own(run.machine_path(attempt, host)), Machine),
+        ds_config=_ds_config(run, attempt),
+        argv=start.argv,
+        environment=start.environment,
+        forced=start.forced,
+        changes=start.changes,
+        start_over=start.start_over,
+        assume_dead=start.assume_dead,
+        checks_s=start.checks_s,
+    )
+
+
+def indented(value: object) -> bytes:
+    """Encode a value as JSON that people can read."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=1)
+
+
+def _ds_config(run: RunDirectory, attempt: int) -> dict[str, Any]:
+    return decode_json(read_own(run.ds_config_path(attempt)), dict[str, Any])
+
+
+# What starts supervisors, and what it knows of their jobs.
+
+
+class SupervisorHandle(Protocol):
+    """A supervisor that an executor has started on this machine."""
+
+    def exit_code(self) -> int | None:
+        """Return its exit code once it has ended; None while it runs."""
+
+
+class JobPhase(StrEnum):
+    """Where a job is, as its scheduler knows."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    COMPLETING = "completing"
+    ENDED = "ended"
+    UNKNOWN = "unknown"
+    """The scheduler did not answer, or has not been asked since the job was submitted."""
+
+
+class JobStatus(Struct, frozen=True, kw_only=True):
+    """What a scheduler knows of the job of an attempt."""
+
+    job_id: str
+    phase: JobPhase
+    waits_for: str = ""
+    """The scheduler's own word for why a queued job waits (``Priority``, ``Resources`` ...)."""
+    expected_start: float | None = None
+    """When the scheduler expects to start a queued job, in seconds since the epoch."""
+    nodes: str = ""
+    end: OutcomeCode | None = None
+    """How a job ended that the scheduler ended, or that failed by itself; None where only the run directory can say."""
+    output: str = ""
+    """The last lines that a job wrote which ended before its supervisor had started."""
+
+
+class Executor(Protocol):
+    """Starts supervisors, and knows what becomes of them until they write the run's state."""
+
+    @property
+    def here(self) -> bool:
+        """Whether runs start on this machine, so that what can be seen here decides whether they can."""
+
+    def start(self, run: RunDirectory, attempt: int, token: str) -> SupervisorHandle | None:
+        """Start the supervisor of an attempt so that it outlives this program, its terminal and its session.
+
+        Args:
+            run: The run.
+            attempt: An attempt whose files are written.
+            token: The starter's token, which the supervisor gets in its environment.
+
+        Returns:
+            The supervisor; None if it starts later and the run's state says ``queued``.
+
+        Raises:
+            OSError: It cannot be started.
+            SoTuiError: A scheduler refused it; nothing is left of it.
+        """
+
+    def unavailable(self, launch: Launch) -> tuple[Problem, ...]:
+        """Return a problem for each thing that a run could not get, or execute, where it starts, as far as that can be known here."""
+
+    def preview(self, launch: Launch) -> str:
+        """Return the batch script that a start would submit; empty if there is none."""
+
+    def status(self, run: RunDirectory, attempt: int) -> JobStatus | None:
+        """Return what a scheduler knows of an attempt; None where there is no scheduler. Cheap enough to be called every second."""
+
+    def cancel(self, run: RunDirectory, attempt: int) -> bool:
+        """Take an attempt out of a queue, or end its job. Return whether there was one. Raises SoTuiError if it cannot be done."""
+
+
+# The starter's token: what lets a supervisor start an attempt.
+#
+# ``start`` and ``resume`` make a token for each attempt and pass it in the supervisor's
+# environment, also through a scheduler. The attempt's folder holds only a keyed hash of its
+# number, so a folder that was copied, unpacked or written by somebody else starts nothing.
+
+
+TOKEN_VARIABLE = "SO_TUI_STARTER_TOKEN"
+"""Passes the token from ``start`` to the supervisor; never in an argument list, which every user of the host can read."""
+
+_TOKEN_BYTES = 32
+_LARGEST_BYTES = 4096
+
+
+class Starter(Struct, frozen=True, kw_only=True):
+    """``starter.json``: what the token of an attempt is checked against."""
+
+    v: int = 1
+    sha256: str
+    """HMAC-SHA256 of the attempt's number, with the token as its key."""
+
+
+def new_token() -> str:
+    """Return a token that nobody can guess."""
+    return os.urandom(_TOKEN_BYTES).hex()
+
+
+def record_token(run: RunDirectory, attempt: int, token: str) -> None:
+    """Let this token start an attempt. Raises OSError if the attempt's folder cannot be written."""
+    write_run_file(
+        run,
+        run.starter_path(attempt),
+        msgspec.json.encode(Starter(sha256=_keyed_hash(token, attempt))),
+    )
+
+
+def may_start(run: RunDirectory, attempt: int, token: str) -> bool:
+    """Return whether a token was made for this attempt."""
+    try:
+        recorded = decode_json(read_bounded(run.starter_path(attempt), _LARGEST_BYTES), Starter)
+    except (OSError, msgspec.DecodeError):
+        return False
+    return hmac.compare_digest(recorded.sha256.encode(), _keyed_hash(token, attempt).encode())
+
+
+def take_token(environ: MutableMapping[str, str]) -> str | None:
+    """Remove the token from an environment, so that no process started with it inherits the token, and return it."""
+    return environ.pop(TOKEN_VARIABLE, None)
+
+
+def _keyed_hash(token: str, attempt: int) -> str:
+    return hmac.new(token.encode(), str(attempt).encode(), hashlib.sha256).hexdigest()

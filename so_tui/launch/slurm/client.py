@@ -1,0 +1,621 @@
+"""Slurm's commands, called with argument lists and a time limit, and their output parsed. The formats are those of 22.05 to 25.05."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import re
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
+from functools import cache
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import msgspec
+from msgspec import Meta, Struct
+
+from so_tui.folders import cache_home
+from so_tui.machine.types import version_numbers
+from so_tui.spec import InputError, Problem, RunSpec, SoTuiError
+from so_tui.spec.check import write_atomic
+from so_tui.spec.errors import nearest
+from so_tui.trust.decoding import decode_json
+from so_tui.trust.files import private_folder, read_own
+from so_tui.trust.text import brief_line, brief_message, quoted
+
+# A job as Slurm's commands list it.
+
+
+_NOTHING = frozenset(("", "N/A", "None", "(null)", "Unknown", "None assigned"))
+
+
+class Job(Struct, frozen=True, kw_only=True):
+    """A job as ``squeue`` or ``sacct`` lists it."""
+
+    id: str
+    state: str
+    """``PENDING``, ``RUNNING``, ``NODE_FAIL`` ..."""
+    reason: str = ""
+    start: float | None = None
+    """When it started, or is expected to, in seconds since the epoch."""
+    nodes: str = ""
+    folder: str = ""
+    """Its working folder."""
+
+
+def word(text: str) -> str:
+    """Return a word of Slurm's; empty if it stands for nothing."""
+    return "" if text in _NOTHING else text
+
+
+# What ``squeue --json`` prints, as far as a queue needs it. In the form of Slurm 24.11 (data
+# parser v0.0.42).
+
+
+FIRST_VERSION = (24, 11)
+"""The oldest version whose JSON was seen to hold only the jobs that were asked for. That of 22.05 has those of all users.
+
+``sinfo --json`` is not used: it does not mark the default partition, and names the features of one node of several.
+"""
+
+
+class _Number(Struct, frozen=True):
+    set: bool = False
+    number: float = 0
+
+
+class _Job(Struct, frozen=True):
+    job_id: Annotated[int, Meta(ge=0)]
+    job_state: Annotated[tuple[str, ...], Meta(min_length=1)]
+    state_reason: str = ""
+    start_time: _Number = _Number()
+    nodes: str = ""
+    current_working_directory: str = ""
+
+
+class _Queue(Struct, frozen=True):
+    jobs: tuple[_Job, ...]
+
+
+def parse_queue_json(printed: str) -> tuple[Job, ...]:
+    """Return the jobs that ``squeue --json`` printed. Raises msgspec.DecodeError."""
+    return tuple(map(_job, decode_json(printed.encode(), _Queue).jobs))
+
+
+def _job(found: _Job) -> Job:
+    return Job(
+        id=str(found.job_id),
+        # The state, and then what modifies it, such as CONFIGURING or COMPLETING: as text, squeue prints only that.
+        state="COMPLETING" if "COMPLETING" in found.job_state else found.job_state[-1],
+        reason=word(found.state_reason),
+        start=found.start_time.number or None,
+        nodes=word(found.nodes),
+        folder=found.current_working_directory,
+    )
+
+
+_LOG = logging.getLogger(__name__)
+TIMEOUT_S = 20.0
+_AGAIN_S = 60.0
+_SUBMITTED = re.compile(r"([0-9]{1,12})(;.*)?")
+"""The number of the job, and the cluster if there are several."""
+_PREFIX = re.compile(r"^s[a-z]+: (error|fatal): ")
+"""What Slurm's commands write before each line of an error."""
+_QUEUE = "%i|%T|%r|%S|%N|%Z"
+_ACCOUNTING = "JobIDRaw,State,Reason,Start,NodeList,WorkDir"
+_CONNECTION = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
+"""Variables that say how Slurm is reached."""
+_OPTIONS = ("SBATCH_", "SQUEUE_", "SACCT_", "SCANCEL_", "SINFO_", "SLURM_", "SLURMD_", "SRUN_")
+"""What other variables begin with that Slurm's commands read as options, or that Slurm set for the job which submits a successor."""
+
+
+class SlurmError(SoTuiError):
+    """A command of Slurm is missing, failed, or did not answer in time."""
+
+
+class RefusedError(SlurmError):
+    """Slurm refused what a command asked for.
+
+    Attributes:
+        lines: Why, in Slurm's words and those of the site's own rules.
+    """
+
+    def __init__(self, command: str, lines: Sequence[str]) -> None:
+        self.lines = tuple(lines)
+        super().__init__(f"{command} refused: {brief_message('. '.join(lines))}")
+
+
+def submit(script: str, folder: str, environment: Mapping[str, str]) -> str:
+    """Submit a batch script from a folder and return the job's id.
+
+    Raises:
+        SlurmError: Slurm refused it, in Slurm's own words, or did not say which job it made.
+    """
+    printed = _call(("sbatch", "--parsable", f"--chdir={folder}", script), environment)
+    last = printed.strip().rpartition("\n")[2]  # sites print greetings before it
+    if (found := _SUBMITTED.fullmatch(last)) is None:
+        raise SlurmError(f"sbatch did not say which job it made: {brief_line(last)}")
+    return found[1]
+
+
+def own_jobs() -> tuple[Job, ...]:
+    """Return this user's jobs that wait, run, or have ended a moment ago. Raises SlurmError."""
+    asked = ("squeue", f"--user={os.geteuid()}", "--states=all")
+    if version() >= FIRST_VERSION:
+        try:
+            return parse_queue_json(_call((*asked, "--json")))
+        except RefusedError as error:
+            if not any(
+                "json" in line.lower() for line in error.lines
+            ):  # otherwise the site has left that plugin out
+                raise
+        except msgspec.DecodeError as error:
+            _LOG.warning("squeue --json is of another form: %s", error)
+    return parse_queue(_call((*asked, "--noheader", f"--format={_QUEUE}")))
+
+
+@cache
+def version() -> tuple[int, ...]:
+    """Return the version of Slurm's commands on this host; empty if they do not say it."""
+    try:
+        return version_numbers(_call(("squeue", "--version")).strip().rpartition(" ")[2])
+    except SlurmError:
+        return ()
+
+
+def accounted(job_id: str) -> Job | None:
+    """Return a job as the accounting database recorded it; None without one."""
+    try:
+        printed = _call(
+            (
+                "sacct",
+                f"--jobs={job_id}",
+                "--allocations",
+                "--noheader",
+                "--parsable2",
+                f"--format={_ACCOUNTING}",
+            )
+        )
+    except (
+        SlurmError
+    ):  # most sites have it; without it the queue's own memory of some minutes must do
+        return None
+    return next((job for job in parse_queue(printed) if job.id == job_id), None)
+
+
+def cancel(job_id: str) -> None:
+    """Cancel a job. Raises SlurmError."""
+    _call(("scancel", job_id))
+
+
+def requeue(job_id: str) -> None:
+    """End a job, and put it back into the queue. Raises SlurmError."""
+    _call(("scontrol", "requeue", job_id))
+
+
+class ClusterName:
+    """The name of the cluster that commands of this host speak to. Once known it is not asked for again."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._name = ""
+        self._again_at = clock()
+        self._error = SlurmError("Slurm does not say which cluster this is")
+
+    def get(self) -> str:
+        """Return the name. Raises SlurmError; Slurm is asked again after a minute."""
+        if not self._name and self._clock() >= self._again_at:
+            try:
+                lines = _call(("scontrol", "show", "config")).splitlines()
+                self._name = next(
+                    (
+                        line.partition("=")[2].strip()
+                        for line in lines
+                        if line.startswith("ClusterName")
+                    ),
+                    "",
+                )
+            except SlurmError as error:
+                self._error = error
+            self._again_at = self._clock() + _AGAIN_S
+        if not self._name:
+            raise self._error
+        return self._name
+
+
+CLUSTER = ClusterName()
+
+
+def cluster_name() -> str:
+    """Return the name of this host's cluster; see ``ClusterName.get``."""
+    return CLUSTER.get()
+
+
+def sinfo(layout: str) -> str:
+    """Return what ``sinfo`` prints of the partitions that this user can see, without a header. Raises SlurmError."""
+    return _call(("sinfo", "--noheader", f"--format={layout}"))
+
+
+def parse_queue(printed: str) -> tuple[Job, ...]:
+    """Parse lines of ``squeue`` or ``sacct``; a line of another form is left out."""
+    rows = (line.strip().split("|", 5) for line in printed.splitlines())
+    return tuple(
+        Job(
+            id=row[0],
+            state=row[1].partition(" ")[0],
+            reason=word(row[2]),
+            start=_seconds(row[3]),
+            nodes=word(row[4]),
+            folder=row[5],
+        )
+        for row in rows
+        if len(row) == 6 and row[0].isascii() and row[0].isdigit()
+    )
+
+
+def _seconds(text: str) -> float | None:
+    try:
+        return datetime.fromisoformat(
+            text
+        ).timestamp()  # in the time zone of this host, as Slurm prints it
+    except (ValueError, OverflowError):
+        return None
+
+
+def _call(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
+    given = os.environ if environment is None else environment
+    env = {
+        name: value
+        for name, value in given.items()
+        if name in _CONNECTION or not name.startswith(_OPTIONS)
+    }
+    env |= {"SLURM_TIME_FORMAT": "standard", "LC_ALL": "C.UTF-8"}
+    _LOG.info("calling %s", quoted(*argv))
+    try:
+        done = subprocess.run(
+            argv,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            timeout=TIMEOUT_S,
+        )
+    except FileNotFoundError:
+        raise SlurmError(
+            f"{argv[0]} is not installed here. Runs are submitted from a login node of the cluster"
+        ) from None
+    except OSError as error:
+        raise SlurmError(f"{argv[0]} cannot be executed: {error.strerror}") from error
+    except subprocess.TimeoutExpired:
+        raise SlurmError(f"{argv[0]} did not answer within {TIMEOUT_S:.0f} s") from None
+    if done.returncode != 0:
+        lines = [_PREFIX.sub("", line).strip() for line in done.stderr.splitlines() if line.strip()]
+        raise RefusedError(argv[0], lines or [f"exit code {done.returncode}"])
+    return done.stdout
+
+
+# The partitions of a cluster as ``sinfo`` lists them: limits, nodes, GPUs and features.
+
+
+_FORMAT = "%P|%a|%l|%F|%G|%f"
+"""A line for each group of nodes that are alike: partition (the default one with a star), state, time limit, nodes that are
+allocated/idle/other/in all, generic resources, features."""
+_GPUS = re.compile(r"gpu(?::[^:,()]+)?:(\d{1,4})")
+_COUNTS = re.compile(r"(\d{1,9})/(\d{1,9})/(\d{1,9})/(\d{1,9})")
+_NONE = frozenset(("(null)", "N/A", ""))
+
+
+class Partition(Struct, frozen=True, kw_only=True):
+    """A partition, over all of its nodes."""
+
+    name: str
+    default: bool = False
+    open: bool = True
+    """Whether it takes jobs."""
+    time_limit: str = ""
+    """As Slurm writes it: ``1-00:00:00``; empty where there is none."""
+    nodes: int = 0
+    idle: int = 0
+    gpus: int = 0
+    """Most that a node has; 0 if none is configured as a resource."""
+    features: tuple[str, ...] = ()
+
+
+def partitions() -> tuple[Partition, ...]:
+    """Return the partitions that this user can see, the default one first. Raises SlurmError."""
+    return parse_partitions(sinfo(_FORMAT))
+
+
+def parse_partitions(printed: str) -> tuple[Partition, ...]:
+    """Parse lines of ``sinfo``; a line of another form is left out."""
+    found: dict[str, list[Partition]] = {}
+    for line in printed.splitlines():
+        if (part := _parsed(line.strip().split("|"))) is not None:
+            found.setdefault(part.name, []).append(part)
+    return tuple(
+        sorted(map(_together, found.values()), key=lambda partition: not partition.default)
+    )
+
+
+def _parsed(row: list[str]) -> Partition | None:
+    counts = _COUNTS.fullmatch(row[3]) if len(row) == 6 else None
+    if counts is None:
+        return None
+    name, state, limit, _, resources, features = row
+    return Partition(
+        name=name.rstrip("*"),
+        default=name.endswith("*"),
+        open=state == "up",
+        time_limit="" if limit in ("infinite", *_NONE) else limit,
+        nodes=int(counts[4]),
+        idle=int(counts[2]),
+        gpus=sum(map(int, _GPUS.findall(resources))),
+        features=() if features in _NONE else tuple(features.split(",")),
+    )
+
+
+def _together(parts: Iterable[Partition]) -> Partition:
+    first, *others = parts
+    every = (first, *others)
+    return Partition(
+        name=first.name,
+        default=first.default,
+        open=first.open,
+        time_limit=first.time_limit,
+        nodes=sum(part.nodes for part in every),
+        idle=sum(part.idle for part in every),
+        gpus=max(part.gpus for part in every),
+        features=tuple(dict.fromkeys(feature for part in every for feature in part.features)),
+    )
+
+
+# This user's jobs in a file of the cache folder, which all screens and commands share, so that
+# Slurm is asked once in an interval.
+#
+# A scheduler serves thousands of users, and sites limit how often it may be asked. Whoever finds
+# the file older than the interval, and gets its lock, asks; everybody else reads what is there.
+
+
+_WAIT_S = 2.0
+"""How long a caller waits for an answer that it has asked for. Later it finds the answer in the file."""
+
+
+class Queue(Struct, frozen=True, kw_only=True):
+    """What Slurm said."""
+
+    v: int = 1
+    asked: float
+    """In seconds since the epoch, by the clock of the host that asked."""
+    jobs: tuple[Job, ...] = ()
+    error: str = ""
+    """Why Slurm did not answer; the jobs are those of the answer before."""
+
+    def lists(self, job_id: str) -> bool:
+        """Return whether a job has this number."""
+        return any(job.id == job_id for job in self.jobs)
+
+
+def queue(cluster: str, interval_s: float) -> Queue | None:
+    """Return the newest answer of this cluster, after asking again if it is older than ``interval_s``. None if there was none yet."""
+    path = _path(cluster)
+    if not _is_fresh(_found(path), interval_s):
+        asking = threading.Thread(target=_ask, args=(path, interval_s), name="squeue", daemon=True)
+        asking.start()
+        asking.join(_WAIT_S)
+    return _found(path)
+
+
+_asking = threading.Lock()
+_answers: dict[Path, Queue] = {}
+"""What this process was answered: where no file can be written, Slurm must not be asked more often."""
+
+
+def _ask(path: Path, interval_s: float) -> None:
+    with _alone(path) as alone:
+        before = _found(path)
+        if not alone or _is_fresh(before, interval_s):
+            return
+        asked = time.time()
+        try:
+            answer = Queue(asked=asked, jobs=own_jobs())
+        except SlurmError as error:
+            answer = Queue(asked=asked, jobs=before.jobs if before else (), error=str(error))
+        _answers[path] = answer
+        with contextlib.suppress(OSError):
+            write_atomic(path, msgspec.json.encode(answer))
+
+
+def _is_fresh(answer: Queue | None, interval_s: float) -> bool:
+    return (
+        answer is not None and abs(time.time() - answer.asked) < interval_s
+    )  # another host's clock may be ahead
+
+
+def _found(path: Path) -> Queue | None:
+    """Return the newest answer that this process or another one got."""
+    answers = [answer for answer in (_answers.get(path), _read(path)) if answer is not None]
+    return min(answers, key=lambda answer: abs(time.time() - answer.asked), default=None)
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[bool]:
+    """Yield whether no other thread asks now, and no other process either, where files can be locked."""
+    if not _asking.acquire(blocking=False):
+        yield False
+        return
+    try:
+        with contextlib.ExitStack() as stack:
+            try:
+                private_folder(path.parent)
+                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+                lock = stack.enter_context(
+                    os.fdopen(os.open(path.with_suffix(".lock"), flags, 0o600), "r+b")
+                )
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+                return
+            except OSError:  # no locks here, or nothing can be written
+                pass
+            yield True
+    finally:
+        _asking.release()
+
+
+def _read(path: Path) -> Queue | None:
+    try:
+        return decode_json(read_own(path), Queue)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def _path(cluster: str) -> Path:
+    """Return the file of a cluster: one home may serve several."""
+    return (
+        cache_home() / "slurm" / f"queue.{hashlib.sha256(cluster.encode()).hexdigest()[:12]}.json"
+    )
+
+
+# Why Slurm refused a job: its own words, which have not changed from 22.05 to 25.05, turned into
+# problems of the spec's keys.
+#
+# Problem codes: slurm-account: The account does not exist, is not this user's, or may not use the
+# partition. slurm-constraint: No node has these features. slurm-limit: The job asks for more than
+# the account, the quality of service or the partition allows. slurm-nodes: No node of the
+# partition has what the job asks for. slurm-not-permitted: This user may not use the partition.
+# slurm-partition: There is no such partition, or it takes no jobs. slurm-qos: The quality of
+# service does not exist, or is not this user's. slurm-time-limit: The time limit is missing, or
+# above the partition's.
+
+
+class _Refusal(NamedTuple):
+    words: str
+    """A part of what Slurm says, in lower case."""
+    code: str
+    field: str
+    remedy: str
+
+
+_FAILED = "Batch job submission failed: "
+_SLURMS = (
+    _FAILED,
+    "invalid partition specified",
+    "Invalid generic resource (gres) specification",
+    "Memory specification can not be satisfied",
+    "CPU count per node can not be satisfied",
+)
+"""How lines of sbatch itself begin."""
+_ACCOUNTS = "`sacctmgr show associations user=$USER format=account,partition,qos` lists yours."
+_REFUSALS = (
+    _Refusal(
+        "invalid account or account/partition combination",
+        "slurm-account",
+        "slurm.account",
+        _ACCOUNTS,
+    ),
+    _Refusal("invalid partition", "slurm-partition", "slurm.partition", ""),
+    _Refusal(
+        "required partition not available",
+        "slurm-partition",
+        "slurm.partition",
+        "It is closed now; try again later.",
+    ),
+    _Refusal(
+        "group not permitted to use this partition",
+        "slurm-not-permitted",
+        "slurm.partition",
+        "Choose another, or ask your site.",
+    ),
+    _Refusal("invalid qos", "slurm-qos", "slurm.qos", _ACCOUNTS),
+    _Refusal(
+        "invalid feature",
+        "slurm-constraint",
+        "slurm.constraint",
+        "`sinfo --format='%P %f'` lists the features of nodes.",
+    ),
+    _Refusal(
+        "time limit is invalid",
+        "slurm-time-limit",
+        "slurm.time_limit",
+        "`sinfo --format='%P %l'` lists the limits of partitions.",
+    ),
+    _Refusal(
+        "violates accounting/qos policy",
+        "slurm-limit",
+        "slurm.qos",
+        "Ask for fewer nodes or less time, or name another account or qos.",
+    ),
+    _Refusal(
+        "requested node configuration is not available",
+        "slurm-nodes",
+        "gpus",
+        "`sinfo --format='%P %c %m %G'` lists what nodes have.",
+    ),
+    _Refusal(
+        "invalid generic resource",
+        "slurm-nodes",
+        "gpus",
+        "`sinfo --format='%P %G'` lists the GPUs of nodes.",
+    ),
+    _Refusal(
+        "more processors requested than permitted",
+        "slurm-nodes",
+        "nodes",
+        "`sinfo --format='%P %D %c'` lists how many there are.",
+    ),
+    _Refusal(
+        "node count specification invalid",
+        "slurm-nodes",
+        "nodes",
+        "`sinfo --format='%P %D %s'` lists how many a job may have.",
+    ),
+)
+
+
+def explained(error: SlurmError, spec: RunSpec) -> InputError | SlurmError:
+    """Return a refused submission as a problem of the key that caused it.
+
+    It stays as it is if Slurm's words are not known, or if a site's own rule has refused it, in words of its own.
+    """
+    if not isinstance(error, RefusedError) or not all(
+        line.startswith(_SLURMS) for line in error.lines
+    ):
+        return error
+    said = error.lines[-1].removeprefix(_FAILED)
+    found = next((refusal for refusal in _REFUSALS if refusal.words in said.lower()), None)
+    if found is None:
+        return error
+    remedy = found.remedy or _partitions_remedy(spec.slurm.partition)
+    value = _value(spec, found.field)
+    return InputError(
+        [
+            Problem(
+                code=found.code,
+                field=found.field,
+                value=value,
+                message=f"Slurm says: {brief_message(said)}",
+                remedy=remedy,
+            )
+        ]
+    )
+
+
+def _value(spec: RunSpec, field: str) -> str:
+    section, _, key = field.rpartition(".")
+    return str(getattr(spec.slurm if section else spec, key))
+
+
+def _partitions_remedy(given: str) -> str:
+    try:
+        names = tuple(partition.name for partition in partitions())
+    except SlurmError:
+        return "`sinfo` lists the partitions."
+    return f"{nearest(given, names)}Partitions: {', '.join(names)}."

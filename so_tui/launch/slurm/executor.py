@@ -1,0 +1,509 @@
+"""Supervisors as jobs of Slurm.
+
+An attempt's folder holds ``job.sh``, the batch script, and ``submission.json``, which says what became of it. The starter's token reaches
+the job in its environment, which Slurm shows to nobody else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from so_tui.launch.launch import (
+    TOKEN_VARIABLE,
+    JobPhase,
+    JobStatus,
+    Launch,
+    read_launch,
+    record_token,
+)
+from so_tui.launch.slurm import client
+from so_tui.launch.slurm.client import Job, SlurmError, explained, queue
+from so_tui.launch.slurm.script import (
+    OUTPUT,
+    Site,
+    batch_script,
+    foreign_interpreter,
+    interpreter_architecture,
+    interpreter_of,
+    load_site,
+    recognised_site,
+    warning_lead_s,
+)
+from so_tui.launch.supervisor.ending import queued_state
+from so_tui.plan.plan import Plan
+from so_tui.runs.directory import RunDirectory, write_run_file
+from so_tui.runs.lock import run_lock
+from so_tui.runs.metrics import MetricsReader
+from so_tui.runs.reader import LogReader
+from so_tui.runs.records import OutcomeCode, RunState
+from so_tui.runs.state import read_state, write_state
+from so_tui.spec import Problem, RunSpec, SoTuiError, resolve_source
+from so_tui.spec.check import exists
+from so_tui.trust.decoding import decode_json, read_json
+from so_tui.trust.files import read_bounded, read_own
+from so_tui.trust.text import so_tui_command
+
+# What of a spec is in the local cache of the Hugging Face hub, by its files alone: a login node
+# may have none of the packages.
+#
+# Problem codes: not-cached: Nodes without internet would have to download it.
+
+
+_INDEX = "model.safetensors.index.json"
+_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+
+
+class _Index(Struct):
+    """Of weights in several files."""
+
+    weight_map: dict[str, str]
+    """The file of each tensor."""
+
+
+class HubCache:
+    """The cache folders that an environment names."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        home = Path(
+            environment.get("HF_HOME")
+            or Path(environment.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+        ).expanduser()
+        self.hub = Path(
+            environment.get("HF_HUB_CACHE")
+            or environment.get("HUGGINGFACE_HUB_CACHE")
+            or home / "hub"
+        ).expanduser()
+        self.datasets = Path(environment.get("HF_DATASETS_CACHE") or home / "datasets").expanduser()
+
+    def snapshot(self, name: str, revision: str) -> Path | None:
+        """Return the folder of a model's files at a branch, tag or commit; None if there is none."""
+        folder = self.hub / f"models--{name.replace('/', '--')}"
+        try:
+            commit = read_bounded(folder / "refs" / revision, 100).decode(errors="replace").strip()
+        except OSError:
+            commit = revision
+        found = folder / "snapshots" / commit
+        return found if "/" not in commit and found.is_dir() else None
+
+    def has_data(self, name: str) -> bool:
+        """Return whether anything of a data set was downloaded or prepared."""
+        prepared, downloaded = (
+            self.datasets / name.replace("/", "___"),
+            self.hub / f"datasets--{name.replace('/', '--')}" / "snapshots",
+        )
+        return (
+            prepared.is_dir()
+            or prepared.with_name(prepared.name.lower()).is_dir()
+            or downloaded.is_dir()
+        )
+
+
+def not_cached(spec: RunSpec, environment: Mapping[str, str], where: str) -> Iterator[Problem]:
+    """Yield a problem for each part of a spec that is on the hub and not in the cache.
+
+    Args:
+        spec: What is to be trained.
+        environment: In which the nodes would look for it.
+        where: Whose nodes have no internet, for the message.
+    """
+    cache = HubCache(environment)
+    for field, name in _models(spec):
+        if (missing := _missing_of_model(cache, spec, field, name)) is not None:
+            yield _problem(spec, field, name, f"{missing} is not in {cache.hub}", where)
+    for field, name in _data(spec):
+        if not cache.has_data(name):
+            yield _problem(
+                spec, field, name, f"is neither in {cache.datasets} nor in {cache.hub}", where
+            )
+
+
+def _models(spec: RunSpec) -> Iterator[tuple[str, str]]:
+    tokenizer = spec.model.tokenizer or spec.model.id
+    if spec.model.weights == "pretrained" and _on_hub(spec.model.id):
+        yield "model.id", spec.model.id
+    if _on_hub(tokenizer) and (spec.model.tokenizer or spec.model.weights != "pretrained"):
+        yield "model.tokenizer" if spec.model.tokenizer else "model.id", tokenizer
+
+
+def _data(spec: RunSpec) -> Iterator[tuple[str, str]]:
+    for source in spec.data.sources:
+        if _on_hub(source.source):
+            yield "data.source", source.source
+    if spec.data.evaluation and _on_hub(spec.data.evaluation):
+        yield "data.evaluation", spec.data.evaluation
+
+
+def _on_hub(text: str) -> bool:
+    return (
+        resolve_source(text) == text
+        and text.count("/") <= 1
+        and not exists(Path(text).expanduser())
+    )
+
+
+def _missing_of_model(cache: HubCache, spec: RunSpec, field: str, name: str) -> str | None:
+    """Return which file of a model or tokenizer is missing; None if none is."""
+    folder = cache.snapshot(name, spec.model.revision if name == spec.model.id else "main")
+    if folder is None:
+        return f"revision {spec.model.revision}" if name == spec.model.id else "it"
+    if not any((folder / file).exists() for file in _TOKENIZERS) and (
+        field == "model.tokenizer" or not spec.model.tokenizer
+    ):
+        return "its tokenizer"
+    if field == "model.tokenizer" or spec.model.weights != "pretrained":
+        return None
+    return next((file for file in _weights(folder) if not (folder / file).exists()), None)
+
+
+def _weights(folder: Path) -> tuple[str, ...]:
+    """Return the names of the files that hold a model's weights."""
+    try:
+        index = read_json(folder / _INDEX, _Index)
+    except (OSError, msgspec.DecodeError):
+        return ("config.json", "model.safetensors")
+    return ("config.json", *sorted(set(index.weight_map.values())))
+
+
+def _problem(spec: RunSpec, field: str, value: str, message: str, where: str) -> Problem:
+    command = so_tui_command("prepare", spec.name)
+    remedy = f"Run `{command}` here first, with the same HF_HOME."
+    return Problem(
+        code="not-cached",
+        field=field,
+        value=value,
+        message=f"{message}, and nodes of {where} have no internet",
+        remedy=remedy,
+    )
+
+
+_FORGOTTEN_S = 60.0
+"""An answer this much younger than a submission, without the job, means that Slurm has forgotten it or never had it. Clocks differ."""
+_RUNNING = frozenset(("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT"))
+_QUEUED = frozenset(
+    (
+        "PENDING",
+        "CONFIGURING",
+        "REQUEUED",
+        "REQUEUE_HOLD",
+        "REQUEUE_FED",
+        "SPECIAL_EXIT",
+        "RESV_DEL_HOLD",
+    )
+)
+_ENDS: dict[str, OutcomeCode | None] = {
+    "COMPLETED": None,
+    "TIMEOUT": OutcomeCode.OUT_OF_TIME,
+    "DEADLINE": OutcomeCode.OUT_OF_TIME,
+    "NODE_FAIL": OutcomeCode.NODE_FAILED,
+    "BOOT_FAIL": OutcomeCode.NODE_FAILED,
+    "PREEMPTED": OutcomeCode.PREEMPTED,
+    "CANCELLED": OutcomeCode.JOB_CANCELLED,
+    "OUT_OF_MEMORY": OutcomeCode.KILLED_FOR_MEMORY,
+    "FAILED": OutcomeCode.JOB_FAILED,
+}
+"""States of jobs that have ended, and why. In any other, one of a newer Slurm too, a job may still run."""
+
+
+class Submission(Struct, frozen=True, kw_only=True):
+    """``submission.json``: an attempt as it was submitted."""
+
+    v: int = 1
+    job_id: Annotated[str, Meta(pattern=r"^\d{0,12}\Z")] = ""
+    """Empty until Slurm has accepted it."""
+    cluster: str
+    """The cluster's name: job numbers mean nothing on another one, which may share the home."""
+    partition: str
+    site: str
+    poll_s: Annotated[float, Meta(ge=1)]
+    submitted: float
+    planned_for: str
+    """Name of the machine in whose file the plan was made; the job plans again for its node."""
+    works_in: Annotated[int, Meta(ge=0)] = 0
+    """The attempt in whose folder the job works, if it is an earlier one: Slurm has started the job again."""
+
+
+class Restarted(Struct, frozen=True, kw_only=True):
+    """A job that Slurm has started again, and that makes the next attempt itself."""
+
+    job_id: str
+    works_in: int
+    """The attempt that it was submitted for."""
+    token: str
+    """The starter's token that it was given then."""
+
+
+class SlurmExecutor:
+    """Submits supervisors to a partition."""
+
+    here = False
+
+    def __init__(
+        self, *, edit: Callable[[str], str] = str, restarted: Restarted | None = None
+    ) -> None:
+        """Submit batch scripts as ``edit`` returns them. What it raises ends the start, before anything is submitted.
+
+        With ``restarted``, nothing is submitted: attempts are started in a job that Slurm has started again.
+        """
+        self._edit, self._restarted = edit, restarted
+
+    def start(self, run: RunDirectory, attempt: int, token: str) -> None:
+        """Submit the attempt's supervisor; see ``Executor.start``. The run's state is ``queued`` before Slurm can start the job."""
+        machine = next(path.name for path in run.attempt_dir(attempt).glob("machine.*.json"))
+        planned_for = machine.removeprefix("machine.").removesuffix(".json")
+        launch = read_launch(run, attempt, planned_for)
+        plan = launch.plan
+        name, site = site_of(plan.spec)
+        cluster = client.cluster_name()  # without it, nobody could tell later whose job it is
+        script = self._edit(_script(plan, site, run.path, attempt, _checkpoint_s(run)))
+        submission = Submission(
+            cluster=cluster,
+            partition=plan.spec.slurm.partition,
+            site=name,
+            poll_s=site.poll_s,
+            submitted=time.time(),
+            planned_for=planned_for,
+            works_in=self._restarted.works_in if self._restarted else 0,
+        )
+        before, queued = _enter_queue(
+            run, attempt, script, submission, assume_dead=launch.assume_dead
+        )
+        try:
+            if self._restarted is None:
+                job_id = _submitted(run, attempt, token, plan.spec)
+            else:
+                job_id = self._restarted.job_id
+                record_token(run, attempt, self._restarted.token)
+        except BaseException:
+            if (
+                read_state(run) == queued
+            ):  # sbatch may have failed to say that it succeeded, and the job may have started
+                write_state(run, before)
+            raise
+        with contextlib.suppress(OSError):  # the job is found by its folder, too
+            write_submission(run, attempt, msgspec.structs.replace(submission, job_id=job_id))
+
+    def unavailable(self, launch: Launch) -> tuple[Problem, ...]:
+        """Return that the nodes cannot execute the interpreter, and what is not in the cache, if nodes have no internet."""
+        spec, site = launch.spec, site_of(launch.spec)[1]
+        absent = (
+            ()
+            if site.internet
+            else not_cached(spec, {**os.environ, **site.environment}, site.title)
+        )
+        return (*foreign_interpreter(launch.machine, site, spec.slurm.partition), *absent)
+
+    def preview(self, launch: Launch) -> str:
+        """Return the batch script, with a placeholder for the run directory."""
+        return _script(launch.plan, site_of(launch.spec)[1], Path("RUN"), 1, None)
+
+    def status(self, run: RunDirectory, attempt: int) -> JobStatus | None:
+        """Return what Slurm knows of the attempt's job; Slurm is asked at most once in the profile's interval."""
+        submission = read_submission(run, attempt)
+        if submission is None:
+            return None
+        unknown = JobStatus(job_id=submission.job_id, phase=JobPhase.UNKNOWN)
+        if submission.cluster != cluster_here():
+            return unknown
+        answer = queue(submission.cluster, submission.poll_s)
+        if answer is None:
+            return unknown
+        if (job := _job_of(run, attempt, submission, answer.jobs)) is not None:
+            status = self._status(run, attempt, job)
+            return (
+                unknown if answer.error and status.phase is JobPhase.RUNNING else status
+            )  # it may have ended since
+        if (
+            answer.error
+            or answer.asked < submission.submitted + _FORGOTTEN_S
+            or answer.lists(submission.job_id)
+        ):
+            return unknown
+        recorded = (
+            _accounted(submission.job_id, int(time.monotonic() // 60))
+            if submission.job_id
+            else None
+        )
+        if (
+            recorded is not None
+            and (job := _job_of(run, attempt, submission, (recorded,))) is not None
+        ):
+            return self._status(run, attempt, job)
+        return JobStatus(
+            job_id=submission.job_id, phase=JobPhase.ENDED, end=OutcomeCode.JOB_FORGOTTEN
+        )
+
+    def cancel(self, run: RunDirectory, attempt: int) -> bool:
+        """Cancel the attempt's job; see ``Executor.cancel``."""
+        submission = read_submission(run, attempt)
+        if submission is None:
+            return False
+        if submission.cluster != client.cluster_name():
+            raise SlurmError(
+                f"its job is on the cluster {submission.cluster}. Cancel it from a login node of that cluster"
+            )
+        job = _job_of(run, attempt, submission, client.own_jobs())
+        if job is None:
+            return False
+        client.cancel(job.id)
+        return True
+
+    def _status(self, run: RunDirectory, attempt: int, job: Job) -> JobStatus:
+        if job.state in _QUEUED:
+            return JobStatus(
+                job_id=job.id, phase=JobPhase.QUEUED, waits_for=job.reason, expected_start=job.start
+            )
+        if job.state in _RUNNING:
+            return JobStatus(job_id=job.id, phase=JobPhase.RUNNING, nodes=job.nodes)
+        if job.state == "COMPLETING":
+            return JobStatus(job_id=job.id, phase=JobPhase.COMPLETING, nodes=job.nodes)
+        if job.state not in _ENDS:
+            return JobStatus(job_id=job.id, phase=JobPhase.UNKNOWN, nodes=job.nodes)
+        output = _last_lines(Path(job.folder), job.id) if job.state == "FAILED" else ""
+        return JobStatus(
+            job_id=job.id,
+            phase=JobPhase.ENDED,
+            nodes=job.nodes,
+            end=_ENDS[job.state],
+            output=output,
+        )
+
+
+def site_of(spec: RunSpec) -> tuple[str, Site]:
+    """Return the profile that a spec names or that names this cluster, with its name. Raises InputError."""
+    return named_site(spec.slurm.site)
+
+
+def named_site(given: str) -> tuple[str, Site]:
+    """Return the profile of this name, or if it is empty that of this cluster; otherwise as ``site_of``."""
+    name = given or recognised_site(cluster_here())
+    return name, load_site(name)
+
+
+def cluster_here() -> str:
+    """Return the name of this host's cluster; empty where there is none, or Slurm does not answer."""
+    try:
+        return client.cluster_name()
+    except SlurmError:
+        return ""
+
+
+def read_submission(run: RunDirectory, attempt: int) -> Submission | None:
+    """Return how an attempt was submitted; None if it was not, or the file is damaged or not this user's own.
+
+    Another user's jobs are not in the queue that is asked for, and what their files say must not decide what Slurm is asked.
+    """
+    try:
+        return decode_json(read_own(run.submission_path(attempt)), Submission)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def write_submission(run: RunDirectory, attempt: int, submission: Submission) -> None:
+    """Write ``submission.json``. Raises OSError."""
+    write_run_file(run, run.submission_path(attempt), msgspec.json.encode(submission))
+
+
+def _submitted(run: RunDirectory, attempt: int, token: str, spec: RunSpec) -> str:
+    """Submit an attempt's script and return the job's id. Raises InputError with the codes of ``refusals``, or SlurmError."""
+    environment = {**os.environ, TOKEN_VARIABLE: token}
+    try:
+        return client.submit(
+            str(run.job_script_path(attempt)), str(run.attempt_dir(attempt)), environment
+        )
+    except SlurmError as error:
+        raise explained(error, spec) from error
+
+
+def _enter_queue(
+    run: RunDirectory, attempt: int, script: str, submission: Submission, *, assume_dead: bool
+) -> tuple[RunState, RunState]:
+    """Write what the job needs and that the run is queued, and return the states before and after.
+
+    Raises:
+        SoTuiError: Another start of the run came first.
+    """
+    with run_lock(run, assume_dead=assume_dead) as lock:
+        before = read_state(run)
+        if lock is None or before.state == "queued":
+            raise SoTuiError(
+                f"another start of {run.name} came first: `{so_tui_command('watch', run.name)}` shows it"
+            )
+        write_run_file(run, run.job_script_path(attempt), script.encode())
+        write_submission(run, attempt, submission)
+        queued = queued_state(before)
+        write_state(run, queued)
+    return before, queued
+
+
+def _job_of(
+    run: RunDirectory, attempt: int, submission: Submission, jobs: Iterable[Job]
+) -> Job | None:
+    """Return an attempt's job: it works in the attempt's folder, and has the number that was written, if it was.
+
+    The number alone would name the original's job in a copy of its folder, and some other job once Slurm begins to count again.
+    """
+    folder = run.attempt_dir(submission.works_in or attempt)
+    return next(
+        (
+            job
+            for job in jobs
+            if job.id == (submission.job_id or job.id) and _is_folder(job.folder, folder)
+        ),
+        None,
+    )
+
+
+def _is_folder(name: str, folder: Path) -> bool:
+    try:
+        return folder.samefile(name)
+    except (OSError, ValueError):  # of another host, gone, or no path
+        return False
+
+
+def _script(plan: Plan, site: Site, run: Path, attempt: int, checkpoint_s: float | None) -> str:
+    gpus = sum(rank.gpu is not None for rank in plan.binding)
+    checkpoints = 2 if plan.spec.checkpoint.repeats and plan.spec.checkpoint.background else 1
+    warning_s = warning_lead_s(site, plan.disk_bytes, checkpoint_s, checkpoints)
+    python, architecture = interpreter_of(site), interpreter_architecture(site)
+    return batch_script(
+        plan.spec,
+        site,
+        gpus=gpus,
+        run=run,
+        attempt=attempt,
+        python=python,
+        architecture=architecture,
+        warning_s=warning_s,
+    )
+
+
+def _checkpoint_s(run: RunDirectory) -> float | None:
+    """Return the seconds that the run's slowest checkpoint took; None if none was saved."""
+    reader = MetricsReader(run)
+    while reader.poll(limit_records=10_000, limit_s=1.0).more:
+        continue
+    return max((record.seconds for record in reader.checkpoints), default=None)
+
+
+@lru_cache(maxsize=64)
+def _accounted(job_id: str, minute: int) -> Job | None:
+    """Return a job as the accounting database recorded it, asked at most once a minute."""
+    return client.accounted(job_id)
+
+
+def _last_lines(folder: Path, job_id: str) -> str:
+    log = LogReader(folder / OUTPUT.replace("%j", job_id))
+    try:
+        lines = log.tail(3)
+    except OSError:
+        return ""
+    return " / ".join(filter(None, (*lines, log.partial)))

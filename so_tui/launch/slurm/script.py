@@ -1,0 +1,634 @@
+"""The batch script of a job: what Slurm reads and what the node's shell executes. Pure.
+
+Problem codes:
+    account-missing: The site charges an account, and the spec names none.
+    option-refused: The site refuses an option of ``slurm.options``.
+    option-reserved: so-tui itself sets an option of ``slurm.options``.
+    path-unfit-for-slurm: Slurm would read the run directory's path as a pattern, or it has more than one line.
+    script-without-run: A script of the user has no line that names the run directory.
+    time-limit-too-short: The job would be warned of its end before it has trained for as long as the warning is early.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from so_tui.folders import state_home, user_folder
+from so_tui.launch.supervisor.slowness import EXPECTED_VARIABLE
+from so_tui.machine.interpreter import architecture_of
+from so_tui.machine.types import Machine
+from so_tui.plan.reasons import DISK_BYTES_PER_S
+from so_tui.spec import InputError, Problem, RunSpec, SoTuiError
+from so_tui.spec.check import write_atomic
+from so_tui.trust.decoding import decode_toml
+from so_tui.trust.files import NotOwnError, private_folder, read_own
+from so_tui.units import duration
+
+# Batch scripts that the user changes in an editor, as ``git commit`` does with messages. A changed
+# one is kept until it is submitted.
+
+
+_DEFAULT_EDITOR = "vi"
+
+
+def edited(text: str) -> str:
+    """Return a text as the user saves it in ``$VISUAL``, ``$EDITOR``, or vi. Only the main thread may call this.
+
+    Raises:
+        SoTuiError: The editor cannot be started, fails, or leaves nothing.
+    """
+    editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or _DEFAULT_EDITOR
+    with tempfile.TemporaryDirectory(prefix="so-tui-") as folder:
+        path = Path(folder) / "job.sh"
+        path.write_text(text, encoding="utf-8")
+        try:
+            with _interrupts_left_to_the_editor():
+                code = subprocess.run([*shlex.split(editor), str(path)], check=False).returncode
+        except (OSError, ValueError) as error:
+            raise SoTuiError(
+                f"the editor `{editor}` cannot be started ({error}). Set EDITOR to another one"
+            ) from error
+        try:
+            saved = path.read_text(encoding="utf-8") if path.exists() else ""
+        except UnicodeDecodeError as error:
+            raise SoTuiError(
+                f"the editor `{editor}` saved what is not UTF-8 ({error}). Set its encoding to UTF-8"
+            ) from error
+    if code != 0 or not saved.strip():
+        why = f"ended with code {code}" if code else "left an empty file"
+        raise SoTuiError(f"the editor `{editor}` {why}, so the script was not changed")
+    return saved
+
+
+class Draft(Struct, frozen=True):
+    """A batch script that the user has changed, kept in a file until it is submitted."""
+
+    script: str
+    path: Path
+
+    def discard(self) -> None:
+        """Remove the file: the script has been submitted."""
+        self.path.unlink(missing_ok=True)
+
+
+def kept(script: str, name: str, before: Draft | None = None) -> Draft:
+    """Keep a changed script in the user's own folder.
+
+    Args:
+        script: What the user saved.
+        name: Name of the spec; the file is named after it.
+        before: What the user has changed again, whose file is replaced.
+
+    Raises:
+        OSError, SoTuiError: It cannot be written.
+    """
+    folder = private_folder(state_home() / "scripts")
+    path = (
+        before.path
+        if before
+        else folder / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.sh"
+    )
+    write_atomic(path, script.encode())
+    return Draft(script, path)
+
+
+@contextlib.contextmanager
+def _interrupts_left_to_the_editor() -> Iterator[None]:
+    """Let Ctrl-C reach the editor alone, which is in the same process group. A handler, unlike SIG_IGN, is not inherited by it."""
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# Site profiles: what a computing centre expects of a job, as TOML.
+#
+# Built-in profiles are in ``so_tui/sites``, the user's own in ``~/.config/so-tui/sites``; the
+# user's win. A profile holds lines of shell that jobs execute, so a user's file must belong to
+# that user and must not be writable by others.
+#
+# Problem codes: unknown-site: There is no profile of this name. invalid-site: A profile is not
+# TOML, has an unknown key or a wrong value, or is not this user's own.
+
+
+_LOG = logging.getLogger(__name__)
+
+GENERIC = "generic"
+
+Option = Annotated[str, Meta(pattern=r"^-[A-Za-z0-9-]+(=[^\n\0\"\\]*)?\Z", max_length=400)]
+OptionOrNone = Annotated[str, Meta(pattern=r"^(-[A-Za-z0-9-]+(=[^\n\0\"\\]*)?)?\Z", max_length=400)]
+Line = Annotated[str, Meta(pattern=r"^[^\n\0]*\Z", max_length=2000)]
+VariableName = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*\Z", max_length=100)]
+TimeLimit = Annotated[str, Meta(pattern=r"^(\d{1,4}:\d\d:\d\d)?\Z")]
+
+
+class PartitionProfile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a site's documentation says of one partition."""
+
+    time_limit: TimeLimit = ""
+    """The longest time that a job may ask for; it is asked for unless the spec gives less."""
+    machine: str = ""
+    """What its nodes are, by the name that ``--machine`` takes."""
+
+
+class Site(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A site profile."""
+
+    title: Line
+    source: str = ""
+    """Where this comes from, and when it was read."""
+    clusters: tuple[str, ...] = ()
+    """Names of clusters (``ClusterName`` in ``scontrol show config``) by which the profile is recognised."""
+    account_required: bool = False
+    options: tuple[Option, ...] = ()
+    """Options of ``sbatch`` that every job gets."""
+    refused_options: tuple[str, ...] = ()
+    """Options that the site refuses, without their values."""
+    node_option: OptionOrNone = "--exclusive"
+    """How a job asks for a whole node; empty where it gets one anyway, or shares."""
+    cores_per_gpu: Annotated[int, Meta(ge=0, le=1024)] = 0
+    """Cores to ask for with each GPU, where nodes are shared; 0 to leave that to the site."""
+    memory_per_gpu_gib: Annotated[int, Meta(ge=0, le=10_000)] = 0
+    """The same for host memory, in Slurm's ``G`` (GiB)."""
+    gpu_option: OptionOrNone = "--gpus-per-node={gpus}"
+    """How a job asks for GPUs; empty where nodes are given with all of theirs."""
+    interface: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]*\Z", max_length=64)] = ""
+    """The network interface over which the ranks of several nodes find each other (``hsn0``, ``ib0``)."""
+    network: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_ .-]*\Z", max_length=100)] = ""
+    """What NCCL calls the network that it should use between nodes (``IB``, ``AWS Libfabric``). If it uses sockets instead, a run ends."""
+    setup: tuple[Line, ...] = ()
+    """Lines of shell before the start: modules, an environment to activate."""
+    environment: dict[VariableName, str] = {}
+    """Variables of the job."""
+    python: str = ""
+    """The interpreter of the compute nodes, with so-tui and its training packages; if empty, the one that submits."""
+    requeue: bool = False
+    """Whether Slurm may start a job again, after a node has failed, when it gives way to another job, or at its time limit. Otherwise
+    another job continues."""
+    internet: bool = True
+    """Whether nodes reach the internet. If not, model and data must be in the cache before a job is submitted."""
+    step_options: tuple[Option, ...] = ()
+    """Options of ``srun``, such as the container to enter."""
+    machine: str = ""
+    """What the nodes of partitions are that say nothing else; planned for until a job has seen one."""
+    network_gbit_per_s: Annotated[float, Meta(ge=0, le=1e6)] = 0
+    """Line rate of a node's network, all adapters together, each way; 0 if it is not published."""
+    poll_s: Annotated[float, Meta(ge=1, le=3600)] = 30.0
+    """The least seconds between two questions to the scheduler."""
+    warning_s: Annotated[int, Meta(ge=30, le=86_400)] = 300
+    """How long before its time limit a job is warned, to save a checkpoint. Slurm may warn up to 60 s earlier."""
+    partitions: dict[str, PartitionProfile] = {}
+
+
+def builtin_sites() -> Path:
+    """Return the folder of the built-in profiles."""
+    return Path(__file__).parents[2] / "sites"
+
+
+def user_sites() -> Path:
+    """Return the folder of the user's profiles."""
+    return user_folder().parent / "sites"
+
+
+def site_names() -> tuple[str, ...]:
+    """Return the names of all profiles."""
+    return tuple(
+        sorted(
+            {
+                path.stem
+                for folder in (builtin_sites(), user_sites())
+                for path in folder.glob("*.toml")
+            }
+        )
+    )
+
+
+def load_site(name: str) -> Site:
+    """Return a profile. Raises InputError with the codes of this module."""
+    own, builtin = user_sites() / f"{name}.toml", builtin_sites() / f"{name}.toml"
+    path = own if own.is_file() else builtin
+    if not path.is_file():
+        remedy = f"Choose one of {', '.join(site_names())}, or write {own}."
+        raise InputError(
+            [
+                Problem(
+                    code="unknown-site",
+                    field="slurm.site",
+                    value=name,
+                    message="there is no such profile",
+                    remedy=remedy,
+                )
+            ]
+        )
+    try:
+        content = read_own(path) if path == own else path.read_bytes()
+        return msgspec.convert(decode_toml(content), Site)
+    except NotOwnError as error:
+        raise _invalid(
+            path,
+            f"its lines would be executed: {error}",
+            "Make it your own file, which others cannot write.",
+        ) from error
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.DecodeError) as error:
+        raise _invalid(path, str(error), "docs/cluster.md lists its keys.") from error
+
+
+def wrong_sites() -> tuple[Problem, ...]:
+    """Return what is wrong with the user's profiles that cannot be used."""
+    problems: list[Problem] = []
+    for path in sorted(user_sites().glob("*.toml")):
+        try:
+            load_site(path.stem)
+        except InputError as error:
+            problems += error.problems
+    return tuple(problems)
+
+
+def recognised_site(cluster: str) -> str:
+    """Return the name of the profile that names a cluster, else ``generic``. A wrong profile concerns only the cluster that it names."""
+    return next(
+        (name for name in site_names() if cluster and cluster in _clusters_of(name)), GENERIC
+    )
+
+
+def _clusters_of(name: str) -> tuple[str, ...]:
+    """Return the clusters that a profile names; of one that is wrong, as far as it can be read, with those of the one that it replaces.
+
+    So nobody's job is submitted without the options that a profile was written for.
+    """
+    try:
+        return load_site(name).clusters
+    except InputError as error:
+        _LOG.info("site profile %s cannot be used: %s", name, error)
+    builtin = builtin_sites() / f"{name}.toml"
+    replaced = (
+        msgspec.convert(decode_toml(builtin.read_bytes()), Site).clusters
+        if builtin.is_file()
+        else ()
+    )
+    try:
+        given = decode_toml(read_own(user_sites() / f"{name}.toml")).get("clusters")
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.DecodeError):
+        return replaced
+    return (
+        (*replaced, *(text for text in given if isinstance(text, str)))
+        if isinstance(given, list)
+        else replaced
+    )
+
+
+def _invalid(path: Path, message: str, remedy: str) -> InputError:
+    return InputError(
+        [
+            Problem(
+                code="invalid-site",
+                field="slurm.site",
+                value=path.stem,
+                message=message,
+                remedy=remedy,
+                file=str(path),
+            )
+        ]
+    )
+
+
+# The interpreter of a site's jobs, beside the nodes that they get.
+#
+# Problem codes: foreign-interpreter: It is built for another architecture than the nodes have.
+
+
+def interpreter_of(site: Site) -> str:
+    """Return the interpreter that jobs use: the profile's, else this one."""
+    return site.python or sys.executable
+
+
+def interpreter_architecture(site: Site) -> str:
+    """Return what the interpreter of jobs is built for, as ``uname -m`` names it; empty if unknown, such as in a container."""
+    return "" if site.step_options else architecture_of(interpreter_of(site))
+
+
+def foreign_interpreter(nodes: Machine, site: Site, partition: str) -> Iterator[Problem]:
+    """Yield that the nodes of a partition cannot execute the interpreter, if the architectures of both are known."""
+    here = nodes.hostname == socket.gethostname()  # it stands for nodes that no job has seen
+    architecture = interpreter_architecture(site)
+    if architecture and not here and architecture != nodes.architecture:
+        message = f"is built for {architecture}, and the nodes of partition {partition} are {nodes.architecture}"
+        remedy = "Install so-tui with its training packages for them, and name that interpreter in the site profile (python = ...)."
+        yield Problem(
+            code="foreign-interpreter",
+            field="slurm.site",
+            value=interpreter_of(site),
+            message=message,
+            remedy=remedy,
+        )
+
+
+OUTPUT = "slurm.%j.log"
+"""What the job writes outside its supervisor, in the attempt's folder; Slurm's own messages are in it."""
+CONTINUE_SIGNAL = "USR1"
+_EARLY_S = 60
+"""Slurm may warn a job this much earlier than asked."""
+_MARGIN = 2.0
+_STEP_S = 60
+"""For the step in progress, which is finished first."""
+_RUN = re.compile(r"^so_tui_run=(.*)$", re.MULTILINE)
+_QUOTES = "'\""
+_RESERVED = frozenset(
+    (
+        *(
+            "--array",
+            "--chdir",
+            "--clusters",
+            "--error",
+            "--export",
+            "--export-file",
+            "--get-user-env",
+            "--input",
+            "--job-name",
+        ),
+        *(
+            "--nodes",
+            "--no-requeue",
+            "--ntasks",
+            "--ntasks-per-node",
+            "--open-mode",
+            "--output",
+            "--parsable",
+            "--partition",
+            "--requeue",
+        ),
+        *(
+            "--signal",
+            "--test-only",
+            "--time",
+            "--wait",
+            "--wrap",
+            "--account",
+            "--qos",
+            "--constraint",
+            "--uid",
+            "--gid",
+        ),
+    )
+)
+_REMEDY = "so-tui: name an interpreter of the compute nodes, with so-tui and its training packages, in the site profile (python = ...)"
+
+
+def warning_lead_s(
+    site: Site, checkpoint_bytes: int, measured_s: float | None, checkpoints: int = 1
+) -> int:
+    """Return how long before its time limit a job is warned: the profile's time, or more if a checkpoint takes longer.
+
+    Args:
+        site: The profile of the site.
+        checkpoint_bytes: Size of a checkpoint.
+        measured_s: What the run's last checkpoint took; None before the first.
+        checkpoints: How many may have to be written by then: one that is being written behind training, and the last one.
+    """
+    takes_s = checkpoint_bytes / DISK_BYTES_PER_S if measured_s is None else measured_s
+    return max(site.warning_s, math.ceil(_MARGIN * checkpoints * takes_s) + _STEP_S)
+
+
+def batch_script(
+    spec: RunSpec,
+    site: Site,
+    *,
+    gpus: int,
+    run: Path,
+    attempt: int,
+    python: str,
+    architecture: str = "",
+    warning_s: int = 0,
+) -> str:
+    """Return the batch script of an attempt.
+
+    Args:
+        spec: What is trained, with the partition to run on.
+        site: The profile of the site.
+        gpus: GPUs that the plan uses; 0 to train on the CPU.
+        run: The run directory.
+        attempt: The attempt's number.
+        python: The interpreter of the nodes.
+        architecture: What it is built for; empty if unknown.
+        warning_s: How long before its end the job is warned (see ``warning_lead_s``); if 0, the profile's time.
+
+    Raises:
+        InputError: With the codes of this module.
+    """
+    warning_s = warning_s or site.warning_s
+    if problems := (*_problems(spec, site, warning_s), *_path_problems(run)):
+        raise InputError(problems)
+    # One supervisor a node. One that ends with an error must not end the others, which have to say why.
+    tasks = (f"--nodes={spec.nodes}", f"--ntasks={spec.nodes}", "--ntasks-per-node=1")
+    step = ("srun", *tasks, "--cpu-bind=none", "--kill-on-bad-exit=0", *site.step_options)
+    interpreter = (python, "-P")
+    check = shlex.join((*step, *interpreter, "-m", "so_tui.machine.interpreter", str(gpus)))
+    supervise = f'-m so_tui supervise "$so_tui_run" --attempt {attempt} --in-job'
+    return "\n".join(
+        (
+            "#!/bin/bash",
+            f"#SBATCH --job-name={_job_name(run.name)}",
+            *(f"#SBATCH {option}" for option in _options(spec, site, gpus, warning_s)),
+            "",
+            f"# Attempt {attempt} of the run {spec.name}, written by so-tui for {site.title}.",
+            *(
+                f"export {name}={shlex.quote(value)}"
+                for name, value in sorted(_environment(spec, site).items())
+            ),
+            *site.setup,
+            *_architecture_check(architecture, python),
+            f"{check} || {{ echo {shlex.quote(_REMEDY)} >&2; exit 69; }}",
+            f"so_tui_run={shlex.quote(str(run))}",
+            f"exec {shlex.join((*step, *interpreter))} {supervise}",
+            "",
+        )
+    )
+
+
+def _architecture_check(architecture: str, interpreter: str) -> Iterator[str]:
+    """Yield the line that ends a job whose node could not execute its interpreter, which the shell would only call a wrong format."""
+    if architecture:
+        message = f"so-tui: {interpreter} is built for {architecture}, and this node is "
+        fails = f'echo {shlex.quote(message)}"$(uname -m)" >&2; echo {shlex.quote(_REMEDY)} >&2; exit 69'
+        yield f'[ "$(uname -m)" = {architecture} ] || {{ {fails}; }}'
+
+
+def for_run(script: str, generated: str) -> str:
+    """Return a user's script for the run that a generated script is for; it may have been made for another one.
+
+    The job is named after the new run, too, unless the user has named it.
+
+    Raises:
+        InputError: It names no run (code ``script-without-run``).
+    """
+    named, other = _RUN.search(generated), _RUN.search(script)
+    if named is None or other is None:
+        message, remedy = (
+            "has no line `so_tui_run=...`, which names the run directory",
+            "Keep it, and what uses it, as --edit shows them.",
+        )
+        raise InputError(
+            [
+                Problem(
+                    code="script-without-run",
+                    field="--script",
+                    value="",
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        )
+    moved = _RUN.sub(lambda _: named[0], script, count=1)
+    return moved.replace(_name_option(other), _name_option(named), 1)
+
+
+def _name_option(run_line: re.Match[str]) -> str:
+    """Return the line that names the job after the run that a script's line names."""
+    return f"#SBATCH --job-name={_job_name(run_line[1].strip(_QUOTES).rpartition('/')[2])}\n"
+
+
+def _job_name(run_name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "_", run_name)
+
+
+def _environment(spec: RunSpec, site: Site) -> dict[str, str]:
+    """Return a job's variables; those of the profile win. Without internet, every look-up on the hub would wait for half a minute."""
+    several = {
+        EXPECTED_VARIABLE: site.network,
+        "GLOO_SOCKET_IFNAME": site.interface,
+        "NCCL_SOCKET_IFNAME": site.interface,
+    }
+    found = {name: value for name, value in several.items() if value} if spec.nodes > 1 else {}
+    return found | ({} if site.internet else {"HF_HUB_OFFLINE": "1"}) | site.environment
+
+
+def requeues(spec: RunSpec, site: Site) -> bool:
+    """Return whether Slurm may start a job of this spec again. Otherwise a successor is submitted."""
+    return site.requeue and spec.slurm.continues
+
+
+def time_limit_of(spec: RunSpec, site: Site) -> str:
+    """Return the time limit that a job asks for; empty for the partition's own."""
+    partition = site.partitions.get(spec.slurm.partition)
+    return spec.slurm.time_limit or (partition.time_limit if partition else "")
+
+
+def seconds_of(time_limit: str) -> int:
+    """Return a time limit in seconds, in any of the forms that Slurm takes: ``90``, ``90:00``, ``1:30:00``, ``1-12``, ``1-12:30:00``."""
+    days, dash, rest = time_limit.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash:  # hours first
+        parts += [0] * (3 - len(parts))
+    elif len(parts) < 3:  # minutes first
+        parts = [0, *parts, *([0] if len(parts) == 1 else [])]
+    hours, minutes, seconds = parts
+    return int(days or 0) * 86_400 + hours * 3600 + minutes * 60 + seconds
+
+
+def _problems(spec: RunSpec, site: Site, warning_s: int) -> Iterator[Problem]:
+    if site.account_required and not spec.slurm.account:
+        remedy = "Give it with --account NAME, or in a preset of yours."
+        yield Problem(
+            code="account-missing",
+            field="slurm.account",
+            value="",
+            message=f"{site.title} charges an account",
+            remedy=remedy,
+        )
+    time_limit = time_limit_of(spec, site)
+    if time_limit and seconds_of(time_limit) < 2 * warning_s + _EARLY_S:
+        message = f"the job saves its checkpoint {duration(warning_s + _EARLY_S)} before the end, which leaves too little time to train"
+        remedy = f"Ask for at least {duration(2 * warning_s + _EARLY_S)}, or lower warning_s in the site profile."
+        yield Problem(
+            code="time-limit-too-short",
+            field="slurm.time_limit",
+            value=time_limit,
+            message=message,
+            remedy=remedy,
+        )
+    for option in spec.slurm.options:
+        name = option.partition("=")[0]
+        if name in site.refused_options:
+            message, remedy = f"{site.title} refuses {name}", "Leave it out."
+            yield Problem(
+                code="option-refused",
+                field="slurm.options",
+                value=option,
+                message=message,
+                remedy=remedy,
+            )
+        elif any(reserved.startswith(name) for reserved in _RESERVED):  # Slurm takes abbreviations
+            remedy = "Leave it out; partition, account, qos, time_limit and constraint have keys of their own."
+            yield Problem(
+                code="option-reserved",
+                field="slurm.options",
+                value=option,
+                message="so-tui sets this option",
+                remedy=remedy,
+            )
+
+
+def _path_problems(run: Path) -> Iterator[Problem]:
+    # Slurm replaces %j and the like in the whole path of a job's output, its folder included.
+    if any(character in str(run) for character in "%\\\n"):
+        message, remedy = (
+            "Slurm cannot write into a folder with %, \\ or a line end in its path",
+            "Choose another folder with --runs-dir.",
+        )
+        yield Problem(
+            code="path-unfit-for-slurm",
+            field="--runs-dir",
+            value=str(run.parent),
+            message=message,
+            remedy=remedy,
+        )
+
+
+def _options(spec: RunSpec, site: Site, gpus: int, warning_s: int) -> Iterator[str]:
+    slurm = spec.slurm
+    yield f"--partition={slurm.partition}"
+    yield from (
+        f"--{name}={value}"
+        for name, value in (("account", slurm.account), ("qos", slurm.qos))
+        if value
+    )
+    if time_limit := time_limit_of(spec, site):
+        yield f"--time={time_limit}"
+    if slurm.constraint:
+        yield f'--constraint="{slurm.constraint}"'
+    yield f"--nodes={spec.nodes}"
+    yield "--ntasks-per-node=1"
+    if gpus and site.gpu_option:
+        yield site.gpu_option.replace("{gpus}", str(gpus))
+    if site.node_option:
+        yield site.node_option
+    share = max(1, gpus)
+    if site.cores_per_gpu:
+        yield f"--cpus-per-task={share * site.cores_per_gpu}"
+    if site.memory_per_gpu_gib:
+        yield f"--mem={share * site.memory_per_gpu_gib}G"
+    # To the processes of the step, not to this script: the supervisor and the ranks handle it, and srun does not see it.
+    yield f"--signal={CONTINUE_SIGNAL}@{warning_s}"
+    yield "--requeue" if requeues(spec, site) else "--no-requeue"
+    yield f"--output={OUTPUT}"
+    yield "--open-mode=append"
+    yield from (*site.options, *slurm.options)

@@ -1,0 +1,303 @@
+"""What a supervisor tells others of its run: alerts, by a command of the user's, and figures for Prometheus.
+
+Both follow the user's own settings, which may change while a run goes on.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from so_tui.folders import settings_file
+from so_tui.launch.command import MARKER, AlertCommand, log_line
+from so_tui.runs.directory import RunDirectory
+from so_tui.runs.records import Alert, MetricRecord, RunState, Sample, StepRecord
+from so_tui.settings import ALERTS, AlertName, AlertSettings, Loaded, Settings, load_settings
+from so_tui.trust.text import brief_line
+from so_tui.units import disk_size, duration, thousands
+
+if TYPE_CHECKING:
+    from so_tui.launch.supervisor.prometheus import Endpoint
+
+
+# Sentences of alerts: fixed words, numbers, and names in which nothing acts on a terminal. Reasons
+# and messages of runs are not quoted.
+
+
+LONGEST_NAME = 60
+_LARGEST = 1e15
+
+
+def known(alert: Alert) -> AlertName | None:
+    """Return the kind of an alert; None for one that this version does not know, or that a stranger's state made up."""
+    return next((name for name in ALERTS if name == alert.kind), None)
+
+
+def alert_text(alert: Alert, run_name: str, state: RunState) -> str:
+    """Return what happened to a run, in one sentence; empty for an unknown kind. It begins with a word, never with a dash."""
+    name, step = run_name_text(run_name), thousands(max(0, alert.step))
+    match known(alert):
+        case "ended":
+            return f"so-tui: {name} {'was stopped' if state.state == 'stopped' else 'has finished'} at step {step}"
+        case "failed":
+            return f"so-tui: {name} {'is lost' if state.state == 'lost' else 'has failed'} at step {step}"
+        case "not-finite":
+            return f"so-tui: the loss or a gradient of {name} is not finite at step {step}"
+        case "stall":
+            return f"so-tui: {name} has taken no step for {duration(_bounded(alert.value))}, since step {step}"
+        case "loss":
+            return f"so-tui: the loss of {name} is {alert.value or 0.0:.4g} at step {step}, above {alert.bound or 0.0:.4g}"
+        case "disk":
+            left = int(_bounded(alert.value))
+            return f"so-tui: {disk_size(left) if left else 'no'} disk space is left for {name}"
+        case None:
+            return ""
+
+
+def _bounded(value: float | None) -> float:
+    """Return a number whose text is short: anybody may have written the state."""
+    return min(max(value or 0.0, 0.0), _LARGEST)
+
+
+def run_name_text(name: str) -> str:
+    """Return a run's name for places that act on control characters: a title, a notification, an environment."""
+    return brief_line(name, LONGEST_NAME).replace(
+        ";", ","
+    )  # a semicolon separates the fields of OSC 777
+
+
+# What of a run is worth an alert, from its records and its disks. No file is read here.
+
+
+KEPT = 20
+"""Alerts that the state remembers, the newest ones."""
+_SLOW_STEPS = 10
+"""A stall is at least as many of the last step's lengths: a step may take longer than the bound."""
+_ENOUGH = 1.1
+"""Free space counts as enough again above so much of the bound, so that an alert is not repeated at each file."""
+
+
+class AlertWatch:
+    """Notices each event once; one that can pass, such as a stall, again after it has passed."""
+
+    def __init__(self, attempt: int, now: float, told_step: int = 0) -> None:
+        """Prepare to watch an attempt.
+
+        Args:
+            attempt: The attempt.
+            now: Any clock's time in seconds that never goes back, as in each call.
+            told_step: The last step of which an earlier supervisor of the attempt has told.
+        """
+        self._attempt = attempt
+        self._told_step = told_step
+        self._last_step_at = now
+        self._step_s = 0.0
+        self._raised: set[AlertName] = set()
+
+    def observe(
+        self, state: RunState, records: Iterable[MetricRecord], now: float, settings: AlertSettings
+    ) -> tuple[Alert, ...]:
+        """Return the alerts of new records and of the time since the last step."""
+        found: list[Alert] = []
+        for record in records:
+            if isinstance(record, StepRecord) and record.attempt == self._attempt:
+                self._last_step_at, self._step_s = now, record.step_s
+                self._raised.discard("stall")
+                found += [
+                    alert
+                    for alert in self._of_step(record, settings)
+                    if alert.step > self._told_step
+                ]
+        if state.state != "training":
+            self._last_step_at = now
+        waited_s = now - self._last_step_at
+        if waited_s > max(settings.stall_s, _SLOW_STEPS * self._step_s) and self._first("stall"):
+            found.append(self._alert("stall", state.step, value=waited_s))
+        return tuple(alert for alert in found if alert.kind in settings.on)
+
+    def disks(
+        self, state: RunState, free_bytes: Mapping[str, int], settings: AlertSettings, *, full: bool
+    ) -> tuple[Alert, ...]:
+        """Return the alert of a disk with too little space. ``full`` says that writing has failed."""
+        bound = settings.disk_free_gb * 1e9
+        least = min(free_bytes.values(), default=None)
+        if full or (least is not None and least < bound):
+            if self._first("disk") and "disk" in settings.on:
+                return (
+                    self._alert(
+                        "disk",
+                        state.step,
+                        value=0.0 if full or least is None else float(least),
+                        bound=bound,
+                    ),
+                )
+        elif least is None or least > _ENOUGH * bound:
+            self._raised.discard("disk")
+        return ()
+
+    def end(self, state: RunState, settings: AlertSettings) -> tuple[Alert, ...]:
+        """Return the alert of the end that a final state records."""
+        kind: AlertName = "ended" if state.state in ("finished", "stopped") else "failed"
+        return (self._alert(kind, state.step),) if kind in settings.on else ()
+
+    def _of_step(self, record: StepRecord, settings: AlertSettings) -> Iterable[Alert]:
+        norm = record.gradient_norm
+        if not math.isfinite(record.loss) or (norm is not None and not math.isfinite(norm)):
+            if self._first("not-finite"):
+                yield self._alert("not-finite", record.step)
+        else:
+            self._raised.discard("not-finite")
+        bound = settings.loss_above
+        if bound is None or not record.loss > bound:
+            self._raised.discard("loss")
+        elif math.isfinite(record.loss) and self._first("loss"):
+            yield self._alert("loss", record.step, value=record.loss, bound=bound)
+
+    def _first(self, kind: AlertName) -> bool:
+        new = kind not in self._raised
+        self._raised.add(kind)
+        return new
+
+    def _alert(
+        self, kind: AlertName, step: int, value: float | None = None, bound: float | None = None
+    ) -> Alert:
+        return Alert(
+            kind=kind, attempt=self._attempt, time=time.time(), step=step, value=value, bound=bound
+        )
+
+
+def remembered(before: tuple[Alert, ...], new: tuple[Alert, ...]) -> tuple[Alert, ...]:
+    """Return the alerts that the state keeps."""
+    return (*before, *new)[-KEPT:]
+
+
+_DISKS_S = 60.0
+_SETTINGS_S = 30.0
+
+
+class OwnSettings:
+    """The settings of the user who supervises, read again when their file has changed. Nothing of a run, spec or preset is a setting."""
+
+    def __init__(self) -> None:
+        self._file = settings_file()
+        self._signature: tuple[int, ...] | None = None
+        self._loaded = Loaded()
+        self._due = 0.0
+
+    def current(self) -> Settings:
+        """Return the settings in force, at most half a minute old."""
+        if time.monotonic() >= self._due:
+            self._due = time.monotonic() + _SETTINGS_S
+            signature = _signature(self._file)
+            if signature != self._signature:
+                self._signature, self._loaded = signature, load_settings(self._file)
+                for problem in self._loaded.problems:
+                    log_line(str(problem))
+        return self._loaded.settings
+
+
+class Announcer:
+    """Notices what happens to one attempt, runs the user's command for it, and returns it for the state, where the screen sees it."""
+
+    def __init__(
+        self, run: RunDirectory, attempt: int, host: str, checkpoints: str, told_step: int = 0
+    ) -> None:
+        """Prepare to tell of an attempt on a host, with its folder of checkpoints; ``told_step`` as for ``AlertWatch``."""
+        self._run = run
+        self._host = host
+        self._folders = tuple(dict.fromkeys((str(run.path), checkpoints or str(run.path))))
+        self._settings = OwnSettings()
+        self._watch = AlertWatch(attempt, time.monotonic(), told_step)
+        self._command = AlertCommand()
+        self._disks_due = 0.0
+        self._endpoint: Endpoint | None = None
+        self._opened = False
+
+    @property
+    def command_pid(self) -> int | None:
+        """Of the user's command, if it is under way."""
+        return self._command.pid
+
+    def tick(
+        self, state: RunState, records: Iterable[MetricRecord], *, full: bool
+    ) -> tuple[Alert, ...]:
+        """Return what is new; ``full`` says that the disk accepts nothing more."""
+        settings, now = self._settings.current().alerts, time.monotonic()
+        found = self._watch.observe(state, records, now, settings)
+        if full or now >= self._disks_due:
+            self._disks_due = now + _DISKS_S
+            found += self._watch.disks(state, free_bytes(self._folders), settings, full=full)
+        self.tell(found, state)
+        self._command.tick()
+        return found
+
+    def publish(self, state: RunState, step: StepRecord | None, sample: Sample) -> None:
+        """Hand figures to Prometheus, if the settings of the attempt's first second want that."""
+        if not self._opened:
+            self._opened = True
+            if (wanted := self._settings.current().prometheus).enabled:
+                from so_tui.launch.supervisor.prometheus import (
+                    open_endpoint,  # a server's modules are not small, and few want one
+                )
+
+                self._endpoint = open_endpoint(wanted)
+        if self._endpoint is not None:
+            from so_tui.launch.supervisor.prometheus import Figures
+
+            self._endpoint.publish(Figures(self._run.name, self._host, state, step, sample))
+
+    def end(self, state: RunState) -> tuple[Alert, ...]:
+        """Return the alert of a final state; ``tell`` follows, once the state is recorded, and ``finish`` waits for its command."""
+        return self._watch.end(state, self._settings.current().alerts)
+
+    def tell(self, alerts: Iterable[Alert], state: RunState) -> None:
+        """Have the user's command run for each of these alerts."""
+        settings = self._settings.current().alerts
+        for alert in alerts:
+            text = alert_text(alert, self._run.name, state)
+            about = {
+                MARKER: alert.kind,
+                "SO_TUI_ALERT_TEXT": text,
+                "SO_TUI_ALERT_RUN": run_name_text(self._run.name),
+                "SO_TUI_ALERT_HOST": self._host,
+                "SO_TUI_ALERT_STEP": str(alert.step),
+                "SO_TUI_ALERT_STATE": state.state,
+                "SO_TUI_ALERT_VALUE": "" if alert.value is None else f"{alert.value:g}",
+            }
+            self._command.request(settings.command, about, text, settings.command_timeout_s)
+
+    def finish(self) -> None:
+        """Stop answering, and wait for the commands of the last alerts: a job ends with its supervisor."""
+        if self._endpoint is not None:
+            self._endpoint.close()
+        self._command.finish()
+
+
+def free_bytes(folders: Iterable[str]) -> dict[str, int]:
+    """Return the space that this user can still fill, by folder; a folder that is not there yet counts as its nearest parent."""
+    found = {}
+    for folder in folders:
+        path = Path(folder)
+        for candidate in (path, *path.parents):
+            try:
+                disk = os.statvfs(candidate)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError:  # away for a moment: asked again in a minute
+                break
+            found[folder] = disk.f_bavail * disk.f_frsize
+            break
+    return found
+
+
+def _signature(path: Path) -> tuple[int, ...]:
+    """Return what changes whenever the file or the right to read it does; empty if it is not there."""
+    try:
+        found = path.stat()
+    except OSError:
+        return ()
+    return found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size

@@ -1,0 +1,746 @@
+"""How an attempt ended, concluded from evidence. Pure.
+
+``finished`` and ``stopped`` need the trainer's end record. Exit codes are evidence of failure only: DeepSpeed's runner returns 0 when its
+launcher was killed by a signal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from so_tui.launch import DEFAULT_GRACE_S, EXIT_GRACE_S, KILL_AFTER_S
+from so_tui.launch.supervisor import host_check
+from so_tui.launch.supervisor.host_check import HostDiffersError
+from so_tui.machine.software import INSTALL_TRAINING
+from so_tui.plan.plan import GivenMemory
+from so_tui.plan.remedies import less_gpu_memory, less_host_memory
+from so_tui.runs import state as control
+from so_tui.runs.directory import RunDirectory, write_run_file
+from so_tui.runs.liveness import EXIT_CODES, HostIdentity
+from so_tui.runs.metrics import MetricsReader
+from so_tui.runs.records import ENDING, EndRecord, OutcomeCode, Process, RunState, State
+from so_tui.spec import RunSpec
+from so_tui.trust.decoding import read_json
+from so_tui.trust.text import so_tui_command
+from so_tui.units import thousands
+
+EndState = Literal["finished", "stopped", "failed", "lost"]
+Who = Literal["runner", "launcher", "rank"]
+
+
+class Failure(Struct, frozen=True):
+    """What a rank wrote into ``failure.rank<R>.json`` before it gave up."""
+
+    rank: int
+    reason: str
+    suggestion: str = ""
+    step: int = 0
+    code: str = ""
+    """Empty in files of older versions."""
+
+
+class Evidence(Struct, frozen=True, kw_only=True):
+    """What the supervisor observed."""
+
+    end: EndRecord | None = None
+    failures: tuple[Failure, ...] = ()
+    """The earliest first."""
+    runner_status: int | None = None
+    """As subprocess reports it, below 0 for a signal. None when unknown, because another supervisor had started the runner."""
+    first_lost: Process | None = None
+    """The first of runner, launcher and ranks that ended."""
+    first_lost_code: int | None = None
+    """Its exit code (below 0 for a signal), if it could be observed."""
+    unprompted: bool = False
+    """It ended before the supervisor or the launcher had ended anything."""
+    stop_overdue_s: float | None = None
+    """The grace time in seconds of a requested stop that was not carried out in time."""
+    gone_unseen: bool = False
+    """The processes disappeared while no supervisor was running."""
+    oom_kills: int = 0
+    """Processes that the kernel killed for lack of memory during the attempt."""
+    missing_network: str = ""
+    """The network that the site expects between nodes, where NCCL uses TCP sockets instead."""
+    disk_full: bool = False
+    """The run directory accepted no more records, so the trainer's last ones may be lost."""
+    log: tuple[str, ...] = ()
+    """The last lines of the log."""
+
+
+class Outcome(Struct, frozen=True, kw_only=True):
+    """How the attempt ended and why. ``outcome_text`` puts it into words."""
+
+    state: EndState
+    code: str
+    """An ``OutcomeCode``, or the trainer's own code."""
+    who: Who | None = None
+    """The process whose end was the cause."""
+    rank: int | None = None
+    pid: int | None = None
+    signal: int | None = None
+    """The signal that ended it."""
+    exit_code: int | None = None
+    """Its exit code if no signal ended it."""
+    count: int = 0
+    """Processes killed for lack of memory."""
+    limit_s: float | None = None
+    """The grace time of an overdue stop."""
+    detail: str = ""
+    """What the failure names: an exception, a module, the error of a failed start."""
+    job: str = ""
+    """The scheduler's number of the job, if it is about that."""
+    node: str = ""
+    """The nodes of that job; without a job, the node of a run on several where it happened."""
+    reported: str = ""
+    """The trainer's own account of the reason, if it left one."""
+    advice: str = ""
+    """The trainer's advice."""
+
+    @property
+    def run_exit_code(self) -> int:
+        """The exit code of the commands that follow the run."""
+        return EXIT_CODES[self.state]
+
+
+def conclude(evidence: Evidence) -> Outcome:
+    """Return the outcome of an attempt, from the most to the least direct evidence."""
+    bereaved = _bereaved(evidence)
+    if (end := evidence.end) is not None and not (bereaved and end.state == "failed"):
+        return _recorded(end)
+    if evidence.missing_network:
+        return Outcome(
+            state="failed", code=OutcomeCode.SLOW_NETWORK, detail=evidence.missing_network
+        )
+    if evidence.failures and not bereaved:
+        first = evidence.failures[0]
+        code = first.code or OutcomeCode.UNEXPECTED
+        return Outcome(
+            state="failed",
+            code=code,
+            who="rank",
+            rank=first.rank,
+            reported=first.reason,
+            advice=first.suggestion,
+        )
+    if evidence.stop_overdue_s is not None:
+        return Outcome(
+            state="failed", code=OutcomeCode.STOP_OVERDUE, limit_s=evidence.stop_overdue_s
+        )
+    for code, pattern in _LOGGED:
+        if match := _search(pattern, evidence.log):
+            return Outcome(state="failed", code=code, detail=next(iter(match.groups()), ""))
+    if evidence.oom_kills and _reported_rank_code(evidence.log) in (None, -signal.SIGKILL):
+        return Outcome(state="failed", code=OutcomeCode.KILLED_FOR_MEMORY, count=evidence.oom_kills)
+    if evidence.disk_full:
+        return Outcome(state="failed", code=OutcomeCode.DISK_FULL)
+    if evidence.gone_unseen:
+        return Outcome(state="lost", code=OutcomeCode.UNOBSERVED)
+    return _by_exit(evidence)
+
+
+def ended_by(code: int | None) -> int | None:
+    """Return the signal that ended a process with this exit code. A rank obeys SIGTERM by leaving with 143."""
+    if code is not None and code < 0:
+        return -code
+    return signal.SIGTERM if code == 128 + signal.SIGTERM else None
+
+
+def _recorded(end: EndRecord) -> Outcome:
+    codes: dict[str, str] = {
+        "finished": OutcomeCode.FINISHED,
+        "stopped": OutcomeCode.STOPPED,
+        "failed": end.code or OutcomeCode.UNEXPECTED,
+    }
+    return Outcome(
+        state=end.state, code=codes[end.state], reported=end.reason, advice=end.suggestion
+    )
+
+
+def _bereaved(evidence: Evidence) -> bool:
+    """Return whether the ranks' reports are only consequences of another rank that a signal ended before it could report."""
+    lost, code = evidence.first_lost, evidence.first_lost_code
+    if not evidence.unprompted or lost is None or lost.role != "rank" or ended_by(code) is None:
+        return False
+    return all(failure.rank != lost.rank for failure in evidence.failures)
+
+
+def _by_exit(evidence: Evidence) -> Outcome:
+    """Conclude only from which process ended, and how."""
+    lost, reported = evidence.first_lost, _reported_rank_code(evidence.log)
+    code, pid = evidence.first_lost_code, None if lost is None else lost.pid
+    who: Who = "rank"
+    rank: int | None = None
+    if lost is None or lost.role == "runner":
+        who, code = "runner", evidence.runner_status if code is None else code
+    elif lost.role == "launcher" and reported is None:
+        who = "launcher"
+    else:
+        # A launcher that lived to see a rank fail reports that rank's code.
+        rank, code = (
+            (lost.rank if lost.role == "rank" else None),
+            reported if code is None else code,
+        )
+    vanished = lost is not None and code is None and (who != "rank" or rank is not None)
+    if vanished or (signum := ended_by(code)) is not None:
+        return Outcome(
+            state="failed",
+            code=_LOST_CODES[who],
+            who=who,
+            rank=rank,
+            pid=pid,
+            signal=None if vanished else signum,
+        )
+    error = _last_error(evidence.log)
+    return Outcome(
+        state="failed",
+        code=OutcomeCode.UNEXPECTED,
+        who=who,
+        rank=rank,
+        pid=pid,
+        exit_code=code,
+        detail=error,
+    )
+
+
+_LOST_CODES: dict[Who, OutcomeCode] = {
+    "runner": OutcomeCode.RUNNER_LOST,
+    "launcher": OutcomeCode.LAUNCHER_LOST,
+    "rank": OutcomeCode.RANK_LOST,
+}
+
+# What other software writes to the log when it fails; the first group is what its message names.
+_LOGGED: tuple[tuple[OutcomeCode, str], ...] = (
+    (OutcomeCode.OUT_OF_GPU_MEMORY, r"torch\.(?:cuda\.)?OutOfMemoryError: (.*?)(?:\. GPU|$)"),
+    (OutcomeCode.DISK_FULL, r"No space left on device"),
+    (OutcomeCode.ADAM_TIMEOUT, r"SuperOffload CPU optimizer timeout"),
+    (OutcomeCode.PORT_IN_USE, r"Address already in use|EADDRINUSE"),
+    (OutcomeCode.MODULE_MISSING, r"ModuleNotFoundError: No module named '([^']+)'"),
+    (
+        OutcomeCode.NUMACTL_FAILED,
+        r"(set_mempolicy: .*|<[\d,-]+> is invalid|No such file or directory: 'numactl')",
+    ),
+)
+
+
+def _search(pattern: str, log: Sequence[str]) -> re.Match[str] | None:
+    compiled = re.compile(pattern)
+    return next((match for line in log if (match := compiled.search(line))), None)
+
+
+def _reported_rank_code(log: Sequence[str]) -> int | None:
+    """Return the exit code that DeepSpeed's launcher reports of the rank that made it give up; below 0 for a signal."""
+    match = _search(r"exits with return code = (-?\d+)", log)
+    return int(match.group(1)) if match else None
+
+
+def _last_error(log: Sequence[str]) -> str:
+    """Return the last line that looks like the end of a Python traceback, without the rank's prefix."""
+    pattern = re.compile(
+        r"^(?:\[rank\d+\]: *)?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt)(?:: .*)?)$"
+    )
+    return next(
+        (match.group(1)[:500] for line in reversed(log) if (match := pattern.match(line.strip()))),
+        "",
+    )
+
+
+# Outcomes in words: the reason and the suggestion of ``state.json``.
+
+
+_CRASHES = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
+_WHO_KILLS = "so-tui did not do this. Look for the kernel's out-of-memory killer (`dmesg`), a scheduler or another person"
+_OTHER_SETTINGS_HELP: frozenset[str] = frozenset(
+    {
+        OutcomeCode.OUT_OF_GPU_MEMORY,
+        OutcomeCode.OUT_OF_HOST_MEMORY,
+        OutcomeCode.KILLED_FOR_MEMORY,
+        OutcomeCode.NON_FINITE,
+        OutcomeCode.ADAM_TIMEOUT,
+        OutcomeCode.ADAM_WORKER_LOST,
+        # Codes of the engine.
+        "host-memory",
+        "host-memory-limit",
+        "needs-cuda",
+        # Codes of the trainer's problems whose remedy is another value of a key that may change during a run.
+        "attention-head-size",
+        "attention-needs-gpu",
+        "attention-not-deterministic",
+        "attention-other-gpu",
+        "attention-package-missing",
+        "attention-without-sinks",
+        "attention-without-softcap",
+        "data-columns-mismatch",
+        "data-columns-unknown",
+        "data-nothing-trained",
+        "data-prompts-too-long",
+        "data-row-template",
+        "data-source-empty",
+        "data-source-missing",
+        "data-split-empty",
+        "data-split-unknown",
+        "data-subset-of-file",
+        "data-subset-unknown",
+        "data-weight-too-large",
+        "documents-exceed-positions",
+        "held-out-out-of-range",
+        "model-without-routers",
+        "run-length-missing",
+    }
+)
+"""After these a resume needs changed settings. Any other failure (access to a model, a disk, a package) is fixed outside the settings."""
+_ADVICE: dict[str, str] = {
+    OutcomeCode.DISK_FULL: "Free space on the disk of the run and its checkpoints, and in /dev/shm (in Docker: --shm-size)",
+    OutcomeCode.ADAM_TIMEOUT: "Give CPU Adam more cores (offload.cpu_adam_cores_fraction), and see `so-tui doctor`",
+    OutcomeCode.MODULE_MISSING: INSTALL_TRAINING,
+    OutcomeCode.NUMACTL_FAILED: "Check with `so-tui doctor` whether numactl works here. Containers may forbid set_mempolicy",
+    OutcomeCode.STOP_OVERDUE: "Allow more time with `so-tui stop --grace SECONDS`",
+    OutcomeCode.GPU_IN_USE: "Wait for that run, stop it, or choose other GPUs with gpus = [...]",
+    OutcomeCode.HOST_DIFFERS: "Start it again here, so that it is planned for this host",
+    OutcomeCode.NOT_STARTED: "Fix this, then start the run again",
+    OutcomeCode.OUT_OF_TIME: "Ask for more time (slurm.time_limit), or save more often (checkpoint.every_minutes)",
+    OutcomeCode.SLOW_NETWORK: "Load the site's plugin for NCCL, with setup or step_options of the site profile; lines with NET in the "
+    "log say what NCCL looked for. Without `network` in the profile, sockets are accepted",
+    OutcomeCode.JOB_FAILED: "The end of its log in the attempt's folder (slurm.*.log) says why",
+}
+_REASONS: dict[str, str] = {
+    OutcomeCode.OUT_OF_GPU_MEMORY: "out of GPU memory: {detail}",
+    OutcomeCode.DISK_FULL: "the disk of the run directory or of /dev/shm is full",
+    OutcomeCode.ADAM_TIMEOUT: "CPU Adam did not answer in time",
+    OutcomeCode.PORT_IN_USE: "another program took the rendezvous port",
+    OutcomeCode.MODULE_MISSING: "the Python module {detail} is not installed",
+    OutcomeCode.NUMACTL_FAILED: "numactl failed: {detail}",
+    OutcomeCode.KILLED_FOR_MEMORY: "the kernel killed {count} process{es} on this host for lack of memory",
+    OutcomeCode.STOP_OVERDUE: "the trainer did not stop within {limit_s:,.0f} s and was killed; "
+    "nothing was saved after the last checkpoint",
+    OutcomeCode.UNOBSERVED: "its processes ended while no supervisor was running (a reboot?), and the trainer left no end record",
+    OutcomeCode.GPU_IN_USE: "could not be started: {detail}",
+    OutcomeCode.HOST_DIFFERS: "could not be started: {detail}",
+    OutcomeCode.NOT_STARTED: "could not be started: {detail}",
+    OutcomeCode.OUT_OF_TIME: "job {job} reached its time limit before a checkpoint was saved",
+    OutcomeCode.PREEMPTED: "job {job} was preempted: Slurm gave its node to another job",
+    OutcomeCode.NODE_FAILED: "the node of job {job} failed ({node})",
+    OutcomeCode.NODE_LOST: "its supervisor gave no sign of life: the node, its network or the shared file system failed",
+    OutcomeCode.SLOW_NETWORK: "NCCL uses TCP sockets between the nodes instead of {detail}, which would be many times slower",
+    OutcomeCode.JOB_CANCELLED: "job {job} was cancelled",
+    OutcomeCode.JOB_FAILED: "job {job} ended before the run started: {detail}",
+    OutcomeCode.JOB_FORGOTTEN: "Slurm does not know its job any more, and nothing says how it ended",
+}
+_LOST = frozenset({OutcomeCode.RANK_LOST, OutcomeCode.LAUNCHER_LOST, OutcomeCode.RUNNER_LOST})
+
+
+class RunFacts(Struct, frozen=True, kw_only=True):
+    """What the advice refers to."""
+
+    name: str
+    saved_step: int | None = None
+    """The step of the last checkpoint, or None."""
+    less_gpu_memory: str = "Lower train.micro_batch or data.sequence_length, or raise offload.ratio; `so-tui plan` shows what each costs"
+    """Which changes would need less GPU memory, by the plan."""
+    less_host_memory: str = "Lower offload.ratio, use more GPUs, or free host memory; `so-tui plan` shows what is needed"
+
+
+class OutcomeText(NamedTuple):
+    """The reason of an outcome, and what to do next."""
+
+    reason: str
+    suggestion: str
+
+
+def outcome_text(outcome: Outcome, run: RunFacts) -> OutcomeText:
+    """Put an outcome into words. The suggestion for a failure ends with how to resume, and with changed settings where it needs them."""
+    if outcome.state in ("finished", "stopped"):
+        return OutcomeText(
+            outcome.reported or (_reason(outcome) if outcome.job else ""), outcome.advice
+        )
+    advice = outcome.advice if outcome.reported else _advice(outcome, run)
+    again = _resuming(run, " --set KEY=VALUE" if outcome.code in _OTHER_SETTINGS_HELP else "")
+    return OutcomeText(_reason(outcome), f"{advice.rstrip('.')}. {again}" if advice else again)
+
+
+def _reason(outcome: Outcome) -> str:
+    reason = _reason_there(outcome)
+    return f"on node {outcome.node}: {reason}" if outcome.node and not outcome.job else reason
+
+
+def _reason_there(outcome: Outcome) -> str:
+    """Return the reason as the host says it on which it happened."""
+    if outcome.reported:
+        return (
+            outcome.reported if outcome.rank is None else f"rank {outcome.rank}: {outcome.reported}"
+        )
+    if outcome.code in _LOST:
+        if outcome.signal is None:
+            return f"{_who(outcome)} (pid {outcome.pid}) disappeared during training: it was killed"
+        return f"{_who(outcome)} was ended by {_signal_name(outcome.signal)}"
+    if pattern := _REASONS.get(outcome.code):
+        plural = "" if outcome.count == 1 else "es"
+        return pattern.format(
+            detail=outcome.detail,
+            count=outcome.count,
+            es=plural,
+            limit_s=outcome.limit_s,
+            job=outcome.job,
+            node=outcome.node,
+        )
+    ending = (
+        f"with exit code {outcome.exit_code}"
+        if outcome.exit_code
+        else "without the trainer's end record"
+    )
+    return outcome.detail or f"{_who(outcome)} ended {ending}"
+
+
+def _advice(outcome: Outcome, run: RunFacts) -> str:
+    match outcome.code:
+        case OutcomeCode.OUT_OF_GPU_MEMORY:
+            return run.less_gpu_memory
+        case OutcomeCode.KILLED_FOR_MEMORY | OutcomeCode.OUT_OF_HOST_MEMORY:
+            return run.less_host_memory
+        case OutcomeCode.RANK_LOST | OutcomeCode.LAUNCHER_LOST | OutcomeCode.RUNNER_LOST:
+            return (
+                "Native code crashed. See the last lines of the log"
+                if outcome.signal in _CRASHES
+                else _WHO_KILLS
+            )
+        case OutcomeCode.UNEXPECTED:
+            return f"See the log: `{so_tui_command('logs', run.name)}`"
+    return _ADVICE.get(outcome.code, "")
+
+
+def _who(outcome: Outcome) -> str:
+    if outcome.who == "rank":
+        return "a rank" if outcome.rank is None else f"rank {outcome.rank}"
+    return "DeepSpeed's launcher" if outcome.who == "launcher" else "DeepSpeed's runner"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
+
+
+def _resuming(run: RunFacts, settings: str) -> str:
+    command = f"`{so_tui_command('resume', run.name)}{settings}`"
+    if run.saved_step is None:
+        return f"Nothing had been saved: {command} starts from the beginning"
+    return f"{command} continues from step {thousands(run.saved_step)}"
+
+
+# Evidence from outside the supervisor about how an attempt ended: failures that ranks wrote, and
+# the plan's advice.
+
+
+def failures_in(folder: Path) -> tuple[Failure, ...]:
+    """Read what the ranks wrote about their failures, the earliest first."""
+    found = []
+    for file in folder.glob("failure.rank*.json"):
+        # Incomplete if the rank was killed while it wrote. Whatever else is wrong with the file, the final state must be written.
+        with contextlib.suppress(OSError, msgspec.DecodeError):
+            found.append((file.stat().st_mtime_ns, read_json(file, Failure)))
+    return tuple(failure for _, failure in sorted(found, key=lambda item: item[0]))
+
+
+def with_advice(outcome: Outcome, spec: RunSpec, facts: RunFacts, given: GivenMemory) -> RunFacts:
+    """Add the plan's advice where the outcome calls for it. The final state does not depend on it: without it, the advice is general."""
+    if outcome.reported:
+        return facts  # with the trainer's own advice
+    try:
+        match outcome.code:
+            case OutcomeCode.OUT_OF_GPU_MEMORY:
+                return msgspec.structs.replace(facts, less_gpu_memory=less_gpu_memory(spec, given))
+            case OutcomeCode.OUT_OF_HOST_MEMORY | OutcomeCode.KILLED_FOR_MEMORY:
+                return msgspec.structs.replace(
+                    facts, less_host_memory=less_host_memory(spec, given)
+                )
+    except Exception as error:  # noqa: BLE001 - the final state must be written in any case
+        print(
+            f"no advice from the plan: {type(error).__name__}: {error}", file=sys.stderr, flush=True
+        )
+    return facts
+
+
+def not_started(error: Exception) -> Outcome:
+    code = OutcomeCode.NOT_STARTED
+    if isinstance(error, host_check.LockTakenError):
+        code = OutcomeCode.GPU_IN_USE
+    elif isinstance(error, HostDiffersError):
+        code = OutcomeCode.HOST_DIFFERS
+    return Outcome(state="failed", code=code, detail="; ".join(str(error).splitlines()))
+
+
+# The state of a run at its start, while it trains and at its end: pure functions from records to
+# ``RunState``.
+
+
+def first_state(
+    name: str,
+    attempt: int,
+    host: HostIdentity,
+    supervisor: Process | None,
+    before: RunState,
+    *,
+    forced: bool,
+    start_over: bool = False,
+    checks_s: float | None = None,
+) -> RunState:
+    """Return the state of an attempt that is about to start. ``before`` is the state that the previous attempt left."""
+    now = time.time()
+    return RunState(
+        name=name,
+        state="starting",
+        detail="DeepSpeed's launcher starts the ranks",
+        attempt=attempt,
+        host=host.name,
+        boot_id=host.boot_id,
+        pid_namespace=host.pid_namespace,
+        step=before.step,
+        loss=before.loss,
+        total_steps=before.total_steps,
+        saved_step=None if start_over else before.saved_step,
+        saved_at=None if start_over else before.saved_at,
+        started=before.started or now,
+        attempt_started=now,
+        earlier_s=_took_s(before),
+        heartbeat=before.heartbeat + 1,
+        forced=forced,
+        checks_s=checks_s,
+        supervisor=supervisor,
+        alerts=before.alerts,
+    )
+
+
+def queued_state(before: RunState) -> RunState:
+    """Return the state of a run that waits for a job. ``before`` is the state that the previous attempt left."""
+    return replace(
+        before,
+        state="queued",
+        host="",
+        supervisor=None,
+        processes=(),
+        ended=None,
+        code="",
+        reason="",
+        suggestion="",
+        detail="",
+        exit_code=None,
+        earlier_s=_took_s(before),
+        heartbeat=before.heartbeat + 1,
+    )
+
+
+def left_queue(queued: RunState, attempt: int | None = None) -> RunState:
+    """Return the final state of a run that waits for a job and will not get it; ``attempt`` if it is another than the state's."""
+    now, number = time.time(), queued.attempt if attempt is None else attempt
+    ended = replace(
+        queued,
+        state="stopped",
+        attempt=number,
+        detail="",
+        code=OutcomeCode.STOPPED,
+        exit_code=EXIT_CODES["stopped"],
+    )
+    return replace(ended, attempt_started=now, ended=now)  # waiting is no part of its duration
+
+
+def _took_s(before: RunState) -> float:
+    """Return the duration of the attempts until a state, which one that waits for a job keeps as that of the earlier ones."""
+    return before.earlier_s if before.took_s is None else before.took_s
+
+
+def final_state(state: RunState, outcome: Outcome, text: OutcomeText, ended: float) -> RunState:
+    """Return the state after the end of an attempt; ``ended`` in seconds since the epoch."""
+    return replace(
+        state,
+        state=outcome.state,
+        ending=False,
+        detail="",
+        code=str(outcome.code),
+        reason=text.reason,
+        suggestion=text.suggestion,
+        ended=ended,
+        heartbeat=state.heartbeat + 1,
+        exit_code=outcome.run_exit_code,
+        processes=(),
+    )
+
+
+def superseded(mine: RunState, found: RunState) -> bool:
+    """Return whether another supervisor has taken the run over, from what is recorded now.
+
+    It can happen to a supervisor that was suspended, or cut off from the file system, for so long that the run counted as lost.
+    """
+    return found.attempt > mine.attempt or (
+        found.attempt == mine.attempt and found.supervisor != mine.supervisor
+    )
+
+
+def end_record(reader: MetricsReader, attempt: int) -> EndRecord | None:
+    """Return the trainer's end record of this attempt, or None."""
+    return reader.end if reader.end and reader.end.attempt == attempt else None
+
+
+def last_alive(reader: MetricsReader, attempt: int, heartbeat_at: float) -> float:
+    """Return when an attempt with an unobserved end was last known to be alive, in seconds since the epoch.
+
+    ``heartbeat_at`` is when the supervisor that died last wrote the state.
+    """
+    records = (reader.end, reader.latest, reader.phase, *reader.checkpoints[-1:])
+    return max(
+        [
+            heartbeat_at,
+            *(
+                record.time
+                for record in records
+                if record is not None and record.attempt == attempt
+            ),
+        ]
+    )
+
+
+def observed(state: RunState, reader: MetricsReader, attempt: int) -> RunState:
+    """Return ``state`` with what the records of this attempt add: phase, step, loss, checkpoints."""
+    start, phase, latest = reader.start, reader.phase, reader.latest
+    if start is not None and start.attempt == attempt:
+        state = replace(state, total_steps=start.total_steps)
+    if latest is not None:
+        state = replace(state, step=latest.step, loss=latest.loss)
+    if phase is not None and phase.attempt == attempt:
+        # A step after the last announced phase shows that loading or saving is over, even if that was not announced.
+        trains = latest is not None and latest.attempt == attempt and reader.step_after_phase
+        now: State = "training" if trains else phase.phase
+        over = trains and phase.phase != "training"
+        state = replace(
+            state,
+            state=now,
+            detail="" if over else phase.detail,
+            ending=phase.stage == ENDING and not trains,
+        )
+    if reader.checkpoints:
+        saved = reader.checkpoints[-1]
+        state = replace(state, saved_step=saved.step, saved_at=saved.time)
+    elif reader.resumes and reader.resumes[-1].attempt == attempt and reader.resumes[-1].step == 0:
+        # Started over: what was saved before no longer counts. After any other resume its record is in a segment that is not read yet.
+        state = replace(state, saved_step=None, saved_at=None)
+    if (end := end_record(reader, attempt)) is not None:
+        # Not every step is logged, and an attempt that was stopped before its first step is back at its checkpoint.
+        state = replace(state, ending=True, step=state.step if end.state == "failed" else end.step)
+    return state
+
+
+# How a run is ended: the user's request to stop, and when its processes are terminated and killed.
+
+
+KillAction = Literal["wait", "terminate", "kill"]
+
+
+class StopRequest(control.Request, frozen=True, kw_only=True):
+    """A stop with a time limit, after which the processes are killed. ``so-tui stop`` writes it, the supervisor reads it."""
+
+    grace_s: float = DEFAULT_GRACE_S
+
+
+def request_stop(
+    run: RunDirectory,
+    *,
+    grace_s: float = DEFAULT_GRACE_S,
+    reason: str = "",
+    warned: bool = False,
+    signalled: bool = False,
+) -> None:
+    """Ask the run to stop within ``grace_s`` seconds. A later request replaces an earlier one.
+
+    Args:
+        run: The run.
+        grace_s: After how many seconds it is killed.
+        reason: Why, in words.
+        warned: A scheduler's warning asks.
+        signalled: A signal to a supervisor asks.
+
+    Raises:
+        OSError: The run directory cannot be written.
+    """
+    control.request(run, "stop", reason=reason, warned=warned, signalled=signalled)
+    asked = control.details(run, "stop")
+    if asked is not None and (asked.warned, asked.signalled) != (warned, signalled):
+        return  # a person's request stays
+    bounded = StopRequest(
+        by=asked.by if asked else "",
+        time=time.time(),
+        reason=reason,
+        grace_s=grace_s,
+        warned=warned,
+        signalled=signalled,
+    )
+    write_run_file(run, run.control_dir / "stop", msgspec.json.encode(bounded))
+
+
+def stop_request(run: RunDirectory) -> StopRequest | None:
+    """Return the pending request, or None."""
+    try:
+        return read_json(run.control_dir / "stop", StopRequest)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError):
+        # The file exists, so a stop is wanted: a person may have made it with `touch`.
+        return StopRequest(by="", time=0.0)
+
+
+@dataclass
+class Shutdown:
+    """Decides when an attempt's processes are terminated and killed. Pure: all times are passed in (seconds, monotonic)."""
+
+    ended_at: float | None = None
+    """When the trainer's end record was seen."""
+    broken_at: float | None = None
+    """When the runner or the launcher was lost before that, or the launcher gave up because a rank failed."""
+    overdue_at: float | None = None
+    """When a requested stop must have been carried out."""
+    terminated_at: float | None = None
+    _stop: tuple[StopRequest, int | None] | None = None
+    """The stop that is pending, and the last checkpoint when its time was given."""
+
+    def stop(self, asked: StopRequest, saved_step: int | None, now: float) -> None:
+        """Give a requested stop its time.
+
+        A stop may have to wait for the checkpoint that is being written before it writes the last one. With the default grace, each one
+        that completes gives it the whole time anew.
+
+        Args:
+            asked: The request.
+            saved_step: The step of the newest checkpoint.
+            now: The time.
+        """
+        known = asked, saved_step if asked.grace_s == DEFAULT_GRACE_S else None
+        if known != self._stop:
+            self._stop, self.overdue_at = known, now + asked.grace_s
+
+    def next_action(self, now: float) -> KillAction:
+        """Return what to do to the processes now. The caller does it."""
+        if self.terminated_at is not None:
+            return "kill" if now >= self.terminated_at + KILL_AFTER_S else "wait"
+        if self._due(now):
+            self.terminated_at = now
+            return "terminate"
+        return "wait"
+
+    def stop_overdue(self, now: float) -> bool:
+        """Return whether a requested stop was not carried out in time."""
+        return self.ended_at is None and self.overdue_at is not None and now >= self.overdue_at
+
+    def _due(self, now: float) -> bool:
+        if self.ended_at is not None:
+            return now >= self.ended_at + EXIT_GRACE_S
+        return self.broken_at is not None or self.stop_overdue(now)

@@ -1,0 +1,283 @@
+"""Check that a host is the one that a launch was planned for. A plan's binding means nothing on other hardware."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from msgspec import Struct, json
+
+from so_tui.folders import host_folder, state_home
+from so_tui.launch.launch import Launch
+from so_tui.machine.host import cpu_ranges
+from so_tui.machine.types import Gpu, Machine, NumaNode
+from so_tui.plan.plan import RankBinding
+from so_tui.spec import Refusal, Refused
+from so_tui.trust.files import NotOwnError, private_folder
+from so_tui.units import memory_size
+
+_LEAST_MEMORY = 0.9
+"""Share of a NUMA node's planned memory that must be present. The kernel's own share varies a little from boot to boot."""
+
+
+class HostDiffersError(Refused):
+    """The host lacks something that the plan uses."""
+
+
+def refuse_different_host(launch: Launch, host: Machine) -> None:
+    """Compare the GPUs, NUMA nodes and cores that the launch uses with those of a host.
+
+    Raises:
+        HostDiffersError: With the codes ``gpu-missing``, ``gpu-differs``, ``numa-node-missing``, ``numa-node-differs``,
+            ``cores-not-allowed``.
+    """
+    binding = launch.plan.binding
+    differences = (
+        *_gpus(binding, launch.machine, host),
+        *_numa_nodes(binding, launch.machine, host),
+        *_cores(binding, host),
+    )
+    if differences:
+        raise HostDiffersError(differences)
+
+
+def software_differences(planned: Machine, host: Machine) -> tuple[Refusal, ...]:
+    """Return in what torch and DeepSpeed differ from those planned for (``software-differs``). They do not prevent the start."""
+    pairs = (
+        ("torch", planned.software.torch, host.software.torch),
+        ("DeepSpeed", planned.software.deepspeed, host.software.deepspeed),
+    )
+    return tuple(
+        Refusal(
+            "software-differs",
+            f"{name} {found} is installed, and the plan was made for {name} {expected}",
+        )
+        for name, expected, found in pairs
+        if found != expected
+    )
+
+
+def _gpus(binding: tuple[RankBinding, ...], planned: Machine, host: Machine) -> Iterator[Refusal]:
+    expected = {gpu.index: gpu for gpu in planned.gpus}
+    present = {gpu.index: gpu for gpu in host.gpus}
+    for index in (rank.gpu for rank in binding if rank.gpu is not None):
+        if index not in present:
+            yield Refusal(
+                "gpu-missing",
+                f"the plan uses GPU {index}, and {host.hostname} has {len(present)} GPUs",
+            )
+        elif index in expected:
+            found, wanted = _identities(present[index], expected[index])
+            if found != wanted:
+                yield Refusal(
+                    "gpu-differs",
+                    f"GPU {index} of {host.hostname} is {found}, and the plan was made for {wanted}",
+                )
+
+
+def _identities(one: Gpu, other: Gpu) -> tuple[str, str]:
+    """Return the UUIDs of two GPUs, or their bus addresses if one has no UUID because NVML failed."""
+    return (one.uuid, other.uuid) if one.uuid and other.uuid else (one.pci_bus_id, other.pci_bus_id)
+
+
+def _numa_nodes(
+    binding: tuple[RankBinding, ...], planned: Machine, host: Machine
+) -> Iterator[Refusal]:
+    used = {rank.numa_node for rank in binding if rank.numa_node is not None} | {
+        node for rank in binding for node in rank.memory_policy.nodes
+    }
+    expected = {node.id: node for node in planned.numa_nodes}
+    present = {node.id: node for node in host.numa_nodes}
+    if missing := used - present.keys():
+        yield Refusal(
+            "numa-node-missing",
+            f"the plan uses {_named(missing)}, which {host.hostname} does not have",
+        )
+    cores = {cpu for rank in binding for cpu in rank.cpus}
+    grows = planned.memory_grows or host.memory_grows
+    for node in sorted(used & expected.keys() & present.keys()):
+        yield from _node(expected[node], present[node], cores, host.hostname, memory_grows=grows)
+
+
+def _node(
+    expected: NumaNode, found: NumaNode, cores: set[int], hostname: str, *, memory_grows: bool
+) -> Iterator[Refusal]:
+    where = f"NUMA node {found.id} of {hostname}"
+    if missing := (cores & set(expected.cpus)) - set(found.cpus):
+        yield Refusal(
+            "numa-node-differs",
+            f"{where} does not contain cores {cpu_ranges(missing)}, which the plan uses",
+        )
+    wanted, total = expected.memory_total_bytes, found.memory_total_bytes
+    if not memory_grows and total < _LEAST_MEMORY * wanted:
+        yield Refusal(
+            "numa-node-differs",
+            f"{where} has {memory_size(total)} of memory, and the plan was made for {memory_size(wanted)}",
+        )
+
+
+def _named(nodes: Iterable[int]) -> str:
+    """Return ``NUMA node 2`` or ``NUMA nodes 0, 1 and 3``."""
+    *first, last = map(str, sorted(nodes))
+    return f"NUMA nodes {', '.join(first)} and {last}" if first else f"NUMA node {last}"
+
+
+def _cores(binding: tuple[RankBinding, ...], host: Machine) -> Iterator[Refusal]:
+    if missing := {cpu for rank in binding for cpu in rank.cpus} - set(host.allowed_cpus):
+        yield Refusal(
+            "cores-not-allowed",
+            f"the plan uses cores {cpu_ranges(missing)}, which may not be used on {host.hostname}",
+        )
+
+
+# Locks on the GPUs that a run uses on its host. They are flock(2), released with the holder.
+
+
+class Holder(Struct, frozen=True):
+    """The holder of a lock, as written in its file."""
+
+    run: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class Lock:
+    """A lock that is held as long as any process has this descriptor, or a copy of it, open."""
+
+    name: str
+    descriptor: int
+    path: Path
+
+    def release(self) -> None:
+        """Close this process's descriptor."""
+        os.close(self.descriptor)
+
+
+class LockTakenError(Exception):
+    """Another process holds the lock."""
+
+    def __init__(self, name: str, holder: Holder | None) -> None:
+        self.name = name
+        self.holder = holder
+        who = (
+            f"run {Path(holder.run).name} (pid {holder.pid})"
+            if holder and holder.run
+            else "another run"
+        )
+        super().__init__(f"{name} is used by {who}")
+
+
+def lock_folder() -> Path:
+    """Return this user's folder for locks on this host, and make it if necessary.
+
+    It is the same in every shell: XDG_RUNTIME_DIR is not set in all of them, and vanishes with the last login session.
+
+    Raises:
+        NotOwnError: Another user has taken both names.
+        OSError: It cannot be made.
+    """
+    try:
+        return private_folder(host_folder())
+    except NotOwnError:  # another user made it, to block or deceive us
+        return private_folder(state_home() / f"locks.{socket.gethostname()}")
+
+
+def take(folder: Path, name: str, holder: Holder) -> Lock:
+    """Take a lock without waiting, or raise LockTakenError."""
+    path = folder / f"{name}.lock"
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            current = _read_holder(descriptor)
+            os.close(descriptor)
+            raise LockTakenError(name, current) from None
+        if _names(path, descriptor):
+            break
+        os.close(descriptor)  # a cleaner of old files removed it between the two calls
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.encode(holder), 0)
+    return Lock(name, descriptor, path)
+
+
+def refreshed(lock: Lock, holder: Holder) -> Lock:
+    """Keep cleaners of old files away from a lock, and take it again if one has removed its file. Return the lock to hold from now on.
+
+    Processes that inherited the old descriptor no longer hold anything then, but their supervisor does.
+
+    Raises:
+        LockTakenError: Another process took it after its file had been removed.
+        OSError: It cannot be taken.
+    """
+    if _names(lock.path, lock.descriptor):
+        os.utime(lock.descriptor)
+        return lock
+    again = take(lock.path.parent, lock.name, holder)
+    lock.release()
+    return again
+
+
+def take_gpus(folder: Path, gpus: Iterable[Gpu], holder: Holder) -> tuple[Lock, ...]:
+    """Take the locks of all the GPUs, or none and raise LockTakenError for the first that is held."""
+    with contextlib.ExitStack() as undo:
+        locks = []
+        for gpu in gpus:
+            try:
+                lock = take(folder, gpu_lock_name(gpu), holder)
+            except LockTakenError as error:
+                raise LockTakenError(f"GPU {gpu.index}", error.holder) from None
+            undo.callback(lock.release)
+            locks.append(lock)
+        undo.pop_all()
+    return tuple(locks)
+
+
+def gpu_lock_name(gpu: Gpu) -> str:
+    """Return a name that does not depend on how devices are numbered: the UUID, else the PCI address."""
+    return f"gpu-{gpu.uuid or gpu.pci_bus_id.replace(':', '-')}"
+
+
+def foreign_processes(gpus: Iterable[Gpu]) -> dict[int, tuple[int, ...]]:
+    """Return the pids of processes that already use these GPUs, by GPU index, as far as NVML reports them. Empty without NVML."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return {}
+    users: dict[int, tuple[int, ...]] = {}
+    try:
+        for gpu in gpus:
+            try:
+                handle = pynvml.nvmlDeviceGetHandleByPciBusId(gpu.pci_bus_id.encode())
+                pids = tuple(
+                    process.pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+                )
+            except pynvml.NVMLError:
+                continue  # not permitted or not supported here, so nothing is known about this GPU
+            if pids:
+                users[gpu.index] = pids
+    finally:
+        pynvml.nvmlShutdown()
+    return users
+
+
+def _names(path: Path, descriptor: int) -> bool:
+    """Return whether a path still names the file of a descriptor."""
+    try:
+        return os.path.samestat(path.stat(follow_symlinks=False), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _read_holder(descriptor: int) -> Holder | None:
+    try:
+        return json.decode(os.pread(descriptor, 4096, 0), type=Holder)
+    except ValueError:
+        return None  # the holder has locked the file and not yet written its name

@@ -1,0 +1,257 @@
+"""The supervisor of another node than the first: it starts, watches, samples and ends the processes of its host.
+
+What becomes of the run is the first node's to say. When that one has said it, or gives no sign of life, the processes here are ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import msgspec
+from msgspec import Struct
+
+from so_tui.launch.launch import Launch
+from so_tui.launch.supervisor import host_check
+from so_tui.launch.supervisor.ending import Outcome, conclude, not_started, request_stop
+from so_tui.launch.supervisor.host import HostSupervisor, Nodes
+from so_tui.runs.directory import RunDirectory, write_run_file
+from so_tui.runs.liveness import STALE_S, identify
+from so_tui.runs.records import FINAL_STATES, OutcomeCode, Process, Sample
+from so_tui.runs.state import read_state
+from so_tui.spec import InputError, SoTuiError
+from so_tui.trust.decoding import decode_json
+from so_tui.trust.files import read_own
+
+# What the supervisors of a run's nodes tell each other, in files of which each has one writer.
+#
+# The first node's writes ``state.json``, as for every run; each other one writes ``node<N>.json``.
+
+
+FIRST_SIGN_S = 300.0
+"""How long a node may take to give its first sign: its interpreter may come from a slow file system."""
+_END_S = 20.0
+"""How long the first node waits for the others to end. Those that gave no sign meanwhile are lost."""
+_POLL_S = 0.2
+
+
+class NodeState(Struct, frozen=True, kw_only=True):
+    """``node<N>.json``: the state of another node than the first, replaced once a second."""
+
+    v: int = 1
+    host: str
+    heartbeat: int = 0
+    """Grows while its supervisor lives."""
+    supervisor: Process | None = None
+    processes: tuple[Process, ...] = ()
+    ended: bool = False
+    """All of its processes have ended."""
+    outcome: Outcome | None = None
+    """Why, if they failed. With the code ``unexpected`` it says nothing beyond what the ranks reported."""
+
+
+def write_node_state(run: RunDirectory, attempt: int, node: int, state: NodeState) -> None:
+    """Replace ``node<N>.json``. Raises OSError."""
+    write_run_file(run, run.node_path(attempt, node), msgspec.json.encode(state))
+
+
+class OtherNodes:
+    """The other nodes of a run, as the first node's supervisor sees them."""
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        attempt: int,
+        count: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Prepare to read the states of ``count`` nodes but the first."""
+        self._run, self._attempt, self._clock = run, attempt, clock
+        self._seen: dict[int, tuple[NodeState | None, float]] = {
+            node: (None, clock()) for node in range(1, count)
+        }
+        """The newest state of each node, and when it was first seen, by the clock of this process."""
+
+    def poll(self) -> None:
+        """Read the states. Raises OSError."""
+        for node, (before, _) in self._seen.items():
+            try:
+                state = decode_json(read_own(self._run.node_path(self._attempt, node)), NodeState)
+            except (
+                FileNotFoundError,
+                msgspec.DecodeError,
+            ):  # not yet, or just being replaced on a network file system
+                continue
+            if before is None or state.heartbeat != before.heartbeat:
+                self._seen[node] = (state, self._clock())
+
+    def cause(self, silent_s: float) -> Outcome | None:
+        """Return why the run cannot go on: what a node reported, the most telling first, or that one is silent for too long.
+
+        Args:
+            silent_s: How long a node may give no sign of life.
+        """
+        states = [state for state, _ in self._seen.values() if state is not None]
+        found = [
+            msgspec.structs.replace(state.outcome, node=state.host)
+            for state in states
+            if state.outcome is not None
+        ]
+        told = sorted(found, key=lambda outcome: outcome.code == OutcomeCode.UNEXPECTED)
+        if told and told[0].code != OutcomeCode.UNEXPECTED:
+            return told[0]
+        now = self._clock()
+        for node, (state, since) in self._seen.items():
+            allowed_s = silent_s if state is not None else max(silent_s, FIRST_SIGN_S)
+            if not (state is not None and state.ended) and now - since > allowed_s:
+                return Outcome(
+                    state="failed",
+                    code=OutcomeCode.NODE_LOST,
+                    node=state.host if state is not None else f"number {node}",
+                )
+        return told[0] if told else None
+
+    def wait(self) -> Outcome | None:
+        """Wait for the end of the other nodes' processes, but not long, and return ``cause``."""
+        began = self._clock()
+        while (
+            any(state is None or not state.ended for state, _ in self._seen.values())
+            and self._clock() - began < _END_S
+        ):
+            time.sleep(_POLL_S)
+            try:
+                self.poll()
+            except OSError:  # the file system is away: only silence is known
+                continue
+        return self.cause(self._clock() - began - _POLL_S)
+
+
+def attributed(own: Outcome, others: Outcome | None, *, unprompted: bool) -> Outcome:
+    """Return how an attempt on several nodes ended: as the first node saw it, or because of another one.
+
+    When a node fails, ranks of the others report that they lost a rank, or are ended by their supervisors.
+
+    Args:
+        own: What the first node saw.
+        others: What happened on another one, if anything did.
+        unprompted: A process of the first node ended before any had been told to.
+    """
+    if others is None or own.state in ("finished", "stopped"):
+        return own
+    if own.reported and own.code != OutcomeCode.RANK_LOST:
+        return own
+    if others.code == OutcomeCode.UNEXPECTED or (
+        own.signal is not None and unprompted and others.code != OutcomeCode.NODE_LOST
+    ):
+        return own
+    return others
+
+
+class NodeSupervisor(HostSupervisor):
+    """Watches one attempt on another node than the first."""
+
+    def __init__(self, run: RunDirectory, attempt: int, launch: Launch, nodes: Nodes) -> None:
+        super().__init__(run, attempt, launch, nodes)
+        self._node = nodes.node
+        self._state = NodeState(host=self._host, supervisor=identify(os.getpid(), "supervisor"))
+        self._first_heartbeat = -1
+        self._first_heard_at = time.monotonic()
+        self._first_started = False
+
+    def watch(self) -> int:
+        """Run the attempt on this node from its start to its end. Return 0 if it did not fail here."""
+        self._install_signals()
+        self._write_state()
+        try:
+            self._job.start()
+        except (host_check.LockTakenError, SoTuiError, OSError) as error:
+            return self._finish(not_started(error))
+        self._tree.scan()
+        self._follow()
+        self._sweep()
+        return self._finish(self._outcome())
+
+    def _look(self) -> bool:
+        with self._despite_errors_of("control"):
+            self._pass_on_signal()
+        self._check_first_node()
+        return True
+
+    def _report(self) -> None:
+        self._state = msgspec.structs.replace(self._state, processes=self._tree.alive)
+        self._write_state()
+
+    def _sampled(self, sample: Sample) -> None:
+        pass  # alerts and causes of slowness are the first node's
+
+    def _check_losses(self, before: set[Process]) -> None:
+        super()._check_losses(before)
+        roles = {process.role for process in self._tree.alive}
+        if (
+            self._shutdown.ended_at is None
+            and "launcher" in roles
+            and "rank" not in roles
+            and self._first_loss.process is not None
+        ):
+            self._shutdown.ended_at = (
+                time.monotonic()
+            )  # the trainer's end record may come later: it is the first node's
+
+    def _pass_on_signal(self) -> None:
+        """Ask the run to stop, on all nodes. A scheduler's warning reaches the first node, too, which asks for that."""
+        if self._signal not in (None, signal.SIGUSR1):
+            assert self._signal is not None
+            request_stop(
+                self._run,
+                reason=f"the supervisor on {self._host} received {self._signal.name}",
+                signalled=True,
+            )
+        self._signal = None
+
+    def _check_first_node(self) -> None:
+        """End the processes here once the run has ended, or nobody is left to say that it has."""
+        now, over = time.monotonic(), False
+        with contextlib.suppress(
+            InputError, OSError
+        ):  # deleted, or its file system is away: that is silence, too
+            found = read_state(self._run)
+            if found.heartbeat != self._first_heartbeat:
+                self._first_heartbeat, self._first_heard_at = found.heartbeat, now
+            self._first_started = found.attempt >= self._attempt
+            over = found.attempt > self._attempt or (
+                found.attempt == self._attempt and found.state in FINAL_STATES
+            )
+        silent = now - self._first_heard_at > (STALE_S if self._first_started else FIRST_SIGN_S)
+        if (over or silent) and self._shutdown.broken_at is None:
+            self._shutdown.broken_at = now
+
+    def _outcome(self) -> Outcome | None:
+        """Return why the processes failed here; None if they did not. What they did because others failed has no code of its own."""
+        ranks = {
+            self._tree.exit_code(process) for process in self._tree.gone if process.role == "rank"
+        }
+        if self._job.status() == 0 and ranks <= {
+            None,
+            0,
+        }:  # DeepSpeed's runner returns 0 after its launcher was killed, too
+            return None
+        evidence = self._evidence()
+        if self._first_loss.unprompted or evidence.missing_network:
+            return conclude(evidence)
+        return Outcome(state="failed", code=OutcomeCode.UNEXPECTED)
+
+    def _finish(self, outcome: Outcome | None) -> int:
+        self._state = msgspec.structs.replace(
+            self._state, processes=(), ended=True, outcome=outcome
+        )
+        self._write_state()
+        self._job.release()
+        return 0 if outcome is None else outcome.run_exit_code
+
+    def _write_state(self) -> None:
+        self._state = msgspec.structs.replace(self._state, heartbeat=self._state.heartbeat + 1)
+        with self._despite_errors_of("state"):
+            write_node_state(self._run, self._attempt, self._node, self._state)

@@ -1,0 +1,462 @@
+"""The processes of a run, found in /proc and identified by pid and start time, so that a reused pid is never mistaken for one of ours.
+
+Only processes of this user count. A process is found by what it carries and by its parents, never because a file names its pid.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from so_tui.launch.command import ATTEMPT_MARKER, NODE_MARKER, RUN_ID_MARKER, RUN_MARKER
+from so_tui.launch.command import MARKER as ALERT_MARKER
+from so_tui.machine.host import pss_bytes
+from so_tui.runs.directory import RunDirectory, run_id
+from so_tui.runs.liveness import Stat, alive, read_stat
+from so_tui.runs.records import ForeignProcess, Process
+
+# The entries in the environment of a run's processes by which its supervisor recognises them.
+
+
+def known_id(run: RunDirectory) -> str:
+    """Return the run's id; empty for a run of an older version, and for one whose ``run.json`` is damaged."""
+    try:
+        return run_id(run)
+    except (OSError, msgspec.DecodeError):
+        return ""
+
+
+def markers(
+    run: RunDirectory, attempt: int | None = None, node: int | None = None
+) -> frozenset[bytes]:
+    """Return the entries that a process of the run has, all of them: its path, its id if it has one, and the attempt.
+
+    A run at the same path as an earlier one has another id, and a copy of a run has another path.
+
+    Args:
+        run: The run.
+        attempt: Only processes of this attempt.
+        node: Only processes of this node, of a run on several.
+    """
+    numbers = {ATTEMPT_MARKER: attempt, NODE_MARKER: node}
+    values = {RUN_MARKER: str(run.path), RUN_ID_MARKER: known_id(run)}
+    values |= {name: str(number) for name, number in numbers.items() if number is not None}
+    return frozenset(f"{name}={value}".encode() for name, value in values.items() if value)
+
+
+# Which processes of this host compute, whoever they belong to.
+
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+LEAST_CORES = 0.1
+"""A process that uses less does not compute."""
+
+
+class ProcessLoad(NamedTuple):
+    """A process, and the cores that it keeps busy."""
+
+    stat: Stat
+    cores: float
+
+
+class ProcessLoads:
+    """Reads how much each process computed since the reading before. It costs one small file a process. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, Stat] = {}
+        self._clock = 0.0
+
+    def measure(self) -> dict[int, ProcessLoad]:
+        """Return every living process with the cores that it kept busy: 0 for those that are new since the reading before."""
+        now = time.monotonic()
+        stats = {pid: stat for pid in pids() if (stat := read_stat(pid)) is not None and stat.alive}
+        before, interval_s = self._before, max(now - self._clock, 1 / _TICKS_PER_S)
+        self._before, self._clock = stats, now
+        return {
+            pid: ProcessLoad(stat, _ticks_since(before.get(pid), stat) / _TICKS_PER_S / interval_s)
+            for pid, stat in stats.items()
+        }
+
+    def read(self, *, without: Collection[int] = ()) -> tuple[ForeignProcess, ...]:
+        """Return the processes that compute, the busiest first; none at the first reading.
+
+        Args:
+            without: Pids that are left out.
+        """
+        computing = [
+            (pid, load)
+            for pid, load in self.measure().items()
+            if load.cores >= LEAST_CORES and pid not in without
+        ]
+        return tuple(
+            ForeignProcess(
+                pid=pid,
+                name=load.stat.name,
+                cores=round(load.cores, 2),
+                cpu=load.stat.cpu,
+                own=is_own(pid),
+            )
+            for pid, load in sorted(computing, key=lambda pair: -pair[1].cores)
+        )
+
+
+def _ticks_since(before: Stat | None, now: Stat) -> int:
+    """Return the clock ticks that a process computed since it was read before; 0 if it was not."""
+    return (
+        now.cpu_ticks - before.cpu_ticks
+        if before is not None and before.start_time == now.start_time
+        else 0
+    )
+
+
+def pids() -> set[int]:
+    """Return the processes that this one may see."""
+    return {int(name) for name in os.listdir("/proc") if name.isdigit()}  # noqa: PTH208 (names, not paths, once a second)
+
+
+def is_own(pid: int) -> bool:
+    """Return whether a process belongs to this user. One that changed its user, as ``sudo`` does, belongs to that user."""
+    try:
+        return os.stat(f"/proc/{pid}").st_uid == os.geteuid()  # noqa: PTH116 (as above)
+    except OSError:
+        return False
+
+
+_ALERT_ENTRY = f"{ALERT_MARKER}=".encode()
+Role = Literal["supervisor", "runner", "launcher", "rank", "adam", "other"]
+
+
+_YOUNG_TICKS = 5 * _TICKS_PER_S
+"""A younger process may still change its command line (fork, numactl, exec), so its role is determined again."""
+_TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)
+"""Exit codes of what SIGTERM ended; a rank obeys it by leaving with the second."""
+_LEADING: tuple[Role, ...] = ("runner", "launcher", "rank")
+"""What the others follow. Each starts once in an attempt."""
+_MOST_GONE = 1000
+"""So many ended processes are remembered: a run of days may start and end any number, such as data-loader workers."""
+_WORKER_SCRIPTS = ("/superoffload/worker.py", "/so_tui_trainer/offload/worker.py")
+"""The second is the path in earlier versions: a run that they started may live through an upgrade."""
+
+
+def send(process: Process, signum: signal.Signals) -> None:
+    """Send a signal to the process if it is still the recorded one and this user's. Raises PermissionError if the kernel refuses."""
+    if alive(process) and is_own(process.pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signum)
+
+
+class OwnProcesses:
+    """What the living processes of this user carry in their environment. Read once, when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._environs: tuple[frozenset[bytes], ...] | None = None
+
+    def carry(self, markers: frozenset[bytes]) -> bool:
+        """Return whether a process carries all of these entries."""
+        if self._environs is None:
+            living = (
+                pid
+                for pid in pids()
+                if is_own(pid) and (stat := read_stat(pid)) is not None and stat.alive
+            )
+            self._environs = tuple(map(_environ, living))
+        return any(markers <= environ for environ in self._environs)
+
+
+class ProcessTree:
+    """The processes of a run, alive or ended.
+
+    A process of this user belongs to the run if its parent does, if its parent is the supervisor (a child subreaper, which inherits the
+    run's orphans), or if its environment has the run's markers. A scan examines only pids that are new since the last one, so it costs one
+    listing of /proc.
+    """
+
+    def __init__(self, markers: frozenset[bytes], supervisor_pid: int) -> None:
+        self._markers = markers
+        self._supervisor_pid = supervisor_pid
+        self._living: dict[int, Process] = {}
+        self._gone: dict[Process, int | None] = {}
+        self._stats: dict[int, Stat] = {}
+        self._seen: set[int] = set()
+        self._described: set[int] = set()
+        self._counted_ticks: dict[int, int] = {}
+
+    @property
+    def alive(self) -> tuple[Process, ...]:
+        """The processes that were alive at the last scan, oldest first."""
+        return tuple(
+            sorted(self._living.values(), key=lambda process: (process.start_time, process.pid))
+        )
+
+    @property
+    def gone(self) -> tuple[Process, ...]:
+        """The processes that have ended, in the order in which that was observed: every runner, launcher and rank, of others the last."""
+        return tuple(self._gone)
+
+    def exit_code(self, process: Process) -> int | None:
+        """Return the exit code of an ended process (below 0 for a signal). None if its parent collected it before we could read it."""
+        return self._gone.get(process)
+
+    def scan(self, *, thorough: bool = False) -> None:
+        """Find new and ended processes. ``thorough`` examines every process of the host again."""
+        present = pids()
+        self._refresh()
+        for pid in _parents_first(present) if thorough else sorted(present - self._seen):
+            self._examine(pid)
+        self._seen = present
+
+    def wait_for_loss(self, timeout_s: float) -> None:
+        """Return when a runner, launcher or rank ends, or after the timeout, to see which died first before the others follow."""
+        poll = select.poll()
+        with contextlib.ExitStack() as descriptors:
+            for process in self._living.values():
+                if process.role in _LEADING:
+                    try:
+                        descriptor = os.pidfd_open(process.pid)
+                    except ProcessLookupError:
+                        return
+                    except OSError:  # not permitted here (a container's system call filter): the next scan sees what ended
+                        continue
+                    descriptors.callback(os.close, descriptor)
+                    poll.register(descriptor, select.POLLIN)
+            poll.poll(timeout_s * 1000)
+
+    def cpu_s(self) -> float:
+        """Return the CPU seconds that the run's processes used between the last two calls (as of the last scan)."""
+        ticks = {pid: stat.cpu_ticks for pid, stat in self._stats.items()}
+        spent = sum(
+            max(0, count - self._counted_ticks.get(pid, count)) for pid, count in ticks.items()
+        )
+        self._counted_ticks = ticks
+        return spent / _TICKS_PER_S
+
+    def memory_bytes(self) -> int | None:
+        """Return the proportional set size in bytes of all living processes, which counts shared memory once. None if unknown."""
+        sizes = [size for pid in self._living if (size := pss_bytes(pid)) is not None]
+        return sum(sizes) if sizes else None
+
+    def signal(self, signum: signal.Signals) -> None:
+        """Send a signal to every living process of the run.
+
+        Raises:
+            PermissionError: The kernel refused it for one of them, after the others got it.
+        """
+        refused: PermissionError | None = None
+        for process in self.alive:
+            try:
+                send(process, signum)
+            except PermissionError as error:
+                refused = error
+        if refused is not None:
+            raise refused
+
+    def _refresh(self) -> None:
+        """Read the known processes again and move those that have ended to ``gone``."""
+        for pid, process in list(self._living.items()):
+            stat = read_stat(pid)
+            if stat is not None and stat.start_time == process.start_time and stat.alive:
+                self._stats[pid] = stat
+                if pid not in self._described or _age_ticks(stat) < _YOUNG_TICKS:
+                    self._describe_again(pid, stat)
+                continue
+            self._note_end(process, _exit_code(process, stat))
+            del self._living[pid]
+            self._forget(pid)
+            self._seen.discard(pid)  # another process may have it by now
+
+    def _describe_again(self, pid: int, stat: Stat) -> None:
+        """Record the role of a process that may have begun another program; the alert command is none of ours as soon as it shows."""
+        environ = _environ(pid)
+        if _is_alert_command(environ):
+            del self._living[pid]
+            self._forget(pid)
+        else:
+            self._describe(pid, stat, environ)
+
+    def _forget(self, pid: int) -> None:
+        self._stats.pop(pid, None)
+        self._described.discard(pid)
+
+    def _note_end(self, process: Process, exit_code: int | None) -> None:
+        self._gone[process] = exit_code
+        if len(self._gone) > _MOST_GONE and (
+            oldest := next((gone for gone in self._gone if gone.role not in _LEADING), None)
+        ):
+            del self._gone[oldest]
+
+    def _examine(self, pid: int) -> None:
+        stat = read_stat(pid)
+        if (
+            stat is None
+            or not stat.alive
+            or pid == self._supervisor_pid
+            or pid in self._living
+            or not is_own(pid)
+        ):
+            return
+        environ = _environ(pid)
+        if _is_alert_command(environ):
+            return
+        if (
+            stat.parent == self._supervisor_pid
+            or stat.parent in self._living
+            or self._markers <= environ
+        ):
+            self._describe(pid, stat, environ)
+            self._stats[pid] = stat
+
+    def _describe(self, pid: int, stat: Stat, environ: frozenset[bytes]) -> None:
+        """Record the role. Repeated once after the process is no longer young, which a busy host may notice many seconds later.
+
+        A process without a command line is loading its program.
+        """
+        command = _command(pid)
+        if any(command) and _age_ticks(stat) >= _YOUNG_TICKS:
+            self._described.add(pid)
+        parent = self._living.get(stat.parent)
+        role = role_of(command, parent.role if parent else None)
+        self._living[pid] = Process(
+            pid=pid, start_time=stat.start_time, role=role, rank=_rank(environ)
+        )
+
+
+class FirstLoss:
+    """Remembers the first of runner, launcher and ranks that ended: the cause of what follows."""
+
+    def __init__(self, tree: ProcessTree) -> None:
+        self._tree = tree
+        self.process: Process | None = None
+        self.unprompted = False
+        """It ended before any process of the run had been told to end."""
+
+    def update(self, before: Collection[Process], *, ending: bool) -> list[Process]:
+        """Return the runner, launcher and ranks that the last scan found gone.
+
+        Args:
+            before: What was alive before that scan.
+            ending: The run's processes have been told to end.
+        """
+        present = {process.role for process in self._tree.alive} - {"rank"}
+        leading = set(_LEADING) - present
+        lost = [
+            process for process in self._tree.gone if process in before and process.role in leading
+        ]
+        if self.process is None and lost:
+            self.process = min(lost, key=self._rank_of_cause)
+            self.unprompted = not ending
+        return lost
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code of the first loss (below 0 for a signal), if it could be observed."""
+        return self._tree.exit_code(self.process) if self.process else None
+
+    def _rank_of_cause(self, process: Process) -> tuple[int, bool, bool]:
+        """Sort what one scan found gone, the cause before its consequences.
+
+        The launcher's death ends its ranks (parent-death signal) faster than we scan. A rank that was killed ends the ranks that waited for
+        it, which leave by themselves. Once any rank has failed, the launcher terminates the others, which a busy host shows at the same
+        time.
+        """
+        code = self._tree.exit_code(process)
+        killed = code is not None and code < 0
+        return ("launcher", "runner", "rank").index(process.role), code in _TERMINATED, not killed
+
+
+def become_subreaper() -> None:
+    """Inherit the run's orphans instead of init (prctl(2), PR_SET_CHILD_SUBREAPER), so that none is lost."""
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(36, 1, 0, 0, 0) != 0:
+        print(f"not a subreaper: {os.strerror(ctypes.get_errno())}", file=sys.stderr)
+
+
+def reap_orphans(kept: Collection[int | None]) -> None:
+    """Collect the children of this process that have ended, which would stay zombies until its end: a subreaper's orphans.
+
+    Args:
+        kept: Pids of children that somebody else collects. One that has ended may let others wait until it is collected.
+    """
+    with contextlib.suppress(ChildProcessError):  # there are no children
+        while (
+            ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        ) is not None and ended.si_pid not in kept:
+            os.waitpid(ended.si_pid, 0)
+
+
+def role_of(command: tuple[str, ...], parent: Role | None) -> Role:
+    """Return the role of a process by its command line and its parent's role (None if the parent is not part of the run).
+
+    Between fork and exec a child has its parent's command line, so a child of the launcher is never the launcher.
+    """
+    if "deepspeed.launcher.runner" in command and parent is None:
+        return "runner"
+    if "deepspeed.launcher.launch" in command and parent in (None, "runner"):
+        return "launcher"
+    if parent in (None, "launcher") and any(
+        argument.startswith("--local_rank") for argument in command
+    ):
+        return "rank"
+    # Our engine's worker is a script; DeepSpeed's is a spawned Python process.
+    if parent == "rank" and any(
+        argument == "--multiprocessing-fork" or argument.endswith(_WORKER_SCRIPTS)
+        for argument in command
+    ):
+        return "adam"
+    return "other"
+
+
+def _parents_first(present: set[int]) -> list[int]:
+    """Return pids by the start of their processes, because the role of a process follows from its parent's."""
+    stats = ((pid, read_stat(pid)) for pid in present)
+    return [
+        pid for _, pid in sorted((stat.start_time, pid) for pid, stat in stats if stat is not None)
+    ]
+
+
+def _command(pid: int) -> tuple[str, ...]:
+    try:
+        return tuple(Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0"))
+    except OSError:
+        return ()
+
+
+def _environ(pid: int) -> frozenset[bytes]:
+    try:
+        return frozenset(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+    except OSError:
+        return frozenset()  # another user's process, or one that has just ended
+
+
+def _is_alert_command(environ: frozenset[bytes]) -> bool:
+    """Return whether a process is the user's alert command, which is not the run's although the supervisor is its parent.
+
+    While a program is loaded its process has no environment, and on a busy host a scan may come just then.
+    """
+    return any(entry.startswith(_ALERT_ENTRY) for entry in environ)
+
+
+def _exit_code(process: Process, stat: Stat | None) -> int | None:
+    """Return the exit code of an ended process, by what the kernel says of its pid; None if that says nothing of it."""
+    if stat is None or stat.start_time != process.start_time or not stat.wait_status:
+        return None
+    return os.waitstatus_to_exitcode(stat.wait_status)
+
+
+def _rank(environ: frozenset[bytes]) -> int | None:
+    values = (entry.removeprefix(b"RANK=") for entry in environ if entry.startswith(b"RANK="))
+    return next((int(value) for value in values if value.isdigit()), None)
+
+
+def _age_ticks(stat: Stat) -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME) * _TICKS_PER_S - stat.start_time

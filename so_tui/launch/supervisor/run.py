@@ -1,0 +1,466 @@
+"""The supervisor of a run: one light process on its host, or on the first of its nodes, that starts the training processes, watches
+them, and ends what they leave.
+
+The trainer's log and metrics do not pass through it, so training continues if it is killed, and another supervisor takes over from the
+record in ``state.json``. It is the only writer of the state and of this host's samples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from so_tui.launch.launch import may_start, read_launch
+from so_tui.launch.supervisor import ending, host_check
+from so_tui.launch.supervisor.alerts import Announcer, remembered
+from so_tui.launch.supervisor.ending import (
+    Evidence,
+    Outcome,
+    RunFacts,
+    StopRequest,
+    conclude,
+    failures_in,
+    not_started,
+    outcome_text,
+    request_stop,
+    stop_request,
+    with_advice,
+)
+from so_tui.launch.supervisor.host import ALONE, LOG_LINES, HostSupervisor, Nodes
+from so_tui.launch.supervisor.node import OtherNodes, attributed
+from so_tui.launch.supervisor.processes import OwnProcesses, become_subreaper, markers
+from so_tui.launch.supervisor.slowness import SlowWatch
+from so_tui.runs.directory import RunDirectory, deleted, refuse_unless_own
+from so_tui.runs.listing import remove_leftovers
+from so_tui.runs.liveness import STALE_S, host_of, identify, sees_processes_of, this_host
+from so_tui.runs.lock import RunLock, ended_state, run_lock
+from so_tui.runs.metrics import MetricsReader
+from so_tui.runs.records import FINAL_STATES, Alert, MetricRecord, RunState, Sample
+from so_tui.runs.state import read_state, write_state, write_state_even_if_full
+from so_tui.spec import InputError, Problem, SoTuiError
+from so_tui.trust.files import Distrust, distrust_of_file, umask_of
+
+# Whether a supervisor may act for an attempt: start it with the starter's token, or attach to its
+# living processes.
+#
+# Problem codes: no-such-attempt, unreadable-attempt: The attempt was never made, or its files are
+# damaged. not-started-by-hand: There is no token, and the attempt has never been started. wrong-
+# starter-token: The token was made for another attempt. attempt-already-started: The attempt has a
+# state, or a later one was started first. not-this-host: The attempt runs on another host. no-
+# living-process: Every process of the attempt has ended, so there is nothing to supervise.
+
+
+def refuse_unknown_attempt(run: RunDirectory, attempt: int) -> None:
+    """Refuse an attempt that was never made, or whose run is not this user's own.
+
+    Raises:
+        InputError, Refused: With the codes of this module and of ``so_tui.runs.directory``.
+    """
+    if attempt < 1 or distrust_of_file(run.plan_path(attempt)) is Distrust.MISSING:
+        raise _refused(
+            "no-such-attempt",
+            attempt,
+            f"{run.path} has no such attempt",
+            "`so-tui resume` makes the next one.",
+        )
+    refuse_unless_own(run, attempt)
+
+
+def refuse_start(run: RunDirectory, attempt: int, state: RunState, token: str) -> None:
+    """Refuse to start an attempt without its own token, or a second time.
+
+    Raises:
+        InputError: With the codes of this module.
+    """
+    refuse_wrong_token(run, attempt, token)
+    if state.attempt >= attempt:
+        raise _refused(
+            "attempt-already-started",
+            attempt,
+            f"attempt {state.attempt} of the run was started already",
+            _BY_COMMAND,
+        )
+
+
+def refuse_wrong_token(run: RunDirectory, attempt: int, token: str) -> None:
+    """Refuse to start an attempt without its own token. Raises InputError with a code of this module."""
+    if not may_start(run, attempt, token):
+        raise _refused(
+            "wrong-starter-token",
+            attempt,
+            "the starter's token was made for another attempt",
+            _BY_COMMAND,
+        )
+
+
+def refuse_attaching(run: RunDirectory, attempt: int, state: RunState) -> None:
+    """Refuse to attach to an attempt that has no living process of this user here.
+
+    Raises:
+        InputError: With the codes of this module.
+    """
+    if state.attempt != attempt:
+        raise _refused(
+            "not-started-by-hand",
+            attempt,
+            "the attempt is not running, and only its starter can start it",
+            _BY_COMMAND,
+        )
+    if not sees_processes_of(this_host(), host_of(state)):
+        raise _refused(
+            "not-this-host",
+            attempt,
+            f"the attempt runs on {state.host or 'no host'}",
+            "Supervise it there.",
+        )
+    if not OwnProcesses().carry(markers(run, attempt)):
+        raise _refused(
+            "no-living-process", attempt, "every process of the attempt has ended", _BY_COMMAND
+        )
+
+
+_BY_COMMAND = "`so-tui run` and `so-tui resume` start attempts, each with a supervisor of its own."
+
+
+def _refused(code: str, attempt: int, message: str, remedy: str) -> InputError:
+    return InputError(
+        [Problem(code=code, field="--attempt", value=str(attempt), message=message, remedy=remedy)]
+    )
+
+
+_DELETED_S = 10.0
+"""How long the run directory may be missing before it counts as deleted. A network file system may lose it for a moment."""
+
+
+class Supervisor(HostSupervisor):
+    """Watches one attempt, on the first node of a run, and concludes what became of it."""
+
+    def __init__(
+        self, run: RunDirectory, attempt: int, found: RunState, lock: RunLock, nodes: Nodes = ALONE
+    ) -> None:
+        launch = read_launch(run, attempt, this_host().name)
+        super().__init__(
+            run, attempt, launch, msgspec.structs.replace(nodes, count=launch.spec.nodes)
+        )
+        self._lock = lock
+        self._superseded = False
+        self._handed_over = False
+        # A state of this attempt: its supervisor has died, and the processes it started may still be alive.
+        self._takes_over = found.attempt == attempt
+        self._recorded = found.processes if self._takes_over else ()
+        self._state = self._first_state(found)
+        self._others = OtherNodes(run, attempt, launch.spec.nodes)
+        self._reader = MetricsReader(run)
+        self._stop: StopRequest | None = None
+        self._gone_unseen = False
+        self._heartbeat_at: float | None = None
+        self._directory_seen_at = time.monotonic()
+        self._records: list[MetricRecord] = []
+        self._slow = SlowWatch(launch.plan, launch.machine, attempt)
+        # Before its first step, an attempt's state has the step of the one before.
+        told_step = (
+            found.step if self._takes_over and found.state not in ("starting", "loading") else 0
+        )
+        self._announcer = Announcer(
+            run, attempt, self._host, launch.spec.checkpoint.folder, told_step
+        )
+
+    def watch(self) -> int:
+        """Run the attempt from its start to its end. Return the run's exit code. ``finish`` follows."""
+        self._install_signals()
+        heartbeat_at = self._run.state_path.stat().st_mtime
+        # On a full disk nothing is started, but what lives is watched.
+        (write_state_even_if_full if self._takes_over else write_state)(self._run, self._state)
+        if self._takes_over:
+            with self._despite_errors_of("locks"):  # what lives is watched, whoever has its locks
+                self._job.take_over()
+        else:
+            try:
+                self._job.start()
+            except (host_check.LockTakenError, SoTuiError, OSError) as error:
+                return self._finish(not_started(error))
+        self._tree.scan(thorough=self._takes_over)
+        self._gone_unseen = self._takes_over and not self._tree.alive
+        self._heartbeat_at = heartbeat_at if self._gone_unseen else None
+        with self._despite_errors_of("log"):
+            self._take_lines(self._log.tail(LOG_LINES))
+        self._follow()
+        if self._handed_over:
+            return 0  # the other supervisor watches the same processes
+        self._sweep()
+        own, others = conclude(self._evidence()), None if self._superseded else self._others.wait()
+        return self._finish(attributed(own, others, unprompted=self._first_loss.unprompted))
+
+    def finish(self) -> None:
+        """Wait for the user's commands that tell of the end; the run may have been continued meanwhile."""
+        self._announcer.finish()
+
+    def _look(self) -> bool:
+        self._check_superseded()
+        if self._superseded:
+            return False
+        with self._despite_errors_of("control"):
+            self._check_stop_request()
+        self._check_directory()
+        self._check_nodes()
+        self._end_launchers()
+        return True
+
+    def _report(self) -> None:
+        self._state = ending.observed(self._state, self._reader, self._attempt)
+        if self._stop is not None:
+            self._state = msgspec.structs.replace(
+                self._state, detail=self._state.detail or "asked to stop"
+            )
+        self._look_at_records()
+        beat, slowdown = self._state.heartbeat + 1, self._slow.found
+        self._state = msgspec.structs.replace(
+            self._state, heartbeat=beat, processes=self._tree.alive, slowdown=slowdown
+        )
+        self._write_state()
+
+    def _sampled(self, sample: Sample) -> None:
+        self._slow.sample(sample)
+        self._announcer.publish(self._state, self._reader.latest, sample)
+
+    @property
+    def _acts(self) -> bool:
+        return not self._superseded
+
+    @property
+    def _watches(self) -> bool:
+        return super()._watches and not self._handed_over
+
+    @property
+    def _started(self) -> set[int | None]:
+        return super()._started | {self._announcer.command_pid}
+
+    def _refresh_locks(self) -> None:
+        self._lock.refresh()
+        super()._refresh_locks()
+
+    def _look_at_records(self) -> None:
+        records, self._records = self._records, []
+        self._slow.take(records)
+        with self._despite_errors_of("alerts"):
+            new = self._announcer.tick(self._state, records, full=self._disk_full())
+            self._state = msgspec.structs.replace(
+                self._state, alerts=remembered(self._state.alerts, new)
+            )
+
+    def _read(self) -> None:
+        # Earlier segments are read on at each tick: a resumed run may have gigabytes of them, and the heartbeat must not wait.
+        behind = True
+        while behind:
+            progress = self._reader.poll(limit_records=10_000, limit_s=0.2)
+            self._records += progress.records
+            behind = progress.behind
+        super()._read()
+        if (
+            self._shutdown.ended_at is None
+            and ending.end_record(self._reader, self._attempt) is not None
+        ):
+            self._shutdown.ended_at = time.monotonic()
+
+    def _check_stop_request(self) -> None:
+        if self._signal:
+            warned = self._signal is signal.SIGUSR1
+            request_stop(
+                self._run,
+                reason=f"the supervisor received {self._signal.name}",
+                warned=warned,
+                signalled=not warned,
+            )
+            self._signal = None
+        asked = stop_request(self._run)
+        if asked is not None:
+            self._stop = asked
+            saved = self._reader.checkpoints[-1].step if self._reader.checkpoints else None
+            self._shutdown.stop(asked, saved, time.monotonic())
+
+    def _check_directory(self) -> None:
+        """End a run whose directory was deleted: it can be neither seen nor stopped, and would save into a folder that is no run."""
+        now = time.monotonic()
+        if not deleted(self._run):
+            self._directory_seen_at = now
+        elif self._shutdown.broken_at is None and now - self._directory_seen_at > _DELETED_S:
+            print(f"{self._run.path} has been deleted: ending its processes", file=sys.stderr)
+            self._shutdown.broken_at = now
+
+    def _check_superseded(self) -> None:
+        """Stop acting for a run that another supervisor has taken over because it counted as lost, and end what a newer attempt repeats."""
+        try:
+            found = read_state(self._run)
+        except (InputError, OSError):
+            return  # deleted, or its file system is away: neither says who supervises it
+        if not ending.superseded(self._state, found):
+            return
+        if not self._superseded:
+            print(
+                f"{self._run.path} is supervised by another process now: attempt {found.attempt} on {found.host}",
+                file=sys.stderr,
+            )
+            self._superseded, self._handed_over = True, found.attempt == self._attempt
+        if not self._handed_over:
+            self._signal_all(signal.SIGKILL)
+
+    def _check_nodes(self) -> None:
+        """End the processes here once another node's have failed or its supervisor is gone: they would wait for each other."""
+        with self._despite_errors_of("nodes"):
+            self._others.poll()
+        if self._shutdown.broken_at is None and self._others.cause(STALE_S) is not None:
+            self._shutdown.broken_at = time.monotonic()
+
+    def _end_launchers(self) -> None:
+        """End DeepSpeed's runner and launcher, which wait for ranks, once none is left and the trainer has said how it ended.
+
+        By themselves they take seconds: the launcher looks once a second, and each takes its interpreter with torch apart.
+        """
+        end, roles = (
+            ending.end_record(self._reader, self._attempt),
+            {process.role for process in self._tree.alive},
+        )
+        ended = any(process.role == "rank" for process in self._tree.gone)
+        if end is not None and end.state != "failed" and ended and roles <= {"runner", "launcher"}:
+            self._signal_all(signal.SIGKILL)
+
+    def _evidence(self) -> Evidence:
+        overdue = self._stop is not None and self._shutdown.stop_overdue(time.monotonic())
+        return msgspec.structs.replace(
+            super()._evidence(),
+            end=ending.end_record(self._reader, self._attempt),
+            failures=failures_in(self._run.attempt_dir(self._attempt)),
+            stop_overdue_s=self._stop.grace_s if self._stop is not None and overdue else None,
+            gone_unseen=self._gone_unseen,
+        )
+
+    def _finish(self, outcome: Outcome) -> int:
+        state = ending.observed(self._state, self._reader, self._attempt)
+        launch, known = self._job.launch, RunFacts(name=self._run.name, saved_step=state.saved_step)
+        facts = with_advice(outcome, launch.spec, known, launch.plan.given_memory)
+        ended = (
+            time.time()
+            if self._heartbeat_at is None
+            else ending.last_alive(self._reader, self._attempt, self._heartbeat_at)
+        )
+        self._state = ending.final_state(state, outcome, outcome_text(outcome, facts), ended)
+        if not deleted(self._run) and not self._superseded:
+            new: tuple[Alert, ...] = ()
+            with self._despite_errors_of("alerts"):
+                new = self._announcer.end(self._state)
+                self._state = msgspec.structs.replace(
+                    self._state, alerts=remembered(self._state.alerts, new)
+                )
+            with self._despite_errors_of("state"):
+                write_state_even_if_full(self._run, self._state)
+            with self._despite_errors_of(
+                "alerts"
+            ):  # last, because the command may look at the state
+                self._announcer.tell(new, self._state)
+        self._job.release()
+        return outcome.run_exit_code
+
+    def _first_state(self, found: RunState) -> RunState:
+        supervisor = identify(os.getpid(), "supervisor")
+        if self._takes_over:
+            here = self._here
+            return msgspec.structs.replace(
+                found,
+                supervisor=supervisor,
+                host=here.name,
+                boot_id=here.boot_id,
+                pid_namespace=here.pid_namespace,
+                heartbeat=found.heartbeat + 1,
+            )
+        return ending.first_state(
+            self._run.name,
+            self._attempt,
+            self._here,
+            supervisor,
+            found,
+            forced=self._job.launch.forced,
+            start_over=self._job.launch.start_over,
+            checks_s=self._job.launch.checks_s,
+        )
+
+    def _write_state(self) -> None:
+        """Write the state, except into a deleted run directory: that would look like a run, or prevent the deletion."""
+        if not deleted(self._run) and not self._superseded:
+            with self._despite_errors_of("state"):
+                try:
+                    write_state(self._run, self._state)
+                except OSError:
+                    os.utime(
+                        self._run.state_path
+                    )  # on a full disk: other hosts judge by its age whether we live
+                    raise
+
+
+# The main function of the supervisor's process: check that it may act for an attempt, take the
+# lock, and supervise.
+
+
+def supervise(
+    run: RunDirectory,
+    attempt: int,
+    token: str | None = None,
+    nodes: Nodes = ALONE,
+    ended: Callable[[], None] = lambda: None,
+) -> int:
+    """Start an attempt, or attach to one whose supervisor has died, and watch it to its end. Return the run's exit code.
+
+    Return 0 immediately if the run has another supervisor. At the end the run is free to be continued before the user's commands that tell
+    of it are waited for.
+
+    Args:
+        run: A run of this user.
+        attempt: The number of the attempt.
+        token: The starter's token. Without one nothing is started: the supervisor only attaches to living processes of the attempt.
+        nodes: The nodes of the run, of which this is the first.
+        ended: Called once the run is free, before those commands are waited for.
+
+    Raises:
+        InputError, Refused: This may not be done here (see ``admission``).
+        OSError: The run directory cannot be written.
+    """
+    refuse_unknown_attempt(run, attempt)
+    os.umask(umask_of(run.path))
+    assume_dead = token is not None and read_launch(run, attempt, socket.gethostname()).assume_dead
+    with contextlib.ExitStack() as last:
+        with run_lock(run, assume_dead=assume_dead) as lock:
+            if lock is None:
+                return 0
+            state = read_state(run)
+            if state.attempt == attempt and state.state in FINAL_STATES:
+                return state.exit_code or 0
+            if token is None:
+                refuse_attaching(run, attempt, state)
+            else:
+                refuse_start(run, attempt, state, token)
+                state = _concluded(run, state, assume_dead=assume_dead)
+            supervisor = Supervisor(run, attempt, state, lock, nodes)
+            last.callback(supervisor.finish)  # also where the lock cannot be given back
+            become_subreaper()
+            code = supervisor.watch()
+        ended()
+    return code
+
+
+def _concluded(run: RunDirectory, before: RunState, *, assume_dead: bool) -> RunState:
+    """Return the final state of the previous attempt, computed now if it ended without a supervisor. Raises InputError if it still runs."""
+    if before.state in FINAL_STATES or not before.host:
+        return before
+    state = ended_state(run, assume_dead=assume_dead)
+    if sees_processes_of(this_host(), host_of(state)):
+        try:
+            remove_leftovers(state.processes)
+        except OSError as error:
+            print(f"shared memory of attempt {state.attempt}: {error}", file=sys.stderr, flush=True)
+    return state

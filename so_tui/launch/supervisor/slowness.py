@@ -1,0 +1,489 @@
+"""Why steps take longer than planned: each part that is measured against the part that was planned. Pure functions."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal, get_args
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from so_tui.launch.supervisor.samples import IDLE_NICE, misplaced, share_on_nodes
+from so_tui.machine.types import Machine
+from so_tui.plan.plan import Plan, PlannedRates, RankBinding, StepTime
+from so_tui.runs.records import (
+    Cause,
+    GpuSample,
+    MetricRecord,
+    PhaseRecord,
+    RankPlacement,
+    Sample,
+    Slowdown,
+    StepRecord,
+)
+from so_tui.trust.text import brief_line
+from so_tui.units import bandwidth, duration, percent, plural, thousands
+
+# Which network NCCL uses between nodes, from what it logs, beside the one that the site profile
+# names.
+#
+# Without the site's plugin NCCL falls back to TCP sockets. Training goes on, many times slower,
+# and nothing else says so.
+
+
+EXPECTED_VARIABLE = "SO_TUI_NETWORK"
+"""Tells the supervisors of a job which network NCCL should use between its nodes, by the name that NCCL gives it."""
+_SOCKETS = "Socket"
+_USES = re.compile(r"NCCL INFO Using network (\S.*)")
+
+
+class NetworkWatch:
+    """Looks in the log for a fall-back to sockets."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        """Look for it where ``environ`` says that another network is expected."""
+        self._expected = environ.get(EXPECTED_VARIABLE, "")
+        self.missing_name = ""
+        """The expected network, once NCCL was seen to use sockets instead."""
+
+    def missing(self, lines: Iterable[str]) -> bool:
+        """Return whether NCCL uses sockets instead of the expected network, after these lines of the log too."""
+        if self._expected not in ("", _SOCKETS) and any(
+            used and used[1].strip() == _SOCKETS for used in map(_USES.search, lines)
+        ):
+            self.missing_name = self._expected
+        return bool(self.missing_name)
+
+
+CauseCode = Literal["binding", "memory-node", "foreign-load", "clocks", "copies", "adam", "data"]
+"""From cause to effect: a load on the cores also slows Adam down, so where both explain about as much, the first is named first."""
+
+_ORDER: tuple[str, ...] = get_args(CauseCode)
+_LEAST_SHARE = 0.1
+"""Share of the excess that a cause must explain to be named."""
+LEAST_OWN_SHARE = 0.9
+"""Share of a rank's memory that should be on its own node. Libraries and what was allocated before binding may be elsewhere."""
+_LEAST_FOREIGN_SHARE = 0.1
+"""What the operating system and monitoring may take of the cores without being named."""
+_LOW_ADAM_RATE = 0.8
+"""Share of the planned rate below which Adam's counts as low."""
+_LOW_COPY_RATE = 0.5
+"""The same of copies. Beside other traffic they are slower than alone: undisturbed steps on one to four H100 and H200 had 0.51 to 1."""
+_LOW_CLOCK = 0.7
+"""Share of the highest clock below which a GPU counts as throttled, whatever the driver says: power limits alone leave more."""
+_BUSY_PERCENT = 50
+_USUAL = {"power"}
+"""Reasons for throttling under which GPUs compute as fast as they were measured."""
+_MOST_NAMES = 2
+
+
+class Clock(Struct, frozen=True, kw_only=True):
+    """The clock of the slowest GPU while it computed."""
+
+    mhz: float
+    max_mhz: float
+    throttled_share: float
+    """Share of the time in which it was held down by something else than the power limit."""
+
+
+class Measured(Struct, frozen=True, kw_only=True):
+    """Medians over some steps, and what was seen of the host meanwhile. None where nothing was measured."""
+
+    step_s: float
+    data_s: float
+    forward_s: float
+    backward_s: float
+    adam_busy_s: float | None = None
+    adam_bytes_per_s: float | None = None
+    d2h_bytes_per_s: float | None = None
+    h2d_bytes_per_s: float | None = None
+    foreign_share: float = 0.0
+    """Share of the time of the run's cores that processes of others took."""
+    foreign: tuple[str, ...] = ()
+    """Names of the busiest of them."""
+    clock: Clock | None = None
+    placement: tuple[RankPlacement, ...] = ()
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of a step without those in which it waits for data."""
+        return self.step_s - self.data_s
+
+
+class Planned(Struct, frozen=True, kw_only=True):
+    """The same as planned."""
+
+    step: StepTime
+    rates: PlannedRates | None = None
+    binding: tuple[RankBinding, ...] = ()
+
+    @property
+    def compute_s(self) -> float:
+        return self.step.total_s - self.step.data_s
+
+
+def planned_of(plan: Plan) -> Planned | None:
+    """Return what a run is compared with; None where its plan does not know how long a step takes."""
+    return (
+        None
+        if plan.step is None
+        else Planned(step=plan.step, rates=plan.rates, binding=plan.binding)
+    )
+
+
+def ranked_causes(measured: Measured, planned: Planned) -> tuple[Cause, ...]:
+    """Return what makes steps longer than planned, most likely first.
+
+    Waiting for data explains the time by which that grew, every other cause part of the rest. Of those that explain at least half as much
+    as the one that explains most, causes come before their effects.
+    """
+    excess_s = measured.step_s - planned.step.total_s
+    found = [
+        cause
+        for cause in _causes(measured, planned)
+        if cause.seconds >= _LEAST_SHARE * excess_s and cause.seconds > 0
+    ]
+    most_s = max((cause.seconds for cause in found), default=0.0)
+    return tuple(
+        sorted(found, key=lambda cause: (cause.seconds < most_s / 2, _ORDER.index(cause.code)))
+    )
+
+
+def _causes(measured: Measured, planned: Planned) -> Iterator[Cause]:
+    compute_excess_s = max(0.0, measured.compute_s - planned.compute_s)
+
+    def cause(
+        code: CauseCode, seconds: float, was: float, should: float, *, rank: int = 0
+    ) -> Cause:
+        return Cause(
+            code=code,
+            seconds=min(seconds, compute_excess_s),
+            measured=was,
+            planned=should,
+            rank=rank,
+        )
+
+    bound = {binding.rank: binding for binding in planned.binding}
+    placed = [(place, bound[place.rank]) for place in measured.placement if place.rank in bound]
+    if elsewhere := [
+        place.rank for place, binding in placed if misplaced(place, binding.cpus, binding.main_cpus)
+    ]:
+        yield cause("binding", compute_excess_s, float(len(elsewhere)), 0.0, rank=elsewhere[0])
+    shares = [
+        (share, place.rank)
+        for place, binding in placed
+        if (share := share_on_nodes(place, binding.memory_policy.nodes)) is not None
+    ]
+    if shares and (worst := min(shares))[0] < LEAST_OWN_SHARE:
+        yield cause("memory-node", compute_excess_s, worst[0], 1.0, rank=worst[1])
+    if (taken := measured.foreign_share) >= _LEAST_FOREIGN_SHARE:
+        nice = max((place.nice for place in measured.placement), default=0)
+        yield replace(
+            cause("foreign-load", measured.compute_s * taken, taken, 0.0),
+            nice=nice,
+            processes=measured.foreign,
+        )
+    if (clock := measured.clock) is not None and (
+        clock.throttled_share >= 0.5 or clock.mhz < _LOW_CLOCK * clock.max_mhz
+    ):
+        on_gpu_s = measured.forward_s + measured.backward_s
+        yield cause("clocks", on_gpu_s * (1 - clock.mhz / clock.max_mhz), clock.mhz, clock.max_mhz)
+    if (rates := planned.rates) is not None:
+        yield from _slow_copies(measured, rates, compute_excess_s)
+        rate, busy_s = measured.adam_bytes_per_s, measured.adam_busy_s
+        if (
+            rate is not None
+            and busy_s is not None
+            and rate < _LOW_ADAM_RATE * rates.adam_bytes_per_s
+        ):
+            yield cause(
+                "adam", busy_s * (1 - rate / rates.adam_bytes_per_s), rate, rates.adam_bytes_per_s
+            )
+    yield Cause(
+        code="data",
+        seconds=measured.data_s - planned.step.data_s,
+        measured=measured.data_s,
+        planned=planned.step.data_s,
+    )
+
+
+def _slow_copies(measured: Measured, rates: PlannedRates, most_s: float) -> Iterator[Cause]:
+    """Yield the direction in which copies lose more time."""
+    directions = (
+        (measured.d2h_bytes_per_s, rates.d2h_bytes_per_s, rates.d2h_bytes),
+        (measured.h2d_bytes_per_s, rates.h2d_bytes_per_s, rates.h2d_bytes),
+    )
+    slow = [
+        (size / was - size / should, was, should)
+        for was, should, size in directions
+        if was and was < _LOW_COPY_RATE * should
+    ]
+    if slow:
+        seconds, was, should = max(slow)
+        yield Cause(code="copies", seconds=min(seconds, most_s), measured=was, planned=should)
+
+
+def measured_of(
+    steps: Sequence[StepRecord],
+    samples: Sequence[Sample],
+    machine: Machine,
+    binding: Sequence[RankBinding],
+) -> Measured:
+    """Return what was measured over some steps (at least one), with the samples of the host that were taken meanwhile."""
+
+    def median_of(name: str) -> float | None:
+        values = [value for step in steps if (value := getattr(step, name)) is not None]
+        return statistics.median(values) if values else None
+
+    return Measured(
+        step_s=median_of("step_s") or 0.0,
+        data_s=median_of("data_s") or 0.0,
+        forward_s=median_of("forward_s") or 0.0,
+        backward_s=median_of("backward_s") or 0.0,
+        adam_busy_s=median_of("adam_busy_s"),
+        adam_bytes_per_s=median_of("adam_bytes_per_s"),
+        d2h_bytes_per_s=median_of("d2h_bytes_per_s"),
+        h2d_bytes_per_s=median_of("h2d_bytes_per_s"),
+        foreign_share=foreign_share(
+            samples, machine, own := {cpu for rank in binding for cpu in rank.cpus}
+        ),
+        foreign=_foreign_names(samples, own),
+        clock=_slowest_clock(samples, {rank.gpu for rank in binding}),
+        placement=next((sample.placement for sample in reversed(samples) if sample.placement), ()),
+    )
+
+
+def foreign_share(samples: Iterable[Sample], machine: Machine, cpus: set[int]) -> float:
+    """Return the share of the time of these CPUs that other processes than the run's took; 0 without samples."""
+    places = {
+        node.id: [index for index, cpu in enumerate(node.cpus) if cpu in cpus]
+        for node in machine.numa_nodes
+    }
+    foreign_s = available_s = 0.0
+    for sample in samples:
+        percents = [
+            node.cores[place]
+            for node in sample.nodes
+            for place in places.get(node.id, ())
+            if place < len(node.cores)
+        ]
+        foreign_s += (
+            sum(percents) / 100 * sample.interval_s - sample.run_cpu_s - sample.supervisor_cpu_s
+        )
+        available_s += len(percents) * sample.interval_s
+    return min(1.0, max(0.0, foreign_s / available_s)) if available_s > 0 else 0.0
+
+
+def _foreign_names(samples: Iterable[Sample], cpus: set[int]) -> tuple[str, ...]:
+    """Return the names of the foreign processes that took most of these CPUs."""
+    cores: dict[str, float] = {}
+    for sample in samples:
+        for process in sample.foreign:
+            if process.cpu in cpus:
+                cores[process.name] = cores.get(process.name, 0.0) + process.cores
+    return tuple(sorted(cores, key=lambda name: -cores[name])[:_MOST_NAMES])
+
+
+def _slowest_clock(samples: Iterable[Sample], gpus: set[int | None]) -> Clock | None:
+    """Return the clock of the GPU that was furthest below its highest one; None where clocks are not known."""
+    by_gpu: dict[int, list[GpuSample]] = {}
+    for sample in samples:
+        for gpu in sample.gpus:
+            if (
+                gpu.index in gpus
+                and (gpu.busy_percent or 0) >= _BUSY_PERCENT
+                and gpu.clock_mhz
+                and gpu.clock_max_mhz
+            ):
+                by_gpu.setdefault(gpu.index, []).append(gpu)
+    clocks = [
+        Clock(
+            mhz=statistics.median(gpu.clock_mhz or 0 for gpu in seen),
+            max_mhz=float(seen[-1].clock_max_mhz or 0),
+            throttled_share=sum(not {*gpu.throttling} <= _USUAL for gpu in seen) / len(seen),
+        )
+        for seen in by_gpu.values()
+    ]
+    return min(clocks, key=lambda clock: clock.mhz / clock.max_mhz, default=None)
+
+
+# Sentences about a run that is slower than its plan, for the dashboard and ``run --plain``.
+
+
+_LONGEST_NAME = 20
+_MOST = 8
+"""Causes that are read: more than there are."""
+_REMEDIES = {
+    "binding": "Something moved its processes (`taskset`, a cpuset): the dashboard shows where they are. Start the run again.",
+    "memory-node": "Its node was full, or binding failed: `so-tui doctor` shows what fills it. Start the run again once it is free.",
+    "foreign-load": "End the other processes on its cores (`top`), or give the run a node of its own.",
+    "clocks": "`nvidia-smi -q -d PERFORMANCE` says what limits the clock: heat, power or a setting.",
+    "copies": "`so-tui doctor` checks the link between GPU and host; `so-tui calibrate` measures it once the GPU is idle.",
+    "adam": "`so-tui doctor` looks for limits of cores and memory; without `SO_TUI_MPAM=on`, a run has no partition for them.",
+    "data": "Put the data and so-tui's cache on a faster disk, and look for other load on this host (`top`).",
+}
+
+
+def slowdown_text(found: Slowdown) -> str:
+    """Return how slow a run is and why, the most likely cause first."""
+    slower = f"slower than planned ({duration(_bounded(found.step_s))} a step, not {duration(_bounded(found.planned_s))})"
+    causes = [text for cause in found.causes[:_MOST] if (text := cause_text(cause))]
+    if not causes:
+        return f"{slower}: nothing that is measured explains it"
+    return f"{slower}: {'; also '.join(causes)}"
+
+
+def slowdown_remedy(found: Slowdown) -> str:
+    """Return what helps against the most likely cause."""
+    known = (remedy for cause in found.causes[:_MOST] if (remedy := _REMEDIES.get(cause.code)))
+    return next(known, "`so-tui plan --probe` measures whether the plan is right.")
+
+
+def cause_text(cause: Cause) -> str:
+    """Return a cause in words; empty for one that this version does not know."""
+    measured, planned = _bounded(cause.measured), _bounded(cause.planned)
+    match cause.code:
+        case "binding":
+            more = f" and {plural(round(measured) - 1, 'more rank')}" if measured > 1 else ""
+            return f"rank {_rank(cause)}{more} may not run on the planned cores"
+        case "memory-node":
+            return (
+                f"only {percent(min(measured, 1.0))} of rank {_rank(cause)}'s memory is on its node"
+            )
+        case "foreign-load":
+            return " and ".join(_foreign_load(cause, measured))
+        case "clocks":
+            return f"a GPU runs at {thousands(round(measured))} of {thousands(round(planned))} MHz"
+        case "copies":
+            return f"copies between GPU and host reach {bandwidth(measured)} instead of {bandwidth(planned)}"
+        case "adam":
+            return f"Adam moves {bandwidth(measured)} instead of {bandwidth(planned)}"
+        case "data":
+            return f"each step waits {duration(measured)} for data"
+        case _:
+            return ""
+
+
+def _foreign_load(cause: Cause, share: float) -> Iterator[str]:
+    names = (
+        f" ({', '.join(brief_line(name, _LONGEST_NAME) for name in cause.processes[:2])})"
+        if cause.processes
+        else ""
+    )
+    yield f"other processes{names} take {percent(min(share, 1.0))} of its cores' time"
+    if cause.nice > 0:
+        yield "go first, as it runs at " + (
+            f"nice {cause.nice}" if cause.nice < IDLE_NICE else "idle priority"
+        )
+
+
+def _rank(cause: Cause) -> int:
+    return int(_bounded(cause.rank))
+
+
+def _bounded(value: float) -> float:
+    """Return a number whose text is short: anybody may have written the state."""
+    return min(max(value, 0.0), 1e15) if math.isfinite(value) else 0.0
+
+
+# Notice that a run is slower than its plan for a while, and find out why. No file is read here.
+#
+# A moment in which the host is busy is none of it: both halves of the last minutes must be slow.
+
+
+SLOWER = 1.2
+"""Steps that take longer than so many planned ones are slow."""
+_STILL_SLOWER = 1.1
+"""The same once a run counts as slow, so that it does not change back and forth."""
+WINDOW_S = 120.0
+LEAST_STEPS = 10
+_CHECK_S = 10.0
+_FIRST_STEPS = 3
+"""Records of an attempt's first steps, which compile and allocate, are left out."""
+_MOST_STEPS = 500
+"""Of a window; fast steps are thinned out."""
+
+
+class SlowWatch:
+    """Compares one attempt with its plan; finds nothing if that does not know how long a step takes."""
+
+    def __init__(
+        self, plan: Plan, machine: Machine, attempt: int, *, window_s: float = WINDOW_S
+    ) -> None:
+        self._planned = planned_of(plan)
+        self._machine = machine
+        self._attempt = attempt
+        self._window_s = window_s
+        self._seen = self._redone = 0
+        self._undisturbed = True
+        self._steps: deque[StepRecord] = deque()
+        self._samples: deque[Sample] = deque()
+        self._due = 0.0
+        self.found: Slowdown | None = None
+
+    def take(self, records: Iterable[MetricRecord]) -> None:
+        """Take new records.
+
+        Steps beside which a checkpoint is written are not compared, nor those that were redone because the gradient norm exceeded the
+        limit: plans do not count on either.
+        """
+        for record in records:
+            if record.attempt != self._attempt or self._planned is None:
+                continue
+            if isinstance(record, PhaseRecord):
+                self._undisturbed = record.phase == "training" and not record.detail
+            elif isinstance(record, StepRecord):
+                self._seen += 1
+                redone, self._redone = record.redone_steps > self._redone, record.redone_steps
+                apart = (
+                    not self._steps
+                    or record.time - self._steps[-1].time >= self._window_s / _MOST_STEPS
+                )
+                if self._undisturbed and not redone and self._seen > _FIRST_STEPS and apart:
+                    self._steps.append(record)
+
+    def sample(self, sample: Sample) -> None:
+        """Take a new sample of the host, and compare where that is due."""
+        if self._planned is None or not self._steps:
+            return
+        self._samples.append(sample)
+        while (
+            len(self._steps) > LEAST_STEPS and sample.time - self._steps[1].time >= self._window_s
+        ):
+            self._steps.popleft()
+        while self._samples and self._samples[0].time < self._steps[0].time - self._steps[0].step_s:
+            self._samples.popleft()
+        if sample.time >= self._due:
+            self._due = sample.time + _CHECK_S
+            self.found = self._compare()
+
+    def _compare(self) -> Slowdown | None:
+        steps, planned = tuple(self._steps), self._planned
+        if (
+            planned is None
+            or len(steps) < LEAST_STEPS
+            or steps[-1].time - steps[0].time < (1 - 2 / _MOST_STEPS) * self._window_s
+        ):
+            return self.found
+        bound_s = (SLOWER if self.found is None else _STILL_SLOWER) * planned.step.total_s
+        if not all(
+            _median_s(half) > bound_s
+            for half in (steps[: len(steps) // 2], steps[len(steps) // 2 :])
+        ):
+            return None
+        measured = measured_of(steps, tuple(self._samples), self._machine, planned.binding)
+        causes = ranked_causes(measured, planned)
+        return Slowdown(
+            step=steps[-1].step,
+            step_s=measured.step_s,
+            planned_s=planned.step.total_s,
+            causes=causes,
+        )
+
+
+def _median_s(steps: Sequence[StepRecord]) -> float:
+    return statistics.median(step.step_s for step in steps)

@@ -1,0 +1,104 @@
+"""What a check reads and what it returns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol
+
+from msgspec import Struct
+
+from so_tui.machine.gpus import GpuHealth
+from so_tui.machine.system_files import SystemFiles
+from so_tui.machine.types import Gpu, Machine
+from so_tui.spec.run_spec import RunSpec
+
+Severity = Literal["blocks", "warning", "note"]
+SEVERITIES: tuple[Severity, ...] = ("blocks", "warning", "note")
+
+
+class Finding(Struct, frozen=True, kw_only=True):
+    """One trap on a machine or in the settings of a run."""
+
+    code: str
+    """What was found, in kebab-case and independent of the wording: ``no-compiler``."""
+    severity: Severity
+    """``blocks``: a launch is refused; ``warning``: costs speed, memory or the run; ``note``: good to know."""
+    title: str
+    evidence: str
+    """What was read, and where."""
+    cost: str
+    """What happens if nothing is done."""
+    remedy: str
+
+
+class PlanNeeds(Protocol):
+    """The part of a plan that the checks read."""
+
+    @property
+    def spec(self) -> RunSpec: ...
+    @property
+    def mode(self) -> str: ...
+    @property
+    def fits(self) -> bool: ...
+    @property
+    def cause_texts(self) -> tuple[str, ...]: ...
+    @property
+    def remedy_texts(self) -> tuple[str, ...]: ...
+    @property
+    def host_bytes_per_node(self) -> Mapping[int, int]: ...
+    @property
+    def host_optional_bytes(self) -> int: ...
+    @property
+    def shm_bytes(self) -> int: ...
+    @property
+    def disk_bytes(self) -> int: ...
+    @property
+    def disk_peak_bytes(self) -> int: ...
+    @property
+    def step_s(self) -> float | None: ...
+
+
+@dataclass(frozen=True)
+class CheckContext:
+    """Everything that checks may read."""
+
+    machine: Machine
+    plan: PlanNeeds | None = None
+    """The run that is to start; None checks the machine without a run."""
+    files: SystemFiles | None = None
+    """System files of this host; None if the machine is another host, of which only the Machine is checked."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    health: tuple[GpuHealth, ...] = ()
+    checkpoints: Path | None = None
+    """Folder on this host for checkpoints."""
+    now: float = field(default_factory=time.time)
+    """Unix seconds."""
+
+    @property
+    def nvidia_gpus(self) -> tuple[Gpu, ...]:
+        return tuple(gpu for gpu in self.machine.gpus if gpu.vendor == "nvidia")
+
+    @property
+    def is_grace(self) -> bool:
+        """Whether the CPU is an NVIDIA Grace."""
+        return self.machine.architecture == "aarch64" and "Grace" in self.machine.cpu_name
+
+    @property
+    def uses_deepspeed_adam(self) -> bool:
+        """Whether the run uses DeepSpeed's CPU Adam, which ninja compiles at first use. so-tui's own needs only a compiler."""
+        return self.plan is not None and (
+            self.plan.mode == "zerooffload"
+            or (self.plan.mode == "superoffload" and self.plan.spec.offload.engine == "deepspeed")
+        )
+
+    def text(self, name: str) -> str:
+        """Return the content of a system file; empty if it is absent or the machine is another host."""
+        return (self.files.text(name) if self.files else None) or ""
+
+
+def gpu_list(gpus: tuple[Gpu, ...]) -> str:
+    """Return the indices of GPUs for a message: ``0, 2``."""
+    return ", ".join(str(gpu.index) for gpu in gpus)

@@ -1,0 +1,589 @@
+"""Peak bytes of a run, term by term: on each GPU, on the host beside it, in /dev/shm and on disk.
+
+Model states are exact: they follow from the parameter table. Memory of libraries, contexts and the allocator is calibrated: measured and
+stored as data (``constants.json``). The rest is derived from what the trainer does, and marked as an estimate. Some terms exist in one
+phase of a step only; the fullest phase counts, and only its terms are listed. For DeepSpeed 0.19.8 ZeRO-3 with bf16 weights.
+
+Symbols: T tokens of a micro-batch, h hidden width, V vocabulary; n, Pc, Pg parameters of one rank, on the CPU, on the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from so_tui.model.flops import LOSS_BLOCK_LOGITS, LOSS_KEPT_LOGITS
+from so_tui.model.profile import (
+    MLP_TILE_TOKENS,
+    attention_bytes,
+    block_input_bytes,
+    offloads_inputs,
+    offloads_results,
+    policy_of,
+    tile_bytes,
+    tiled_block_bytes,
+)
+from so_tui.model.sharding import (
+    PERSISTENCE_THRESHOLD,
+    StatesFormat,
+    live_parameters,
+    moments_bytes,
+    partition_numel,
+    run_ahead_parameters,
+)
+from so_tui.plan.host_memory import disk_terms, host_terms, shared_terms
+from so_tui.plan.placement import Placement, own_engine, power_of_two
+from so_tui.plan.rates import constants
+from so_tui.plan.terms import ACTIVATION_STACK, Formula, Location, MemoryTerm, Phase, TermKind
+
+# GPU memory of all-gathers and reductions: weights on their way in, gradients on their way out,
+# and how far the host runs ahead.
+#
+# ZeRO-3 all-gathers and reduces on streams of their own, and no other stream can use what torch's
+# allocator holds for one. For DeepSpeed 0.19.8.
+
+
+BUCKETS_AHEAD = 3
+"""Buckets of gradients by which the host may run ahead of the GPU: ZeRO-3 waits for all but two reductions before it begins another."""
+ZEROOFFLOAD_BUCKETS_AHEAD = 2
+"""The same where DeepSpeed casts and copies every gradient for its CPU optimizer."""
+OWN_BUCKETS_IN_FLIGHT = BUCKETS_AHEAD + 3
+"""Reduced buckets that exist at the same time in the project's own engine: launched ahead of the GPU, being copied to the host, and between
+the two. Torch's memory history shows 5.4 to 5.8 on an H200."""
+SHARED_BUCKETS_IN_FLIGHT = 4
+"""The same on several ranks, each of which copies its shard of a bucket to the host. The history shows 3.3 to 3.6 on two H200s."""
+NORM_CHUNK = 250_000_000
+"""Elements that DeepSpeed casts to double precision at a time for the norm of a gradient that its CPU optimizer takes."""
+
+
+def communication_terms(placement: Placement) -> Iterator[MemoryTerm]:
+    """Yield the terms of reducing gradients and, on several ranks, of all-gathering weights."""
+    layout, profile, gpu, bucket = (
+        placement.layout,
+        placement.profile,
+        placement.gpu,
+        placement.reduce_bucket,
+    )
+    ranks, layer = layout.ranks, profile.largest_layer
+    yield MemoryTerm(
+        TermKind.REDUCE_BUCKET,
+        gpu,
+        2 * bucket,
+        "exact",
+        Formula("2 B x {} (reduce_bucket_size)", (bucket,)),
+    )
+    yield _in_reduction(placement)
+    if ranks > 1:
+        small = 0 if own_engine(placement.spec) else profile.small_parameters
+        formula = Formula("2 B x {} (below {})", (small, PERSISTENCE_THRESHOLD))
+        yield MemoryTerm(TermKind.SMALL_PARAMETERS, gpu, 2 * small, "exact", formula)
+        # Several parameters arrive in one flat buffer from which each is copied, the embedding and the head included.
+        in_use = max(live_parameters(layer, ranks) + layer, 2 * layout.largest_parameter)
+        live = min(layout.parameters, run_ahead_parameters(layer, ranks) + in_use)
+        yield MemoryTerm(
+            TermKind.GATHERED_PARAMETERS,
+            gpu,
+            2 * live,
+            "estimate",
+            Formula("2 B x {} (ahead, in use, and being copied)", (live,)),
+        )
+        pools = constants().memory.stream_pool_share
+        formula = Formula(
+            "{:.1f} x the all-gathered parameters, on streams whose memory others cannot use",
+            (pools,),
+        )
+        yield MemoryTerm(
+            TermKind.ALL_GATHER_POOLS, gpu, int(pools * 2 * live), "calibrated", formula
+        )
+    yield from _fetched_weights(placement)
+    # Layers are gathered whole, and their gradients enter a bucket when the whole layer's backward is over.
+    yield MemoryTerm(
+        TermKind.GRADIENTS_IN_FLIGHT,
+        gpu,
+        2 * layer,
+        "estimate",
+        Formula("2 B x {} (a layer)", (layer,)),
+        phase="backward",
+    )
+    share = partition_numel(layout.largest_parameter, ranks)
+    # The norm of the largest gradient is computed before the first sub-group's gradients are cast.
+    cast = 4 * layout.largest_sub_group if placement.spec.offload.mode == "gpu" else 0
+    temporaries = max(0, 2 * layout.largest_parameter + 6 * share - cast)
+    formula = Formula(
+        "2 B x {} + (2 + 4) B x {}, beyond what comes after", (layout.largest_parameter, share)
+    )
+    yield MemoryTerm(
+        TermKind.LARGEST_PARAMETER, gpu, temporaries, "estimate", formula, phase="optimizer"
+    )
+
+
+def _fetched_weights(placement: Placement) -> Iterator[MemoryTerm]:
+    """Yield what the GPU holds of weights that are in host memory.
+
+    One rank computes with the copies themselves. Several gather them, and each holds copies of its own shards until it has.
+    """
+    layout, layer = placement.layout, placement.profile.largest_layer
+    if not placement.host_weights or not placement.has_gpu:
+        return
+    if layout.ranks > 1:
+        share = partition_numel(
+            max(live_parameters(layer, layout.ranks), layout.largest_parameter), layout.ranks
+        )
+        text, numel = "2 B x {} (shards that are about to be gathered)", min(layout.numel, share)
+    else:
+        in_use = live_parameters(layer, 1) + max(layer, layout.largest_parameter)
+        text, numel = (
+            "2 B x {} (ahead, in use, and being copied)",
+            min(layout.numel, run_ahead_parameters(layer, 1) + in_use),
+        )
+    pools = constants().memory.stream_pool_share
+    yield MemoryTerm(
+        TermKind.FETCHED_WEIGHTS,
+        placement.gpu,
+        int((1 + pools) * 2 * numel),
+        "estimate",
+        Formula(text, (numel,)),
+    )
+
+
+def _in_reduction(placement: Placement) -> MemoryTerm:
+    """Return the flat copies of buckets that ZeRO-3 reduces on its own stream. Their memory stays reserved for it in every phase."""
+    spec, layout = placement.spec, placement.layout
+    bucket = min(placement.reduce_bucket, layout.parameters)
+    in_flight = OWN_BUCKETS_IN_FLIGHT if layout.ranks == 1 else SHARED_BUCKETS_IN_FLIGHT
+    copies = in_flight if own_engine(spec) and layout.cpu_numel else 1
+    text, values, size = "{} x 2 B x {}", [copies, bucket], copies * 2 * bucket
+    if spec.gradient_accumulation_steps > 1 and not own_engine(spec):
+        cast = partition_numel(bucket, layout.ranks)
+        text, values, size = text + " + 4 B x {}", [*values, cast], size + 4 * cast
+    if spec.offload.mode == "zerooffload" and layout.cpu_numel:
+        share = partition_numel(layout.largest_parameter, layout.ranks)
+        chunk = min(NORM_CHUNK, share)
+        # The norm comes first, then a cast to fp32, which reuses its memory.
+        if 8 * chunk >= 4 * share:
+            text, values, size = text + " + 8 B x {} for a norm", [*values, chunk], size + 8 * chunk
+        else:
+            text, values, size = text + " + 4 B x {} for a cast", [*values, share], size + 4 * share
+    formula = Formula(text + ", on a stream that shares no memory", tuple(values))
+    return MemoryTerm(TermKind.BUCKETS_IN_REDUCTION, placement.gpu, size, "estimate", formula)
+
+
+def gradients_waiting_bytes(placement: Placement, layer_bytes: int, working_bytes: int) -> int:
+    """Return what gradients that wait for their reduction add to the peak of backward.
+
+    They are the buckets by which the host runs ahead, less the activations (``layer_bytes`` each) of the layers that filled them.
+    DeepSpeed's SuperOffload keeps the host waiting, and its buckets fill up between two layers.
+    """
+    spec, layout, block = placement.spec, placement.layout, placement.profile.largest_layer
+    bucket = min(placement.reduce_bucket, layout.parameters)
+    ahead, freed = BUCKETS_AHEAD, 0.0
+    if layout.cpu_numel and spec.offload.mode == "zerooffload":
+        ahead = ZEROOFFLOAD_BUCKETS_AHEAD
+    elif layout.cpu_numel and not own_engine(spec):
+        ahead, freed = 1, working_bytes / 2
+    numel = min(layout.parameters, ahead * bucket)
+    if layout.ranks > 1:
+        numel = min(numel, run_ahead_parameters(block, layout.ranks) + bucket)
+    layers_done = min(placement.profile.architecture.layers, numel / block) if block else 0
+    return max(0, int(2 * numel - layers_done * layer_bytes - freed))
+
+
+LOST_EXPERT_TENSORS = 3
+"""GPU memory lost between activations as large as the gradients of a layer's experts, in multiples of the largest of these tensors.
+Measured in mixtures of experts on an H200."""
+LOST_BETWEEN_RESULTS = 0.3
+"""GPU memory lost between attention's results where a layer keeps nothing else, as a share of them. Measured on an H200 (4 billion
+parameters, one sequence of 65,536 tokens): 5.3 GiB beside 18.3."""
+MOST_LOST_BETWEEN_RESULTS_BYTES = 6 << 30
+"""It does not grow with the length: of 131,072 tokens 4.4 GiB were lost beside 36.6, and with 8 billion parameters 1.7 GiB beside 32.5."""
+HELD: dict[Phase, int] = {"loss": 1, "backward": 2}
+"""Layers whose input, or attention's results, the GPU holds where the others' are on the host: the last one, and in backward also the one
+whose are being fetched."""
+GRADIENT_SUM_BYTES = 6
+"""Per parameter of a feed-forward block in tiles: the fp32 sum of its gradient, and one tile's."""
+_MOMENTS: dict[StatesFormat, str] = {
+    "fp32": "two fp32 moments",
+    "bf16-moments": "two bf16 moments",
+    "int8-moments": "two 8-bit moments and their exponents",
+}
+_STORED_PHASES: tuple[Phase, ...] = ("loss", "backward")
+"""Phases in which activations are stored."""
+
+
+def memory_terms(placement: Placement) -> tuple[MemoryTerm, ...]:
+    """Return the terms of the peak: those of the fullest phase, and those that are there in every phase."""
+    terms = all_terms(placement)
+    fullest = {location: _fullest(terms, location) for location in ("gpu", "node")}
+    return tuple(
+        found for found in terms if not found.phase or found.phase == fullest[found.location]
+    )
+
+
+def phase_bytes(terms: Sequence[MemoryTerm], location: Location) -> dict[Phase, int]:
+    """Return the bytes of one rank at the peak of each phase, from ``all_terms``."""
+    always = sum(
+        found.bytes
+        for found in terms
+        if found.location == location and not found.phase and found.rank is None
+    )
+    totals: dict[Phase, int] = {}
+    for found in terms:
+        if found.location == location and found.phase:
+            totals[found.phase] = totals.get(found.phase, always) + found.bytes
+    return totals
+
+
+def all_terms(placement: Placement) -> tuple[MemoryTerm, ...]:
+    """Return every term of every phase."""
+    moving = (*communication_terms(placement), *_activations(placement))
+    states = tuple(_states(placement))
+    return (
+        *states,
+        *moving,
+        *_gpu_overhead(placement, moving),
+        *host_terms(placement, states),
+        *shared_terms(placement),
+        *disk_terms(placement),
+    )
+
+
+def _states(placement: Placement) -> Iterator[MemoryTerm]:
+    spec, layout, gpu = placement.spec, placement.layout, placement.gpu
+    on_gpu, whole = layout.gpu_numel, layout.numel
+    buffer = placement.gradient_bytes
+    moved = placement.host_weights
+    if moved < whole:
+        yield MemoryTerm(
+            TermKind.WEIGHTS,
+            gpu,
+            2 * (whole - moved),
+            "exact",
+            Formula("2 B x {} parameters (bf16)", (whole - moved,)),
+        )
+    if moved:
+        yield MemoryTerm(
+            TermKind.HOST_WEIGHTS,
+            "node",
+            2 * moved,
+            "exact",
+            Formula("2 B x {} parameters (bf16), pinned", (moved,)),
+        )
+    if spec.offload.mode == "gpu":
+        weights = Formula("4 B x {} (fp32 weights)", (on_gpu,))
+        yield MemoryTerm(
+            TermKind.MASTER_WEIGHTS, gpu, layout.master_weights_bytes("gpu"), "exact", weights
+        )
+        yield MemoryTerm(
+            TermKind.MOMENTS,
+            gpu,
+            layout.moments_bytes("gpu"),
+            "exact",
+            Formula("8 B x {} (two fp32 moments)", (on_gpu,)),
+        )
+        yield MemoryTerm(
+            TermKind.GRADIENTS, gpu, buffer * whole, "exact", Formula("{} B x {}", (buffer, whole))
+        )
+        largest = layout.largest_sub_group
+        yield MemoryTerm(
+            TermKind.SUB_GROUP_GRADIENTS,
+            gpu,
+            4 * largest,
+            "exact",
+            Formula("4 B x {}", (largest,)),
+            phase="optimizer",
+        )
+        return
+    if on_gpu:
+        formula = Formula("16 B x {} (fp32 weights, gradients, two moments)", (on_gpu,))
+        yield MemoryTerm(TermKind.STATES_ON_GPU, gpu, 16 * on_gpu, "exact", formula)
+    yield from _offloaded_states(placement)
+
+
+def _offloaded_states(placement: Placement) -> Iterator[MemoryTerm]:
+    layout, moved, buffer = placement.layout, placement.layout.cpu_numel, placement.gradient_bytes
+    weights = Formula("4 B x {} (fp32 weights)", (moved,))
+    yield MemoryTerm(
+        TermKind.MASTER_WEIGHTS, "node", layout.master_weights_bytes("cpu"), "exact", weights
+    )
+    if own_engine(placement.spec):
+        text = (
+            "2 B x {} (bf16 gradients)"
+            if placement.host_weights
+            else "2 B x {} (bf16 gradients, then weights)"
+        )
+        yield MemoryTerm(
+            TermKind.STAGING_BUFFER, "node", 2 * moved, "exact", Formula(text, (moved,))
+        )
+        if placement.spec.gradient_accumulation_steps > 1:
+            yield MemoryTerm(
+                TermKind.ACCUMULATED_GRADIENTS,
+                "node",
+                layout.gradients_bytes("cpu"),
+                "exact",
+                Formula("4 B x {} (fp32)", (moved,)),
+            )
+        states = placement.spec.offload.states
+        formula = Formula("{} B x {} ({})", (f"{moments_bytes(states):g}", moved, _MOMENTS[states]))
+        yield MemoryTerm(
+            TermKind.MOMENTS, "node", int(moments_bytes(states) * moved), "exact", formula
+        )
+        return
+    yield MemoryTerm(
+        TermKind.GRADIENTS,
+        "node",
+        layout.gradients_bytes("cpu"),
+        "exact",
+        Formula("4 B x {} (fp32), pinned", (moved,)),
+    )
+    yield MemoryTerm(
+        TermKind.MOMENTS,
+        "node",
+        layout.moments_bytes("cpu"),
+        "exact",
+        Formula("8 B x {} (two fp32 moments)", (moved,)),
+    )
+    partition = buffer * layout.numel
+    yield MemoryTerm(
+        TermKind.GRADIENT_PARTITION,
+        "node",
+        partition,
+        "exact",
+        Formula("{} B x {}, pinned, of any ratio", (buffer, layout.numel)),
+    )
+    if placement.pinned_rounded:
+        pieces = [4 * group.numel for group in layout.sub_groups if group.device == "cpu"] + [
+            partition
+        ]
+        if placement.host_weights:  # one block for each parameter group
+            pieces += [
+                2 * sum(group.numel for group in layout.sub_groups if group.group == name)
+                for name in ("decay", "no-decay")
+            ]
+        lost = sum(power_of_two(piece) - piece for piece in pieces)
+        yield MemoryTerm(
+            TermKind.PINNED_ROUNDING,
+            "node",
+            lost,
+            "exact",
+            "each to the next power of two by torch before 2.13",
+        )
+
+
+def _activations(placement: Placement) -> Iterator[MemoryTerm]:
+    spec, profile, gpu, tokens = placement.spec, placement.profile, placement.gpu, placement.tokens
+    shape, policy = profile.architecture, policy_of(spec.model)
+    sizes = profile.activations[policy]
+    inputs = block_input_bytes(shape) if offloads_inputs(spec.model) else 0
+    results = attention_bytes(shape) if offloads_results(spec.model) else 0
+    kept = sizes.stored - inputs - results
+    scores = profile.score_bytes(spec.data.sequence_length, spec.train.micro_batch)
+    formula = Formula(
+        "{} tokens x {} B x {} layers (activation checkpointing: {})",
+        (tokens, kept, shape.layers, policy),
+    )
+    whole = tokens * kept * shape.layers + (scores * shape.layers if policy == "none" else 0)
+    if inputs:
+        yield from _on_host(
+            placement, inputs, shape.layers, TermKind.OFFLOADED_INPUTS, TermKind.LAYER_INPUTS
+        )
+    if results:
+        attending = shape.layers - shape.other_layers
+        yield from _on_host(
+            placement, results, attending, TermKind.OFFLOADED_RESULTS, TermKind.ATTENTION_RESULTS
+        )
+    for phase in _STORED_PHASES if whole else ():
+        if policy == "full" and not inputs:
+            yield MemoryTerm(TermKind.LAYER_INPUTS, gpu, whole, "exact", formula, phase=phase)
+        else:
+            yield MemoryTerm(TermKind.ACTIVATIONS, gpu, whole, "estimate", formula, phase=phase)
+    working = _working_set(placement, sizes.stored if policy != "full" else 0)
+    yield working
+    if scores:
+        formula = Formula(
+            "6 B x {} heads x {}^2 tokens x {} (eager attention)",
+            (shape.heads, str(spec.data.sequence_length), spec.train.micro_batch),
+        )
+        yield MemoryTerm(
+            TermKind.ATTENTION_SCORES, gpu, scores, "estimate", formula, phase="backward"
+        )
+    waiting = gradients_waiting_bytes(placement, tokens * kept, working.bytes)
+    if waiting:
+        text = "full buckets, less the activations of layers that are done"
+        yield MemoryTerm(
+            TermKind.GRADIENTS_WAITING, gpu, waiting, "estimate", text, phase="backward"
+        )
+    if spec.train.sequence_parallel > 1:
+        formula = Formula(
+            "2 x 2 B x {} tokens x {}, sent and received", (tokens, shape.query_width)
+        )
+        yield MemoryTerm(
+            TermKind.SEQUENCE_EXCHANGE,
+            gpu,
+            4 * tokens * shape.query_width,
+            "estimate",
+            formula,
+            phase="backward",
+        )
+    if shape.experts:
+        yield from _expert_terms(placement)
+    yield from _loss_terms(placement)
+
+
+def _working_set(placement: Placement, stored: int) -> MemoryTerm:
+    """Return what recomputation and backward of one block hold beyond the ``stored`` bytes per token."""
+    profile, tokens, share = placement.profile, placement.tokens, constants().memory.block_share
+    shape, fused = profile.architecture, profile.fused
+    if not placement.tiled:
+        block = profile.activations[policy_of(placement.spec.model)].block
+        formula = Formula("{} tokens x {} B", (tokens, block))
+        size = int(share * tokens * max(0, block - stored))
+        return MemoryTerm(
+            TermKind.BLOCK_WORKING_SET, placement.gpu, size, "calibrated", formula, phase="backward"
+        )
+    block, tile, weights = (
+        tiled_block_bytes(shape, fused=fused),
+        tile_bytes(shape, fused=fused),
+        3 * shape.hidden * shape.intermediate,
+    )
+    values = (tokens, block, MLP_TILE_TOKENS, tile, GRADIENT_SUM_BYTES, weights)
+    formula = Formula(
+        "{} tokens x {} B + {} tokens x {} B, {} B x {} for gradients of tiles", values
+    )
+    size = (
+        int(share * (tokens * max(0, block - stored) + MLP_TILE_TOKENS * tile))
+        + GRADIENT_SUM_BYTES * weights
+    )
+    return MemoryTerm(
+        TermKind.BLOCK_WORKING_SET, placement.gpu, size, "estimate", formula, phase="backward"
+    )
+
+
+def _on_host(
+    placement: Placement, each: int, layers: int, on_host: TermKind, on_gpu: TermKind
+) -> Iterator[MemoryTerm]:
+    """Yield what layers keep in host memory, ``each`` bytes a token, and the few that the GPU holds meanwhile."""
+    tokens = placement.tokens
+    formula = Formula("{} tokens x {} B x {} layers, pinned", (tokens, each, layers))
+    yield MemoryTerm(on_host, "node", tokens * each * layers, "exact", formula)
+    for phase in _STORED_PHASES:
+        held = min(layers, HELD[phase])
+        formula = Formula(
+            "{} tokens x {} B x {} of {} layers, the others on the host",
+            (tokens, each, held, layers),
+        )
+        yield MemoryTerm(on_gpu, placement.gpu, tokens * each * held, "exact", formula, phase=phase)
+
+
+def _expert_terms(placement: Placement) -> Iterator[MemoryTerm]:
+    shape, gpu = placement.profile.architecture, placement.gpu
+    largest = placement.profile.largest_layer_tensor
+    formula = Formula(
+        "{} x 2 B x {}: freed blocks are too small for the gradient of a layer's experts",
+        (LOST_EXPERT_TENSORS, largest),
+    )
+    lost = LOST_EXPERT_TENSORS * 2 * largest
+    yield MemoryTerm(
+        TermKind.EXPERT_FRAGMENTATION, gpu, lost, "calibrated", formula, phase="backward"
+    )
+    if placement.spec.train.router_loss_coefficient:
+        size = 2 * placement.tokens * shape.experts * shape.layers
+        formula = Formula(
+            "2 B x {} tokens x {} experts x {} layers",
+            (placement.tokens, shape.experts, shape.layers),
+        )
+        for phase in _STORED_PHASES:
+            yield MemoryTerm(TermKind.ROUTER_LOGITS, gpu, size, "exact", formula, phase=phase)
+
+
+def _loss_terms(placement: Placement) -> Iterator[MemoryTerm]:
+    shape, gpu, tokens = placement.profile.architecture, placement.gpu, placement.tokens
+    formula = Formula(
+        "2 B x {} stored logits + 6 B x {} at a time + 6 B x tokens x {}",
+        (LOSS_KEPT_LOGITS, LOSS_BLOCK_LOGITS, str(shape.hidden)),
+    )
+    yield MemoryTerm(
+        TermKind.LOSS, gpu, placement.profile.loss_bytes(tokens), "estimate", formula, phase="loss"
+    )
+    head = shape.vocabulary * shape.hidden
+    # On one GPU the head's gradient is one of the buckets that wait; on several there are fewer of these, and it comes beside them.
+    beside_buckets = (
+        placement.spec.offload.mode != "gpu"
+        or placement.layout.ranks > 1
+        or placement.profile.tied_head
+    )
+    for phase in _STORED_PHASES:
+        if phase == "loss" or beside_buckets:
+            formula = Formula("2 B x {}, from the loss until it is reduced", (head,))
+            yield MemoryTerm(TermKind.HEAD_GRADIENT, gpu, 2 * head, "exact", formula, phase=phase)
+        formula = Formula("2 x 2 B x {} x {}", (tokens, str(shape.hidden)))
+        yield MemoryTerm(
+            TermKind.HIDDEN_STATES, gpu, 4 * tokens * shape.hidden, "exact", formula, phase=phase
+        )
+
+
+def _gpu_overhead(placement: Placement, moving: Sequence[MemoryTerm]) -> Iterator[MemoryTerm]:
+    if not placement.has_gpu:
+        return
+    memory, layout, offload, gpu = (
+        constants().memory,
+        placement.layout,
+        placement.spec.offload,
+        placement.gpu,
+    )
+    offloads = offload.mode == "superoffload" and layout.cpu_numel > 0
+    context = memory.cuda_context_bytes + (memory.offload_context_bytes if offloads else 0)
+    yield MemoryTerm(
+        TermKind.CUDA_CONTEXT, gpu, context, "calibrated", "driver, context, kernels, libraries"
+    )
+    if layout.ranks > 1:
+        groups = 1 if placement.spec.train.sequence_parallel == 1 else 2
+        formula = (
+            Formula("channels between the GPUs, of {} groups of ranks", (groups,))
+            if groups > 1
+            else "channels between the GPUs"
+        )
+        yield MemoryTerm(
+            TermKind.NCCL_BUFFERS, gpu, groups * memory.nccl_bytes, "calibrated", formula
+        )
+    if offload.mode == "superoffload" and offload.engine == "deepspeed":
+        text = "pinned memory of each rank's worker opens a context on the first GPU"
+        yield MemoryTerm(
+            TermKind.WORKER_CONTEXT,
+            gpu,
+            memory.second_context_bytes * layout.ranks,
+            "calibrated",
+            text,
+        )
+    changing = max(
+        phase_bytes(
+            [found for found in moving if found.kind not in ACTIVATION_STACK], gpu
+        ).values(),
+        default=0,
+    )
+    formula = Formula("{:.1%} of what is allocated and freed within a layer", (memory.slack_share,))
+    yield MemoryTerm(
+        TermKind.ALLOCATOR_SLACK, gpu, int(memory.slack_share * changing), "calibrated", formula
+    )
+    if policy_of(placement.spec.model) == "attention":
+        shape = placement.profile.architecture
+        layers = (
+            min(shape.layers, HELD["backward"])
+            if offloads_results(placement.spec.model)
+            else shape.layers
+        )
+        kept = placement.tokens * attention_bytes(shape) * layers
+        lost = min(int(LOST_BETWEEN_RESULTS * kept), MOST_LOST_BETWEEN_RESULTS_BYTES)
+        yield MemoryTerm(
+            TermKind.RESULT_FRAGMENTATION,
+            gpu,
+            lost,
+            "calibrated",
+            "between attention's results and what is freed",
+        )
+
+
+def _fullest(terms: Sequence[MemoryTerm], location: str) -> Phase | None:
+    totals: dict[Phase, int] = {}
+    for found in terms:
+        if found.phase and found.location == location:
+            totals[found.phase] = totals.get(found.phase, 0) + found.bytes
+    return max(totals, key=lambda phase: totals[phase], default=None)

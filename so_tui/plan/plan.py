@@ -1,0 +1,213 @@
+"""Results of planning: frozen and JSON-ready, the same for the table, the Configure screen, the dry run and the trainer."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+from so_tui.plan.notes import Caution, NeverRun, Reason, Remedy, Shortage, messages
+from so_tui.plan.rates import SpeedSource, StepError
+from so_tui.plan.terms import MemoryTerm
+from so_tui.spec.run_spec import Mode, RunSpec
+from so_tui.trust.decoding import prepare
+
+Verdict = Literal["fits", "tight", "does not fit"]
+GPU_MARGIN = 0.08
+"""Share of a GPU's memory that stays free in a plan that ``fits``."""
+HOST_MARGIN = 0.06
+"""The same for host memory, beyond what the operating system needs."""
+TIGHT_MARGIN = 0.015
+"""Share that must stay free for a plan to be worth trying: the estimates are not better than that."""
+
+
+class MemoryPolicy(Struct, frozen=True, kw_only=True):
+    """Where a rank's host memory may come from, in set_mempolicy(2) terms."""
+
+    mode: Literal["bind", "preferred", "default"]
+    nodes: tuple[int, ...] = ()
+
+
+class DeepSpeedBinding(Struct, frozen=True, kw_only=True):
+    """What DeepSpeed's launcher does for a rank under ``--bind_cores_to_rank``."""
+
+    cpus: tuple[int, ...]
+    numactl: tuple[str, ...]
+    """The numactl prefix; empty where the launcher is started without ``--bind_cores_to_rank``."""
+    omp_num_threads: int
+    matches: bool
+    """Whether that is what the plan asks for."""
+    error: str = ""
+    """Why the launcher would fail to start the ranks."""
+
+
+class RankBinding(Struct, frozen=True, kw_only=True, rename={"deepspeed_unlisted": "alone"}):
+    rank: int
+    gpu: int | None
+    numa_node: int | None
+    cpus: tuple[int, ...]
+    main_cpus: tuple[int, ...]
+    """Cores of the training process; part of ``cpus``."""
+    adam_cpus: tuple[int, ...]
+    """Cores of the Adam worker (superoffload); empty in the other modes, where ``main_cpus`` is all of ``cpus``."""
+    memory_policy: MemoryPolicy
+    deepspeed: DeepSpeedBinding
+    """With the core list that so-tui passes to it."""
+    deepspeed_unlisted: DeepSpeedBinding | None = None
+    """Without a core list, as its own users start it: all physical cores of the machine, cut into equal slices."""
+
+
+class StepTime(Struct, frozen=True, kw_only=True):
+    """Predicted seconds of one optimizer step."""
+
+    forward_s: float
+    backward_s: float
+    exposed_optimizer_s: float
+    data_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.forward_s + self.backward_s + self.exposed_optimizer_s + self.data_s
+
+
+class PlannedRates(Struct, frozen=True, kw_only=True):
+    """What a prediction of time with our engine rests on, for each rank, so that a run can be compared with it."""
+
+    adam_bytes_per_s: float
+    """Host memory traffic of Adam beside the work that it overlaps with."""
+    d2h_bytes_per_s: float
+    h2d_bytes_per_s: float
+    d2h_bytes: int
+    """Gradients that a step copies to the host."""
+    h2d_bytes: int
+    """Weights that a step copies to the GPU."""
+
+
+class OptionalMemory(Struct, frozen=True, kw_only=True):
+    """Host memory of each rank that a run does without where other processes hold it."""
+
+    second_states_bytes: int = 0
+    """What second states may take, and what they were chosen for: with the same budget, the engine chooses the same."""
+    copies_bytes: int = 0
+    """The same for the copies from which checkpoints are written while training goes on."""
+
+
+NOTHING_OPTIONAL = OptionalMemory()
+
+
+class GivenMemory(Struct, frozen=True, kw_only=True):
+    """What a plan had to give, for advice after memory ran out."""
+
+    optional: OptionalMemory = NOTHING_OPTIONAL
+    one_memory: bool = False
+    """Whether CPU and GPU have the same memory (APUs)."""
+
+
+NOTHING_KNOWN = GivenMemory()
+
+
+class Plan(Struct, frozen=True, kw_only=True):
+    """A RunSpec on a Machine."""
+
+    preset: str
+    gpus: int
+    """All ranks, on all hosts. Memory is that of one of the hosts, which are alike."""
+    mode: Mode
+    ratio: float
+    fits: bool
+    verdict: Verdict
+    possible: bool = True
+    """False when it cannot run here whatever the memory (no such GPU, a mode this machine lacks): forcing it does not help."""
+    recommended: bool = False
+    reasons: tuple[Reason | str, ...]
+    """Why the verdict is what it is, most important first, remedies included. Texts in plans saved by older versions, as below."""
+    remedies: tuple[Remedy | str, ...] = ()
+    """The reasons that say what would make it fit, the least painful first."""
+    warnings: tuple[Caution | str, ...]
+    shortage: Shortage | None = None
+    """The worst, where the margin is not left free."""
+    gpu_bytes: int
+    """Peak per GPU (0 on a machine without GPUs)."""
+    gpu_reserved_bytes: int = 0
+    """Of these, what torch's allocator reserves: all but the driver's and NCCL's share."""
+    gpu_capacity_bytes: int | None
+    one_memory: bool = False
+    """Whether CPU and GPU have the same memory (APUs): all of it is counted on the CPU nodes, and ``gpu_bytes`` is 0."""
+    host_bytes_per_node: dict[int, int]
+    host_optional_bytes: int = 0
+    """Of these, over all nodes, what a run does without where other processes hold it: second states, and copies for checkpoints."""
+    optional: OptionalMemory = NOTHING_OPTIONAL
+    """The budgets of these on each rank. They hold for one attempt: the spec keeps the user's own limits, so that a later one gets what its
+    host has then."""
+    host_capacity_bytes_per_node: dict[int, int]
+    shm_bytes: int
+    disk_bytes: int
+    """One checkpoint, with the export where one is asked for."""
+    disk_peak_bytes: int = 0
+    """Most that the run occupies: the checkpoints it retains, and the one being written."""
+    breakdown: tuple[MemoryTerm, ...]
+    step: StepTime | None
+    """None where this machine's speed is not known."""
+    rates: PlannedRates | None = None
+    """None also where nothing is offloaded, or DeepSpeed steps it, which does not report its rates."""
+    step_s: float | None
+    step_error: StepError | None = None
+    """How far ``step_s`` can be expected to be off; None without it, and in plans saved by older versions."""
+    tokens_per_step: int
+    """Sequence positions of one optimizer step, all ranks."""
+    useful_tokens_per_s_total: float | None
+    model_tflops_per_gpu: float | None
+    speed_source: SpeedSource | str | None = None
+    """What the prediction of time rests on; None without one."""
+    binding: tuple[RankBinding, ...]
+    spec: RunSpec
+    """The spec as it will run: mode resolved, the host's indices filled in."""
+
+    @property
+    def given_memory(self) -> GivenMemory:
+        return GivenMemory(optional=self.optional, one_memory=self.one_memory)
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether ranks are known to have GPUs."""
+        return bool(self.gpu_capacity_bytes) or self.one_memory
+
+    @property
+    def never_run(self) -> bool:
+        """Whether it is for a kind of GPU on which the project has run nothing."""
+        return any(isinstance(warning, NeverRun) for warning in self.warnings)
+
+    @property
+    def reason_texts(self) -> tuple[str, ...]:
+        return messages(self.reasons)
+
+    @property
+    def cause_texts(self) -> tuple[str, ...]:
+        """The reasons that are not remedies, in words."""
+        return messages(tuple(reason for reason in self.reasons if reason not in self.remedies))
+
+    @property
+    def remedy_texts(self) -> tuple[str, ...]:
+        return messages(self.remedies)
+
+    @property
+    def warning_texts(self) -> tuple[str, ...]:
+        return messages(self.warnings)
+
+
+prepare(Plan)
+
+
+class PlanRow(Struct, frozen=True, kw_only=True):
+    """One line of the models x GPU counts table."""
+
+    preset: str
+    title: str
+    parameters: int
+    active_parameters: int
+    """Used by one token; fewer than ``parameters`` in mixture-of-experts models."""
+    sequence_length: int
+    cells: dict[int, Plan]
+    """GPU count of each host (ranks on a machine without GPUs) -> the best plan there; ``recommended`` marks at most one of them."""
+    nodes: int = 1
+    """Hosts."""

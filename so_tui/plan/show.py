@@ -1,0 +1,639 @@
+"""Plans as rich renderables: the models x GPU counts table, and the arithmetic behind one plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from so_tui.machine.host import cpu_ranges
+from so_tui.machine.types import Machine
+from so_tui.plan.binding import deepspeed_text
+from so_tui.plan.notes import Fact, MemoryPool, message, pool_name
+from so_tui.plan.plan import Plan, PlanRow, Verdict
+from so_tui.plan.published import Compared
+from so_tui.plan.rates import SpeedSource, StepError, network_text
+from so_tui.plan.resources import Gpus, example_tflops
+from so_tui.plan.terms import Confidence, Location, MemoryTerm
+from so_tui.plan.workload import Workload
+from so_tui.spec.run_spec import RunSpec
+from so_tui.trust.text import printable_line, so_tui_command
+from so_tui.units import disk_size, memory_size, memory_unit, thousands
+
+# What a prediction of time rests on, in words.
+
+
+def speed_source_text(source: SpeedSource | str, mode: str) -> str:
+    """Return what a prediction of time for a mode rests on: rates, data, and a probe where one corrected it. Empty without a prediction."""
+    if isinstance(source, str):
+        return source
+    text = f"{rates_text(source)}; {workload_text(source.workload)}"
+    if not source.probed:
+        return text
+    same_mode = mode in source.probed_modes or not source.probed_modes
+    if same_mode and not source.probed_weights:
+        return f"{text}; corrected by a probe of this model here"
+    probe = (
+        "a probe of this model here"
+        if same_mode
+        else f"a probe of this model here with {' and '.join(source.probed_modes)}"
+    )
+    if not source.probed_passes:
+        return f"{text}; the optimizer corrected by {probe} that waited for weights from host memory, the rest as predicted"
+    memory = "" if source.probed_weights == "host" else " and memory"
+    fetched = {
+        "": "",
+        "gpu": " whose GPU had the weights",
+        "host": " that fetched weights from host memory",
+    }[source.probed_weights]
+    own = [
+        *(["the optimizer"] if not same_mode else []),
+        *{"": [], "gpu": ["fetching"], "host": ["memory"]}[source.probed_weights],
+    ]
+    passes = "forward, backward" if memory else "forward and backward"
+    return (
+        f"{text}; {passes}{memory} corrected by {probe}{fetched}, {' and '.join(own)} as predicted"
+    )
+
+
+def error_text(error: StepError) -> str:
+    """Return ``±12%``, or ``±15% or more`` where no plan was held to measurements."""
+    return f"±{error.share:.0%}" if error.checked else f"±{error.share:.0%} or more"
+
+
+def error_source_text(error: StepError) -> str:
+    """Return what the error of a prediction means."""
+    text = f"four of five measured steps were within {error.share:.0%} of their plan"
+    return (
+        text
+        if error.checked
+        else f"{text}, on H100 and H200 GPUs of one host; others, and several hosts, were not checked"
+    )
+
+
+def step_text(plan: Plan) -> str:
+    """Return ``2.10 s ±12%``; empty without a prediction."""
+    if plan.step_s is None:
+        return ""
+    return (
+        f"{plan.step_s:.2f} s {error_text(plan.step_error)}"
+        if plan.step_error
+        else f"{plan.step_s:.2f} s"
+    )
+
+
+def rates_text(source: SpeedSource) -> str:
+    """Return where the rates of the hardware come from."""
+    if source.calibrated is None:
+        return source.published
+    measured = source.calibrated
+    where = f"on {measured.host}, a machine like this one" if measured.host else "here"
+    text = f"rates calibrated {where} on {measured.date[:10]}"
+    return f"{text}, the rest {source.published}" if source.published else text
+
+
+def workload_text(workload: Workload | None) -> str:
+    """Return the data that a prediction is for."""
+    if workload is None:
+        return "for whole sequences with every token trained, the most that data can cost"
+    documents = f"for documents of {thousands(round(workload.attended_tokens))} tokens, {workload.trained_share:.0%} of all trained"
+    return f"{documents}, as measured on this data"
+
+
+# What commands give of a plan: plain values for JSON, and the command that runs it.
+
+
+def plans_json(plans: Iterable[Plan]) -> dict[str, Any]:
+    """Return what ``plan --json`` prints: plain values; of the spec only what a plan chooses."""
+    rows = []
+    for plan in plans:
+        row = plan_tree(plan)
+        del row["spec"]
+        row["settings"] = settings_of(plan.spec)
+        rows.append(row)
+    return {"plans": rows}
+
+
+def plan_tree(plan: Plan) -> dict[str, Any]:
+    """Return a plan as plain values.
+
+    ``reasons``, ``remedies``, ``warnings`` and ``speed_source`` are texts. ``facts`` and ``speed`` have the same as values: each fact with
+    its ``role``, ``code``, values and ``message``.
+    """
+    row: dict[str, Any] = msgspec.to_builtins(plan, str_keys=True)
+    row["facts"] = [
+        {"role": role, **msgspec.to_builtins(fact), "message": message(fact)}
+        for role, fact in _roles(plan)
+        if not isinstance(fact, str)
+    ]
+    row |= {
+        "reasons": plan.reason_texts,
+        "remedies": plan.remedy_texts,
+        "warnings": plan.warning_texts,
+    }
+    row["speed_source"] = speed_source_text(plan.speed_source or "", plan.mode)
+    row["speed"] = (
+        msgspec.to_builtins(plan.speed_source)
+        if isinstance(plan.speed_source, SpeedSource)
+        else None
+    )
+    if plan.shortage is not None:
+        row["shortage"]["place"] = pool_name(plan.shortage)
+    return row
+
+
+def _roles(plan: Plan) -> Iterator[tuple[str, Fact | str]]:
+    for reason in plan.reasons:
+        yield "remedy" if reason in plan.remedies else "reason", reason
+    for warning in plan.warnings:
+        yield "warning", warning
+
+
+def settings_of(spec: RunSpec) -> dict[str, str | int | float]:
+    """Return what a plan chooses, by the keys that set it."""
+    return {
+        "offload.mode": spec.offload.mode,
+        "offload.ratio": spec.offload.ratio,
+        "offload.cpu_adam_cores_fraction": spec.offload.cpu_adam_cores_fraction,
+        "offload.parameters": spec.offload.parameters,
+        "model.activation_checkpointing": spec.model.activation_checkpointing,
+        "model.activation_offload": spec.model.activation_offload,
+        "model.tiled_mlp": spec.model.tiled_mlp,
+        "train.micro_batch": spec.train.micro_batch,
+        "train.sequence_parallel": spec.train.sequence_parallel,
+        "train.gradient_accumulation": spec.gradient_accumulation_steps,
+    }
+
+
+def command_of(
+    plan: Plan, given: RunSpec, preset: str, gpus: Gpus, changes: Mapping[str, str] | None = None
+) -> str:
+    """Return the command that runs a plan, quoted for a shell.
+
+    Args:
+        plan: With settings that need not be those of the preset.
+        given: The preset's spec.
+        preset: Its name.
+        gpus: As the user named them: a mere count may be other GPUs by the time it runs.
+        changes: Other keys that the user set.
+    """
+    before, after = settings_of(given), settings_of(plan.spec)
+    if plan.spec.train.tokens_per_step:
+        del after["train.gradient_accumulation"]  # follows from the target
+    if plan.mode == "gpu":
+        del after["offload.ratio"], after["offload.cpu_adam_cores_fraction"]
+    wanted = (
+        str(gpus)
+        if isinstance(gpus, int)
+        else ",".join(map(str, gpus)) + ("," if len(gpus) == 1 else "")
+    )
+    options = [] if gpus == given.gpus else ["--gpus", wanted]
+    for key, value in {
+        **{key: value for key, value in after.items() if before[key] != value},
+        **(changes or {}),
+    }.items():
+        options += ["--set", f"{key}={value}"]
+    return so_tui_command("run", preset, *options)
+
+
+_SIGNS: dict[Verdict, tuple[str, str]] = {
+    "fits": ("✓", "green"),
+    "tight": ("~", "yellow"),
+    "does not fit": ("✗", "red"),
+}
+_MARKS: dict[Confidence, str] = {"exact": "=", "calibrated": "≈ measured", "estimate": "≈"}
+_POOLS: dict[MemoryPool, str] = {
+    "gpu": "GPU",
+    "node": "host",
+    "limit": "limit",
+    "shm": "shm",
+    "unknown": "host",
+}
+_BAR_WIDTH = 28
+_NONE = "—"
+_NAME, _WITH_FACTS, _CELL, _WIDE_CELL = 18, 44, 19, 22
+"""Columns of a model's name, of its name and facts, of a cell, and of a cell that says where memory is short."""
+
+
+def render_table(rows: Sequence[PlanRow], machine: Machine) -> RenderableType:
+    """Render what this machine can train: a line per model, a column per GPU count, and a legend. Narrow terminals get less detail."""
+    parts: list[RenderableType] = [
+        _machine_line(machine),
+        Text(),
+        _Grid(rows, machine),
+        Text(),
+        _legend(rows, machine),
+    ]
+    if any(plan.never_run for row in rows for plan in row.cells.values()):
+        parts.append(
+            Text("Planned, never run: so-tui has not run on such GPUs yet.", style="yellow")
+        )
+    if not any(plan.recommended for row in rows for plan in row.cells.values()):
+        parts.append(
+            Text(
+                "No preset is sure to fit this machine. `so-tui plan PRESET` says why, and what would."
+            )
+        )
+    return Group(*parts)
+
+
+class _Grid:
+    """The table at the width of the terminal. Model names and verdicts are never cut; other columns are left out."""
+
+    def __init__(self, rows: Sequence[PlanRow], machine: Machine) -> None:
+        self._rows, self._machine = rows, machine
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield _grid(self._rows, self._machine, options.max_width)
+
+
+def _grid(rows: Sequence[PlanRow], machine: Machine, width: int) -> Table:
+    unit = "GPU" if machine.gpus else "rank"
+    counts = sorted({count for row in rows for count in row.cells})
+    narrow, compact = (
+        width < _WITH_FACTS + _WIDE_CELL * len(counts),
+        width < _NAME + _CELL * len(counts),
+    )
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
+    table.add_column("model", no_wrap=True)
+    if not narrow:
+        table.add_column("parameters", justify="right", no_wrap=True)
+        table.add_column("tokens", justify="right", no_wrap=True)
+    hosts = "".join({f"{row.nodes} x " for row in rows if row.nodes > 1})
+    for count in counts:
+        table.add_column(f"{hosts}{count} {unit}" + ("s" if count > 1 else ""), no_wrap=True)
+    for row in rows:
+        facts = [] if narrow else [_parameters(row), thousands(row.sequence_length)]
+        cells = [
+            cell(row.cells[count], narrow=narrow, compact=compact)
+            if count in row.cells
+            else Text("")
+            for count in counts
+        ]
+        table.add_row(printable_line(row.preset), *facts, *cells)
+    return table
+
+
+def cell(plan: Plan, *, narrow: bool = False, compact: bool = False) -> Text:
+    """Return one cell: ``★ ✓ 0.15  16.0k/s``, ``~ gpu  9.9k/s``, ``✗ host 226 > 105``; compact ``✓★0.15  16.0k``."""
+    sign, style = _SIGNS[plan.verdict]
+    star = "★" if plan.recommended else " "
+    text = (
+        Text.assemble((sign, style), star)
+        if compact
+        else Text.assemble(star, " ", (f"{sign} ", style))
+    )
+    if not plan.fits:
+        return text.append(_shortfall(plan, narrow), "dim")
+    text.append("gpu " if plan.mode == "gpu" else f"{plan.ratio:.2f}")
+    rate = plan.useful_tokens_per_s_total
+    if rate is None:
+        return text
+    return text.append(f" {_rate(rate).removesuffix('/s'):>5}" if compact else f" {_rate(rate):>7}")
+
+
+def render_plan(plan: Plan, machine: Machine) -> RenderableType:
+    """Render the verdict with its reasons, memory term by term, the step, the binding, and the warnings."""
+    parts: list[RenderableType] = [_headline(plan), Text()]
+    for reason in plan.reasons:
+        sign, style = ("→", "green") if reason in plan.remedies else ("·", "cyan")
+        parts.append(_bullet(sign, style, message(reason)))
+    parts += [_bullet("!", "yellow", warning) for warning in plan.warning_texts]
+    for location, title, capacity in _locations(plan, machine):
+        terms = sorted(
+            (term for term in plan.breakdown if term.location == location and term.bytes),
+            key=lambda term: -term.bytes,
+        )
+        if terms:
+            size = disk_size if location == "disk" else memory_size
+            parts += [
+                Text(),
+                _heading(title, sum(term.bytes for term in terms), capacity, size),
+                _terms(terms, size),
+            ]
+    parts += [
+        Text(),
+        Text(
+            "= exact   ≈ measured: calibrated by measurements   ≈ derived, not measured",
+            style="dim",
+        ),
+    ]
+    parts += [Text(), _step(plan)]
+    if plan.binding:
+        parts += [Text(), _binding(plan)]
+    return Group(*parts)
+
+
+def render_comparison(
+    settings: str, rows: Sequence[tuple[str, float, float, float | None]]
+) -> RenderableType:
+    """Render what a probe measured beside what was predicted without it; ``rows``: (name with unit, predicted, measured, error)."""
+    table = Table(
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        header_style="bold",
+        show_edge=False,
+        title=f"probe: {settings}",
+        title_justify="left",
+    )
+    table.add_column("", no_wrap=True)
+    for heading in ("predicted", "measured", "error"):
+        table.add_column(heading, justify="right")
+    for name, predicted, measured, error in rows:
+        table.add_row(
+            name,
+            f"{predicted:.3g}" if predicted else _NONE,
+            f"{measured:.3g}",
+            _NONE if error is None else f"{error:+.1%}",
+        )
+    return table
+
+
+def _headline(plan: Plan) -> Text:
+    sign, style = _SIGNS[plan.verdict]
+    how = "everything on the GPU" if plan.mode == "gpu" else f"{plan.mode}, ratio {plan.ratio:.2f}"
+    how += f", micro-batch {plan.spec.train.micro_batch}, activation checkpointing {plan.spec.model.activation_checkpointing}"
+    ranks = f"{plan.gpus} {'GPU' if plan.on_gpus else 'rank'}" + ("s" if plan.gpus > 1 else "")
+    ranks += f" of {plan.spec.nodes} nodes" if plan.spec.nodes > 1 else ""
+    text = Text.assemble(
+        (plan.spec.label, "bold"), f" on {ranks}: ", (f"{sign} {plan.verdict}", style)
+    )
+    text.append(f"   {step_text(plan)} a step" if plan.fits and plan.step_s else "").append(
+        f"   {how}"
+    )
+    text.append(f"   recommended for {ranks}" if plan.recommended else "", "bold")
+    return text.append("   planned, never run" if plan.never_run else "", "yellow")
+
+
+def _locations(plan: Plan, machine: Machine) -> tuple[tuple[Location, str, int | None], ...]:
+    # Several ranks may share a node: only where each has its own is a rank's memory compared with the node's.
+    own_nodes = len(plan.host_bytes_per_node) == plan.spec.ranks_per_host
+    node = min(plan.host_capacity_bytes_per_node.values(), default=None) if own_nodes else None
+    return (
+        ("gpu", "each GPU", plan.gpu_capacity_bytes),
+        ("node", "each APU" if plan.one_memory else "host, each rank", node),
+        ("shm", "/dev/shm, whole host", machine.shm_total_bytes),
+        ("disk", "disk, one checkpoint", None),
+    )
+
+
+def _heading(title: str, total: int, capacity: int | None, size: Callable[[int], str]) -> Text:
+    text = Text.assemble((f"{title:<22}", "bold"))
+    if capacity:
+        filled = min(_BAR_WIDTH, round(_BAR_WIDTH * total / capacity))
+        text.append("▇" * filled, "red" if total > capacity else "cyan").append(
+            "░" * (_BAR_WIDTH - filled), "dim"
+        ).append("  ")
+        return text.append(f"{size(total)} of {size(capacity)}")
+    return text.append(size(total))
+
+
+def _terms(terms: Sequence[MemoryTerm], size: Callable[[int], str]) -> RenderableType:
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(ratio=1)
+    table.add_column(style="dim", ratio=2)
+    for term in terms:
+        name = term.name if term.rank is None else f"{term.name} (rank {term.rank})"
+        table.add_row(size(term.bytes), _MARKS[term.confidence], name, str(term.formula))
+    return Padding(table, (0, 0, 0, 2))
+
+
+def _step(plan: Plan) -> RenderableType:
+    text = Text.assemble(("step".ljust(22), "bold"))
+    if plan.possible and not plan.fits:
+        return text.append("none: it does not fit")
+    if plan.step is None or plan.step_s is None:
+        return text.append(
+            "no prediction: "
+            + ("it cannot run here" if not plan.possible else "this machine's speed is not known")
+        )
+    step = plan.step
+    parts = (
+        f"data {step.data_s:.2f}   forward {step.forward_s:.2f}   backward {step.backward_s:.2f}"
+    )
+    said = Text(f"{step_text(plan)}:   {parts}   optimizer exposed {step.exposed_optimizer_s:.2f}")
+    said.append(
+        f"\n{thousands(round(plan.useful_tokens_per_s_total or 0))} tokens/s, {thousands(plan.tokens_per_step)} tokens a step"
+    )
+    if plan.model_tflops_per_gpu:
+        said.append(f", {thousands(round(plan.model_tflops_per_gpu))} model TFLOPS per GPU")
+        said.append(
+            f" ({thousands(round(example_tflops(plan) or 0))} in all by the formula of DeepSpeed's example)",
+            "dim",
+        )
+    said.append(
+        f"\n≈ {speed_source_text(plan.speed_source, plan.mode)}" if plan.speed_source else "", "dim"
+    )
+    said.append(f"\n± {error_source_text(plan.step_error)}" if plan.step_error else "", "dim")
+    table = Table.grid()
+    table.add_column(width=22)
+    table.add_row(text, said)
+    return table
+
+
+def _binding(plan: Plan) -> RenderableType:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for heading in (
+        "rank",
+        "GPU",
+        "node",
+        "training cores",
+        "CPU-Adam cores",
+        "memory",
+        "DeepSpeed by itself",
+    ):
+        table.add_column(heading)
+    for rank in plan.binding:
+        policy = rank.memory_policy
+        table.add_row(
+            str(rank.rank),
+            _NONE if rank.gpu is None else str(rank.gpu),
+            _NONE if rank.numa_node is None else str(rank.numa_node),
+            cpu_ranges(rank.main_cpus),
+            cpu_ranges(rank.adam_cpus) or _NONE,
+            f"{policy.mode} {', '.join(map(str, policy.nodes))}".strip(),
+            deepspeed_text(rank.deepspeed_unlisted or rank.deepspeed),
+        )
+    return table
+
+
+def _machine_line(machine: Machine) -> Text:
+    nodes = machine.cpu_nodes
+    gpus = f"{len(machine.gpus)}x {machine.gpus[0].name}" if machine.gpus else "no GPU"
+    each = (
+        f", {memory_size(min(node.memory_total_bytes for node in nodes))} each"
+        if len(nodes) > 1
+        else ""
+    )
+    plural = "s" if len(nodes) > 1 else ""
+    host = f"{len(nodes)} CPU node{plural}, {len(machine.allowed_cpus)} cores, {memory_size(machine.host_memory_bytes)}{each}"
+    return Text.assemble((machine.label, "bold"), printable_line(f"   {gpus} · {host}"))
+
+
+def _legend(rows: Sequence[PlanRow], machine: Machine) -> Text:
+    text = Text.assemble(
+        ("✓", "green"),
+        " fits   ",
+        ("~", "yellow"),
+        " tight   ",
+        ("✗", "red"),
+        " does not fit   ★ recommended",
+    )
+    text.append("\ngpu: no offload   0.40: offload ratio   16.0k/s: thousand tokens a second")
+    _, unit = memory_unit()
+    text.append(
+        f"\n243 > 106: {unit} needed > {unit} there (GPU, host node, memory limit or /dev/shm)"
+    )
+    for nodes in {row.nodes for row in rows if row.nodes > 1}:
+        text.append(
+            f"\n{nodes} x 4 GPUs: four GPUs of each of {nodes} hosts like this one; {network_text(machine)}"
+        )
+    return text.append(
+        "".join(f"\nspeeds are predictions: {source}" for source in _sources(rows)), "dim"
+    )
+
+
+def _sources(rows: Sequence[PlanRow]) -> Iterator[str]:
+    """Yield each source of rates once: the data of most models, other models' data by name, and the models that a probe corrects."""
+    users: dict[str, dict[Workload | None, list[str]]] = {}
+    probed: dict[str, list[str]] = {}
+    for row in rows:
+        for source in dict.fromkeys(
+            plan.speed_source
+            for plan in row.cells.values()
+            if isinstance(plan.speed_source, SpeedSource)
+        ):
+            rates = rates_text(source)
+            groups = [users.setdefault(rates, {}).setdefault(source.workload, [])]
+            groups += [probed.setdefault(rates, [])] if source.probed else []
+            for presets in groups:
+                presets += [row.preset] if row.preset not in presets else []
+    for rates, of_data in sorted(users.items()):
+        usual = max(of_data, key=lambda data: len(of_data[data]))
+        others = [
+            f"{', '.join(presets)} {workload_text(data)}"
+            for data, presets in of_data.items()
+            if data != usual
+        ]
+        corrected = (
+            [f"corrected by a probe here: {', '.join(probed[rates])}"] if rates in probed else []
+        )
+        yield "; ".join([rates, workload_text(usual), *others, *corrected])
+
+
+def _parameters(row: PlanRow) -> str:
+    total = (
+        f"{row.parameters / 1e9:.1f} B"
+        if row.parameters >= 1e8
+        else f"{row.parameters / 1e6:.1f} M"
+    )
+    return (
+        f"{total}, {row.active_parameters / 1e9:.1f} active"
+        if row.active_parameters < row.parameters
+        else total
+    )
+
+
+def _shortfall(plan: Plan, narrow: bool) -> str:
+    """Return the worst shortage in few words."""
+    if not plan.possible:
+        return "not here" if narrow else "cannot run here"
+    if (short := plan.shortage) is None:
+        return ""
+    giga, _ = memory_unit()
+    needs, has = round(short.needs / giga), round(short.has / giga)
+    figures = f"{needs} {'>' if needs > has else 'of'} {has}"
+    return figures if narrow else f"{_POOLS[short.pool]} {figures}"
+
+
+def _rate(tokens_per_s: float) -> str:
+    if tokens_per_s >= 99_950:
+        return f"{thousands(round(tokens_per_s / 1000))}k/s"
+    return f"{tokens_per_s / 1000:.1f}k/s" if tokens_per_s >= 1000 else f"{tokens_per_s:.0f}/s"
+
+
+def _bullet(sign: str, style: str, text: str) -> RenderableType:
+    table = Table.grid(padding=(0, 1))
+    table.add_row(Text(sign, style=style), Text(text))
+    return table
+
+
+# Published figures beside ours, for the terminal and as a page of the documentation.
+
+
+_HEADINGS = ("published", "figure", "ours", "difference")
+_NOT_PREDICTED = "—"
+
+
+def render(found: Sequence[Compared]) -> RenderableType:
+    """Render a table with the reasons below each figure that differs."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
+    for heading in _HEADINGS:
+        table.add_column(
+            heading, justify="left" if heading == "published" else "right", overflow="fold"
+        )
+    for one in found:
+        text = Text.assemble(
+            one.published.claim,
+            ("\n" + one.published.source, "dim"),
+            ("\n" + one.reason if one.reason else "", "italic"),
+        )
+        table.add_row(text, *_figures(one))
+    note = "Ours are predictions for the published settings by published rates; so-tui has not run on a Grace machine."
+    return Group(table, Text(), Text(note, style="dim"))
+
+
+def page(found: Sequence[Compared]) -> str:
+    """Return the table, the settings and the reasons as Markdown."""
+    lines = ["| " + " | ".join((*_HEADINGS, "source")) + " |", "|---|---|---|---|---|"]
+    lines += [
+        " | ".join(("| " + one.published.claim, *_figures(one), one.published.source + " |"))
+        for one in found
+    ]
+    lines += [
+        "",
+        "## Why they differ",
+        "",
+        *(line for one in found if one.reason for line in _reason(one)),
+    ]
+    lines += [
+        "## Settings",
+        "",
+        *(line for one in found if one.settings for line in _settings(one)),
+    ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _figures(one: Compared) -> tuple[str, str, str]:
+    unit = one.published.unit
+    if one.published.quantity == "fits":
+        return "fits", "fits" if one.predicted else "does not fit", ""
+    predicted = _NOT_PREDICTED if one.predicted is None else _number(one.predicted, unit)
+    value = _number(one.published.value, unit) if one.published.value else ""
+    return value, predicted, "" if one.difference is None else f"{100 * one.difference:+.0f} %"
+
+
+def _number(value: float, unit: str) -> str:
+    return f"{value:.3g} {unit}".strip()
+
+
+def _reason(one: Compared) -> Iterator[str]:
+    yield f"- **{one.published.claim}**: {one.reason}"
+    yield ""
+
+
+def _settings(one: Compared) -> Iterator[str]:
+    figure = one.published
+    against = f", over those of `{figure.against}`" if figure.against else ""
+    changes = " ".join(
+        f"--set {key}={value}" for key, value in one.settings.items() if key != "gpus"
+    )
+    yield f"- {figure.claim}{against}: `so-tui plan {figure.preset} --machine {figure.machine} --as-given --gpus {figure.gpus} {changes}`"

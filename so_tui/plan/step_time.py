@@ -1,0 +1,758 @@
+"""Predicts how long the GPU takes for one micro-batch, forward and backward.
+
+Both are matrix products at the rate that the GPU reaches in models, attention at its backend's rate within documents of their length, plus
+what moves through the GPU's memory beside them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from heapq import heappop, heappush
+from operator import attrgetter
+from typing import NamedTuple
+
+from msgspec import Struct
+
+from so_tui.model.flops import attention_pairs
+from so_tui.model.profile import norm_bytes, offloaded_bytes, policy_of
+from so_tui.model.shape import WEIGHT_BYTES, PlannedSubGroup, bucket_tokens
+from so_tui.model.sharding import speculating, speculation_bytes
+from so_tui.plan.placement import Placement, keeps_weights_on_host, own_engine
+from so_tui.plan.plan import PlannedRates, StepTime
+from so_tui.plan.rates import Speed, StepConstants, constants
+from so_tui.plan.resources import exchanged_bytes
+from so_tui.plan.terms import Formula, MemoryTerm, TermKind
+from so_tui.plan.workload import Workload
+from so_tui.spec.attention import MASKED_BACKENDS, AttentionBackend
+from so_tui.spec.run_spec import RunSpec
+
+# What DeepSpeed's own SuperOffload adds to a step, from its source (0.19.8) and measured on H200
+# hosts.
+#
+# Each gradient crosses the link three times: to the pinned gradient buffer, back to the GPU, and
+# in fp32 to the optimizer's own, which is pageable once the Adam worker has received it. Without
+# clipping a sub-group is submitted as soon as it is complete, and Adam overlaps with backward;
+# with clipping each is stepped after backward, one after the other. Then the training process
+# passes over every gradient and master weight on the host, casts the weights there and copies them
+# from pageable memory.
+
+
+UNSCALE_BYTES = 8
+"""Host memory traffic per parameter of multiplying the fp32 gradient by the loss scale and the clipping factor."""
+SELF_COPY_BYTES = 8
+"""The same of copying a master weight onto itself, which it does for each result that it did not wait for."""
+WORKER_BYTES = 36
+"""The same of its Adam worker: a copy of the fp32 gradient, then AdamW in fp32."""
+
+
+class OffloadedStates(Struct, frozen=True, kw_only=True):
+    """What one rank has to move and step."""
+
+    parameters: int
+    """All of the rank's: every gradient goes to the host, whatever the ratio."""
+    on_cpu: int
+    """Those whose optimizer states are in host memory."""
+    last_sub_group: int
+    """Those of the largest sub-group, which the worker can only begin when backward is over."""
+
+
+def gradient_copies_s(states: OffloadedStates, speed: Speed) -> float:
+    """Return how long the copies of one backward's gradients take on the link; Python waits for each of them."""
+    there_and_back = 2 * states.parameters * (1 / speed.d2h_bytes_per_s + 1 / speed.h2d_bytes_per_s)
+    return there_and_back + 4 * states.on_cpu / speed.pageable_d2h_bytes_per_s
+
+
+def exposed_adam_s(states: OffloadedStates, adam_bytes_per_s: float, backward_s: float) -> float:
+    """Return how long a step without clipping waits for Adam, and then passes over gradients and master weights.
+
+    Args:
+        states: What to step.
+        adam_bytes_per_s: Host memory traffic of the worker, and of the passes.
+        backward_s: How long the worker has had sub-groups to step.
+    """
+    worker = WORKER_BYTES / adam_bytes_per_s
+    waits = max(states.last_sub_group * worker, states.on_cpu * worker - backward_s)
+    return waits + states.on_cpu * (UNSCALE_BYTES + SELF_COPY_BYTES) / adam_bytes_per_s
+
+
+def clipped_adam_s(states: OffloadedStates, adam_bytes_per_s: float, waited_bytes: float) -> float:
+    """Return how long a step with clipping takes for Adam, sub-group by sub-group.
+
+    Args:
+        states: What to step.
+        adam_bytes_per_s: Host memory traffic of the worker.
+        waited_bytes: Host memory traffic per parameter that takes as long as the worker and both ways to it.
+    """
+    return states.on_cpu * (UNSCALE_BYTES + waited_bytes) / adam_bytes_per_s
+
+
+BACKWARD_ATTENTION = 2.5
+"""FLOPs of attention's backward pass over those of its forward pass: five products instead of two."""
+
+
+class _Layers(NamedTuple):
+    """Seconds of all layers' forward pass, of their backward pass, and of what that recomputes."""
+
+    forward: float
+    backward: float
+    repeated: float
+
+
+class Pass(Struct, frozen=True, kw_only=True):
+    """Seconds of one micro-batch on the GPU, without waiting for anything."""
+
+    forward_s: float
+    backward_s: float
+    backward_python_s: float
+    """Of backward, the time Python needs to launch it. It is hidden while the GPU computes for longer."""
+    exposed_copies_s: float = 0.0
+    """Of both, the time by which copies of what layers keep in host memory make them longer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassModel:
+    """The passes of a placed spec on a GPU of known speed."""
+
+    placement: Placement
+    speed: Speed
+    workload: Workload = field(default_factory=Workload)
+    attention: AttentionBackend = "torch-flash"
+    between_hosts_bytes_per_s: float | None = None
+    """How fast a collective enters and leaves each of several hosts; None on one."""
+    fetches: bool = True
+    """Whether weights in host memory are fetched; if not, passes are as if the GPU had them."""
+    use: StepConstants = field(default_factory=lambda: constants().step)
+
+    @cached_property
+    def all_gather_s(self) -> float:
+        """Seconds of one all-gather of all weights; backward all-gathers them again, and reduces as much."""
+        rates = [self.between_hosts_bytes_per_s] if self.between_hosts_bytes_per_s else []
+        if self.between_hosts_bytes_per_s is None or self.placement.local_ranks > 1:
+            rates.append(self.speed.peer_bytes_per_s)
+        return self.gathered_bytes / min(rates)
+
+    @property
+    def gathered_bytes(self) -> float:
+        """Bytes that each rank, and each host, receives in one all-gather of all weights."""
+        layout = self.placement.layout
+        return 2 * layout.parameters * (layout.ranks - 1) / layout.ranks
+
+    @cached_property
+    def one_pass(self) -> Pass:
+        """Forward with the loss, which forms its gradients there, and backward with what it recomputes.
+
+        All-gathers take part of the GPU from the computation they overlap with. Where layers are small the GPU waits for Python, and has
+        time for both.
+        """
+        use, layers, gather_s = (
+            self.use,
+            self.placement.profile.architecture.layers,
+            self.all_gather_s,
+        )
+        layers_s = self._layers_s()
+        overhead_s = layers * self.speed.layer_launch_overhead_of(self.placement.layout.ranks)
+        gathering = use.all_gather_launches_per_layer if self.placement.layout.ranks > 1 else 0.0
+        # Selective recomputation runs all of a layer's Python again, and skips its products.
+        again = (
+            0.0
+            if policy_of(self.placement.spec.model) == "none"
+            else use.forward_launches_per_layer
+        )
+        forward_python_s = (use.forward_launches_per_layer + gathering) * overhead_s
+        fetched_s = self.fetched_weights_s
+        forward = max(
+            layers_s.forward + use.all_gather_share * gather_s,
+            gather_s + fetched_s,
+            forward_python_s,
+        )
+        python = (use.backward_launches_per_layer + again + gathering) * overhead_s
+        backward = max(
+            layers_s.backward + layers_s.repeated + 2 * use.all_gather_share * gather_s,
+            2 * gather_s + fetched_s,
+            python,
+        )
+        # What layers keep on the host is copied beside all that, in backward behind weights from there.
+        waits = max(0.0, self.kept_copies_s(self.speed.d2h_bytes_per_s) - forward)
+        waits_back = max(0.0, self.kept_copies_s(self.speed.h2d_bytes_per_s) + fetched_s - backward)
+        return Pass(
+            forward_s=forward + waits + self._loss_s(),
+            backward_s=backward + waits_back,
+            backward_python_s=python,
+            exposed_copies_s=waits + waits_back,
+        )
+
+    def _layers_s(self) -> _Layers:
+        """Return the seconds of all layers' forward, their backward, and what it recomputes."""
+        placement, use = self.placement, self.use
+        profile, shape, tokens = (
+            placement.profile,
+            placement.profile.architecture,
+            self._computed_tokens,
+        )
+        rate = self.speed.matrix_flops * (
+            use.expert_efficiency if shape.experts else use.matrix_efficiency
+        )
+        products = (
+            2.0 * tokens * (profile.flops.active_parameters - profile.flops.head_parameters) / rate
+        )
+        elementwise = tokens * shape.layers * profile.elementwise_bytes / self._moved_bytes_per_s
+        attention_forward, attention_backward = self._attention_s()
+        unfused_experts = shape.experts and not profile.fused
+        expert_products = (
+            6.0 * tokens * shape.hidden * shape.active_intermediate * shape.layers / rate
+            if unfused_experts
+            else 0.0
+        )
+        again = 2.0 * tokens * profile.flops.repeated(tiled=placement.tiled) / rate
+        repeated = {
+            "full": again + elementwise + attention_forward,
+            "attention": again + elementwise,
+            "selective": elementwise + expert_products,
+            "none": 0.0,
+        }
+        in_tiles = self._norms_again_s() if placement.tiled else 0.0
+        exchange = self._exchange_s()
+        policy = policy_of(placement.spec.model)
+        return _Layers(
+            forward=products + elementwise + attention_forward + exchange,
+            backward=2 * (products + elementwise) + attention_backward + exchange + in_tiles,
+            repeated=repeated[policy] + (exchange if policy != "none" else 0.0),
+        )
+
+    def _norms_again_s(self) -> float:
+        """Return the seconds of norms that tiles of feed-forward blocks compute again."""
+        profile, shape = self.placement.profile, self.placement.profile.architecture
+        norms = 0 if profile.fused else norm_bytes(shape, fused=False)
+        return self._computed_tokens * shape.layers * norms / self._moved_bytes_per_s
+
+    def _exchange_s(self) -> float:
+        """Return the seconds of trading tokens for heads and back in one pass over all layers, where ranks share sequences.
+
+        Attention waits for it, so nothing hides it.
+        """
+        shape, ranks = (
+            self.placement.profile.architecture,
+            self.placement.spec.train.sequence_parallel,
+        )
+        if ranks == 1:
+            return 0.0
+        return (
+            self._computed_tokens
+            * shape.layers
+            * exchanged_bytes(shape, ranks)
+            / self.speed.peer_bytes_per_s
+        )
+
+    def kept_copies_s(self, bytes_per_s: float) -> float:
+        """Return the seconds of copying in one direction what layers keep in host memory between the passes of one micro-batch."""
+        placement = self.placement
+        return (
+            self._computed_tokens
+            * offloaded_bytes(placement.profile.architecture, placement.spec.model)
+            / bytes_per_s
+        )
+
+    @property
+    def fetched_weights_s(self) -> float:
+        """Seconds of copying this rank's weights in host memory to the GPU, once for each of the two passes. Computation hides them."""
+        return 2 * self.placement.host_weights / self.speed.h2d_bytes_per_s if self.fetches else 0.0
+
+    @cached_property
+    def _computed_tokens(self) -> float:
+        """Positions of a micro-batch that are computed: backends that take boundaries see little padding, others rows of one width."""
+        positions = self.placement.tokens
+        if self.attention in MASKED_BACKENDS:
+            return positions * self._row_share
+        return min(positions, positions * self.workload.useful_share + bucket_tokens(positions) / 2)
+
+    @property
+    def _row_share(self) -> float:
+        """Width of a micro-batch's rows, of the sequence length, where attention takes a mask."""
+        return self.workload.row_share(self.placement.spec.train.micro_batch)
+
+    def _attention_s(self) -> tuple[float, float]:
+        """Return the seconds of attention in all layers' forward and backward.
+
+        Backends that take boundaries attend within documents, masked ones to all pairs of a row. A sliding window makes a document
+        as slow as one of twice its length.
+        """
+        flops, length = self.placement.profile.flops, self.placement.spec.data.sequence_length
+        if self.attention in MASKED_BACKENDS:
+            row = self._row_share * length
+            rate = self.speed.attention_at(self.attention, row)
+            width = sum(layers * width for layers, width, _ in flops.attention_layers)
+            forward = 4.0 * width * self._computed_tokens * row
+            return forward / rate.forward, BACKWARD_ATTENTION * forward / rate.backward
+        document = self.workload.attended_tokens or float(length)
+        tokens = self.placement.tokens * self.workload.useful_share
+        forward_s = backward_s = 0.0
+        for layers, width, window in flops.attention_layers:
+            rate = self.speed.attention_at(
+                self.attention, document if window is None else min(document, 2.0 * window)
+            )
+            forward = (
+                4.0
+                * width
+                * layers
+                * attention_pairs(round(document), window)
+                * tokens
+                / round(document)
+            )
+            forward_s += forward / rate.forward
+            backward_s += BACKWARD_ATTENTION * forward / rate.backward
+        return forward_s, backward_s
+
+    def _loss_s(self) -> float:
+        profile, use = self.placement.profile, self.use
+        shape, trained = profile.architecture, self.placement.tokens * self.workload.trained_share
+        again = 2.0 * profile.recomputed_logits(int(trained)) * shape.hidden
+        # The head's products are dense in any model.
+        products = (6.0 * trained * profile.flops.head_parameters + again) / (
+            self.speed.matrix_flops * use.matrix_efficiency
+        )
+        return (
+            products
+            + trained * shape.vocabulary * use.loss_bytes_per_logit / self._moved_bytes_per_s
+        )
+
+    @property
+    def _moved_bytes_per_s(self) -> float:
+        """Rate of elementwise work through GPU memory."""
+        speed, use = self.speed, self.use
+        return min(
+            speed.matrix_flops * use.elementwise_bytes_per_flop,
+            speed.hbm_bytes_per_s * use.elementwise_efficiency,
+        )
+
+
+# When the weights that an Adam worker updated are on the GPU again, sub-group by sub-group, and
+# what a forward waits for them.
+
+
+class Update(NamedTuple):
+    """One sub-group's way through the Adam worker. Time 0 is the end of backward."""
+
+    begin: float
+    """When a forward first uses it, as a share of the forward."""
+    ready_s: float
+    """When the worker may take it."""
+    adam_s: float
+    weights_bytes: int
+    """New weights that are copied to the GPU; none where they stay in host memory."""
+
+
+def arrivals(
+    updates: Iterable[Update], h2d_bytes_per_s: float, copy_latency_s: float
+) -> list[tuple[float, float]]:
+    """Return (when a forward first uses it, seconds at which its new weights are on the GPU) of each sub-group.
+
+    Of the sub-groups that are ready, the worker takes the one that a forward uses first.
+
+    Args:
+        updates: The sub-groups.
+        h2d_bytes_per_s: Rate of the copies.
+        copy_latency_s: From the end of a sub-group's Adam until the copy of its weights begins.
+    """
+    coming = sorted(updates, key=attrgetter("ready_s"), reverse=True)
+    ready: list[tuple[float, int, Update]] = []
+    worker = copies = float("-inf")
+    found = []
+    while coming or ready:
+        if not ready:
+            worker = max(worker, coming[-1].ready_s)
+        while coming and coming[-1].ready_s <= worker:
+            heappush(ready, (coming[-1].begin, len(coming), coming.pop()))
+        begin, _, (_, _, adam_s, weights_bytes) = heappop(ready)
+        worker += adam_s
+        copies = max(copies, worker + copy_latency_s) + weights_bytes / h2d_bytes_per_s
+        found.append((begin, copies))
+    return found
+
+
+def weight_wait_s(
+    updates: Iterable[Update],
+    h2d_bytes_per_s: float,
+    copy_latency_s: float,
+    forward_s: float,
+    forward_begins_s: float,
+) -> float:
+    """Return how long the forward after a step waits for weights that are still to be updated or copied. Arguments as ``arrivals``."""
+    found = arrivals(updates, h2d_bytes_per_s, copy_latency_s)
+    return max(0.0, *(at - forward_begins_s - begin * forward_s for begin, at in found))
+
+
+# Predicts what the optimizer adds to a step: what nothing hides of stepping, and of copying
+# gradients and weights.
+#
+# The exposed time is simulated sub-group by sub-group (``weight_arrivals``).
+
+
+ADAM_BYTES = 28
+"""Host memory traffic of AdamW per parameter: master weight and moments read and written, bf16 gradient read, bf16 weight written; fp32
+gradients where they were accumulated, 4 more."""
+ZEROOFFLOAD_ADAM_BYTES = 34
+"""The same of ZeRO-Offload: master weight and moments read and written, fp32 gradient read, the master weight read again for the bf16
+weight."""
+ACCUMULATE_BYTES = 10
+"""bf16 gradient read, fp32 sum read and written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerModel:
+    """The optimizer of a placed spec on a host of known speed."""
+
+    placement: Placement
+    speed: Speed
+    one_pass: Pass
+    """Beside which its copies and its steps go on."""
+    adam_cores: int
+    """Cores that run CPU Adam for one rank."""
+    ranks_per_node: int
+    """Ranks that share their node's memory."""
+    use: StepConstants
+
+    def rates(self) -> PlannedRates | None:
+        """Return the rates of offloading with our engine; None without it."""
+        spec, cpu_numel = self.placement.spec, self.placement.layout.cpu_numel
+        if not own_engine(spec) or not cpu_numel:
+            return None
+        least_share = (
+            min(self.use.clipped_adam_share, self.use.speculative_adam_share)
+            if spec.train.gradient_clipping > 0
+            else 1.0
+        )
+        return PlannedRates(
+            adam_bytes_per_s=least_share * self._adam_bytes_per_s,
+            d2h_bytes_per_s=self.speed.d2h_bytes_per_s,
+            h2d_bytes_per_s=self.speed.h2d_bytes_per_s,
+            d2h_bytes=2 * cpu_numel * spec.gradient_accumulation_steps,
+            # Weights in host memory are copied within forward and backward, which says nothing of the bus where they take longer.
+            h2d_bytes=0 if self.placement.host_weights else 2 * cpu_numel,
+        )
+
+    @cached_property
+    def _adam_bytes_per_s(self) -> float:
+        """Rate of CPU Adam beside the other ranks of its node."""
+        return self.speed.adam_bytes_per_s(self.adam_cores, self.ranks_per_node)
+
+    @cached_property
+    def _undisturbed_adam_bytes_per_s(self) -> float:
+        return self.speed.adam_bytes_per_s(self.adam_cores, 1)
+
+    def gradient_copies_s(self) -> float:
+        """Return what gradients on their way to the host add to backward, over all micro-batches.
+
+        Our engine's copies overlap with backward, and its worker sums gradients beside the next micro-batch. DeepSpeed's optimizers pass
+        over gradients on the host while backward waits; in further micro-batches they fetch them, add, and write them back; none of that
+        is assumed hidden (accumulation with ZeRO-Offload was not measured).
+        """
+        placement, speed, once = self.placement, self.speed, self.one_pass
+        spec, layout = placement.spec, placement.layout
+        if spec.offload.mode == "gpu" or not layout.cpu_numel:
+            return 0.0
+        further = spec.gradient_accumulation_steps - 1
+        if own_engine(spec):
+            copies = 2 * layout.cpu_numel / speed.d2h_bytes_per_s
+            adding = ACCUMULATE_BYTES * layout.cpu_numel / self._adam_bytes_per_s
+            return further * max(0.0, copies + adding - once.forward_s - once.backward_s)
+        buffer = placement.gradient_bytes * layout.numel
+        further_s = further * buffer * (1 / speed.d2h_bytes_per_s + 1 / speed.h2d_bytes_per_s)
+        if spec.offload.mode == "zerooffload":
+            # Every gradient goes to the gradient partition, and in fp32 to that of its optimizer: two copies over the bus, one after the
+            # other. Python waits for them while the GPU computes what was launched before.
+            copies_s = (
+                self.use.zerooffload_copies
+                * (buffer + 4 * layout.cpu_numel)
+                / speed.d2h_bytes_per_s
+            )
+            return max(0.0, once.backward_python_s + copies_s - once.backward_s) + further_s
+        return self.use.deepspeed_copies * gradient_copies_s(self._offloaded, speed) + further_s
+
+    def exposed_s(self) -> float:
+        """Return the seconds from the end of the last backward kernel until nothing waits for weights any more."""
+        placement, use, rate = self.placement, self.use, self._adam_bytes_per_s
+        spec, layout = placement.spec, placement.layout
+        on_gpu = use.gpu_step_bytes_per_parameter * layout.gpu_numel / self.speed.hbm_bytes_per_s
+        if not layout.cpu_numel:
+            return on_gpu + use.gpu_step_tensor_s * sum(
+                len(group.names) for group in layout.sub_groups
+            )
+        if spec.offload.mode == "zerooffload":
+            # Its kernel slows down where ranks share a node's memory; its passes over gradients and weights are slow by themselves.
+            adam_s = layout.cpu_numel * (
+                ZEROOFFLOAD_ADAM_BYTES / rate + UNSCALE_BYTES / self._undisturbed_adam_bytes_per_s
+            )
+            return on_gpu + adam_s + self._cast_weights_s()
+        if not own_engine(spec):
+            return on_gpu + self._deepspeed_adam_s() + self._cast_weights_s()
+        return self._own_exposed_s(on_gpu)
+
+    @property
+    def _offloaded(self) -> OffloadedStates:
+        layout = self.placement.layout
+        largest = max(
+            (group.numel for group in layout.sub_groups if group.device == "cpu"), default=0
+        )
+        return OffloadedStates(
+            parameters=layout.numel, on_cpu=layout.cpu_numel, last_sub_group=largest
+        )
+
+    def _cast_weights_s(self) -> float:
+        """Return how long DeepSpeed's optimizers take to cast master weights on the host and copy them from pageable memory."""
+        parameters, rate = self.placement.layout.cpu_numel, self.speed.cast_h2d_bytes_per_s
+        if rate is not None:
+            return 2 * parameters / rate
+        other_bytes = self.use.zerooffload_step_bytes - ZEROOFFLOAD_ADAM_BYTES - UNSCALE_BYTES
+        return parameters * other_bytes / self._undisturbed_adam_bytes_per_s
+
+    def _deepspeed_adam_s(self) -> float:
+        states, rate = self._offloaded, self._adam_bytes_per_s
+        if self.placement.spec.train.gradient_clipping > 0:
+            return clipped_adam_s(states, rate, self.use.deepspeed_clipped_adam_bytes)
+        backward_s = self.one_pass.backward_s + self.use.deepspeed_copies * gradient_copies_s(
+            states, self.speed
+        )
+        return exposed_adam_s(states, rate, backward_s)
+
+    def _own_exposed_s(self, on_gpu_s: float) -> float:
+        placement, use, rate, once = self.placement, self.use, self._adam_bytes_per_s, self.one_pass
+        spec, layout = placement.spec, placement.layout
+        clipped, accumulated = (
+            spec.train.gradient_clipping > 0,
+            spec.gradient_accumulation_steps > 1,
+        )
+        spans = placement.profile.compute_spans(layout.ranks, spec.offload.sub_group_size)
+        step_bytes = ADAM_BYTES + (4 if accumulated else 0)
+        held_back = {
+            group.index
+            for group in layout.sub_groups
+            if clipped and group.index not in placement.speculating
+        }
+        # A forward beside it takes some of its rate, unless ranks that share the memory leave it less than that.
+        beside_forward = min(use.clipped_adam_share * self._undisturbed_adam_bytes_per_s, rate)
+        beside_backward = use.speculative_adam_share * rate if clipped else rate
+        on_cpu = [group for group in layout.sub_groups if group.device == "cpu"]
+        summed = (
+            [group.numel for group in on_cpu if group.index in held_back] if accumulated else []
+        )
+        norm_s = (
+            (use.norm_s + (ACCUMULATE_BYTES * summed[0] / rate if summed else 0.0))
+            if clipped
+            else 0.0
+        )
+        updates = []
+        for group in on_cpu:
+            begin, waits = spans[group.index][0], group.index in held_back
+            copied_s = -begin * once.backward_s + 2 * group.numel / self.speed.d2h_bytes_per_s
+            bytes_per_s = beside_forward if waits else beside_backward
+            returned = 0 if placement.host_weights else 2 * group.numel
+            updates.append(
+                Update(
+                    begin,
+                    norm_s if waits else copied_s,
+                    step_bytes * group.numel / bytes_per_s,
+                    returned,
+                )
+            )
+        # The GPU steps its own sub-groups while the worker steps the others.
+        begins_s = on_gpu_s + norm_s
+        if accumulated and len(held_back) < len(layout.sub_groups):
+            # Only the worker sees whole gradients, so their norm is known when it has stepped the last one.
+            early = [update for update in updates if update.ready_s < norm_s or not clipped]
+            begins_s = max(
+                begins_s,
+                max(
+                    (
+                        at
+                        for _, at in arrivals(
+                            early, self.speed.h2d_bytes_per_s, use.weight_copy_latency_s
+                        )
+                    ),
+                    default=0.0,
+                ),
+            )
+        return begins_s + weight_wait_s(
+            updates, self.speed.h2d_bytes_per_s, use.weight_copy_latency_s, once.forward_s, begins_s
+        )
+
+
+# How many sub-groups can be stepped before the gradient norm is known. Each needs a second set of
+# states in host memory.
+#
+# The host's memory goes to the states first, then to what a run needs beside them; speculation
+# gets what is left. It changes no result.
+
+
+_LONG_WAIT = 0.1
+"""Share of a step that waits for the optimizer, from which fewer second states are tried."""
+_SHARES = (0.75, 0.5, 0.25)
+"""Of the memory that there is for them."""
+
+
+class SecondStates(Struct, frozen=True):
+    """The sub-groups of one rank that have a second set of states."""
+
+    sub_groups: tuple[int, ...]
+    numel: int
+    budget_bytes: int
+    """What they may take, and what they were chosen for: with the same budget, the engine chooses the same."""
+    parameter_bytes: float
+
+    @property
+    def bytes(self) -> int:
+        return int(self.parameter_bytes * self.numel)
+
+    @property
+    def term(self) -> MemoryTerm:
+        formula = Formula(
+            "{} B x {} (a second set of states and weights)",
+            (f"{self.parameter_bytes:g}", self.numel),
+        )
+        return MemoryTerm(TermKind.SECOND_STATES, "node", self.bytes, "exact", formula)
+
+
+def second_states_bytes(spec: RunSpec) -> float:
+    """Return the bytes per parameter of a second set of states."""
+    return speculation_bytes(
+        WEIGHT_BYTES, spec.offload.states, host_weights=keeps_weights_on_host(spec)
+    )
+
+
+def can_speculate(spec: RunSpec) -> bool:
+    """Return whether the spec has a gradient norm to wait for, an engine that need not wait for it, and leave to do so."""
+    return (
+        own_engine(spec) and spec.train.gradient_clipping > 0 and spec.offload.speculation != "off"
+    )
+
+
+def second_states(placement: Placement, room: Callable[[], int]) -> SecondStates | None:
+    """Return which sub-groups speculate; None if none does.
+
+    Args:
+        placement: The states.
+        room: Returns the bytes of host memory that each rank may still take. Asked only where the spec leaves that to the plan.
+    """
+    spec = placement.spec
+    if not can_speculate(spec) or not placement.layout.cpu_numel:
+        return None
+    most = [int(spec.offload.speculation_gib * 2**30)] if spec.offload.speculation_gib else []
+    if spec.offload.speculation == "auto":
+        most.append(max(0, room()))
+    groups = _in_order_of_use(placement)
+    each = second_states_bytes(spec)
+    budget = min([*most, math.ceil(each * placement.layout.cpu_numel)])
+    found = [
+        groups[position]
+        for position in speculating([group.numel for group in groups], int(budget / each))
+    ]
+    if not found:
+        return None
+    return SecondStates(
+        tuple(sorted(group.index for group in found)),
+        sum(group.numel for group in found),
+        budget,
+        each,
+    )
+
+
+class Choice(Struct, frozen=True):
+    """What the plan gives to second states."""
+
+    second: SecondStates | None
+    step: StepTime | None
+    """With it, where the choice needed to know."""
+    gains_nothing: bool = False
+    """Whether there was memory for second states, but they would make the step no faster."""
+
+
+def choose(
+    placement: Placement,
+    room: Callable[[], int],
+    step_of: Callable[[SecondStates | None], StepTime | None],
+) -> Choice:
+    """Return the second states with which a step is the fastest, where the spec leaves that to the plan.
+
+    Where Adam has more to do than backward hides, fewer are faster: what backward cannot hide is stepped in place, at a higher rate.
+
+    Args:
+        placement: The states.
+        room: As for ``second_states``.
+        step_of: Returns the predicted step with these second states; None where speeds are not known.
+    """
+    second = second_states(placement, room)
+    if second is None or placement.spec.offload.speculation != "auto":
+        return Choice(second, None)
+    held_back, step = step_of(None), step_of(second)
+    if held_back is None or step is None:
+        return Choice(second, None)
+    tried: list[tuple[SecondStates, StepTime]] = [(second, step)]
+    if step.exposed_optimizer_s > _LONG_WAIT * step.total_s:
+        for share in _SHARES:
+            fewer = second_states(placement, partial(int, share * second.budget_bytes))
+            if fewer and (found := step_of(fewer)):
+                tried.append((fewer, found))
+    best, step = min(tried, key=lambda found: found[1].total_s)
+    return (
+        Choice(None, held_back, gains_nothing=True)
+        if step.total_s >= held_back.total_s
+        else Choice(best, step)
+    )
+
+
+def _in_order_of_use(placement: Placement) -> Sequence[PlannedSubGroup]:
+    """Return the sub-groups on the CPU in the order in which a forward pass first uses them."""
+    layout = placement.layout
+    spans = placement.profile.compute_spans(layout.ranks, placement.spec.offload.sub_group_size)
+    return sorted(
+        (group for group in layout.sub_groups if group.device == "cpu"),
+        key=lambda group: spans[group.index][0],
+    )
+
+
+# Predicts how long an optimizer step takes, from the model's FLOPs, the bytes it moves, and the
+# rates of the hardware.
+#
+# step = accumulation x (forward + backward + data) + optimizer time that nothing hides + a little.
+# Rates of the hardware are the machine's own where ``so-tui calibrate`` measured them, else
+# published for its kind.
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepModel:
+    """The step of a placed spec: passes on the GPU, and the optimizer beside and after them."""
+
+    passes: PassModel
+    adam_cores: int
+    """Cores that run CPU Adam for one rank."""
+    ranks_per_node: int
+    """Ranks that share their node's memory."""
+
+    @cached_property
+    def optimizer(self) -> OptimizerModel:
+        """What the optimizer adds to the passes."""
+        passes = self.passes
+        return OptimizerModel(
+            placement=passes.placement,
+            speed=passes.speed,
+            one_pass=passes.one_pass,
+            adam_cores=self.adam_cores,
+            ranks_per_node=self.ranks_per_node,
+            use=passes.use,
+        )
+
+    def step_time(self) -> StepTime:
+        """Return the seconds of one optimizer step."""
+        once, use, steps = (
+            self.passes.one_pass,
+            self.passes.use,
+            self.passes.placement.spec.gradient_accumulation_steps,
+        )
+        return StepTime(
+            forward_s=steps * once.forward_s,
+            backward_s=steps * once.backward_s + self.optimizer.gradient_copies_s(),
+            exposed_optimizer_s=self.optimizer.exposed_s(),
+            data_s=steps * use.data_s + use.other_s,
+        )

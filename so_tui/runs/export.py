@@ -1,0 +1,201 @@
+"""Write the steps of a run as a table that other programs read: CSV, or Parquet where pyarrow is installed.
+
+Problem codes:
+    unknown-format: The file's name ends in neither .csv nor .parquet.
+    pyarrow-missing: Parquet needs pyarrow, which is not installed.
+    file-exists: There is a file of this name.
+    not-writable: The file cannot be written.
+    no-steps: The run has no steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from so_tui.runs.metrics import MetricsReader
+from so_tui.runs.records import EvaluationRecord, StepRecord
+from so_tui.spec.check import exists
+from so_tui.spec.errors import InputError, Problem, shown
+
+EVALUATION_LOSS = "evaluation_loss"
+COLUMNS = (*(field for field in StepRecord.__struct_fields__ if field != "v"), EVALUATION_LOSS)
+_OF_EVALUATIONS = ("attempt", "time", "step")
+_ROWS = 10_000
+FORMATS = (".csv", ".parquet")
+Progress = Callable[[int], None]
+
+
+def export_metrics(
+    reader: MetricsReader,
+    path: Path,
+    progress: Progress = lambda _: None,
+    *,
+    columns: Sequence[str] = COLUMNS,
+) -> int:
+    """Write every step that is not superseded, one row a step, and return the number of rows. The file appears when it is complete.
+
+    The loss of an evaluation is in the row of the step after which it was made. Where that has no record, such as before the first step,
+    the evaluation has a row of its own.
+
+    Args:
+        reader: A reader that knows the run.
+        path: A new file, whose name ends in ``.csv`` or ``.parquet``.
+        progress: Called with the number of rows so far.
+        columns: Fields of the step records, and EVALUATION_LOSS.
+
+    Raises:
+        InputError: With the codes of this module.
+        OSError: The run cannot be read.
+    """
+    if path.suffix not in FORMATS:
+        raise _problem(
+            "unknown-format",
+            path,
+            "is neither CSV nor Parquet",
+            "Give a name that ends in .csv or .parquet.",
+        )
+    if reader.latest is None:
+        raise _problem(
+            "no-steps", path, "would be empty: the run has no steps yet", "Wait for its first step."
+        )
+    write = _write_csv if path.suffix == ".csv" else _parquet_writer(path)
+    return _written(
+        path, lambda temporary: write(temporary, columns, _batches(reader, columns), progress)
+    )
+
+
+def export_rows(path: Path, columns: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> int:
+    """Write other rows as CSV, and return their number. The file appears when it is complete. Raises InputError as ``export_metrics``."""
+    return _written(
+        path, lambda temporary: _write_csv(temporary, columns, iter([rows]), lambda _: None)
+    )
+
+
+def _written(path: Path, write: Callable[[Path], int]) -> int:
+    """Have a new file written under another name, and give it its own once it is complete."""
+    if exists(path):
+        raise _problem("file-exists", path, "exists already", "Choose another name, or remove it.")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        count = write(temporary)
+        os.link(
+            temporary, path
+        )  # unlike a rename, fails if another process took the name in the meantime
+    except FileExistsError:
+        raise _problem(
+            "file-exists", path, "exists already", "Choose another name, or remove it."
+        ) from None
+    except OSError as error:
+        raise _problem(
+            "not-writable",
+            path,
+            f"cannot be written: {error.strerror or error}",
+            "Choose another folder.",
+        ) from None
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+    return count
+
+
+def _batches(reader: MetricsReader, columns: Sequence[str]) -> Iterator[list[tuple[Any, ...]]]:
+    rows = _rows(reader, columns)
+    while batch := list(islice(rows, _ROWS)):
+        yield batch
+
+
+def _rows(reader: MetricsReader, columns: Sequence[str]) -> Iterator[tuple[Any, ...]]:
+    """Yield the rows in the order of steps; of several evaluations after a step, the last counts."""
+    left = deque(
+        {record.step: record for record in reader.evaluations}.values()
+        if EVALUATION_LOSS in columns
+        else ()
+    )
+    for step in reader.steps(0, float("inf")):
+        while left and left[0].step < step.step:
+            yield _alone(left.popleft(), columns)
+        evaluated = left.popleft().loss if left and left[0].step == step.step else None
+        yield tuple(
+            evaluated if column == EVALUATION_LOSS else getattr(step, column) for column in columns
+        )
+    for evaluation in left:
+        yield _alone(evaluation, columns)
+
+
+def _alone(evaluation: EvaluationRecord, columns: Sequence[str]) -> tuple[Any, ...]:
+    known = {name: getattr(evaluation, name) for name in _OF_EVALUATIONS} | {
+        EVALUATION_LOSS: evaluation.loss
+    }
+    return tuple(known.get(column) for column in columns)
+
+
+def _write_csv(
+    path: Path,
+    columns: Sequence[str],
+    batches: Iterator[Sequence[tuple[Any, ...]]],
+    progress: Progress,
+) -> int:
+    count = 0
+    with path.open("x", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(columns)
+        for batch in batches:
+            writer.writerows(batch)  # numbers alone, so that no cell is a formula
+            count += len(batch)
+            progress(count)
+    return count
+
+
+def _parquet_writer(
+    path: Path,
+) -> Callable[[Path, Sequence[str], Iterator[Sequence[tuple[Any, ...]]], Progress], int]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise _problem(
+            "pyarrow-missing",
+            path,
+            "needs pyarrow",
+            "Install it (`pip install pyarrow`), or write .csv.",
+        ) from None
+    types = {field.name: field.type for field in msgspec.structs.fields(StepRecord)}
+    integers = (int, int | None)
+
+    def write(
+        temporary: Path,
+        names: Sequence[str],
+        batches: Iterator[Sequence[tuple[Any, ...]]],
+        progress: Progress,
+    ) -> int:
+        count = 0
+        schema = pyarrow.schema(
+            [
+                (name, pyarrow.int64() if types.get(name) in integers else pyarrow.float64())
+                for name in names
+            ]
+        )
+        with pyarrow.parquet.ParquetWriter(temporary, schema) as writer:
+            for batch in batches:
+                columns = dict(zip(names, zip(*batch, strict=True), strict=True))
+                writer.write_table(pyarrow.table(columns, schema=schema))
+                count += len(batch)
+                progress(count)
+        return count
+
+    return write
+
+
+def _problem(code: str, path: Path, message: str, remedy: str) -> InputError:
+    return InputError(
+        [Problem(code=code, field="--to", value=shown(str(path)), message=message, remedy=remedy)]
+    )

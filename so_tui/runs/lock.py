@@ -1,0 +1,300 @@
+"""The lock that makes one process responsible for a run: its supervisor while it lives, and whoever deletes it.
+
+It is flock(2), proven on this file system before it is trusted. Some mounts refuse it, some grant it to everybody, and some file servers
+hold it for a host that is gone until that host starts again. There files that only one process can create, with a heartbeat, take its
+part: from the first such file of a run on, they alone decide.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from so_tui.runs.directory import RunDirectory, refuse_another_users
+from so_tui.runs.liveness import (
+    FRESH_S,
+    OLD_S,
+    STALE_S,
+    HostIdentity,
+    Sighting,
+    alive,
+    concluded,
+    identify,
+    now_of,
+    sees_processes_of,
+    sighting,
+    state_with_truth,
+    this_host,
+)
+from so_tui.runs.records import FINAL_STATES, Process, RunState
+from so_tui.runs.state import FULL, overwrite, read_state, write_state_even_if_full
+from so_tui.spec.errors import InputError, Problem
+from so_tui.trust.decoding import decode_json
+from so_tui.trust.files import read_bounded
+from so_tui.trust.text import printable_line, so_tui_command
+from so_tui.units import duration
+
+_LARGEST_BYTES = 1 << 16
+
+
+class Owner(Struct, frozen=True, kw_only=True):
+    """Content of ``supervisor.owner`` and of the files that follow it: the process that holds the lock."""
+
+    host: HostIdentity
+    process: Process
+    released: bool = False
+
+
+class RunLock:
+    """A lock that is held. The holder must refresh it at least once a minute."""
+
+    def __init__(self, files: OwnerFiles, number: int = 0) -> None:
+        """Hold the owner file with this number; with 0 only flock(2)."""
+        self._files, self._number = files, number
+
+    def refresh(self) -> None:
+        """Show that the holder lives.
+
+        Raises:
+            OSError: It cannot be shown, or another process has taken the lock over.
+        """
+        if self._files.path(self._number + 1).exists():
+            raise OSError(
+                f"{self._files.path(self._number + 1)} shows that another process has taken over"
+            )
+        if self._number:
+            os.utime(self._files.path(self._number))
+
+    def release(self) -> None:
+        """Let other processes have the lock. Raises OSError."""
+        if self._number:
+            self._files.release(self._number)
+
+
+class OwnerFiles:
+    """Files that stand for a lock: ``supervisor.owner``, ``supervisor.owner.2`` and so on, of which the last names the owner.
+
+    A process takes the lock from one that is gone by creating the next file, which only one process can. No file is ever removed or
+    renamed: between two such steps of one process, a second one could take what it had not seen.
+    """
+
+    def __init__(self, run: RunDirectory, *, assume_dead: bool = False) -> None:
+        """Take or hold the files of a run; ``assume_dead`` as for ``run_lock``."""
+        self._run, self._assume_dead = run, assume_dead
+        process = identify(os.getpid(), "supervisor")
+        assert process is not None, "this process has an entry in /proc"
+        self._owner = Owner(host=this_host(), process=process)
+
+    def path(self, number: int) -> Path:
+        """Return the path of a file; the first has the number 1."""
+        return self._run.path / (
+            "supervisor.owner" if number == 1 else f"supervisor.owner.{number}"
+        )
+
+    def take(self) -> RunLock | None:
+        """Take the lock, unless its owner lives or another process is faster."""
+        number = next(number for number in itertools.count(1) if not self.path(number).exists())
+        if number > 1 and not self._is_free(number - 1):
+            return None
+        with self._draft(self._owner) as draft:
+            try:
+                os.link(
+                    draft, self.path(number)
+                )  # fails if it exists, and shows the whole content at once
+            except FileExistsError:
+                return None
+        return RunLock(self, number)
+
+    def release(self, number: int) -> None:
+        """Mark a file of this process as released, if the run still exists: on a full disk in place, where no space is needed."""
+        owner = replace(self._owner, released=True)
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                with self._draft(owner) as draft:
+                    draft.replace(self.path(number))
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                overwrite(self.path(number), msgspec.json.encode(owner))
+
+    @contextlib.contextmanager
+    def _draft(self, owner: Owner) -> Iterator[Path]:
+        path = self._run.path / f".supervisor.owner.{os.urandom(4).hex()}"
+        try:
+            path.write_bytes(msgspec.json.encode(owner))
+            yield path
+        finally:
+            path.unlink(missing_ok=True)
+
+    def _is_free(self, number: int) -> bool:
+        path = self.path(number)
+        try:
+            owner = decode_json(read_bounded(path, _LARGEST_BYTES), Owner)
+        except msgspec.DecodeError:  # damaged
+            return self.silent(path)
+        if owner.released:
+            return True
+        if sees_processes_of(this_host(), owner.host):
+            return not alive(owner.process)
+        return self.silent(path)
+
+    def silent(self, path: Path) -> bool:
+        """Return whether a file that shows a living owner is so old that the owner counts as gone. Raises OSError."""
+        return now_of(self._run) - path.stat().st_mtime > (STALE_S if self._assume_dead else OLD_S)
+
+
+@contextlib.contextmanager
+def run_lock(run: RunDirectory, *, assume_dead: bool = False) -> Iterator[RunLock | None]:
+    """Yield the lock of a run, or None if another process has it.
+
+    Args:
+        run: The run.
+        assume_dead: Take the user's word that a holder on another host is gone, if a minute has passed since its last sign of life.
+
+    Raises:
+        OSError: The run directory cannot be written.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+    descriptor = os.open(run.supervisor_lock_path, flags, 0o600)
+    try:
+        lock = _take(
+            run, descriptor, OwnerFiles(run, assume_dead=assume_dead), assume_dead=assume_dead
+        )
+        try:
+            yield lock
+        finally:
+            if lock is not None:
+                lock.release()
+    finally:
+        os.close(descriptor)
+
+
+def _take(
+    run: RunDirectory, descriptor: int, files: OwnerFiles, *, assume_dead: bool
+) -> RunLock | None:
+    refused = excludes = False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        excludes = _excludes_others(run.supervisor_lock_path)
+    except BlockingIOError:
+        refused = True
+    except OSError:  # this file system has no locks
+        pass
+    if files.path(1).exists():
+        return files.take()
+    if refused:
+        return files.take() if assume_dead and files.silent(run.state_path) else None
+    return RunLock(files) if excludes else files.take()
+
+
+def _excludes_others(path: Path) -> bool:
+    """Return whether a second descriptor is refused the lock that the first has."""
+    second = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(second)
+    return False
+
+
+# What may be done only to a run that has ended: resuming and deleting it.
+#
+# Problem codes: run-is-live: It still runs, as its processes show. run-may-be-live: Its host
+# cannot be asked, and its last sign of life is not old enough, or its lock is still held. The user
+# may say that it has ended.
+
+
+def ended_state(run: RunDirectory, *, assume_dead: bool = False) -> RunState:
+    """Return the final state of a run.
+
+    Args:
+        run: The run.
+        assume_dead: Take the user's word that it has ended, where its processes cannot be seen from here.
+
+    Raises:
+        InputError: It is live, or may be (codes of this module).
+    """
+    state = state_with_truth(run)
+    if state.state in FINAL_STATES:
+        return state
+    seen = sighting(run, state)
+    if seen.by_processes:
+        remedy = f"Watch it with `{so_tui_command('watch', run.name)}`, or stop it first with `{so_tui_command('stop', run.name)}`."
+        raise _refused("run-is-live", run, f"is still running ({state.state})", remedy)
+    if assume_dead:
+        return concluded(run, state)
+    remedy = f"It counts as lost {duration(OLD_S)} after its last sign of life. If you know that it has ended, add --assume-dead."
+    raise _refused("run-may-be-live", run, evidence(state, seen), remedy)
+
+
+def record_end(run: RunDirectory) -> RunState:
+    """Record that a run has ended, by the user's word, and return its final state. From then on it is final on every host.
+
+    Raises:
+        Refused: It is another user's.
+        InputError: It is live here, or has a living supervisor elsewhere (code ``run-is-live``).
+        OSError: Its folder cannot be written.
+    """
+    refuse_another_users(run)
+    ended_state(
+        run, assume_dead=True
+    )  # before the lock is taken from a supervisor that lives here and has only been silent
+    with run_lock(run, assume_dead=True) as lock:
+        if lock is None:
+            raise lock_held(run, assume_dead=True)
+        state = ended_state(run, assume_dead=True)
+        write_state_even_if_full(run, state)
+    return state
+
+
+def lock_held(run: RunDirectory, *, assume_dead: bool) -> InputError:
+    """Return the refusal of a run whose lock another process holds; ``assume_dead`` if the user's word was not enough."""
+    state = read_state(run)
+    seen = sighting(run, state)
+    if seen.by_processes:
+        return _refused(
+            "run-is-live",
+            run,
+            "has a living supervisor",
+            f"Stop it first: `{so_tui_command('stop', run.name)}`.",
+        )
+    message = f"{evidence(state, seen)}; its supervisor's lock is held"
+    if assume_dead:
+        remedy = f"If it has ended, it can be taken over {duration(STALE_S)} after its last sign of life. Try again then."
+        return _refused("run-is-live", run, message, remedy)
+    return _refused(
+        "run-may-be-live", run, message, "If you know that it has ended, add --assume-dead."
+    )
+
+
+def evidence(state: RunState, seen: Sighting) -> str:
+    """Return what was seen of a run whose processes cannot be examined from here, as a clause."""
+    host = printable_line(seen.host)
+    age = _age(seen.heartbeat_age_s)
+    if seen.restarted:
+        return f"was {state.state} on {host} before that host restarted{age}"
+    return f"is {state.state} on {host}, whose processes cannot be seen from here{age}"
+
+
+def _age(age_s: float | None) -> str:
+    if age_s is None:
+        return ""
+    if age_s < -FRESH_S:
+        return f", and its last sign of life is dated {duration(-age_s)} ahead of this file system's clock"
+    return f", and its last sign of life was {duration(max(0.0, age_s))} ago"
+
+
+def _refused(code: str, run: RunDirectory, message: str, remedy: str) -> InputError:
+    return InputError(
+        [Problem(code=code, field="run", value=run.name, message=message, remedy=remedy)]
+    )

@@ -1,0 +1,495 @@
+"""The user's own settings: what ``settings.toml`` holds, reading it, and changing it."""
+
+from __future__ import annotations
+
+import math
+import re
+import stat
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import msgspec
+from msgspec import Meta, Struct
+
+from so_tui.folders import settings_file
+from so_tui.spec.errors import InputError, Problem, nearest, shown, some
+from so_tui.trust.decoding import decode_toml, prepare
+from so_tui.trust.files import NotOwnError, distrust_of_folder, read_own
+from so_tui.trust.text import quoted
+
+# What ``settings.toml`` can say. The descriptions here are those of the schema, of ``so-tui
+# settings`` and of the screen.
+
+
+AlertName = Literal["ended", "failed", "not-finite", "stall", "loss", "disk"]
+ALERTS: tuple[AlertName, ...] = ("ended", "failed", "not-finite", "stall", "loss", "disk")
+Key = Annotated[str, Meta(min_length=1, max_length=80)]
+Argument = Annotated[str, Meta(max_length=4096)]
+Rows = Annotated[int, Meta(ge=4, le=500)]
+NodeRows = Annotated[int, Meta(ge=0, le=100)]
+Columns = Annotated[int, Meta(ge=30, le=500)]
+
+
+class ScreenSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the screen looks."""
+
+    theme: Annotated[
+        str,
+        Meta(
+            max_length=80,
+            description="colours: so-tui-dark, -light, -contrast, -colour-blind, or a theme of Textual",
+        ),
+    ] = "so-tui-dark"
+    glyphs: Annotated[
+        Literal["auto", "braille", "block", "ascii"],
+        Meta(description="characters of charts; auto takes what locale and terminal can show"),
+    ] = "auto"
+    units: Annotated[Literal["binary", "decimal"], Meta(description="memory in GiB or in GB")] = (
+        "binary"
+    )
+    layout: Annotated[
+        Literal["auto", "compact"],
+        Meta(description="auto goes by the terminal's size; compact is that of a small one"),
+    ] = "auto"
+
+
+class KeySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Keys of the screen."""
+
+    style: Annotated[
+        Literal["standard", "vim"], Meta(description="vim adds j k g G ^d ^u ^f ^b for moving")
+    ] = "standard"
+    bindings: Annotated[
+        dict[Annotated[str, Meta(max_length=80)], Key],
+        Meta(
+            max_length=200,
+            description='other keys for commands: stop = "ctrl+x"; several are separated by commas',
+        ),
+    ] = {}
+
+
+class PanelSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sizes of panels that were changed on the screen; those that were not follow from the terminal."""
+
+    charts: Annotated[Rows | None, Meta(description="rows of the dashboard's charts")] = None
+    nodes: Annotated[NodeRows | None, Meta(description="rows of each NUMA node's history")] = None
+    side: Annotated[
+        Columns | None, Meta(description="columns of the panels at the right of the dashboard")
+    ] = None
+    form: Annotated[Columns | None, Meta(description="columns of Configure's form")] = None
+    run: Annotated[
+        Rows | None, Meta(description="rows of the chosen run below the list of runs")
+    ] = None
+    run_beside: Annotated[
+        Columns | None, Meta(description="columns of the chosen run beside the list of runs")
+    ] = None
+
+
+class RunListSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The list of runs."""
+
+    sort: Annotated[
+        Literal[
+            "started",
+            "name",
+            "model",
+            "state",
+            "host",
+            "step",
+            "loss",
+            "evaluation",
+            "tokens/s",
+            "mfu",
+            "memory",
+        ],
+        Meta(description="what runs are sorted by"),
+    ] = "started"
+    group: Annotated[
+        Literal["none", "model", "state", "tag", "host"],
+        Meta(description="what runs are grouped by"),
+    ] = "none"
+
+
+class AlertSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is announced, and how."""
+
+    on: Annotated[tuple[AlertName, ...], Meta(max_length=20, description="what is announced")] = (
+        ALERTS
+    )
+    bell: Annotated[bool, Meta(description="ring the terminal's bell")] = True
+    notify: Annotated[
+        Literal["auto", "osc9", "osc777", "off"],
+        Meta(description="desktop notification by the terminal; auto takes what it understands"),
+    ] = "auto"
+    title: Annotated[
+        bool, Meta(description="name live runs and the last alert in the terminal's title")
+    ] = True
+    stall_s: Annotated[
+        float, Meta(ge=10, le=604_800, description="seconds without a step that count as a stall")
+    ] = 900.0
+    loss_above: Annotated[float | None, Meta(description="announce a loss above this")] = None
+    disk_free_gb: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1e9,
+            description="announce less free disk space than this, in GB, for the run or its checkpoints",
+        ),
+    ] = 10.0
+    command: Annotated[
+        tuple[Argument, ...],
+        Meta(
+            max_length=64,
+            description="command that the supervisor runs for each alert, as a list of arguments",
+        ),
+    ] = ()
+    command_timeout_s: Annotated[
+        float, Meta(ge=1, le=300, description="seconds after which that command is ended")
+    ] = 20.0
+
+
+class PrometheusSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Figures of live runs for Prometheus, on the host that trains."""
+
+    enabled: Annotated[
+        bool, Meta(description="let supervisors of new attempts answer on 127.0.0.1")
+    ] = False
+    port: Annotated[
+        int,
+        Meta(
+            ge=1024,
+            le=65_500,
+            description="first port; with several runs on a host, the next free one of sixteen",
+        ),
+    ] = 9464
+    token: Annotated[
+        str,
+        Meta(
+            max_length=200,
+            description="secret of at least 16 characters that a request must carry as a bearer token",
+        ),
+    ] = ""
+
+
+class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Content of ``settings.toml`` in the user's XDG config folder."""
+
+    screen: ScreenSettings = ScreenSettings()
+    panels: PanelSettings = PanelSettings()
+    keys: KeySettings = KeySettings()
+    runs: RunListSettings = RunListSettings()
+    alerts: AlertSettings = AlertSettings()
+    prometheus: PrometheusSettings = PrometheusSettings()
+
+
+prepare(Settings)
+
+
+# Read and change ``settings.toml``, which only its owner may write.
+#
+# Where it is wrong, that is reported and the default holds. The alerts' command and the token
+# decide what runs in the user's name and who may ask: they count only if nobody else can even read
+# the file.
+#
+# Problem codes: settings-not-own: The file or its folder is another user's, or others can write
+# it. Nothing of it is used. settings-readable: Others can read the file, so the command and the
+# token in it are not used. settings-unreadable, settings-invalid-toml: It cannot be read, is too
+# large, or is not TOML. Nothing of it is used. unknown-setting, invalid-setting: A key does not
+# exist, or a value is none that it takes. The default is used. settings-not-writable: It cannot be
+# written.
+
+
+LARGEST_BYTES = 1 << 16
+SECRET = ("prometheus.token",)
+"""Settings whose values are never shown."""
+_OWN_EYES_ONLY = ("alerts.command", "prometheus.token")
+_LEAST_TOKEN = 16
+_TOKEN = re.compile(f"[!-~]{{{_LEAST_TOKEN},}}")
+_TABLES: dict[str, type[Struct]] = {
+    field.name: field.type for field in msgspec.structs.fields(Settings)
+}
+Tree = dict[str, Any]
+
+
+class Loaded(Struct, frozen=True):
+    """The settings in force, and what was wrong in the file."""
+
+    settings: Settings = Settings()
+    problems: tuple[Problem, ...] = ()
+
+
+class _UnusableError(ValueError):
+    """A value of the right type that cannot be used; the text is a clause that follows it."""
+
+
+class Setting(Struct, frozen=True):
+    """One setting as it is documented."""
+
+    key: str
+    kind: Any
+    default: Any
+    description: str
+
+
+def all_settings() -> tuple[Setting, ...]:
+    """Return every setting, in the order of the schema."""
+    found = []
+    for name, table in _TABLES.items():
+        for field in msgspec.structs.fields(table):
+            description = field.type.__metadata__[0].description or ""
+            found.append(
+                Setting(
+                    f"{name}.{field.name}", field.type, getattr(table(), field.name), description
+                )
+            )
+    return tuple(found)
+
+
+KEYS = tuple(setting.key for setting in all_settings())
+
+
+def choices(kind: Any) -> tuple[str, ...]:
+    """Return the words that a setting's type takes; empty for any other type."""
+    bare = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+    return get_args(bare) if get_origin(bare) is Literal else ()
+
+
+def value_of(settings: Settings, key: str) -> Any:
+    """Return the value of a dotted key."""
+    table, _, name = key.partition(".")
+    return getattr(getattr(settings, table), name)
+
+
+def load_settings(path: Path | None = None) -> Loaded:
+    """Return the settings of this user. A file that is missing, broken or somebody else's leaves the defaults; nothing is raised."""
+    path = path or settings_file()
+    try:
+        content = _read(path)
+        if content is None:
+            return Loaded()
+        found = checked(decode_toml(content), path)
+        return _without_secrets(found, path) if _others_can_read(path) else found
+    except InputError as error:
+        return Loaded(problems=error.problems)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.DecodeError) as error:
+        return Loaded(problems=(_not_toml(path, error),))
+
+
+def checked(tree: Tree, path: Path) -> Loaded:
+    """Return the settings of a parsed file: each key by itself, so that a wrong one spoils no other."""
+    problems: list[Problem] = []
+    tables: dict[str, Any] = {}
+    for name, value in tree.items():
+        kind = _TABLES.get(name)
+        if kind is None or not isinstance(value, dict):
+            problems.append(_unknown(name, value, tuple(f"[{table}]" for table in _TABLES), path))
+            continue
+        types = {field.name: field.type for field in msgspec.structs.fields(kind)}
+        good = {}
+        for key, given in value.items():
+            if key not in types:
+                problems.append(_unknown(f"{name}.{key}", given, tuple(types), path))
+                continue
+            try:
+                good[key] = _converted(f"{name}.{key}", given, types[key])
+            except msgspec.ValidationError as error:
+                words = ", ".join(choices(types[key]))
+                message = (
+                    f"is none of {words}"
+                    if words
+                    else f"is not what it takes: {str(error).replace('`', '')}"
+                )
+                problems.append(_invalid(f"{name}.{key}", given, message, path))
+            except _UnusableError as error:
+                problems.append(_invalid(f"{name}.{key}", given, str(error), path))
+        tables[name] = kind(**good)
+    return Loaded(Settings(**tables), tuple(problems))
+
+
+def change_settings(changes: Mapping[str, Any], path: Path | None = None) -> Settings:
+    """Set keys in the file, keep its comments and everything else in it, and return the settings in force.
+
+    Args:
+        changes: Values by dotted key (``screen.theme``), as TOML would hold them; None returns to the default.
+        path: The file; the user's own if absent.
+
+    Raises:
+        InputError: A key or value is wrong, or the file is broken, somebody else's, or cannot be written.
+    """
+    import tomlkit
+    from tomlkit.exceptions import TOMLKitError
+
+    path = path or settings_file()
+    content = _read(path) or b""
+    try:
+        decode_toml(content)
+        document = tomlkit.parse(content.decode())
+    except (
+        tomllib.TOMLDecodeError,
+        UnicodeDecodeError,
+        msgspec.DecodeError,
+        TOMLKitError,
+    ) as error:
+        raise InputError([_not_toml(path, error)]) from None
+    for key, value in changes.items():
+        table, _, name = key.partition(".")
+        if wrong := checked(
+            {table: {} if value is None and key in KEYS else {name: value}}, path
+        ).problems:
+            raise InputError(wrong)
+        present = document.get(table, {})
+        if not isinstance(present, dict):
+            raise InputError([_invalid(table, present, "is not a table", path)])
+        if value is None:
+            present.pop(name, None)
+        else:
+            document.setdefault(table, tomlkit.table())[name] = value
+    _write(path, tomlkit.dumps(document))
+    return load_settings(path).settings
+
+
+def _read(path: Path) -> bytes | None:
+    """Return the content of the file; None if there is none. A link to a file of one's own elsewhere is followed. Raises InputError."""
+    try:
+        if (
+            path.parent.exists()
+            and (distrust := distrust_of_folder(path.parent.resolve())) is not None
+        ):
+            raise NotOwnError(path.parent, distrust)
+        if path.is_symlink() or path.exists():
+            content = read_own(path.resolve(strict=True))
+        else:
+            return None
+    except NotOwnError as error:
+        remedy = f"See what is in it, then take it back: `{quoted('chmod', 'go-w', str(error.path))}`, or remove it."
+        message = f"is not yours alone ({error.distrust}), so nothing of it is used"
+        raise InputError([_problem("settings-not-own", message, remedy, path)]) from None
+    except OSError as error:
+        raise InputError(
+            [
+                _problem(
+                    "settings-unreadable",
+                    f"cannot be read: {error.strerror}",
+                    "Check its rights.",
+                    path,
+                )
+            ]
+        ) from None
+    if len(content) > LARGEST_BYTES:
+        message, remedy = (
+            f"has more than {LARGEST_BYTES} bytes",
+            "Remove what does not belong there; `so-tui settings` lists the keys.",
+        )
+        raise InputError([_problem("settings-unreadable", message, remedy, path)])
+    return content
+
+
+def _write(path: Path, text: str) -> None:
+    from so_tui.spec.check import write_atomic
+
+    target = path.resolve()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_atomic(target, text.encode(), mode=0o600)
+    except OSError as error:
+        remedy = "Free some space, or set XDG_CONFIG_HOME to a folder that you can write."
+        problem = _problem(
+            "settings-not-writable", f"cannot be written: {error.strerror}", remedy, path
+        )
+        raise InputError([problem]) from None
+
+
+def _others_can_read(path: Path) -> bool:
+    try:
+        return bool(stat.S_IMODE(path.stat().st_mode) & 0o077)
+    except OSError:
+        return True
+
+
+def _without_secrets(found: Loaded, path: Path) -> Loaded:
+    """Return the settings without what only the user's own eyes may have seen, and say so if there was any."""
+    settings = found.settings
+    given = [key for key in _OWN_EYES_ONLY if value_of(settings, key)]
+    if not given:
+        return found
+    settings = msgspec.structs.replace(
+        settings,
+        alerts=msgspec.structs.replace(settings.alerts, command=()),
+        prometheus=msgspec.structs.replace(settings.prometheus, token=""),
+    )
+    message = f"can be read by other users, so {' and '.join(given)} in it {'is' if len(given) == 1 else 'are'} not used"
+    problem = _problem(
+        "settings-readable",
+        message,
+        f"Close it to others: `{quoted('chmod', '600', str(path))}`.",
+        path,
+    )
+    return Loaded(settings, (*found.problems, problem))
+
+
+def _converted(key: str, given: Any, kind: Any) -> Any:
+    """Return a value as its type. Raises msgspec.ValidationError, or _UnusableError with what is wrong."""
+    value = msgspec.convert(given, kind)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise _UnusableError("is not a finite number")
+    if (
+        key == "alerts.command"
+        and value
+        and (not value[0] or any("\0" in argument for argument in value))
+    ):
+        raise _UnusableError(
+            "is no argument list: its first argument names a program, and none has a NUL character"
+        )
+    if key == "prometheus.token" and value and not _TOKEN.fullmatch(value):
+        raise _UnusableError(
+            f"is shorter than {_LEAST_TOKEN} characters, or has others than printable ASCII"
+        )
+    return value
+
+
+def _problem(code: str, message: str, remedy: str, path: Path) -> Problem:
+    return Problem(
+        code=code, field="settings", value="", message=message, remedy=remedy, file=str(path)
+    )
+
+
+def _not_toml(path: Path, error: Exception) -> Problem:
+    remedy = "Correct that line: text needs quotes, and each key may appear once. Until then the defaults hold."
+    return _problem("settings-invalid-toml", f"is not TOML: {shown(str(error))}", remedy, path)
+
+
+def _unknown(key: str, value: Any, known: tuple[str, ...], path: Path) -> Problem:
+    remedy = f"{nearest(key.rpartition('.')[2], known)}There {'is' if len(known) == 1 else 'are'} {some(known)}."
+    code, message = "unknown-setting", "there is no such setting"
+    return Problem(
+        code=code,
+        field=key,
+        value=_shown_value(key, value),
+        message=message,
+        remedy=remedy,
+        file=str(path),
+    )
+
+
+def _invalid(key: str, value: Any, message: str, path: Path) -> Problem:
+    setting = next((setting for setting in all_settings() if setting.key == key), None)
+    remedy = (
+        f"{setting.description[:1].upper()}{setting.description[1:]}."
+        if setting
+        else "Write it as a table of its own."
+    )
+    code = "invalid-setting"
+    return Problem(
+        code=code,
+        field=key,
+        value=_shown_value(key, value),
+        message=message.rstrip("."),
+        remedy=remedy,
+        file=str(path),
+    )
+
+
+def _shown_value(key: str, value: Any) -> str:
+    return "(hidden)" if key in SECRET else shown(value)

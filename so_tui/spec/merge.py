@@ -1,0 +1,223 @@
+"""Combine plain trees: a preset over its base, ``--set`` over a spec, and the differences of a spec from its base.
+
+Problem codes:
+    unknown-key: ``--set`` names a key that does not exist.
+    not-text: A value of ``--set`` is not UTF-8 text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from so_tui.spec.check import LENGTHS, STEP_SIZES, check_tree, problems_in
+from so_tui.spec.errors import InputError, Problem, nearest, shown
+from so_tui.spec.keys import FieldInfo, field_index, section_names
+from so_tui.spec.run_spec import RunSpec
+from so_tui.trust.decoding import decode_toml
+
+Tree = dict[str, Any]
+
+_FREE_TABLE = "model.config."
+"""Keys below this prefix are those of a Hugging Face config.json."""
+_SEPARATOR = re.compile("[,_ \u00a0\u2009\u202f]")
+_GROUPED = re.compile(rf"[+-]?\d{{1,3}}({_SEPARATOR.pattern})\d{{3}}(\1\d{{3}})*(\.\d+)?", re.ASCII)
+"""Numbers with their thousands grouped, by one kind of separator: the first group says which."""
+OF_A_SOURCE = ("subset", "split", "format")
+"""Keys of ``[data]`` that describe the source, and say nothing of another one."""
+
+
+def spec_tree(spec: RunSpec, *, full: bool = True) -> Tree:
+    """Return the spec as plain values without defaults, which ``check_tree`` accepts.
+
+    Args:
+        spec: The spec to convert.
+        full: False also leaves out ``model.config`` and ``model.parameters``, for people to read.
+    """
+    tree = differences(complete_tree(spec), _defaults())
+    if not full:
+        for key in ("config", "parameters"):
+            tree["model"].pop(key, None)
+    return tree
+
+
+def complete_tree(spec: RunSpec) -> Tree:
+    """Return the spec as plain values, including defaults."""
+    tree: Tree = msgspec.to_builtins(spec)
+    return tree
+
+
+def with_values(spec: RunSpec, values: Mapping[str, str]) -> RunSpec:
+    """Return the spec with some values changed, as ``--set`` does.
+
+    Setting one of ``train.steps``, ``epochs`` and ``tokens`` clears the other two; so it is with ``gradient_accumulation`` and
+    ``tokens_per_step``. Changing ``model.config`` drops the parameter table, which describes the previous architecture, and changing
+    ``data.source`` what describes the previous source: subset, split and format.
+
+    Args:
+        spec: The spec to change.
+        values: Values by dotted key. A value is parsed as TOML; text that is not TOML is taken literally, ``0,1`` as a list.
+
+    Raises:
+        InputError: With all problems of the result.
+    """
+    changes: Tree = {}
+    problems = []
+    for path, text in values.items():
+        if path not in field_index() and not path.startswith(_FREE_TABLE):
+            problems.append(_unknown_path(path, text))
+            continue
+        if not _is_text(text):
+            message, remedy = "is not UTF-8 text", "Write the value as UTF-8."
+            problems.append(
+                Problem(
+                    code="not-text", field=path, value=shown(text), message=message, remedy=remedy
+                )
+            )
+            continue
+        *sections, key = path.split(".")
+        section = changes
+        for name in sections:
+            section = section.setdefault(name, {})
+        section[key] = parse_value(text, field_index().get(path))
+    tree = merged(complete_tree(spec), changes)
+    if problems:
+        raise InputError([*problems, *problems_in(tree)])
+    return check_tree(tree)
+
+
+def parse_value(text: str, info: FieldInfo | None = None) -> Any:
+    """Parse the text of a ``--set`` option or a form field, guided by the type of its field."""
+    if (
+        info is not None
+        and info.type_name in ("text", "choice")
+        and not (info.takes_list and text.lstrip().startswith("["))
+    ):
+        return _unquoted(text)
+    value = _toml_value(_ungrouped(text, info))
+    if isinstance(value, str) and info is not None and info.takes_list and "," in value:
+        return [_toml_value(part.strip()) for part in value.split(",")]
+    if (
+        isinstance(value, float)
+        and info is not None
+        and info.type_name == "integer"
+        and value.is_integer()
+    ):
+        return int(value)
+    return value
+
+
+def merged(base: Tree, changes: Tree) -> Tree:
+    """Return ``base`` with ``changes`` applied section by section; lists and values are replaced as a whole."""
+    tree = _overlaid(base, changes)
+    changed = _section(changes, "train")
+    for alternatives in (LENGTHS, STEP_SIZES):
+        if len([key for key in alternatives if changed.get(key)]) == 1:
+            for key in set(alternatives) - set(changed):
+                tree["train"].pop(key, None)
+    described = _section(changes, "data")
+    if "source" in described and described["source"] != _section(base, "data").get("source"):
+        for key in set(OF_A_SOURCE) - set(described):
+            tree["data"].pop(key, None)
+    new_config = "config" in _section(changes, "model") and "parameters" not in _section(
+        changes, "model"
+    )
+    if new_config and _section(tree, "model").get("config") != _section(base, "model").get(
+        "config"
+    ):
+        tree["model"].pop("parameters", None)
+    return tree
+
+
+def differences(tree: Tree, base: Tree) -> Tree:
+    """Return the part of ``tree`` that differs from ``base``; sections without a difference are left out."""
+    found: Tree = {}
+    for key, value in tree.items():
+        if key in base and base[key] == value:
+            continue
+        if isinstance(value, dict) and isinstance(base.get(key), dict):
+            value = differences(value, base[key])
+        found[key] = value
+    return found
+
+
+def _overlaid(base: Tree, changes: Tree) -> Tree:
+    tree = {key: dict(value) if isinstance(value, dict) else value for key, value in base.items()}
+    for key, value in changes.items():
+        below = tree.get(key)
+        tree[key] = (
+            _overlaid(below, value)
+            if isinstance(below, dict) and isinstance(value, dict)
+            else value
+        )
+    return tree
+
+
+def _defaults() -> Tree:
+    """Return the defaults of every section; required keys are absent."""
+    tree: Tree = {name: {} for name in section_names()}
+    for info in field_index().values():
+        if not info.required:
+            *sections, key = info.path.split(".")
+            target = tree[sections[0]] if sections else tree
+            target[key] = msgspec.to_builtins(info.default)
+    tree["model"]["parameters"] = ()
+    return tree
+
+
+def _ungrouped(text: str, info: FieldInfo | None) -> str:
+    """Return a number whose thousands are grouped as people write them, ``16,384`` or ``16 384``, as TOML takes it; other text as it is."""
+    if (
+        info is None
+        or info.takes_list
+        or info.type_name not in ("integer", "number")
+        or not _GROUPED.fullmatch(text.strip())
+    ):
+        return text
+    return _SEPARATOR.sub("", text.strip())
+
+
+def _toml_value(text: str) -> Any:
+    try:
+        return decode_toml(f"value = {text}".encode())["value"] if "\n" not in text else text
+    except ValueError:  # no TOML, nested too deeply, or a lone surrogate: taken literally
+        return text
+
+
+def _is_text(text: str) -> bool:
+    """Return whether a text can be written as UTF-8; bytes of the command line that are not become lone surrogates."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _unquoted(text: str) -> str:
+    if len(text) >= 2 and text[0] == text[-1] and text[0] in "\"'":
+        value = _toml_value(text)
+        return value if isinstance(value, str) else text
+    return text
+
+
+def _unknown_path(path: str, text: str) -> Problem:
+    known = tuple(field_index())
+    same_key = [full for full in known if full.rpartition(".")[2] == path.rpartition(".")[2]]
+    hint = f"Did you mean `{same_key[0]}`? " if same_key else nearest(path, known)
+    if path in section_names():
+        hint = f"`{path}` is a section: name one of its keys, such as `{next(full for full in known if full.startswith(path + '.'))}`. "
+    return Problem(
+        code="unknown-key",
+        field=path,
+        value=shown(text),
+        message="is not a known key",
+        remedy=f"{hint}`docs/presets.md` lists all keys, with ranges and units.",
+    )
+
+
+def _section(tree: Tree, name: str) -> Tree:
+    section = tree.get(name)
+    return section if isinstance(section, dict) else {}

@@ -1,0 +1,738 @@
+"""Presets on disk: built-in, user and single files.
+
+Problem codes:
+    unknown-builtin: A ``builtin:`` source does not exist.
+    unknown-preset: There is no preset of this name.
+    not-a-preset: The file or folder exists, but is not a preset.
+    data-not-preset: A data file was named in place of a preset.
+    invalid-path, file-not-found, unreadable, invalid-toml: The file cannot exist, does not exist, cannot be read, or is not TOML.
+    not-a-file, too-large, too-deep: It is a pipe or a device, larger than 1 MiB, or nested too deeply.
+    circular-extends, long-extends: A preset extends itself through others, or too many others.
+    invalid-name, builtin-name, name-taken: The name has invalid characters, or a built-in preset or a file has it.
+    not-writable, not-deletable: The preset cannot be written or deleted.
+    preset-in-use: Another preset of the user extends it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from so_tui.folders import builtin_folder, user_folder
+from so_tui.spec.check import check_tree, exists, is_folder, path_fault
+from so_tui.spec.errors import InputError, Problem, nearest, set_option, shown, some
+from so_tui.spec.merge import Tree, complete_tree, differences, merged, spec_tree
+from so_tui.spec.model_table import table_text
+from so_tui.spec.run_spec import DataSource, Preset, RunSpec
+from so_tui.trust.decoding import TooDeepError, decode_toml
+from so_tui.trust.files import Unfit, UnfitFileError, read_bounded
+from so_tui.units import thousands
+
+# The variant of a preset with the settings of DeepSpeed's SuperOffload examples: ``PRESET:as-
+# published``.
+
+
+AS_PUBLISHED = ":as-published"
+"""Ends the name of the variant."""
+EXAMPLE_SEQUENCES = 4
+"""``train_batch_size`` of the examples."""
+
+
+def as_published(spec: RunSpec) -> RunSpec:
+    """Return a spec with the settings of the script that DeepSpeed's SuperOffload examples have for its model.
+
+    Sizes of models without a script are those of the others. The examples train 4 sequences a step on all GPUs together, with HF's own
+    kernels. Model, data and the number of GPUs stay.
+
+    Raises:
+        InputError: The 4 sequences cannot be divided among the GPUs (code ``not-as-published``).
+    """
+    if EXAMPLE_SEQUENCES % spec.ranks:
+        message, remedy = (
+            "does not divide the 4 sequences of a step in DeepSpeed's examples",
+            "Use 1, 2 or 4 GPUs.",
+        )
+        raise InputError(
+            [
+                Problem(
+                    code="not-as-published",
+                    field="gpus",
+                    value=str(spec.ranks),
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        )
+    large = spec.name.startswith("gpt-oss")
+    offload = replace(
+        spec.offload,
+        mode="superoffload",
+        engine="deepspeed",
+        config="published",
+        ratio=0.8 if spec.name.startswith("llama-3.1-8b") else 0.9,
+        cpu_adam_cores_fraction=0.9,
+        sub_group_size=800_000_000 if large else 400_000_000,
+        states="fp32",
+    )
+    train = replace(
+        spec.train,
+        micro_batch=EXAMPLE_SEQUENCES // spec.ranks,
+        gradient_accumulation=1,
+        tokens_per_step=0,
+        learning_rate=1e-5,
+    )
+    return replace(
+        spec,
+        name=f"{spec.name}-as-published",
+        title=f"{spec.label}, as published",
+        offload=offload,
+        train=train,
+        model=replace(spec.model, activation_checkpointing="full", kernels="plain"),
+        data=replace(spec.data, sequence_length=8192 if large else 4096),
+    )
+
+
+# Local paths in a spec: recognised without asking the hub, made absolute, and checked.
+
+
+_LOCAL_SUFFIXES = (
+    ".json",
+    ".jsonl",
+    ".ndjson",
+    ".parquet",
+    ".csv",
+    ".tsv",
+    ".txt",
+    ".gz",
+    ".zst",
+    ".arrow",
+)
+_BUILTIN = "builtin:"
+
+
+def with_absolute_paths(spec: RunSpec) -> RunSpec:
+    """Return the spec with relative paths made absolute: runs, resumes and saved presets begin in other folders."""
+    model = msgspec.structs.replace(
+        spec.model, id=_absolute(spec.model.id), tokenizer=_absolute(spec.model.tokenizer)
+    )
+    source: str | tuple[DataSource, ...]
+    if isinstance(spec.data.source, str):
+        source = _absolute(spec.data.source)
+    else:
+        source = tuple(
+            msgspec.structs.replace(part, source=_absolute(part.source))
+            for part in spec.data.source
+        )
+    folder = spec.checkpoint.folder and str(Path(spec.checkpoint.folder).expanduser().absolute())
+    return msgspec.structs.replace(
+        spec,
+        model=model,
+        data=msgspec.structs.replace(
+            spec.data, source=source, evaluation=_absolute(spec.data.evaluation)
+        ),
+        checkpoint=msgspec.structs.replace(spec.checkpoint, folder=folder),
+    )
+
+
+def missing_paths(spec: RunSpec) -> Iterator[Problem]:
+    """Yield a problem (code ``path-not-found``) for each model, tokenizer or data path of the spec that does not exist."""
+    for field, text in _named(spec):
+        if _is_path(text) and not exists(Path(text).expanduser()):
+            remedy = "Check the path. A name on the hub has the form owner/name."
+            message = "there is no such file or folder, or you may not see it"
+            yield Problem(
+                code="path-not-found", field=field, value=text, message=message, remedy=remedy
+            )
+
+
+def _named(spec: RunSpec) -> Iterator[tuple[str, str]]:
+    yield "model.id", spec.model.id
+    yield "model.tokenizer", spec.model.tokenizer
+    yield "data.evaluation", spec.data.evaluation
+    if isinstance(spec.data.source, str):
+        yield "data.source", spec.data.source
+    else:
+        yield from (
+            (f"data.source[{index}].source", part.source)
+            for index, part in enumerate(spec.data.source)
+        )
+
+
+def _is_path(text: str) -> bool:
+    """Return whether a text can only be a path: it is written as one, or ends like a data file, which no hub name does."""
+    written_as_path = (
+        text.startswith(("/", "./", "../", "~"))
+        or text.count("/") > 1
+        or text.endswith(_LOCAL_SUFFIXES)
+    )
+    return written_as_path and not text.startswith(_BUILTIN)
+
+
+def _absolute(text: str) -> str:
+    if not text or text.startswith(_BUILTIN):
+        return text
+    path = Path(text).expanduser()
+    return str(path.absolute()) if _is_path(text) or exists(path) else text
+
+
+# One preset file, as parsed. Anybody may have written it: only regular files of bounded size and
+# depth are read.
+
+
+Origin = Literal["built-in", "user", "file"]
+
+
+LARGEST_BYTES = 1 << 20
+"""Limit of a preset file. The parameter tables of the built-in ones have a few kilobytes."""
+_KEYS = frozenset((*RunSpec.__struct_fields__, "extends"))
+"""Top-level keys of a preset."""
+
+
+class Source(Struct, frozen=True):
+    """A preset file as parsed, before any check."""
+
+    name: str
+    path: str
+    origin: Origin
+    tree: Tree
+
+
+def preset_files(folder: Path) -> tuple[list[Path], list[Problem]]:
+    """Return the preset files of a folder, sorted, and the problem if it cannot be read. A folder that does not exist has none."""
+    try:
+        return sorted(path for path in folder.iterdir() if path.name.endswith(".toml")), []
+    except (FileNotFoundError, NotADirectoryError):
+        return [], []
+    except OSError as error:
+        message = f"cannot be read ({error.strerror}), so your own presets are left out"
+        remedy = "Check its rights and those of the folders above it."
+        return [], [
+            Problem(
+                code="unreadable",
+                field="presets",
+                value="",
+                message=message,
+                remedy=remedy,
+                file=str(folder),
+            )
+        ]
+
+
+def read_source(path: Path, origin: Origin) -> Source:
+    """Return a preset file as parsed. Raises InputError with the codes of ``catalog``."""
+    try:
+        tree = decode_toml(read_bounded(path, LARGEST_BYTES))
+    except FileNotFoundError:
+        raise _unreadable(
+            "file-not-found",
+            path,
+            "there is no such file",
+            "`so-tui presets` lists the presets by name.",
+        ) from None
+    except UnfitFileError as error:
+        if path.is_dir():
+            raise InputError([no_preset(path, "is a folder, not a preset")]) from None
+        remedy = f"A preset is a regular file of at most {thousands(LARGEST_BYTES)} bytes."
+        message = (
+            "is a pipe or a device"
+            if error.unfit is Unfit.NOT_A_FILE
+            else f"is larger than {thousands(LARGEST_BYTES)} bytes"
+        )
+        raise _unreadable(error.unfit.value, path, message, remedy) from None
+    except TooDeepError as error:
+        raise _unreadable(
+            "too-deep",
+            path,
+            f"is not a preset: {error}",
+            "Write each section at the top level: [model], [data].",
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        remedy = "Check the path, and that the file is UTF-8 text with read permission."
+        raise _unreadable("unreadable", path, f"cannot be read ({error})", remedy) from None
+    except tomllib.TOMLDecodeError as error:
+        if path.suffix != ".toml":
+            raise InputError([no_preset(path, "is a file, not a preset")]) from None
+        remedy = "Correct that line: text needs quotes, and each key may appear once."
+        raise _unreadable("invalid-toml", path, f"is not TOML: {error}", remedy) from None
+    if tree and not tree.keys() & _KEYS:
+        raise InputError([no_preset(path, f"is TOML, but not a preset: it holds {some(tree)}")])
+    tree.setdefault("name", path.stem)
+    return Source(name=str(tree["name"]), path=str(path), origin=origin, tree=tree)
+
+
+def _unreadable(code: str, path: Path, message: str, remedy: str) -> InputError:
+    return InputError(
+        [
+            Problem(
+                code=code, field="preset", value="", message=message, remedy=remedy, file=str(path)
+            )
+        ]
+    )
+
+
+def no_preset(path: Path, message: str) -> Problem:
+    """Return the problem of a file or folder that exists but is not a preset."""
+    remedy = "A preset is a TOML file with a [model], or one that `extends` another; `so-tui presets` lists them by name."
+    if path.is_dir():
+        remedy += " To make one from a folder with a model: `so-tui presets add FOLDER`."
+    return Problem(
+        code="not-a-preset", field="preset", value=shown(str(path)), message=message, remedy=remedy
+    )
+
+
+_LONGEST_CHAIN = 16
+"""Presets that a preset may extend, one through the other."""
+BUILTIN = "builtin:"
+"""Prefix of models, tokenizers and data that come with so-tui: ``builtin:tiny/rows.jsonl``."""
+
+_DATA_SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".csv", ".tsv")
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+
+
+class Catalog(Struct, frozen=True):
+    """All presets, and the problems of those that could not be read."""
+
+    presets: dict[str, Preset]
+    """Presets by name, in display order (``tiny`` last)."""
+    problems: tuple[Problem, ...] = ()
+
+
+def resolve_source(text: str) -> str:
+    """Return the path of a ``builtin:`` name; any other text unchanged.
+
+    Raises:
+        InputError: If there is no such built-in.
+    """
+    if not text.startswith(BUILTIN):
+        return text
+    folder = builtin_folder()
+    path = (folder / text.removeprefix(BUILTIN)).resolve()
+    if not path.is_relative_to(folder.resolve()) or not path.exists():
+        names = ", ".join(
+            sorted(f"{BUILTIN}{child.name}" for child in folder.iterdir() if child.is_dir())
+        )
+        problem = Problem(
+            code="unknown-builtin",
+            field="source",
+            value=shown(text),
+            message="is not built in",
+            remedy=f"Built in: {names}.",
+        )
+        raise InputError([problem])
+    return str(path)
+
+
+def load_catalog(user_dir: Path | None = None) -> Catalog:
+    """Load all presets. An invalid user preset is reported in ``problems`` and does not hide the others."""
+    trees: dict[str, Source] = {}
+    problems: list[Problem] = []
+    folders: tuple[tuple[Path, Origin], ...] = (
+        (builtin_folder(), "built-in"),
+        (user_dir or user_folder(), "user"),
+    )
+    for folder, origin in folders:
+        paths, unreadable = preset_files(folder)
+        problems += unreadable
+        for path in paths:
+            try:
+                source = read_source(path, origin)
+                if source.name in trees:
+                    raise InputError([_duplicate_name(source, trees[source.name])])
+                trees[source.name] = source
+            except InputError as error:
+                problems += error.problems
+    presets: dict[str, Preset] = {}
+    for source in trees.values():
+        try:
+            presets[source.name] = _preset(source, trees)
+        except InputError as error:
+            problems += error.problems
+    return Catalog(
+        presets=dict(sorted(presets.items(), key=lambda item: _order(item[1]))),
+        problems=tuple(problems),
+    )
+
+
+def find_preset(name_or_path: str, catalog: Catalog | None = None, *, table: bool = True) -> Preset:
+    """Return a preset by name, or from a file by path.
+
+    Args:
+        name_or_path: Name of a preset; text with a ``/`` or ending in ``.toml`` is a path. With ``:as-published`` at its end, the settings
+            of DeepSpeed's SuperOffload examples replace those of the preset.
+        catalog: Presets to search; loaded if absent.
+        table: False leaves out the file's own parameter table, for generating it again.
+
+    Raises:
+        InputError: If the name is unknown, the file is missing or not a preset, or the preset is invalid.
+    """
+    if name_or_path.endswith(AS_PUBLISHED):
+        preset = find_preset(name_or_path.removesuffix(AS_PUBLISHED), catalog, table=table)
+        return msgspec.structs.replace(preset, spec=as_published(preset.spec))
+    fault = path_fault(name_or_path)
+    if Path(name_or_path).suffix.lower() in _DATA_SUFFIXES:
+        remedy = f"To train on your own rows, name a preset as well: tiny {set_option('data.source', name_or_path)}"
+        message = "is a data file, not a preset"
+        raise InputError(
+            [
+                Problem(
+                    code="data-not-preset",
+                    field="preset",
+                    value=shown(name_or_path),
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        )
+    if "/" in name_or_path or name_or_path.endswith(".toml"):
+        if fault:
+            remedy = "`so-tui presets` lists the presets by name."
+            raise InputError(
+                [
+                    Problem(
+                        code="invalid-path",
+                        field="preset",
+                        value=shown(name_or_path),
+                        message=fault,
+                        remedy=remedy,
+                    )
+                ]
+            )
+        source = read_source(Path(name_or_path).expanduser(), "file")
+        if not table and isinstance(source.tree.get("model"), dict):
+            source.tree["model"].pop("parameters", None)
+        known = (catalog or load_catalog()).presets if "extends" in source.tree else {}
+        return _preset(
+            source,
+            {
+                name: Source(name, preset.path, preset.origin, complete_tree(preset.spec))
+                for name, preset in known.items()
+            },
+        )
+    catalog = catalog or load_catalog()
+    if name_or_path in catalog.presets:
+        return catalog.presets[name_or_path]
+    broken = [problem for problem in catalog.problems if Path(problem.file).stem == name_or_path]
+    if broken:
+        raise InputError(broken)
+    if not fault and exists(Path(name_or_path)):
+        raise InputError(
+            [
+                no_preset(
+                    Path(name_or_path),
+                    f"is a {'folder' if is_folder(Path(name_or_path)) else 'file'}, not a preset",
+                )
+            ]
+        )
+    raise InputError([_unknown_preset("preset", name_or_path, tuple(catalog.presets))])
+
+
+def save_preset(
+    spec: RunSpec, name: str, *, base: str | None, user_dir: Path | None = None
+) -> Path:
+    """Write a user preset with the differences from ``base`` and return its path. An existing user preset of this name is replaced.
+
+    Local paths are written as absolute ones, as the preset is used from any folder.
+
+    Args:
+        spec: What to save.
+        name: Name of the preset.
+        base: Preset to extend; None writes a complete preset.
+        user_dir: Folder of user presets; the XDG folder if absent.
+
+    Raises:
+        InputError: If the name is invalid or built in, the base is unknown, or the folder cannot be written.
+    """
+    folder = user_dir or user_folder()
+    presets = load_catalog(folder).presets
+    check_user_name(name, presets, folder)
+    older = presets.get(name)
+    path = Path(older.path) if older else folder / f"{name}.toml"
+    if older and base == name:
+        base = read_source(path, "user").tree.get("extends")
+    saved = msgspec.structs.replace(with_absolute_paths(spec), name=name)
+    return _write(path, _toml(_preset_tree(saved, base, presets)))
+
+
+def check_user_name(name: str, presets: Mapping[str, Preset], folder: Path | None = None) -> None:
+    """Check that a user preset may have this name, possibly replacing another user preset.
+
+    Raises:
+        InputError: If the name is invalid, built in, or taken by a file that cannot be read.
+    """
+    if not _NAME.fullmatch(name):
+        remedy = "Use up to 64 lower-case letters, digits, '.', '_' and '-', starting with a letter or digit."
+        raise InputError(
+            [
+                Problem(
+                    code="invalid-name",
+                    field="name",
+                    value=shown(name),
+                    message="is not a valid name",
+                    remedy=remedy,
+                )
+            ]
+        )
+    older = presets.get(name)
+    if older and older.origin == "built-in":
+        message = "is a built-in preset"
+        raise InputError(
+            [
+                Problem(
+                    code="builtin-name",
+                    field="name",
+                    value=shown(name),
+                    message=message,
+                    remedy="Choose another name.",
+                )
+            ]
+        )
+    path = (folder or user_folder()) / f"{name}.toml"
+    if older is None and exists(path):  # a preset that cannot be read must not be overwritten
+        raise InputError(
+            [_name_taken(name, str(path), "Correct that file or choose another name.")]
+        )
+
+
+def delete_preset(name: str, *, user_dir: Path | None = None) -> Path:
+    """Delete a preset of the user and return the path that it had.
+
+    Raises:
+        InputError: It is built in, unknown, extended by another, or its file cannot be removed.
+    """
+    presets = load_catalog(user_dir).presets
+    preset = presets.get(name)
+    if preset is None:
+        own = tuple(known for known, other in presets.items() if other.origin == "user")
+        raise InputError([_unknown_preset("preset", name, own)])
+    if preset.origin != "user":
+        message, remedy = "is a built-in preset", "Only presets of your own can be deleted."
+        raise InputError(
+            [
+                Problem(
+                    code="builtin-name",
+                    field="preset",
+                    value=shown(name),
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        )
+    below = [
+        other
+        for other, known in presets.items()
+        if known.origin == "user"
+        and read_source(Path(known.path), "user").tree.get("extends") == name
+    ]
+    if below:
+        message, remedy = (
+            f"is extended by {some(below)}",
+            "Delete those first, or save them as complete presets.",
+        )
+        raise InputError(
+            [
+                Problem(
+                    code="preset-in-use",
+                    field="preset",
+                    value=shown(name),
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        )
+    try:
+        Path(preset.path).unlink()
+    except OSError as error:
+        message, remedy = f"cannot be deleted: {error.strerror}", "Check the rights of its folder."
+        raise InputError(
+            [
+                Problem(
+                    code="not-deletable",
+                    field="preset",
+                    value=preset.path,
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        ) from None
+    return Path(preset.path)
+
+
+def create_preset(spec: RunSpec, *, user_dir: Path | None = None) -> Path:
+    """Write a new, complete user preset with its parameter table, and return its path. Existing files are never replaced.
+
+    Raises:
+        InputError: If a preset or file of this name exists, or the folder cannot be written.
+    """
+    folder = user_dir or user_folder()
+    path = folder / f"{spec.name}.toml"
+    older = load_catalog(folder).presets.get(spec.name)
+    taken = older.path if older else str(path) if exists(path) else ""
+    if taken:
+        raise InputError([_name_taken(spec.name, taken)])
+    own = spec_tree(
+        msgspec.structs.replace(spec, model=msgspec.structs.replace(spec.model, parameters=()))
+    )
+    return _write(path, f"{_toml(own)}\n{table_text(spec.model.parameters)}", replace=False)
+
+
+def _name_taken(name: str, path: str, remedy: str = "Choose another name.") -> Problem:
+    return Problem(
+        code="name-taken",
+        field="name",
+        value=shown(name),
+        message=f"is taken by {path}",
+        remedy=remedy,
+    )
+
+
+def _toml(tree: Tree) -> str:
+    import tomli_w
+
+    return tomli_w.dumps(tree)
+
+
+def _preset_tree(spec: RunSpec, base: str | None, presets: Mapping[str, Preset]) -> Tree:
+    """Return the tree to write: the differences from the base, or the complete spec without one. Raises InputError for an unknown base."""
+    if base is None:
+        return spec_tree(spec)
+    if base not in presets:
+        raise InputError([_unknown_preset("extends", base, tuple(presets))])
+    above = presets[base].spec
+    if spec.title == above.title:
+        spec = msgspec.structs.replace(spec, title="")
+    below = complete_tree(msgspec.structs.replace(above, title=""))
+    changes = differences(complete_tree(spec), below)
+    if (
+        check_tree(merged(below, changes)) != spec
+    ):  # a key of the architecture was removed, which differences cannot express
+        return spec_tree(spec)
+    return {"extends": base, **changes}
+
+
+def _preset(source: Source, sources: Mapping[str, Source]) -> Preset:
+    # A file is not among the presets by name: it may have the name of the one that it extends.
+    seen = () if source.origin == "file" else (source.name,)
+    spec = check_tree(_extended(source, sources, seen), source.path)
+    return Preset(spec=spec, origin=source.origin, path=source.path)
+
+
+def _extended(source: Source, sources: Mapping[str, Source], seen: tuple[str, ...]) -> Tree:
+    """Return the tree of a file merged over that of the preset it extends, recursively.
+
+    The title is not inherited, so that a preset and its base look different in lists.
+
+    Raises:
+        InputError: If a base is unknown or the chain of bases is circular.
+    """
+    tree = {key: value for key, value in source.tree.items() if key != "extends"}
+    if "extends" not in source.tree:
+        return tree
+    base = str(source.tree["extends"])
+    if base not in sources:
+        raise InputError([_unknown_preset("extends", base, tuple(sources), source.path)])
+    if len(seen) > _LONGEST_CHAIN:
+        message, remedy = (
+            f"goes through more than {_LONGEST_CHAIN} presets",
+            "Extend a preset with fewer presets below it.",
+        )
+        code = "long-extends"
+        raise InputError(
+            [
+                Problem(
+                    code=code,
+                    field="extends",
+                    value=shown(base),
+                    message=message,
+                    remedy=remedy,
+                    file=source.path,
+                )
+            ]
+        )
+    if base in seen:
+        chain = " -> ".join((*seen, base))
+        remedy = "Extend a preset that does not itself extend this one."
+        message = f"is circular ({chain})"
+        problem = Problem(
+            code="circular-extends",
+            field="extends",
+            value=shown(base),
+            message=message,
+            remedy=remedy,
+            file=source.path,
+        )
+        raise InputError([problem])
+    below = _extended(sources[base], sources, (*seen, base))
+    return merged({key: value for key, value in below.items() if key != "title"}, tree)
+
+
+def _order(preset: Preset) -> tuple[object, ...]:
+    """Return the sort key of a preset: built-in models by size, then the user's, then random weights for benchmarks; ``tiny`` last."""
+    spec = preset.spec
+    return (
+        spec.name == "tiny",
+        spec.model.weights == "random",
+        preset.origin != "built-in",
+        spec.ranks,
+        spec.model.parameter_count,
+        spec.name,
+    )
+
+
+def _unknown_preset(field: str, name: str, known: tuple[str, ...], file: str = "") -> Problem:
+    remedy = f"{nearest(name, known)}Presets: {some(known)}."
+    return Problem(
+        code="unknown-preset",
+        field=field,
+        value=shown(name),
+        message="there is no such preset",
+        remedy=remedy,
+        file=file,
+    )
+
+
+def _duplicate_name(source: Source, other: Source) -> Problem:
+    return Problem(
+        code="name-taken",
+        field="name",
+        value=shown(source.name),
+        message=f"is already the name of {other.path}",
+        remedy="Give this preset another name.",
+        file=source.path,
+    )
+
+
+def _write(path: Path, text: str, *, replace: bool = True) -> Path:
+    """Write a preset atomically: readers see the old file or the new one. Raises InputError."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text, encoding="utf-8")
+        if replace:
+            partial.replace(path)
+        else:
+            os.link(
+                partial, path
+            )  # unlike a rename, fails if another process took the name in the meantime
+            partial.unlink()
+    except FileExistsError:
+        partial.unlink()
+        raise InputError([_name_taken(path.stem, str(path))]) from None
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink()
+        remedy = "Free some space, or set XDG_CONFIG_HOME to a writable folder."
+        message = f"cannot be written: {error.strerror}"
+        problem = Problem(
+            code="not-writable", field="preset", value=str(path), message=message, remedy=remedy
+        )
+        raise InputError([problem]) from None
+    return path

@@ -1,1 +1,0 @@
-"""The sections of a preset, a module for each. ``types.RunSpec`` puts them together."""

@@ -1,0 +1,374 @@
+"""The geometry of charts: spans per dot column, scales, ticks, and dots turned into characters. Pure data in, text out."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+
+from so_tui.ui.charts.series import Axis, Line
+from so_tui.ui.text import GlyphName
+
+Span = tuple[float, float]
+OUTLIER_RANGES = 3.0
+"""How many times the range of the middle half of all values a value may lie outside of it, on a scale that leaves outliers out."""
+
+
+SIGN_CELLS, SIGN_SHIFT = 24, 7
+"""Cells between two signs on a line, and between those of two lines that follow each other."""
+LARGEST, SMALLEST = 1e300, 1e-300
+"""Range of what a scale shows: nearer to the limits of floats, its arithmetic would overflow."""
+
+
+@dataclass(frozen=True)
+class Glyphs:
+    """How many dots a character cell holds, and which character shows which dots."""
+
+    columns: int
+    rows: int
+    bits: tuple[tuple[int, ...], ...]
+    """Bit of a dot, by column, then by row from the top."""
+    characters: str
+    """Character of each mask."""
+
+
+GLYPHS: dict[GlyphName, Glyphs] = {
+    "braille": Glyphs(
+        2, 4, ((1, 2, 4, 64), (8, 16, 32, 128)), "".join(chr(0x2800 + mask) for mask in range(256))
+    ),
+    "block": Glyphs(2, 2, ((1, 4), (2, 8)), " ▘▝▀▖▌▞▛▗▚▐▜▄▙▟█"),
+    "ascii": Glyphs(1, 2, ((1, 2),), " '.|"),
+}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Values to heights. ``log`` is base 10; a value that cannot be shown has no height."""
+
+    low: float
+    high: float
+    log: bool = False
+
+    def height(self, value: float, dots: int) -> int | None:
+        """Return the dot row of ``value`` counted from the bottom, clamped into ``0 .. dots - 1``."""
+        if self.log:
+            if value <= 0:
+                return None
+            share = (math.log10(value) - math.log10(self.low)) / (
+                math.log10(self.high) - math.log10(self.low)
+            )
+        else:
+            share = (value - self.low) / (self.high - self.low)
+        return round(min(dots - 1, max(0, share * (dots - 1))))
+
+    def heights(self, found: Sequence[Span | None], dots: int) -> list[tuple[int, int] | None]:
+        """Return the lowest and highest dot row of each span; None where nothing can be shown."""
+        if self.log:
+            pairs = [
+                None if span is None else (self.height(span[0], dots), self.height(span[1], dots))
+                for span in found
+            ]
+            return [
+                None if pair is None or pair[1] is None else (pair[0] or 0, pair[1])
+                for pair in pairs
+            ]
+        base, top = self.low, dots - 1
+        factor = top / (self.high - base)
+        return [
+            None
+            if span is None
+            else (
+                round(min(top, max(0, (span[0] - base) * factor))),
+                round(min(top, max(0, (span[1] - base) * factor))),
+            )
+            for span in found
+        ]
+
+
+def spans(line: Line, axis: Axis, columns: int) -> tuple[list[Span | None], list[int]]:
+    """Return the extremes of ``line`` in each dot column, and the columns that hold a gap."""
+    indices = axis.indices(line, columns)
+    extremes = line.series.extremes
+    found = [extremes(start, stop) if stop > start else None for start, stop in pairwise(indices)]
+    if not line.series.has_gap(indices[0], indices[-1]):
+        return found, []
+    gaps = [
+        column
+        for column, (start, stop) in enumerate(pairwise(indices))
+        if stop > start and line.series.has_gap(start, stop)
+    ]
+    return found, gaps
+
+
+def _without_outliers(values: list[float]) -> Span:
+    """Return least and greatest of these values that lie within OUTLIER_RANGES times the range of their middle half around it."""
+    values.sort()
+    first, third = values[len(values) // 4], values[3 * len(values) // 4]
+    reach = OUTLIER_RANGES * (third - first)
+    return values[bisect_left(values, first - reach)], values[
+        bisect_right(values, third + reach) - 1
+    ]
+
+
+def beyond(lines: Iterable[Sequence[Span | None]], scale: Scale) -> int:
+    """Return how many columns have a value outside the scale."""
+    drawn = [span for line in lines for span in line if span is not None]
+    return sum(
+        low < scale.low or high > scale.high for low, high in drawn if high > 0 or not scale.log
+    )
+
+
+def fit_scale(
+    lines: Iterable[Sequence[Span | None]],
+    *,
+    log: bool = False,
+    zero: bool = False,
+    ceiling: float | None = None,
+    robust: bool = False,
+) -> Scale:
+    """Return a scale that holds all spans with a little air. ``zero`` keeps 0 on it, ``ceiling`` that value; without values: 0 to 1.
+
+    ``log`` is given up where no value is positive. A ``robust`` scale leaves outliers out.
+    """
+    drawn = [span for line in lines for span in line if span is not None]
+    low = min((span[0] for span in drawn), default=0.0)
+    high = max((span[1] for span in drawn), default=1.0)
+    logarithmic = log and high > 0
+    if robust and drawn:
+        values = [value for span in drawn for value in span]
+        if logarithmic:
+            powers = _without_outliers(
+                [math.log10(min(LARGEST, value)) for value in values if value > 0]
+            )
+            low, high = (10**power for power in powers)
+        else:
+            low, high = _without_outliers(values)
+    low, high = (min(LARGEST, max(-LARGEST, value)) for value in (low, high))
+    if logarithmic:
+        positive = (
+            low
+            if robust and drawn
+            else min((value for span in drawn for value in span if value > 0), default=high)
+        )
+        positive, high = (min(LARGEST, max(SMALLEST, value)) for value in (positive, high))
+        if math.log10(positive) == math.log10(
+            high
+        ):  # as of values that differ in their last digit only
+            return Scale(high / 2, high * 2, log=True)
+        return Scale(positive, high, log=True)
+    if zero:
+        low = min(0.0, low)
+    if ceiling is not None:
+        high = max(ceiling, high)
+    if high - low < SMALLEST:
+        pad = abs(high) * 0.1 if abs(high) > SMALLEST else 1.0
+        return Scale(low if zero else low - pad, high + pad)
+    pad = (high - low) * 0.05
+    return Scale(low if zero and low == 0 else low - pad, high if ceiling == high else high + pad)
+
+
+def ticks(scale: Scale, most: int) -> list[float]:
+    """Return at most ``most`` round values on the scale, ascending."""
+    if most < 1:
+        return []
+    if scale.log:
+        first, last = math.floor(math.log10(scale.low)), math.ceil(math.log10(scale.high))
+        for steps in ((1, 2, 5), (1,)):
+            marks = [digit * 10.0**power for power in range(first, last + 1) for digit in steps]
+            marks = [mark for mark in marks if scale.low <= mark <= scale.high]
+            if len(marks) <= most and len(marks) >= 2:
+                return marks
+        if len(marks) > most:
+            return marks[:: -(-len(marks) // most)]
+        return ticks(Scale(scale.low, scale.high), most)
+    return round_values(scale.low, scale.high, most)
+
+
+def round_values(
+    low: float, high: float, most: int, steps: Sequence[float] = (1, 2, 2.5, 5, 10)
+) -> list[float]:
+    """Return at most ``most`` multiples of a round step in ``[low, high]``."""
+    rough = (high - low) / max(1, most)
+    if rough <= 0 or not math.isfinite(rough):
+        return []
+    power = 10.0 ** math.floor(math.log10(rough))
+    for factor in (*steps, 10 * steps[0], 10 * steps[1]):
+        step = factor * power
+        first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+        if step >= rough and last - first + 1 <= most:
+            return [index * step for index in range(first, last + 1)]
+    return []
+
+
+_TIME_STEPS = (
+    1,
+    2,
+    5,
+    10,
+    15,
+    30,
+    60,
+    120,
+    300,
+    600,
+    900,
+    1800,
+    3600,
+    7200,
+    10_800,
+    21_600,
+    43_200,
+    86_400,
+    172_800,
+    604_800,
+)
+
+
+def time_values(low: float, high: float, most: int) -> list[float]:
+    """Return at most ``most`` multiples of a customary length of time in ``[low, high]`` (seconds)."""
+    for step in _TIME_STEPS:
+        first, last = math.ceil(low / step), math.floor(high / step)
+        if last - first + 1 <= most:
+            return [float(index * step) for index in range(first, last + 1)]
+    return [86_400 * days for days in round_values(low / 86_400, high / 86_400, most)]
+
+
+@cache
+def _runs(glyphs: Glyphs) -> list[list[list[int]]]:
+    """Return the mask of a run of dots within a cell, by column, first and last dot from the top."""
+    rows = range(glyphs.rows)
+    return [
+        [[sum(bits[first : last + 1]) for last in rows] for first in rows] for bits in glyphs.bits
+    ]
+
+
+class Canvas:
+    """A grid of dots, ``width`` x ``height`` cells, and the layer that last drew in each cell."""
+
+    def __init__(self, width: int, height: int, glyphs: Glyphs) -> None:
+        self.width, self.height, self.glyphs = width, height, glyphs
+        self.masks = [[0] * width for _ in range(height)]
+        self.layers = [[-1] * width for _ in range(height)]
+        self.columns = width * glyphs.columns
+        self.dots = height * glyphs.rows
+        self._runs = _runs(glyphs)
+        self._beside: frozenset[int] = frozenset()
+        """Layers whose dots stay where the present one is drawn."""
+        self._signs: dict[int, dict[int, str]] = {}
+        """Characters in place of dots, by row and cell."""
+
+    def column(self, column: int, low: int, high: int, layer: int) -> None:
+        """Set the dots ``low .. high`` (from the bottom) of one dot column; a later layer takes the whole cell, or stands beside others."""
+        cell, sub = divmod(column, self.glyphs.columns)
+        table, rows, last = self._runs[sub], self.glyphs.rows, self.dots - 1
+        first_row, first_dot = divmod(last - high, rows)
+        last_row, last_dot = divmod(last - low, rows)
+        for row in range(first_row, last_row + 1):
+            mask = table[first_dot if row == first_row else 0][
+                last_dot if row == last_row else rows - 1
+            ]
+            layers = self.layers[row]
+            if layers[cell] == layer:
+                self.masks[row][cell] |= mask
+            elif layers[cell] in self._beside:
+                self.masks[row][cell] |= mask
+                layers[cell] = (
+                    layer if cell % 2 else layers[cell]
+                )  # a cell has one colour: each has its turn
+            else:
+                layers[cell] = layer
+                self.masks[row][cell] = mask
+
+    def draw(
+        self,
+        found: Sequence[Span | None],
+        gaps: Sequence[int],
+        scale: Scale,
+        layer: int,
+        *,
+        connect: bool = True,
+        beside: frozenset[int] = frozenset(),
+    ) -> None:
+        """Draw one line: each column's span, joined to the one before it unless a gap lies between them.
+
+        Without ``connect`` it is a band: columns between two spans are filled, but spans are not stretched to touch. Layers ``beside``
+        stay visible where this one is drawn: their dots remain, and every other shared cell keeps their colour.
+        """
+        self._beside = beside
+        broken = set(gaps)
+        before: tuple[int, int, int] | None = None
+        for column, heights in enumerate(scale.heights(found, self.dots)):
+            if heights is None:
+                before = None if column in broken else before
+                continue
+            low, high = heights
+            if before is not None and column not in broken:
+                if connect:
+                    low, high = self._join(before, column, low, high, layer)
+                else:
+                    self._fill(before, column, low, high, layer)
+            self.column(column, low, high, layer)
+            before = None if column in broken else (column, low, high)
+
+    def _join(
+        self, before: tuple[int, int, int], column: int, low: int, high: int, layer: int
+    ) -> tuple[int, int]:
+        """Fill what lies between two spans; returns the later span, stretched to touch the earlier one."""
+        start, before_low, before_high = before
+        if column - start == 1:
+            if low > before_high + 1:
+                low = before_high + 1
+            elif high < before_low - 1:
+                high = before_low - 1
+            return low, high
+        left, right = (before_low + before_high) / 2, (low + high) / 2
+        last = left
+        for middle in range(start + 1, column):
+            at = left + (right - left) * (middle - start) / (column - start)
+            self.column(middle, round(min(last, at)), round(max(last, at)), layer)
+            last = at
+        return min(low, round(min(last, right))), max(high, round(max(last, right)))
+
+    def _fill(
+        self, before: tuple[int, int, int], column: int, low: int, high: int, layer: int
+    ) -> None:
+        """Fill the columns between two spans of a band."""
+        start, before_low, before_high = before
+        for middle in range(start + 1, column):
+            share = (middle - start) / (column - start)
+            self.column(
+                middle,
+                round(before_low + share * (low - before_low)),
+                round(before_high + share * (high - before_high)),
+                layer,
+            )
+
+    def sign(self, layer: int, character: str) -> None:
+        """Mark a line where it is seen, every SIGN_CELLS cells, and elsewhere than the lines before and after it."""
+        seen = [
+            (cell, rows)
+            for cell in range(self.width)
+            if (rows := [row for row in range(self.height) if self.layers[row][cell] == layer])
+        ]
+        if seen:
+            for cell, rows in seen[layer * SIGN_SHIFT % min(SIGN_CELLS, len(seen)) :: SIGN_CELLS]:
+                self._signs.setdefault(rows[len(rows) // 2], {})[cell] = character
+
+    def row(self, row: int) -> list[tuple[str, int]]:
+        """Return the characters of one row with their layer (-1: empty), neighbours of one layer joined."""
+        characters = self.glyphs.characters
+        runs: list[tuple[str, int]] = []
+        text, current = "", self.layers[row][0] if self.width else -1
+        cells = [characters[mask] if mask else " " for mask in self.masks[row]]
+        for cell, sign in self._signs.get(row, {}).items():
+            cells[cell] = sign
+        for character, layer in zip(cells, self.layers[row], strict=True):
+            if layer != current:
+                runs.append((text, current))
+                text, current = "", layer
+            text += character
+        runs.append((text, current))
+        return runs

@@ -1,0 +1,720 @@
+"""Charts: lines over the dashboard's one x axis, drawn once per change and cached as strips."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, NamedTuple
+
+from rich.segment import Segment
+from rich.style import Style
+from textual import events
+from textual.message import Message
+from textual.strip import Strip
+from textual.widget import Widget
+
+from so_tui.ui.charts.canvas import GLYPHS, Scale, beyond, fit_scale, spans
+from so_tui.ui.charts.drawing import (
+    GUTTER,
+    Mark,
+    RoleStyles,
+    axis_row,
+    gutter_text,
+    plot_key,
+    plot_rows,
+    repaint,
+    value_at,
+    with_cursor,
+    x_text,
+)
+from so_tui.ui.charts.series import Axis, Line
+from so_tui.ui.text import GlyphName
+from so_tui.ui.textual_fixes import DrawsPrintable
+from so_tui.ui.widgets import SIDE, framed
+from so_tui.units import plural, significant
+
+# How the lines of a chart are told apart: by colour, and by a letter where a colour would be used
+# again or is not shown. Pure.
+
+
+RUN_ROLES = tuple(f"run-{number}" for number in range(1, 9))
+"""Colours of runs that are laid over another, and of GPUs, nodes and hosts beside each other."""
+SIGNS = string.ascii_lowercase + string.digits[1:]
+
+
+class Look(NamedTuple):
+    """How one of several lines is drawn."""
+
+    role: str
+    sign: str
+    """The letter that stands on the line and beside its name; empty where the colour alone tells."""
+
+
+def look_of(index: int, *, coloured: bool) -> Look:
+    """Return the look of one of several lines: on a screen without colours, each has a sign."""
+    alone = len(RUN_ROLES) if coloured else 0
+    return Look(
+        RUN_ROLES[index % len(RUN_ROLES)],
+        SIGNS[(index - alone) % len(SIGNS)] if index >= alone else "",
+    )
+
+
+# The heading of a chart, and its frame: the upper line holds the heading, and the lower one is the
+# axis. Pure.
+
+
+LEAST_ROWS_FOR_MORE = 8
+"""Rows of a chart from which on a second row of values leaves a plot."""
+
+
+class Figure(NamedTuple):
+    """What stands behind the title of a chart, with the space before it."""
+
+    segments: list[Segment]
+    kind: Literal["value", "raw", "note"] = "note"
+
+    @property
+    def cells(self) -> int:
+        return Segment.get_line_length(self.segments)
+
+
+class Heading(NamedTuple):
+    """The heading of a chart."""
+
+    title: list[Segment]
+    beside: list[Segment]
+    """Values and notes."""
+    below: list[Segment]
+    """Values that find no room beside the title."""
+
+
+def arranged(title: list[Segment], figures: Sequence[Figure], room: int, height: int) -> Heading:
+    """Return as many values and notes as fit beside the title; none is cut, since a cut number is another number.
+
+    Args:
+        title: The title, and what follows it whatever else there is.
+        figures: Values and notes, in their order.
+        room: Cells of the title and of what stands beside it, and of the row below.
+        height: Rows of the chart.
+    """
+    free = room - Segment.get_line_length(title)
+    if (
+        height < LEAST_ROWS_FOR_MORE
+        and sum(figure.cells for figure in figures if figure.kind != "note") > free
+    ):
+        figures = [
+            figure for figure in figures if figure.kind != "raw"
+        ]  # the least of what a chart says
+    beside: list[Segment] = []
+    below: list[Segment] = []
+    free_below = room
+    for figure in figures:
+        if figure.cells <= free and (figure.kind == "note" or not below):
+            beside += figure.segments
+            free -= figure.cells
+        elif figure.kind != "note" and figure.cells <= free_below:
+            below += figure.segments
+            free_below -= figure.cells
+    return Heading(title, beside, below)
+
+
+class ChartFrame(NamedTuple):
+    """Makes the rows of a chart of ``width`` cells, with ``inset`` cells of a frame at either side: 1, or 0 without one."""
+
+    width: int
+    inset: int
+    styles: Mapping[str, Style]
+
+    def upper(self, heading: Heading) -> Strip:
+        """Return the row of the heading."""
+        line, base = self.styles["frame"], self.styles["base"]
+        if not self.inset:
+            return Strip([*heading.title, *heading.beside]).adjust_cell_length(self.width, base)
+        left = [Segment("╭─ ", line), *heading.title, Segment(" ", line)]
+        right = [*heading.beside, Segment(" ─╮", line)] if heading.beside else [Segment("╮", line)]
+        between = self.width - Segment.get_line_length([*left, *right])
+        if heading.beside:  # its first two cells are blank: one of them belongs to the line
+            between += 1
+            right[0] = Segment(right[0].text[1:], right[0].style)
+        return Strip([*left, Segment("─" * between, line), *right]).adjust_cell_length(
+            self.width, base
+        )
+
+    def row(self, row: Sequence[Segment]) -> Strip:
+        """Return a row between the upper line and the lower one."""
+        inside = Strip(row).adjust_cell_length(self.width - 2 * self.inset, self.styles["base"])
+        side = Segment("│", self.styles["frame"])
+        return Strip([side, *inside, side], self.width) if self.inset else inside
+
+    def lower(self, row: Sequence[Segment], note: str = "") -> Strip:
+        """Return the last row; in a frame, its end says ``note``."""
+        if not self.inset:
+            return self.row(row)
+        line = self.styles["frame"]
+        inside = Strip(row).adjust_cell_length(self.width - 2, line)
+        if note:
+            inside = Strip(
+                [
+                    *inside.crop(0, self.width - 4 - len(note)),
+                    Segment(f" {note} ", self.styles["note"]),
+                ]
+            )
+        return Strip([Segment("╰", line), *inside, Segment("╯", line)]).adjust_cell_length(
+            self.width, self.styles["base"]
+        )
+
+
+# The mouse on a chart: a click points at a position, a drag chooses a range or pushes the axis,
+# the wheel zooms or pushes it.
+
+
+WHEEL_PAN = 0.1
+"""Share of the axis that one turn of the wheel pushes it by."""
+DRAGGED_CELLS = 2
+"""Cells that the mouse moves with its button held before that is a drag and no click."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drag:
+    """The mouse with a button held: where that began and where it is, in cells."""
+
+    start: int
+    at: int
+    pans: bool
+    """Whether the axis is pushed; otherwise a range is chosen."""
+    moved: bool = False
+
+    @property
+    def far(self) -> bool:
+        return self.moved or abs(self.at - self.start) >= DRAGGED_CELLS
+
+
+class AxisMouse(Widget):
+    """A widget with an x axis right of its gutter. What the mouse asks for is posted; the screen, which owns the axis, answers."""
+
+    ALLOW_SELECT = False  # dragging zooms
+
+    axis: Axis | None = None
+    inset = 0
+    """Cells of a frame at the left and at the right."""
+    _drag: Drag | None = None
+    _dragged = False
+    """Whether the click that follows was a drag."""
+
+    class CursorMoved(Message):
+        """A position on the axis was clicked."""
+
+        def __init__(self, x: float) -> None:
+            self.x = x
+            super().__init__()
+
+    class Zoomed(Message):
+        """The wheel was turned: zoom by ``factor``, below 1 to zoom in, around ``x``."""
+
+        def __init__(self, factor: float, x: float) -> None:
+            self.factor, self.x = factor, x
+            super().__init__()
+
+    class Ranged(Message):
+        """A range of the axis was dragged over."""
+
+        def __init__(self, low: float, high: float) -> None:
+            self.low, self.high = low, high
+            super().__init__()
+
+    class Panned(Message):
+        """The axis was pushed by a share of its width."""
+
+        def __init__(self, share: float) -> None:
+            self.share = share
+            super().__init__()
+
+    def draw_again(self) -> None:
+        """Draw anew after a change of the chosen range."""
+        raise NotImplementedError
+
+    @property
+    def chosen(self) -> tuple[int, int] | None:
+        """First cell and end of the range that is being dragged over."""
+        drag = self._drag
+        if drag is None or drag.pans or not drag.far:
+            return None
+        first, last = sorted((drag.start, drag.at))
+        return (first, last) if first < last else None
+
+    def _x_at(self, offset: int) -> float | None:
+        cell, width = offset - self.inset - GUTTER, self.columns
+        if self.axis is None or width < 1 or not 0 <= cell < width:
+            return None
+        return self.axis.low + (cell + 0.5) / width * (self.axis.high - self.axis.low)
+
+    @property
+    def columns(self) -> int:
+        """Cells of the axis."""
+        return self.size.width - 2 * self.inset - GUTTER
+
+    def on_click(self, event: events.Click) -> None:
+        x = self._x_at(event.x)
+        if x is not None and not self._dragged:
+            self.post_message(self.CursorMoved(x))
+
+    def on_mouse_down(self, event: events.MouseDown) -> None:
+        self._dragged = False
+        if self._x_at(event.x) is not None:
+            self._drag = Drag(event.x, event.x, pans=event.button != 1 or event.shift or event.ctrl)
+            self.capture_mouse()
+
+    def on_mouse_move(self, event: events.MouseMove) -> None:
+        drag, first = self._drag, self.inset + GUTTER
+        if drag is None or event.x == drag.at:
+            return
+        moved = replace(drag, at=min(first + self.columns, max(first, event.x)))
+        if not moved.pans:
+            self._drag = moved
+            self.draw_again()
+        elif moved.far:
+            self._dragged = True
+            self.post_message(self.Panned((drag.start - moved.at) / max(1, self.columns)))
+            self._drag = replace(moved, start=moved.at, moved=True)
+
+    def on_mouse_up(self, event: events.MouseUp) -> None:
+        drag, self._drag = self._drag, None
+        if drag is None:
+            return
+        self.release_mouse()
+        if drag.far and not drag.pans:
+            self._dragged = True
+            low, high = (
+                self._x_at(min(cell, self.inset + GUTTER + self.columns - 1))
+                for cell in sorted((drag.start, drag.at))
+            )
+            if low is not None and high is not None:
+                self.post_message(self.Ranged(low, high))
+            self.draw_again()
+
+    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
+        self._wheel(event, 0.7)
+
+    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
+        self._wheel(event, 1 / 0.7)
+
+    def on_mouse_scroll_left(self, event: events.MouseScrollLeft) -> None:
+        self._push(event, -WHEEL_PAN)
+
+    def on_mouse_scroll_right(self, event: events.MouseScrollRight) -> None:
+        self._push(event, WHEEL_PAN)
+
+    def _wheel(self, event: events.MouseEvent, factor: float) -> None:
+        if event.shift or event.ctrl:
+            self._push(event, -WHEEL_PAN if factor < 1 else WHEEL_PAN)
+            return
+        x = self._x_at(event.x)
+        if x is not None:
+            event.stop()
+            event.prevent_default()
+            self.post_message(self.Zoomed(factor, x))
+
+    def _push(self, event: events.MouseEvent, share: float) -> None:
+        event.stop()
+        event.prevent_default()
+        self.post_message(self.Panned(share))
+
+
+BOLD = Style(bold=True)
+LEAST_FRAMED, LEAST_FRAMED_ROWS = 24, 5
+"""Cells and rows of a chart from which on it has a frame."""
+LEAST_COLUMNS = 4
+
+
+class Chart(AxisMouse, DrawsPrintable, can_focus=True):
+    """One titled plot. Data comes whole through ``show``; nothing is computed while lines are drawn."""
+
+    ALLOW_MAXIMIZE = True
+    ROLES = (
+        "raw",
+        "main",
+        "second",
+        "third",
+        "fourth",
+        "gpu",
+        "memory",
+        "adam",
+        "data",
+        "forward",
+        "backward",
+        "exposed",
+        *RUN_ROLES,
+        "band",
+        "axis",
+        "frame",
+        "label",
+        "mark",
+        "bad",
+        "limit",
+        "cursor",
+        "title",
+        "note",
+        "empty",
+    )
+    COMPONENT_CLASSES: ClassVar[set[str]] = {f"chart--{role}" for role in ROLES}
+    DEFAULT_CSS = """
+    Chart {
+        height: 1fr; width: 1fr;
+        .chart--raw { color: $raw-line; }
+        .chart--main { color: $accent; }
+        .chart--second { color: $secondary; }
+        .chart--third { color: $exposed; }
+        .chart--fourth { color: $success; }
+        .chart--gpu { color: $gpu; }
+        .chart--memory { color: $memory; }
+        .chart--adam { color: $adam; }
+        .chart--data { color: $data-part; }
+        .chart--forward { color: $forward; }
+        .chart--backward { color: $backward; }
+        .chart--exposed { color: $exposed; }
+        .chart--run-1 { color: $run-1; }
+        .chart--run-2 { color: $run-2; }
+        .chart--run-3 { color: $run-3; }
+        .chart--run-4 { color: $run-4; }
+        .chart--run-5 { color: $run-5; }
+        .chart--run-6 { color: $run-6; }
+        .chart--run-7 { color: $run-7; }
+        .chart--run-8 { color: $run-8; }
+        .chart--band { color: $raw-line; }
+        .chart--axis { color: $rule; }
+        .chart--frame { color: $rule; }
+        .chart--label { color: $faint; }
+        .chart--mark { color: $success; }
+        .chart--bad { color: $error; }
+        .chart--limit { color: $warning; }
+        .chart--cursor { color: $warning; }
+        .chart--title { text-style: bold; }
+        .chart--note { color: $faint; }
+        &:focus .chart--title { color: $accent; text-style: bold underline; }
+        &:focus .chart--frame { color: $accent; }
+    }
+    """
+
+    def __init__(
+        self,
+        title: str,
+        *,
+        unit: str = "",
+        format_value: Callable[[float], str] = significant,
+        per: float = 1.0,
+        zero: bool = False,
+        ceiling: float | None = None,
+        mark_gaps: bool = False,
+        glyphs: GlyphName = "braille",
+        boxed: bool = True,
+        id: str | None = None,
+        classes: str | None = None,
+    ) -> None:
+        super().__init__(id=id, classes=classes)
+        self.title, self.unit, self.format_value, self.per = title, unit, format_value, per
+        self.zero, self.ceiling, self.glyphs = zero, ceiling, glyphs
+        self.boxed = boxed
+        """Whether it has a frame where panels have one; otherwise it stands in another's."""
+        self.mark_gaps = mark_gaps
+        """Whether gaps of the first line are marked on the axis."""
+        self.turns = ""
+        """The number of the page, at the end of the axis, or beside the title without a frame; a click on it turns the page."""
+        self.alarm = ""
+        self.progress = ""
+        self.log_scale = self.robust = False
+        self._outside = 0
+        """Columns with values that a robust scale leaves out."""
+        self.notes: tuple[str, ...] = ()
+        self.lines: tuple[Line, ...] = ()
+        self.names: tuple[str, ...] = ()
+        self.marks: tuple[Mark, ...] = ()
+        self.marked: tuple[Line, ...] = ()
+        """Lines that are not drawn, but whose values are marked on the axis."""
+        self.cursor: float | None = None
+        self.waiting = "waiting for the first step"
+        self._strips: list[Strip] = []
+        self._drawn: tuple[object, ...] = ()
+        self._shown: tuple[object, ...] = ()
+        self._role_styles = RoleStyles("chart", self.ROLES)
+        self._body_key: tuple[object, ...] = ()
+        self._body_strips: list[Strip] = []
+        self._plot_key: tuple[object, ...] = ()
+        self._plotted: tuple[list[list[Segment]], Scale] = ([], Scale(0, 1))
+
+    def show(
+        self,
+        lines: Sequence[Line],
+        names: Sequence[str],
+        axis: Axis | None,
+        *,
+        marks: Sequence[Mark] = (),
+        marked: Sequence[Line] = (),
+        cursor: float | None = None,
+        notes: Sequence[str] = (),
+        alarm: str = "",
+        progress: str = "",
+    ) -> None:
+        """Show new data; ``names`` label each line's value in the heading, where an empty one hides it.
+
+        ``progress`` says what is still to come, and ``alarm`` what is wrong; both follow the title.
+        """
+        self.alarm, self.progress = alarm, progress
+        self.lines, self.names, self.axis = tuple(lines), tuple(names), axis
+        self.marks, self.marked, self.cursor, self.notes = (
+            tuple(marks),
+            tuple(marked),
+            cursor,
+            tuple(notes),
+        )
+        window = None if axis is None else (axis.unit, axis.low, axis.high)
+        # Series grow in place, so their length says whether there is anything new.
+        shown = (
+            tuple(
+                (id(line.series), line.length, line.role, line.sign) for line in (*lines, *marked)
+            ),
+            self.names,
+            window,
+            self.marks,
+            cursor,
+            self.notes,
+            self.alarm,
+            self.progress,
+            self.turns,
+            self.waiting,
+            self.log_scale,
+            self.robust,
+            self.per,
+            self.unit,
+        )
+        if shown != self._shown:
+            self._shown = shown
+            self.draw_again()
+
+    class PageTurned(Message):
+        """The number of the page was clicked."""
+
+    def on_click(self, event: events.Click) -> None:
+        """Turn the page; other clicks are those on the axis."""
+        at = event.get_content_offset(self)
+        if at is None or not self.turns or at.y not in (0, len(self._strips) - 1):
+            return
+        start = self._strips[at.y].text.find(self.turns)
+        if 0 <= start <= at.x < start + len(self.turns):
+            event.stop()
+            event.prevent_default()
+            self.post_message(self.PageTurned())
+
+    def draw_again(self) -> None:
+        """Draw now, and repaint only rows that changed: painting a row costs more than drawing it."""
+        if self._drawn != self._render_key():
+            self.redraw()
+            return
+        before, self._strips = self._strips, self._draw()
+        repaint(self, before, self._strips)
+
+    def _render_key(self) -> tuple[object, ...]:
+        """Return what strips depend on besides the data."""
+        return self.outer_size, self.has_focus, self.app.theme, self.glyphs
+
+    def redraw(self) -> None:
+        self._drawn = ()
+        self.refresh()
+
+    def draw_line(self, y: int) -> Strip:
+        key = self._render_key()
+        if key != self._drawn:
+            self._strips, self._drawn = self._draw(), key
+        return (
+            self._strips[y]
+            if y < len(self._strips)
+            else Strip.blank(self.size.width, self.rich_style)
+        )
+
+    def notify_style_update(self) -> None:
+        self._drawn = ()
+        super().notify_style_update()
+
+    @property
+    def heading_room(self) -> int:
+        """Cells of title and figures."""
+        width, height = self.size
+        self.inset = (
+            SIDE
+            if self.boxed and width >= LEAST_FRAMED and height >= LEAST_FRAMED_ROWS and framed(self)
+            else 0
+        )
+        return width - (6 if self.inset else 0)
+
+    def _draw(self) -> list[Strip]:
+        width, height = self.size
+        room = self.heading_room
+        columns = width - 2 * self.inset - GUTTER
+        styles = self._role_styles.get(self)
+        frame = ChartFrame(width, self.inset, styles)
+        heading = arranged(self._title(styles, room), list(self._figures(styles)), room, height)
+        # Values that find no room beside the title have a row of their own, where that leaves a plot.
+        rows = [frame.row(heading.below)] if heading.below and height >= LEAST_ROWS_FOR_MORE else []
+        roomy = columns >= LEAST_COLUMNS and height >= 3
+        if roomy and self.axis is not None and any(line.length for line in self.lines):
+            rows += self._body(self.axis, columns, height - 2 - len(rows), frame, styles)
+        else:
+            rows += (
+                [frame.row([Segment(" " * GUTTER + self.waiting, styles["note"])])] if roomy else []
+            )
+            if self.inset:
+                rows += [frame.row([])] * (height - 2 - len(rows))
+                rows.append(frame.lower([Segment("─" * (width - 2), styles["frame"])], self.turns))
+        if self.robust:  # the plot knows by now how many values it leaves out
+            heading = arranged(self._title(styles, room), list(self._figures(styles)), room, height)
+        return [frame.upper(heading), *rows]
+
+    def _body(
+        self, axis: Axis, width: int, height: int, frame: ChartFrame, styles: dict[str, Style]
+    ) -> list[Strip]:
+        """Return plot and axis, cached while nothing of them changes: values beyond the range are no change."""
+        size = width, height, self.inset
+        drawn = (
+            *size,
+            self.log_scale,
+            self.robust,
+            self.glyphs,
+            id(styles),
+            *plot_key((*self.lines, *self.marked), axis),
+        )
+        key = drawn, self.per, self.marks, self.cursor, self.chosen, self.turns
+        if key != self._body_key:
+            self._body_key = key
+            plot, scale = self._plot(axis, width, height, styles, drawn)
+            labels = gutter_text(scale, height, self.format_value, self.per)
+            plot = [
+                self._with_range(
+                    with_cursor(row, axis, self.cursor, width, styles["cursor"]), width, styles
+                )
+                for row in plot
+            ]
+            rows = [
+                frame.row([Segment(label, styles["label"]), *row])
+                for label, row in zip(labels, plot, strict=True)
+            ]
+            unit = f" {axis.unit} "
+            corner = [
+                Segment(("─" if self.inset else " ") * (GUTTER - len(unit)), styles["frame"]),
+                Segment(unit, styles["label"]),
+            ]
+            lower = frame.lower(
+                [*corner, *axis_row(axis, width, self._all_marks(axis, width), styles)], self.turns
+            )
+            self._body_strips = [*rows, lower]
+        return self._body_strips
+
+    def _all_marks(self, axis: Axis, width: int) -> Sequence[Mark]:
+        """Return the marks, and one for each of ``width`` columns where the first line has a gap or a marked one values.
+
+        Those cover the others.
+        """
+        signs: dict[int, str] = {}
+        for line in self.marked:
+            signs |= {
+                column: "▼"
+                for column, found in enumerate(spans(line, axis, width)[0])
+                if found is not None
+            }
+        if self.mark_gaps and self.lines[0].series.missing(self.lines[0].length):
+            signs |= dict.fromkeys(spans(self.lines[0], axis, width)[1], "✗")
+        edges = axis.edges(width)
+        middles = {(edges[column] + edges[column + 1]) / 2: sign for column, sign in signs.items()}
+        return [
+            *self.marks,
+            *(Mark(middle, middle, sign, "bad") for middle, sign in middles.items()),
+        ]
+
+    def _plot(
+        self, axis: Axis, width: int, height: int, styles: dict[str, Style], key: tuple[object, ...]
+    ) -> tuple[list[list[Segment]], Scale]:
+        """Return the plot area, cached while ``key`` does not change: moving a cursor does not draw it again."""
+        if key != self._plot_key:
+            self._plot_key = key
+            self._plotted = plot_rows(
+                self.lines, axis, None, (width, height), GLYPHS[self.glyphs], styles, fit=self._fit
+            )
+        return self._plotted
+
+    def _fit(self, found: list[list[tuple[float, float] | None]]) -> Scale:
+        scale = fit_scale(
+            found, log=self.log_scale, zero=self.zero, ceiling=self.ceiling, robust=self.robust
+        )
+        self._outside = beyond(found, scale) if self.robust else 0
+        return scale
+
+    def _title(self, styles: Mapping[str, Style], room: int) -> list[Segment]:
+        """Return the title, with the number of the page, what is still being read, and what is wrong."""
+        title = [Segment(self.title, styles["title"])]
+        scaled = self.log_scale or self.robust  # which must be read rather than the page
+        if (
+            self.turns
+            and not self.inset
+            and not scaled
+            and len(self.title) + 2 + len(self.turns) <= room
+        ):
+            title.append(Segment(f"  {self.turns}", styles["note"]))
+        if self.progress:
+            title.append(Segment(f"  {self.progress}", styles["cursor"]))
+        if self.alarm:
+            title.append(Segment(f"  {self.alarm}", styles["bad"]))
+        return title
+
+    def _figures(self, styles: Mapping[str, Style]) -> Iterator[Figure]:
+        """Yield values and notes, each with the space before it."""
+        axis = self.axis
+        for line, name in zip(self.lines, self.names, strict=True):
+            if not name or axis is None or not line.length:
+                continue
+            value = (
+                line.series.value(line.length - 1)
+                if self.cursor is None
+                else value_at(line, axis, self.cursor)
+            )
+            shown = "-" if value is None else self.format_value(value / self.per)
+            called = f"  {name} ".replace("  . ", "  ")
+            if line.role == "raw":
+                yield Figure(
+                    [Segment(called, styles["note"]), Segment(shown, styles["label"])], "raw"
+                )
+                continue
+            style = styles[line.role] + BOLD
+            sign = [Segment(f"  {line.sign}", style)] if line.sign else []
+            yield Figure(
+                [
+                    *sign,
+                    Segment(called[1:] if sign else called, styles["note"]),
+                    Segment(shown, style),
+                ],
+                "value",
+            )
+        if self.unit:
+            yield Figure([Segment(f" {self.unit}", styles["note"])])
+        if self.cursor is not None and axis is not None:
+            yield Figure(
+                [Segment(f"  at {axis.unit} {x_text(axis, self.cursor)}", styles["cursor"])]
+            )
+        if self.log_scale:
+            yield Figure([Segment("  log y", styles["note"])])
+        if self.robust:
+            yield Figure([Segment("  robust y", styles["note"])])
+            if self._outside:
+                yield Figure(
+                    [Segment(f", {plural(self._outside, 'column')} beyond", styles["note"])]
+                )
+        for note in self.notes:
+            yield Figure([Segment(f"  {note}", styles["note"])])
+
+    def _with_range(
+        self, row: list[Segment], width: int, styles: Mapping[str, Style]
+    ) -> list[Segment]:
+        """Return the row with the range reversed that is being dragged over."""
+        if self.chosen is None:
+            return row
+        first, last = (min(width, max(0, cell - GUTTER - self.inset)) for cell in self.chosen)
+        left, middle, right = Strip(row).divide([first, last, width])
+        return [*left, *middle.apply_style(Style(reverse=True)), *right]

@@ -1,0 +1,571 @@
+"""The fields of Configure: their values and marks, moving between them, finding one by its name, what the one with the focus is for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import ClassVar
+
+from rich.cells import cell_len
+from textual import events, getters, on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.message import Message
+from textual.widget import Widget
+from textual.widgets import Checkbox, Input, Label, Select, Static, Tooltip
+
+from so_tui.spec import FieldInfo, field_index
+from so_tui.ui.form import (
+    GROUPS,
+    LENGTH,
+    LENGTH_KEYS,
+    SLURM,
+    Direction,
+    advanced_paths,
+    can_step,
+    hint,
+    label,
+    next_text,
+)
+from so_tui.ui.text import Content
+from so_tui.ui.widgets import Entry, FindField
+
+# ``−`` and ``+`` beside the number of the selected field, for the mouse.
+
+
+class Stepper(Static):
+    """Asks for the next value in its direction when it is clicked; the wheel over it asks for values in both.
+
+    The wheel elsewhere scrolls the form: over the number itself it would change what somebody only scrolls past.
+    """
+
+    DEFAULT_CSS = """
+    Stepper { width: 3; height: 1; text-align: center; background: $panel; color: $accent; }
+    Stepper:hover { background: $accent; color: $background; }
+    """
+
+    class Stepped(Message):
+        """Another value is wanted."""
+
+        def __init__(self, direction: Direction) -> None:
+            self.direction = direction
+            super().__init__()
+
+    def __init__(self, direction: Direction) -> None:
+        self._direction = direction
+        super().__init__("+" if direction > 0 else "−")
+
+    def on_click(self, event: events.Click) -> None:
+        event.stop()
+        self.post_message(self.Stepped(self._direction))
+
+    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
+        self._wheel(event, 1)
+
+    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
+        self._wheel(event, -1)
+
+    def _wheel(self, event: events.MouseEvent, direction: Direction) -> None:
+        event.stop()
+        event.prevent_default()
+        self.post_message(self.Stepped(direction))
+
+
+# One row of the form: its name, its control, and beside it a hint or a problem.
+
+
+class Tick(Checkbox):
+    """A box that shows its mark only when it is on; Textual's differs by colour only."""
+
+    BUTTON_INNER = " "
+
+    def watch_value(self) -> None:
+        self.BUTTON_INNER = "X" if self.value else " "
+        super().watch_value()
+
+
+class Choice(Select[str], inherit_bindings=False):
+    """A choice that opens with enter or space: up and down move between the fields of a form."""
+
+    class Opened(Message):
+        """The list was opened, or closed again."""
+
+        def __init__(self, opened: bool) -> None:
+            self.opened = opened
+            super().__init__()
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("enter,space", "show_overlay", "Show menu", show=False),
+        Binding("down", "screen.field(1)", "Next field", show=False),
+        Binding("up", "screen.field(-1)", "Field before", show=False),
+    ]
+
+    def watch_expanded(self, expanded: bool) -> None:
+        self.post_message(self.Opened(expanded))
+
+
+class FormEntry(Entry):
+    """A text field in which up and down move between the fields of a form; it has one line to scroll."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("down", "screen.field(1)", "Next field", show=False),
+        Binding("up", "screen.field(-1)", "Field before", show=False),
+    ]
+
+
+class FieldRow(Horizontal):
+    """One field. Posts Edited with the dotted path and the text as ``--set`` takes it."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [  # here, too: the form around it would scroll
+        Binding("down", "screen.field(1)", "Next field", show=False),
+        Binding("up", "screen.field(-1)", "Field before", show=False),
+        Binding("shift+up", "step(1)", "More", show=False),
+        Binding("shift+down", "step(-1)", "Less", show=False),
+    ]
+
+    DEFAULT_CSS = """
+    FieldRow {
+        height: 1; width: 100%;
+        .field-name { width: 20; color: $foreground; }
+        .field-control { width: 20; }
+        .field-text { width: 2fr; min-width: 20; max-width: 60; }
+        .field-note { width: 1fr; color: $faint; padding: 0 0 0 2; height: 1; text-wrap: nowrap; text-overflow: ellipsis; }
+        Input.field-control { background: $surface; }
+        Input.field-control:focus { background: $block-cursor-blurred-background; }
+        Checkbox { background: transparent; padding: 0; border: none; width: 20; height: 1; }
+        Select { height: auto; background: transparent; }
+        Select > SelectCurrent { background: $surface; }
+        Select:focus > SelectCurrent { background: $block-cursor-blurred-background; color: $accent; }
+        &.-selected, &.-wrong { height: auto; }
+        &.-selected .field-note { height: auto; text-wrap: wrap; }
+        Stepper { display: none; }
+        &.-selected Stepper { display: block; }
+        &.-selected .field-stepped { width: 14; }
+        .field-number { width: 9; margin-right: 1; }
+        &.-selected .field-number { margin-right: 0; }
+        .field-unit { width: 10; }
+        &.-changed .field-name { color: $accent; text-style: bold; }
+        &.-wrong .field-name { color: $error; text-style: bold; }
+        &.-wrong .field-note { color: $error; height: auto; text-wrap: wrap; }
+        &.-wrong Input { border-left: outer $error; }
+    }
+    """
+
+    class Edited(Message):
+        def __init__(self, path: str, text: str) -> None:
+            self.path, self.text = path, text
+            super().__init__()
+
+    def __init__(self, path: str, info: FieldInfo | None, key: str, value: str) -> None:
+        """``key`` is the path that ``value`` is set under: for the length, which has no ``info``, one of LENGTH_KEYS, else ``path``."""
+        self.path, self.info, self._key, self._value = path, info, key, value
+        self._pieces: list[str] = []
+        """What the note says, the most important first."""
+        self.problem = ""
+        """What is wrong with the value, in words."""
+        super().__init__(id="field-" + path.replace(".", "-"))
+
+    def compose(self) -> ComposeResult:
+        yield Label(label(self.path), classes="field-name")
+        info = self.info
+        if info is None:
+            yield FormEntry(self._value, compact=True, classes="field-control field-number")
+            yield from (Stepper(-1), Stepper(1))
+            options = [(unit_of(path), path) for path in LENGTH_KEYS]
+            yield Choice(
+                options, value=self._key, allow_blank=False, compact=True, classes="field-unit"
+            )
+        elif info.type_name == "boolean":
+            yield Tick(
+                _yes_or_no(self._value == "true"),
+                self._value == "true",
+                compact=True,
+                classes="field-control",
+            )
+        elif info.choices:
+            yield Choice(
+                [(choice, choice) for choice in info.choices],
+                value=self._value,
+                allow_blank=False,
+                compact=True,
+                classes="field-control",
+            )
+        elif can_step(info):
+            yield FormEntry(self._value, compact=True, classes="field-control field-stepped")
+            yield from (Stepper(-1), Stepper(1))
+        else:
+            kind = "field-control field-text" if info.type_name == "text" else "field-control"
+            yield FormEntry(self._value, compact=True, classes=kind)
+        yield Label(self._note(), classes="field-note")
+
+    def _note(self) -> str:
+        return "then the run ends" if self.info is None else hint(self.info)
+
+    @property
+    def name_shown(self) -> str:
+        """Its label in small letters, with the units to choose from."""
+        units = [unit_of(path) for path in LENGTH_KEYS] if self.info is None else []
+        return " ".join((label(self.path).lower(), *units))
+
+    @property
+    def about(self) -> str:
+        """What the field is for, and what it takes."""
+        if self.info is None:
+            return "How long the run trains: in steps, epochs or tokens."
+        expected = self.info.expected
+        return f"{self.info.description} {expected[0].upper()}{expected[1:]}."
+
+    def matches(self, needle: str) -> bool:
+        """Return whether a text in small letters is in the field's name, path or description."""
+        return all(
+            word in f"{label(self.path)} {self.path} {self.about}".lower()
+            for word in needle.split()
+        )
+
+    def on_mount(self) -> None:
+        self._set_tooltip(True)
+
+    def _set_tooltip(self, shown: bool) -> None:
+        self.tooltip = (
+            Content(f"{self.path}: {self.info.description}")
+            if shown and self.info is not None
+            else None
+        )
+
+    @on(Choice.Opened)
+    def _opened(self, message: Choice.Opened) -> None:
+        """Have no tooltip over an open list."""
+        message.stop()
+        self._set_tooltip(not message.opened)
+        if message.opened:
+            for shown in self.screen.children:
+                if isinstance(shown, Tooltip):
+                    shown.display = False
+
+    def show_value(self, key: str, value: str) -> None:
+        """Set the control without posting Edited."""
+        self._key, self._value = key, value
+        with self.prevent(Input.Changed, Select.Changed, Checkbox.Changed):
+            if self.info is None:
+                self.query_one(Input).value = value
+                self.query_one(Select).value = key
+            elif self.info.type_name == "boolean":
+                self._check(value == "true")
+            elif self.info.choices:
+                self.query_one(Select).value = value
+            else:
+                self.query_one(Input).value = value
+
+    def show_status(
+        self, *, was: str | None, problem: str, note: str = "", preset: str | None = None
+    ) -> None:
+        """Mark a field that was changed or is wrong, and say what is to be said of it.
+
+        Args:
+            was: What it said before it was changed; None if it was not.
+            problem: What is wrong with it.
+            note: What the plan says of it, which replaces the plain hint.
+            preset: What the preset says where a recommendation is in force instead; None elsewhere.
+        """
+        self.problem = problem
+        self.set_class(was is not None, "-changed")
+        self.set_class(bool(problem), "-wrong")
+        if problem:
+            pieces = [f"✗ {problem}"]
+        elif was is not None or preset is not None:
+            pieces = [
+                f"was {was or 'empty'}" if was is not None else f"★ preset: {preset or 'empty'}",
+                note,
+            ]
+        else:
+            pieces = [note or self._note()]
+        self._pieces = list(filter(None, pieces))
+        self._show_note()
+        self.query_one(".field-name", Label).update(
+            Content(("✗ " if problem else "• " if was is not None else "") + label(self.path))
+        )
+
+    def _show_note(self) -> None:
+        """Show what there is to say of the selected field, which wraps it, and of others as much as fits."""
+        note = self.query_one(".field-note", Label)
+        whole, room = " · ".join(self._pieces), note.content_size.width
+        text = (
+            whole
+            if self.has_focus_within or not room or cell_len(whole) <= room
+            else self._pieces[0]
+        )
+        if text != str(note.content):
+            note.update(Content(text))
+
+    @on(Input.Changed)
+    @on(Select.Changed)
+    @on(Checkbox.Changed)
+    def _changed(self, event: Message) -> None:
+        event.stop()
+        if self.query(Checkbox):
+            self._check(self.query_one(Checkbox).value)
+        self.post_message(self.Edited(*self.entered()))
+
+    @on(Stepper.Stepped)
+    def _stepped(self, event: Stepper.Stepped) -> None:
+        event.stop()
+        self.action_step(event.direction)
+
+    def action_step(self, direction: Direction) -> None:
+        """Enter the next value of a number; nothing at its limit."""
+        path, text = self.entered()
+        if can_step(self.info) and (after := next_text(path, text, direction)) is not None:
+            self.query_one(Input).value = after
+
+    def on_descendant_focus(self) -> None:
+        self._select()
+
+    def on_descendant_blur(self) -> None:
+        self._select()
+
+    def _select(self) -> None:
+        self.set_class(self.has_focus_within, "-selected")
+        self._show_note()
+
+    def on_resize(self) -> None:
+        self.call_after_refresh(self._show_note)
+        if self.has_focus_within:  # its note is whole now, maybe in two lines
+            self.scroll_visible(animate=False)
+
+    def on_click(self) -> None:
+        """Select the field, wherever in its row the mouse is."""
+        if not self.has_focus_within and not self.disabled:
+            self.focus_control()
+
+    def entered(self) -> tuple[str, str]:
+        """Return the path that the control sets now, and its text."""
+        if self.path == LENGTH:
+            return str(self.query_one(Select).value), self.query_one(Input).value
+        if self.query(Checkbox):
+            return self.path, "true" if self.query_one(Checkbox).value else "false"
+        control = self.query_one(Select) if self.query(Select) else self.query_one(Input)
+        return self.path, str(control.value)
+
+    def _check(self, checked: bool) -> None:
+        box = self.query_one(Checkbox)
+        box.label = _yes_or_no(checked)
+        box.value = checked
+
+    def focus_control(self) -> None:
+        """Focus this field's control."""
+        self.screen.set_focus(
+            self.query(Input if self.query(Input) else "Select, Checkbox").first()
+        )
+
+
+def unit_of(path: str) -> str:
+    """Return ``steps`` for ``train.steps``."""
+    return path.rpartition(".")[2]
+
+
+def _yes_or_no(checked: bool) -> str:
+    """Return the text beside the box, whose mark is small."""
+    return "yes" if checked else "no"
+
+
+class Fields(VerticalScroll, can_focus=False):
+    """The rows. The selected one stays in view when the description below takes another number of lines."""
+
+    def on_resize(self) -> None:
+        for row in self.children:
+            if isinstance(row, FieldRow) and row.has_focus_within:
+                row.scroll_visible(animate=False)
+
+
+class FormPanel(Vertical):
+    """Rows under their headings; the last lines describe the field with the focus."""
+
+    fields = getters.child_by_id("form", Fields)
+    find = getters.child_by_id("find", FindField)
+    about = getters.child_by_id("about", Static)
+    _refused = ""
+    """What was not done because a field is wrong, until the next plan."""
+
+    def compose(self) -> ComposeResult:
+        yield Fields(id="form")
+        yield FindField("a field's name, or what it is for", id="find")
+        yield Static(id="about")
+
+    async def show_values(
+        self, shown_value: Callable[[str], tuple[str, str]], *, slurm: bool
+    ) -> bool:
+        """Show every field's value, and make the fields if there are none yet. Return whether they were made.
+
+        Args:
+            shown_value: Returns the key that a row shows, and its text.
+            slurm: Whether jobs can be submitted from here; otherwise there are no fields for that.
+        """
+        for row in self.all_rows:
+            row.show_value(*shown_value(row.path))
+        if self.all_rows:
+            return False
+        widgets: list[Widget] = []
+        for title, paths in (*GROUPS, ("Advanced", advanced_paths())):
+            if title == SLURM and not slurm:
+                continue
+            widgets.append(Static(title, classes="group"))
+            widgets += [
+                FieldRow(path, field_index().get(path), *shown_value(path)) for path in paths
+            ]
+        await self.fields.mount_all(widgets)
+        self.query_one("#field-slurm-partition").disabled = (
+            not slurm and not shown_value("slurm.partition")[1]
+        )
+        return True
+
+    def set_values(self, values: Mapping[str, str]) -> None:
+        """Show values that were entered elsewhere."""
+        for row in self.all_rows:
+            if row.path in values:
+                row.show_value(row.path, values[row.path])
+
+    def mark(
+        self,
+        was: Callable[[str], str | None],
+        preset: Callable[[str], str | None],
+        problems: Mapping[str, str],
+        note: Callable[[str], str],
+    ) -> None:
+        """Mark the fields that were changed or are wrong, and say of all what is to be said.
+
+        Args:
+            was: Returns what a changed field said when it was opened.
+            preset: Returns what the preset says of a field that has what was recommended instead.
+            problems: What is wrong, by field.
+            note: Returns what the plan says of a field.
+        """
+        self._refused = ""
+        for row in self.all_rows:
+            row.show_status(
+                was=was(row.path),
+                preset=preset(row.path),
+                problem=problems.get(row.path, ""),
+                note=note(row.path),
+            )
+        self.show_about()
+
+    def entered(self) -> tuple[str, str] | None:
+        """Return path and text of the field with the focus; None if no field has it."""
+        row = self._selected
+        return row.entered() if row is not None else None
+
+    def go_to_wrong(self, refused: str) -> bool:
+        """Give the keyboard to the first field that is wrong, and say what was ``refused`` with it. Return whether there is one."""
+        wrong = next((row for row in self.all_rows if row.problem), None)
+        if wrong is not None:
+            self._refused = refused
+            wrong.scroll_visible()
+            wrong.focus_control()
+            self.show_about()
+        return wrong is not None
+
+    def go_to(self, path: str) -> None:
+        """Give the keyboard to a field that can be reached, and bring it into view."""
+        for row in self.rows:
+            if row.path == path:
+                row.focus_control()
+                self.call_after_refresh(row.scroll_visible, animate=False)
+
+    @property
+    def all_rows(self) -> list[FieldRow]:
+        """The fields, in their order."""
+        return [child for child in self.fields.children if isinstance(child, FieldRow)]
+
+    @property
+    def rows(self) -> list[FieldRow]:
+        """The fields that can be reached now."""
+        return [row for row in self.all_rows if row.display and not row.disabled]
+
+    @property
+    def _selected(self) -> FieldRow | None:
+        """The field with the focus."""
+        focused = self.screen.focused
+        return (
+            next((node for node in focused.ancestors_with_self if isinstance(node, FieldRow)), None)
+            if focused is not None
+            else None
+        )
+
+    def move(self, distance: int) -> None:
+        """Give the keyboard to another field and keep it in view; without one, to the first or the last."""
+        rows = self.rows
+        if not rows:
+            return
+        at = rows.index(self._selected) if self._selected in rows else None
+        index = (
+            (0 if distance > 0 else len(rows) - 1)
+            if at is None
+            else min(len(rows) - 1, max(0, at + distance))
+        )
+        rows[index].focus_control()
+        rows[index].scroll_visible(animate=False)
+
+    def open_find(self) -> None:
+        """Ask for a field."""
+        self.find.open()
+
+    def close_find(self) -> bool:
+        """Show every field again; return whether some were hidden."""
+        if not self.find.close():
+            return False
+        self._filter("")
+        return True
+
+    @on(Input.Changed, "#find")
+    def _typed(self, event: Input.Changed) -> None:
+        event.stop()
+        self._filter(self.find.needle)
+
+    @on(Input.Submitted, "#find")
+    def _submitted(self, event: Input.Submitted) -> None:
+        """Go to the field that was found, among all of them again: one that is called so before one that is described so."""
+        event.stop()
+        needle = self.find.needle
+        found = sorted(
+            self.rows,
+            key=lambda row: (
+                needle not in (row.name_shown, row.path),
+                needle not in row.name_shown,
+            ),
+        )
+        self.close_find()
+        if found:
+            self.go_to(found[0].path)
+
+    def _filter(self, needle: str) -> None:
+        heading: Static | None = None
+        with self.app.batch_update():
+            for child in self.fields.children:
+                if isinstance(child, FieldRow):
+                    child.display = child.matches(needle)
+                    if heading is not None and child.display:
+                        heading.display = True
+                elif isinstance(child, Static):
+                    heading = child
+                    heading.display = not needle
+
+    def on_descendant_focus(self, event: events.DescendantFocus) -> None:
+        self.show_about()
+
+    def on_descendant_blur(self, event: events.DescendantBlur) -> None:
+        self.show_about()
+
+    def show_about(self) -> None:
+        """Describe the field with the focus, or say what is wrong with it."""
+        row = self._selected
+        if row is None:
+            self.about.update(
+                Content.styled("up and down move between fields, / finds one", "$faint")
+            )
+        elif row.problem:
+            refused = f"{self._refused}: " if self._refused else ""
+            self.about.update(
+                Content.assemble((f"✗ {refused}{row.path}  ", "bold $error"), row.problem)
+            )
+        else:
+            self.about.update(Content.assemble((f"{row.path}  ", "bold"), (row.about, "$faint")))

@@ -1,0 +1,283 @@
+"""What if: the step time over the values of a field, with memory at the present one. Left and right step the value."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+from textual import events, getters
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.message import Message
+from textual.widgets import Button, Static
+
+from so_tui.ui import plan_view
+from so_tui.ui.charts.drawing import StyledLines
+from so_tui.ui.form import RATIO, Choice, Strip, problem_text
+from so_tui.ui.messages import Planned
+from so_tui.ui.plan_view import SIGNS, STYLES, step_error_text
+from so_tui.ui.run_rows import bars
+from so_tui.ui.text import Content, shows_ascii
+from so_tui.units import duration, memory_of, plural
+from so_tui.units import memory_size as memory
+
+NAMES = {RATIO: "ratio"}
+OTHER_NAME = "Adam cores"
+UNKNOWN = "·"
+"""A value whose step time is not predicted."""
+BEFORE_BARS, LINES_OF_STRIP = 13, 2
+"""Cells of a strip's mark and name, and its lines."""
+WIDEST = 100
+"""Cells before the first layout."""
+
+
+class WhatIf(StyledLines, can_focus=True):
+    """One line for each strip and one for what its present value means; the strip that is moved on is marked."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("left", "step(-1)", "Less", show=False),
+        Binding("right", "step(1)", "More", show=False),
+        Binding("up,down", "other", "Other strip", show=False),
+    ]
+
+    DEFAULT_CSS = """
+    WhatIf.-empty { display: none; }
+    """
+
+    ALLOW_SELECT = False  # dragging chooses values
+    _dragged: int | None = None
+    """The strip on which the mouse button is held."""
+
+    class Stepped(Message):
+        """Another value was chosen."""
+
+        def __init__(self, path: str, value: float) -> None:
+            self.path, self.value = path, value
+            super().__init__()
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self.strips: tuple[Strip, ...] = ()
+        self._marked = 0
+
+    def show(self, strips: tuple[Strip, ...]) -> None:
+        """Show these strips; none hides the panel."""
+        self.strips = strips
+        self.set_class(not strips, "-empty")
+        self.draw_again()
+
+    def stepped(self, path: str, value: float) -> None:
+        """Move a mark at once; the plan follows."""
+        self.strips = tuple(
+            Strip(strip.path, strip.choices, value) if strip.path == path else strip
+            for strip in self.strips
+        )
+        self.draw_again()
+
+    def draw_again(self) -> None:
+        """Draw the strips for the present width and units."""
+        self._marked = min(self._marked, max(0, len(self.strips) - 1))
+        rows = [
+            Content.styled(
+                "what if   left and right step the value"
+                if self.has_focus
+                else "what if   k, or click a bar; the wheel steps",
+                "bold $faint",
+            )
+        ]
+        for index, strip in enumerate(self.strips):
+            rows += strip_lines(
+                strip, self.size.width or WIDEST, marked=self.has_focus and index == self._marked
+            )
+        self.update(Content("\n").join(rows))
+
+    def on_resize(self) -> None:
+        self.draw_again()
+
+    def watch_has_focus(self, has_focus: bool) -> None:
+        super().watch_has_focus(has_focus)
+        self.draw_again()
+
+    def action_other(self) -> None:
+        self._marked = (self._marked + 1) % max(1, len(self.strips))
+        self.draw_again()
+
+    def action_step(self, direction: int) -> None:
+        if self.strips:
+            strip = self.strips[self._marked]
+            self._choose(strip, strip.stepped(direction))
+
+    def _choose(self, strip: Strip, value: float | None) -> None:
+        if value is not None and value != strip.present:
+            self.stepped(strip.path, value)
+            self.post_message(self.Stepped(strip.path, value))
+
+    # The mouse: a click chooses the value of a bar, as does moving on with the button held; the wheel steps.
+
+    def _strip_at(self, event: events.MouseEvent) -> int | None:
+        """Return the strip under the mouse, with its line of figures."""
+        at = event.get_content_offset(self)
+        index = -1 if at is None else (at.y - 1) // LINES_OF_STRIP
+        return index if 0 <= index < len(self.strips) else None
+
+    def on_mouse_down(self, event: events.MouseDown) -> None:
+        self._dragged = self._strip_at(event)
+        if self._dragged is not None:
+            self._marked = self._dragged
+            self.capture_mouse()
+            self._choose_at(event)
+
+    def on_mouse_move(self, event: events.MouseMove) -> None:
+        if self._dragged is not None:
+            self._choose_at(event)
+
+    def on_mouse_up(self) -> None:
+        if self._dragged is not None:
+            self._dragged = None
+            self.release_mouse()
+
+    def _choose_at(self, event: events.MouseEvent) -> None:
+        """Choose the value of the bar that the mouse is above, below or on."""
+        if self._dragged is not None and self._dragged < len(self.strips):
+            strip = self.strips[self._dragged]
+            found = bar_at(strip, event.x - self.gutter.left)
+            self._choose(strip, None if found is None else strip.choices[found].value)
+
+    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
+        self._turn(event, 1)
+
+    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
+        self._turn(event, -1)
+
+    def _turn(self, event: events.MouseEvent, direction: int) -> None:
+        index = self._strip_at(event)
+        if index is not None:
+            event.stop()
+            event.prevent_default()
+            self._marked = index
+            self.action_step(direction)
+
+
+def bar_at(strip: Strip, x: int) -> int | None:
+    """Return the choice whose bar is in cell ``x``; the present one has a mark on each side."""
+    x -= BEFORE_BARS + len(f"{strip.choices[0].value:.2f} ")
+    if x > strip.at:
+        x = max(strip.at, x - 2)
+    return x if 0 <= x < len(strip.choices) else None
+
+
+def strip_lines(strip: Strip, width: int, *, marked: bool) -> list[Content]:
+    """Return the strip, a bar a value, and below it the figures of the present value. ✗ does not fit; · has no predicted time."""
+    name = f"{NAMES.get(strip.path, OTHER_NAME):<11}"
+    heights = bars(
+        [math.nan if choice.step_s is None else choice.step_s for choice in strip.choices]
+    )
+    pieces: list[tuple[str, str]] = []
+    for index, (choice, height) in enumerate(zip(strip.choices, heights, strict=True)):
+        style = STYLES[choice.verdict]
+        shown = (
+            SIGNS[choice.verdict]
+            if choice.verdict == "does not fit"
+            else UNKNOWN
+            if choice.step_s is None
+            else height
+        )
+        pieces.append(
+            (
+                f"▸{shown}◂" if index == strip.at else shown,
+                f"bold {style}" if index == strip.at else style,
+            )
+        )
+    low, high = strip.choices[0].value, strip.choices[-1].value
+    line = Content.assemble(
+        ("▸ " if marked else "  ", "$accent"),
+        (name, "bold" if marked else "$faint"),
+        (f"{low:.2f} ", "$faint"),
+    )
+    return [
+        line + Content.assemble(*pieces) + Content.styled(f" {high:.2f}", "$faint"),
+        figures(strip.choices[strip.at], width),
+    ]
+
+
+def figures(choice: Choice, width: int) -> Content:
+    """Return ``0.70  ✓ step 1.72 s ±12%   GPU 86.0 of 95.0 GiB   host 106 GiB``, as much of it as fits; no figure is cut."""
+    if choice.verdict == "does not fit":
+        step = f" {choice.verdict}"
+    else:
+        step = (
+            f" step {duration(choice.step_s)}{step_error_text(choice.step_error)}"
+            if choice.step_s
+            else " step not predicted"
+        )
+    line = Content(f"    {choice.value:.2f}  ") + Content.assemble(
+        (SIGNS[choice.verdict], STYLES[choice.verdict]), step
+    )
+    pieces = []
+    if choice.gpu_bytes:
+        pieces.append(f"   GPU {memory_of(choice.gpu_bytes, choice.gpu_capacity_bytes)}")
+    if choice.host_bytes:
+        pieces.append(f"   host {memory(choice.host_bytes)}")
+    for piece in pieces:
+        if line.cell_length + len(piece) <= width:
+            line = line + piece
+    return line
+
+
+# What Configure shows beside the form: the verdict, the what-if strips, the plan of what is in the
+# form, and buttons.
+
+
+class PlanPanel(Vertical):
+    """The plan, or what is wrong with the fields. A button's id is the action of the screen that it runs."""
+
+    what_if = getters.query_one(WhatIf)
+    _verdict = getters.query_one("#verdict", Static)
+    _text = getters.query_one("#plan-text", Static)
+
+    def __init__(self, *, id: str | None = None, classes: str | None = None) -> None:
+        self._planned: Planned | None = None
+        super().__init__(id=id, classes=classes)
+
+    def compose(self) -> ComposeResult:
+        yield Static(id="verdict")
+        yield WhatIf(id="what-if")
+        with VerticalScroll(id="plan-pane", can_focus=False):
+            yield Static(id="plan-text")
+        with Horizontal(id="buttons"):
+            yield Button("Launch  F5", id="launch", compact=True, disabled=True)
+            yield Button("Save  ^s", id="save", compact=True)
+            yield Button(
+                "Data  d", id="preview_data", compact=True, tooltip="See the data as the model will"
+            )
+            yield Button("Copy  y", id="copy", compact=True)
+
+    def show(self, planned: Planned) -> None:
+        """Show a plan, or the problems of the values that were to be planned."""
+        self._planned = planned
+        plan = planned.plan
+        self.query_one("#launch", Button).disabled = plan is None or not planned.command
+        if plan is not None:
+            self.lay_out()
+            return
+        count = plural(len(planned.problems), "invalid field")
+        them = "it" if len(planned.problems) == 1 else "them"
+        self._verdict.update(
+            Content.styled(f"✗ {count}: correct {them} to get a plan", "bold $error")
+        )
+        self.what_if.show(())
+        self._text.update(Content("\n\n").join(map(problem_text, planned.problems)))
+
+    def lay_out(self) -> None:
+        """Draw the plan for the present width of its pane."""
+        planned = self._planned
+        self.what_if.draw_again()
+        if planned is not None and planned.plan is not None:
+            self._verdict.update(
+                plan_view.headline(planned.plan, max(30, self._verdict.content_size.width))
+            )
+            width = max(30, self.query_one("#plan-pane").content_size.width - 1)
+            self._text.update(
+                plan_view.whole(planned.plan, planned.command, width, plain=shows_ascii(self.app))
+            )

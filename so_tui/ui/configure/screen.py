@@ -1,0 +1,777 @@
+"""Configure: everything a run needs, and beside it the plan, updated while you type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import PurePath
+from typing import TYPE_CHECKING, ClassVar
+
+from rich.cells import cell_len
+from textual import getters, on, work
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal
+from textual.timer import Timer
+from textual.widget import Widget
+from textual.widgets import Button, Static
+from textual.worker import get_current_worker
+
+from so_tui.spec import InputError, Problem, Refused, RunSpec, with_values
+from so_tui.trust.text import printable_line, so_tui_command
+from so_tui.ui import plan_view, preset_actions
+from so_tui.ui.configure.form import FieldRow, FormPanel
+from so_tui.ui.configure.plan_pane import PlanPanel, WhatIf
+from so_tui.ui.dialogs import QuitQuestion
+from so_tui.ui.form import (
+    GROUPS,
+    LENGTH,
+    LENGTH_KEYS,
+    edits_between,
+    label,
+    length_of,
+    problem_text,
+    strips_for,
+    text_of,
+    typed_over,
+    values_of,
+    with_edit,
+)
+from so_tui.ui.messages import Compared, Failed, Partitions, Planned
+from so_tui.ui.page import OTHER_MACHINE, ResizablePage, Size
+from so_tui.ui.text import Content
+from so_tui.ui.widgets import Divider
+from so_tui.units import plural, thousands
+
+if TYPE_CHECKING:
+    from so_tui.launch.slurm.client import Partition
+    from so_tui.machine.types import Machine
+    from so_tui.plan.plan import Plan
+    from so_tui.ui.shared_app import SharedApp
+
+
+# What is edited in Configure: presets with their unsaved edits. Without widgets.
+
+
+class Drafts:
+    """The preset in the form and the edits of every preset. The screen that shows them is the only one to change them."""
+
+    def __init__(self) -> None:
+        self.base: RunSpec | None = None
+        """The preset in the form, as it is saved."""
+        self.base_values: dict[str, str] = {}
+        self._edits: dict[str, dict[str, str]] = {}
+        self._recommended: dict[str, dict[str, str]] = {}
+        """The part of each draft that a recommendation filled in. It need not be saved: choosing the preset again brings it back."""
+        self._machines: dict[str, str] = {}
+        """The machine that a recommendation is for, in words, by preset."""
+
+    @property
+    def edits(self) -> dict[str, str]:
+        """The edits of the preset in the form."""
+        return self._edits.setdefault(self.base.name, {}) if self.base else {}
+
+    @property
+    def values(self) -> dict[str, str]:
+        """Every field as text, edited or not."""
+        return {**self.base_values, **self.edits}
+
+    @property
+    def recommended(self) -> dict[str, str]:
+        """What a recommendation filled in for the preset in the form, by field."""
+        return self._recommended.get(self.base.name, {}) if self.base else {}
+
+    @property
+    def recommended_for(self) -> str:
+        """The machine that the recommendation is for, which may not be the one that is planned for now."""
+        return self._machines.get(self.base.name, "") if self.base else ""
+
+    @property
+    def changes(self) -> dict[str, str]:
+        """What the user changed of the preset and its recommendation, by field."""
+        return {
+            path: self.values.get(path, "") for path in typed_over(self.edits, self.recommended)
+        }
+
+    @property
+    def spec(self) -> RunSpec | None:
+        """The preset with its edits; None while there is none. Raises InputError."""
+        return with_values(self.base, self.edits) if self.base else None
+
+    def open(self, base: RunSpec, wanted: RunSpec | None = None, machine: str = "") -> None:
+        """Take a preset into the form; ``wanted``, a recommendation for ``machine``, is laid over its edits and replaces an earlier one."""
+        name = base.name
+        self.base, self.base_values = base, values_of(base)
+        if wanted is not None:
+            edits = self._edits.get(name, {})
+            typed = {
+                path: edits[path] for path in typed_over(edits, self.recommended) if path in edits
+            }
+            self._recommended[name], self._machines[name] = edits_between(base, wanted), machine
+            self._edits[name] = typed | self._recommended[name]
+
+    def undo(self) -> None:
+        """Go back to the preset with what was recommended for it."""
+        if self.base:
+            self._edits[self.base.name] = dict(self.recommended)
+
+    def forget(self, preset: str) -> None:
+        """Drop the edits of a preset, and what was recommended for it."""
+        self._edits.pop(preset, None)
+        self._recommended.pop(preset, None)
+
+    def enter(self, path: str, text: str) -> bool:
+        """Enter ``text`` into a field, and return whether that changed anything."""
+        edits = with_edit(self.edits, self.base_values, path, text)
+        if self.base is None or edits == self.edits:
+            return False
+        self._edits[self.base.name] = edits
+        return True
+
+    def unsaved(self) -> dict[str, int]:
+        """Return how many fields of each preset the user has changed without saving them."""
+        counts = {
+            preset: len(typed_over(edits, self._recommended.get(preset, {})))
+            for preset, edits in self._edits.items()
+        }
+        return {preset: count for preset, count in counts.items() if count}
+
+    def shown_value(self, path: str) -> tuple[str, str]:
+        """Return the key that a row of the form shows and its text."""
+        if path == LENGTH:
+            return length_of({**dict.fromkeys(LENGTH_KEYS, "0"), **self._lengths()})
+        return path, self.values.get(path, "")
+
+    def _lengths(self) -> dict[str, str]:
+        """Return the lengths in force: an edited one hides those of the preset."""
+        typed = {path: text for path, text in self.edits.items() if path in LENGTH_KEYS}
+        return typed or {path: self.base_values.get(path, "0") for path in LENGTH_KEYS}
+
+    def was(self, path: str) -> str | None:
+        """Return what a field said when the preset was opened, if the user has changed it since; else None."""
+        changed = self.changes
+        opened = {**self.base_values, **self.recommended}
+        if path != LENGTH:
+            return opened.get(path, "") if path in changed else None
+        if not any(key in changed for key in LENGTH_KEYS):
+            return None
+        key, text = length_of(opened)
+        return f"{text} {key.rpartition('.')[2]}"
+
+    def preset_value(self, path: str) -> str | None:
+        """Return what the preset says of a field that has what was recommended instead; None for any other."""
+        return (
+            self.base_values.get(path, "")
+            if path in self.recommended and path not in self.changes
+            else None
+        )
+
+
+# Notes that a plan adds to single fields of the form. Pure functions.
+
+
+def impossible_field(plan: Plan | None) -> tuple[str, str]:
+    """Return the field that makes a plan impossible on its machine and the reason; two empty strings where none does."""
+    from so_tui.plan.notes import NoSuchGpu, TooFewGpus
+
+    if plan is None or plan.possible:
+        return "", ""
+    field = "gpus" if isinstance(plan.reasons[0], TooFewGpus | NoSuchGpu) else "offload.mode"
+    return field, plan.reason_texts[0]
+
+
+def problems_by_row(problems: Sequence[Problem]) -> dict[str, str]:
+    """Return what to do about each row of the form that is wrong; a source of a mixture has no row of its own."""
+    found: dict[str, str] = {}
+    for problem in problems:
+        path = LENGTH if problem.field in LENGTH_KEYS else problem.field.partition("[")[0]
+        found.setdefault(path, problem.remedy or f"{problem.message}.")
+    return found
+
+
+def field_note(path: str, plan: Plan | None, machine: Machine | None, given_mode: str) -> str:
+    """Return what the plan derives from a field, where that says more than its range. ``given_mode`` is the offload mode in the form."""
+    if path == "gpus" and machine is not None:
+        return f"of {len(machine.gpus)}, or a list" if machine.gpus else "ranks: no GPU here"
+    if plan is None:
+        return ""
+    if path == "offload.mode" and plan.spec.offload.mode != given_mode:
+        return f"→ {plan.mode}"
+    if path == "train.gradient_accumulation":
+        gradient_accumulation_steps = (
+            f"{plan.spec.gradient_accumulation_steps} " if plan.spec.train.tokens_per_step else ""
+        )
+        return f"{gradient_accumulation_steps}= {thousands(plan.tokens_per_step)} tokens"
+    if path == LENGTH and plan.spec.train.steps:
+        return plan_view.run_duration(plan)
+    if path == "offload.cpu_adam_cores_fraction" and plan.binding and plan.binding[0].adam_cpus:
+        rank = plan.binding[0]
+        return f"Adam {len(rank.adam_cpus)}, main {len(rank.main_cpus)}{' a rank' if len(plan.binding) > 1 else ''}"
+    return ""
+
+
+def partition_note(partitions: Sequence[Partition], chosen: str, *, slurm: bool) -> str:
+    """Return what the chosen partition offers, what it may be, or why none can be named here."""
+    if not slurm:
+        return "no Slurm here"
+    found = next((partition for partition in partitions if partition.name == chosen), None)
+    if found is None:
+        return (
+            printable_line(", ".join(partition.name for partition in partitions)) or "empty: here"
+        )
+    parts = [
+        "" if found.open else "closed now",
+        f"{found.idle} of {plural(found.nodes, 'node')} free",
+        f"{plural(found.gpus, 'GPU')} each" if found.gpus else "",
+        f"at most {found.time_limit}" if found.time_limit else "",
+    ]
+    return printable_line(", ".join(filter(None, parts)))
+
+
+# The plan of what is in Configure, made in a worker and answered with messages.
+
+
+def plan_answers(
+    serial: int,
+    base: RunSpec,
+    edits: dict[str, str],
+    machine: Machine,
+    described: bool,
+    cancelled: Callable[[], bool],
+) -> Iterator[Planned | Compared]:
+    """Yield the plan, or what is wrong with the values, and then what other values would do, unless that is not wanted any more.
+
+    ``described`` machines are planned for as they are; this one as the run finds it.
+    """
+    from so_tui.launch import machine_of, preview
+
+    try:
+        spec = with_values(base, edits)
+        planned_for = machine if described else machine_of(spec, machine)
+        plan, launch = preview(spec, planned_for)
+    except InputError as error:
+        yield Planned(serial, None, error.problems)
+        return
+    except Refused as error:
+        problems = (
+            Problem(
+                code=error.codes[0], field="gpus", value="", message=error.reasons[0], remedy=""
+            ),
+        )
+        yield Planned(serial, None, problems)
+        return
+    yield Planned(serial, plan, (), launch)
+    strips = strips_for(plan, planned_for, cancelled)
+    if strips is not None:
+        yield Compared(serial, strips)
+
+
+# What was changed in Configure: its title, the list of what differs from the preset, and the way
+# back.
+
+
+def changes_title(drafts: Drafts, width: int) -> Content:
+    """Return the model, its preset, how many fields were changed, and what was recommended for which machine, in one line.
+
+    Where those have no room, some are counted; = lists them all.
+    """
+    assert drafts.base is not None
+    changed = plural(len(drafts.changes), "change") if drafts.changes else "no changes"
+    line = Content.assemble(
+        (drafts.base.label, "bold"), (f"   preset {drafts.base.name}, {changed}", "$faint")
+    )
+    shown = [path for _, paths in GROUPS for path in paths]  # in this order
+    others = [path for path in drafts.recommended if path not in shown]
+    recommended = [
+        label(path) for path in (*shown, *others) if drafts.preset_value(path) is not None
+    ]
+    if not recommended:
+        return line
+    count = len(recommended)
+    lists = [
+        ", ".join(recommended),
+        *(
+            f"{', '.join(recommended[:named])} and {count - named} more"
+            for named in range(count - 1, 0, -1)
+        ),
+    ]
+    for text in (
+        *(f"   ★ recommended for {drafts.recommended_for}: {names}" for names in lists),
+        f"   ★ {count} recommended",
+    ):
+        if line.cell_length + cell_len(text) <= width:
+            return line + Content.styled(text, "$faint")
+    return line
+
+
+def show_differences(app: SharedApp, drafts: Drafts) -> None:
+    """Show every field that differs from the preset."""
+    from so_tui.ui.dialogs import Notice
+
+    changed = drafts.changes
+    lines = [
+        f"{path}: {drafts.base_values.get(path, '') or 'empty'} → {text or 'empty'}{'' if path in changed else '   recommended'}"
+        for path, text in sorted(drafts.edits.items())
+    ]
+    heading = f"What differs from preset {drafts.base.name}" if drafts.base else "No preset chosen"
+    app.push_screen(Notice(heading, lines or ["No field differs from the preset."], bad=False))
+
+
+def ask_to_undo(app: SharedApp, drafts: Drafts, then: Callable[[], object]) -> None:
+    """Ask to undo the user's changes, or to give up what was recommended where there are none; call ``then`` once that is done."""
+    if drafts.base is None or not (drafts.edits or drafts.changes):
+        return
+    from so_tui.ui.dialogs import Question
+
+    preset, changed = drafts.base.name, drafts.changes
+    recommended = ", ".join(map(label, drafts.recommended))
+
+    def answered(yes: bool | None) -> None:
+        if not yes or drafts.base is None:
+            return
+        if changed:
+            drafts.undo()
+        else:
+            drafts.forget(preset)
+        then()
+
+    if changed:
+        kept = f" What was recommended stays: {recommended}." if recommended else ""
+        lines, undo = [f"{plural(len(changed), 'change')} will be lost.{kept}"], "Undo all changes"
+    else:
+        lines, undo = (
+            [f"What was recommended for {drafts.recommended_for} is given up: {recommended}."],
+            "Use the preset as it is",
+        )
+    app.push_screen(Question(f"Back to preset {preset}?", lines, yes=undo), answered)
+
+
+DEBOUNCE_S = 0.12
+LEAST_PLAN = 44
+"""Columns that are left for the plan, however wide the form is made."""
+
+
+class ConfigureScreen(ResizablePage):
+    PAGE = "configure"
+    CSS_PATH: ClassVar[list[str | PurePath]] = ["screen.tcss", "form.tcss"]
+    AUTO_FOCUS = ""
+    # Nothing is focused at first, so that single keys are commands; tab goes to the first field.
+    HELP_TEXT = (
+        "Every change is planned immediately: whether it fits, how fast it will be, which command would start. • marks fields that you "
+        "changed, ★ those that have what is recommended for the machine instead of the preset's value, ✗ those that cannot run. Up and "
+        "down move between fields, / finds one; − and + step a number, as shift with up and down does. The what-if strips show the step "
+        "time over ratio and Adam cores: a bar a value, ✗ where it does not fit. Leave a text field with esc to use single keys."
+    )
+    SIZES = ("form",)
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding(
+            "l,f5",
+            "launch",
+            "Launch",
+            key_display="l/F5",
+            id="launch",
+            tooltip="Start this run (asks once)",
+        ),
+        Binding("ctrl+s", "save", "Save", id="save", tooltip="Save these settings as a preset"),
+        Binding(
+            "equals_sign",
+            "differences",
+            "Changes",
+            key_display="=",
+            id="differences",
+            tooltip="What differs from the preset",
+        ),
+        Binding(
+            "u",
+            "reset",
+            "Undo",
+            id="reset",
+            tooltip="Undo your changes; once more, use the preset as it is",
+        ),
+        Binding(
+            "d",
+            "preview_data",
+            "Data",
+            id="preview-data",
+            tooltip="See the data as the model will: rows, lengths, packing, what is dropped",
+        ),
+        Binding(
+            "y", "copy", "Copy", id="copy", tooltip="Copy the exact command that would be started"
+        ),
+        Binding(
+            "slash", "find", "Find", key_display="/", id="find", tooltip="Find a field by its name"
+        ),
+        Binding(
+            "k",
+            "what_if",
+            "What if",
+            show=False,
+            id="what-if",
+            tooltip="Step ratio and Adam cores with left and right",
+        ),
+        Binding("down", "field(1)", "Next field", show=False),
+        Binding("up", "field(-1)", "Field before", show=False),
+        OTHER_MACHINE,
+    ]
+
+    form = getters.query_one(FormPanel)
+    plan = getters.query_one(PlanPanel)
+
+    def __init__(self) -> None:
+        self._drafts = Drafts()
+        self._planned: Planned | None = None
+        self._serial = 0
+        self._timer: Timer | None = None
+        self._partitions: tuple[Partition, ...] = ()
+        self._when_planned: Callable[[Planned], None] | None = None
+        """The command that waits for the plan of the newest edit."""
+        super().__init__()
+
+    def body(self) -> Iterable[Widget]:
+        yield Static("reading the presets …", id="form-title")
+        with Horizontal(id="columns"):
+            with FormPanel(classes="panel") as form:
+                form.border_title = "settings"
+            yield Divider()
+            with PlanPanel(id="plan", classes="panel") as plan:
+                plan.border_title = "plan"
+
+    def on_mount(self) -> None:
+        self.watch(self.app, "machine", self._machine_known)
+
+    def _machine_known(self) -> None:
+        catalog = self.app.catalog
+        if self.app.machine is None or catalog is None:
+            return
+        if self._drafts.base is None and catalog.presets:
+            self.edit(list(catalog.presets)[-1])
+        else:
+            self.replan()
+
+    # What is edited.
+
+    def edit(self, preset: str, wanted: RunSpec | None = None, *, field: str = "") -> None:
+        """Show a preset with its unsaved edits; ``wanted``, a recommendation, is laid over them and replaces an earlier one.
+
+        The keyboard goes to ``field``, if a path is given.
+        """
+        catalog = self.app.catalog
+        if catalog is None or preset not in catalog.presets:
+            return
+        self._drafts.open(catalog.presets[preset].spec, wanted, self._machine_named)
+        self.call_after_refresh(self._show_form, field)
+
+    def continue_with(self, preset: str) -> None:
+        """Show the preset that the draft was saved as, and forget the draft."""
+        for name in {preset, self._drafts.base.name if self._drafts.base else preset}:
+            self._drafts.forget(name)
+        self.edit(preset)
+
+    def unsaved(self) -> dict[str, int]:
+        """Return how many fields of each preset have unsaved edits."""
+        return self._drafts.unsaved()
+
+    async def _show_form(self, field: str = "") -> None:
+        self._show_title()  # at once: making the fields takes a while
+        if (
+            await self.form.show_values(self._drafts.shown_value, slurm=preset_actions.has_slurm())
+            and preset_actions.has_slurm()
+        ):
+            self._ask_for_partitions()
+        if field:
+            self.form.go_to(field)
+        self.replan()
+
+    @on(FieldRow.Edited)
+    def _edited(self, message: FieldRow.Edited) -> None:
+        if self._drafts.base is None:
+            return
+        if self._set_field(message.path, message.text):
+            self._timer = self.set_timer(DEBOUNCE_S, self.replan)
+
+    def _set_field(self, path: str, text: str) -> bool:
+        """Enter ``text`` into the draft, and return whether that changed it; the plan that is shown is then out of date."""
+        if not self._drafts.enter(path, text):
+            return False
+        self._serial += 1
+        self._when_planned = None
+        if self._timer is not None:
+            self._timer.stop()
+        return True
+
+    # The plan of it.
+
+    def replan(self) -> None:
+        """Plan the values in the form. The answer to an older request is dropped."""
+        if self._drafts.base is None or self.app.machine is None:
+            return
+        if self._timer is not None:
+            self._timer.stop()
+        self._serial += 1
+        self._plan(self._serial, self._drafts.base, dict(self._drafts.edits))
+
+    @work(thread=True, exclusive=True, group="plan", name="plan this run", exit_on_error=False)
+    def _plan(self, serial: int, base: RunSpec, edits: dict[str, str]) -> None:
+        machine = self.app.machine
+        assert machine is not None
+        worker = get_current_worker()
+        for answer in plan_answers(
+            serial, base, edits, machine, bool(self.app.machine_file), lambda: worker.is_cancelled
+        ):
+            self.post_message(answer)
+
+    @work(thread=True, group="partitions", name="ask Slurm for its partitions", exit_on_error=False)
+    def _ask_for_partitions(self) -> None:
+        from so_tui.launch.slurm.client import SlurmError, partitions
+
+        try:
+            self.post_message(Partitions(partitions()))
+        except SlurmError:  # the field takes any name, and submitting says what is wrong
+            return
+
+    @on(Partitions)
+    def _show_partitions(self, message: Partitions) -> None:
+        self._partitions = message.partitions
+        self.replan()
+
+    @on(Planned)
+    def _show_plan(self, message: Planned) -> None:
+        if message.serial != self._serial or self._drafts.base is None:
+            return
+        self._planned = message
+        self._mark_fields(message, *impossible_field(message.plan))
+        self._show_title()
+        self.plan.show(message)
+        waiting, self._when_planned = self._when_planned, None
+        if waiting is not None and self.is_current:
+            waiting(message)
+
+    @on(Compared)
+    def _show_strips(self, message: Compared) -> None:
+        if message.serial == self._serial:
+            self.plan.what_if.show(message.strips)
+
+    @on(WhatIf.Stepped)
+    def _stepped(self, message: WhatIf.Stepped) -> None:
+        """Enter the value, and the mode that it belongs to where the preset leaves that to the planner."""
+        plan = self._planned.plan if self._planned is not None else None
+        values = {message.path: text_of(message.value)}
+        if plan is not None and plan.spec.offload.mode != self._drafts.values.get("offload.mode"):
+            values = {"offload.mode": plan.mode, "offload.ratio": text_of(plan.ratio), **values}
+        changed = [self._set_field(path, text) for path, text in values.items()]
+        self.form.set_values(values)
+        if any(changed):
+            self._timer = self.set_timer(DEBOUNCE_S, self.replan)
+
+    def on_resize(self) -> None:
+        self.call_after_refresh(self.sizes_changed)
+
+    def sizes_changed(self) -> None:
+        chosen = self.app.settings.panels.form
+        self.form.styles.width = (
+            None
+            if chosen is None or self.has_class("-narrow")
+            else replace(self._form_size(), cells=chosen).grown(0)
+        )
+        self.call_after_refresh(self.plan.lay_out)
+        if self._drafts.base is not None:
+            self._show_title()
+
+    def size_of(self, panel: Widget | None) -> Size | None:
+        """Return the columns of the form, unless the plan stands below it. The plan has what the form leaves."""
+        in_plan = panel is not None and self.plan in panel.ancestors
+        return (
+            None
+            if self.has_class("-narrow")
+            else replace(self._form_size(), step=-4 if in_plan else 4)
+        )
+
+    def _form_size(self) -> Size:
+        return Size("form", self.form.size.width, 40, self.size.width - LEAST_PLAN)
+
+    def _mark_fields(self, message: Planned, field: str = "", reason: str = "") -> None:
+        """Mark fields that differ or are wrong; ``field`` is the one that makes the plan impossible on this machine."""
+        problems = (
+            problems_by_row(message.problems)
+            if message.problems
+            else {field: f"{reason}."}
+            if field
+            else {}
+        )
+        given_mode = self._drafts.values.get("offload.mode", "")
+
+        def note_of(path: str) -> str:
+            if path == "slurm.partition":
+                return partition_note(
+                    self._partitions,
+                    self._drafts.values.get("slurm.partition", ""),
+                    slurm=preset_actions.has_slurm(),
+                )
+            return field_note(path, message.plan, self.app.machine, given_mode)
+
+        self.form.mark(self._drafts.was, self._drafts.preset_value, problems, note_of)
+
+    def _show_title(self) -> None:
+        title = self.query_one("#form-title", Static)
+        title.update(changes_title(self._drafts, title.content_size.width or self.size.width))
+
+    @property
+    def _machine_named(self) -> str:
+        """The machine that a run is planned for, in words."""
+        return (
+            printable_line(self.app.machine.label)
+            if self.app.machine_file and self.app.machine
+            else "this machine"
+        )
+
+    # Moving about.
+
+    def action_field(self, distance: int) -> None:
+        self.form.move(distance)
+
+    def action_find(self) -> None:
+        self.form.open_find()
+
+    def action_what_if(self) -> None:
+        if self.plan.what_if.strips:
+            self.set_focus(
+                self.plan.what_if
+            )  # which shows it where only the plan has room otherwise
+        else:
+            self.notify("What if compares offload ratios and Adam cores: this plan has none")
+
+    def action_leave_field(self) -> None:
+        if self.form.close_find():
+            self.set_focus(None)
+        else:
+            super().action_leave_field()
+
+    # Commands.
+
+    def _once_planned(self, command: Callable[[Planned], None]) -> None:
+        """Run ``command`` with the plan of what is in the form now, which may not have been made yet."""
+        if (
+            entered := self.form.entered()
+        ) is not None:  # its last key press may not have been announced yet
+            self._set_field(*entered)
+        if self._planned is not None and self._planned.serial == self._serial:
+            command(self._planned)
+        elif self._drafts.base is not None and self.app.machine is not None:
+            self._when_planned = command
+            self.replan()
+
+    def action_launch(self) -> None:
+        self._once_planned(self._launch)
+
+    def _launch(self, planned: Planned) -> None:
+        if planned.plan is not None and preset_actions.refused_elsewhere(
+            self.app, planned.plan.spec
+        ):
+            return
+        if planned.plan is None or not planned.plan.possible:
+            self._go_to_first_problem(planned)
+        elif not planned.plan.fits:
+            title = f"{planned.plan.spec.label} does not fit here"
+            self.app.post_message(
+                Failed(
+                    title,
+                    planned.plan.reason_texts,
+                    offer=preset_actions.launch_anyway(self.app, planned.launch),
+                )
+            )
+        elif planned.launch is not None:
+            preset_actions.ask_to_launch(self.app, planned.launch)
+
+    def _go_to_first_problem(self, planned: Planned) -> None:
+        """Let the first field that is wrong say so, in its own line; without one, notify."""
+        if not self.form.go_to_wrong("not launched"):
+            texts = [
+                *map(problem_text, planned.problems),
+                *(planned.plan.reason_texts if planned.plan else ()),
+            ]
+            self.notify(texts[0], title="Not launched", severity="error", markup=False)
+
+    def action_save(self) -> None:
+        self._once_planned(self._save)
+
+    def _save(self, planned: Planned) -> None:
+        base = self._drafts.base
+        if planned.plan is None or base is None:
+            self.notify("Correct the marked fields first", severity="error")
+            return
+        from so_tui.ui.preset_actions import ask_to_save
+
+        ask_to_save(self.app, with_values(base, self._drafts.edits), base.name, self.continue_with)
+
+    def action_preview_data(self) -> None:
+        """Preview the data with the values in the form."""
+        if self._drafts.base is None:
+            return
+        from so_tui.ui.data_preview import DataPreviewScreen
+
+        try:
+            self.app.push_screen(
+                DataPreviewScreen(with_values(self._drafts.base, self._drafts.edits))
+            )
+        except InputError as error:
+            self.app.post_message(
+                Failed(
+                    "Correct these fields before previewing the data",
+                    tuple(map(problem_text, error.problems)),
+                )
+            )
+
+    def action_differences(self) -> None:
+        show_differences(self.app, self._drafts)
+
+    def action_reset(self) -> None:
+        ask_to_undo(self.app, self._drafts, lambda: self.call_after_refresh(self._show_form))
+
+    def action_copy(self) -> None:
+        self._once_planned(self._copy)
+
+    def _copy(self, planned: Planned) -> None:
+        if planned.command:
+            self.app.copy_to_clipboard(planned.command)
+            self.notify("Copied the command")
+
+    @on(Button.Pressed)
+    async def _button(self, event: Button.Pressed) -> None:
+        await self.run_action(event.button.id or "")
+
+
+# Leave the application: ask where something would be lost, and say what goes on.
+
+
+def ask_to_leave(app: SharedApp) -> None:
+    """Leave. Ask first where unsaved edits in Configure would be lost."""
+    try:
+        bottom = app.get_screen_stack("configure")[:1]
+    except KeyError:  # never opened
+        bottom = []
+    unsaved = bottom[0].unsaved() if bottom and isinstance(bottom[0], ConfigureScreen) else {}
+    if not unsaved:
+        _leave(app)
+    elif not isinstance(app.screen, QuitQuestion):
+        lines = [
+            f"Configure: {plural(count, 'change')} to preset {preset}, not saved"
+            for preset, count in unsaved.items()
+        ]
+        question = QuitQuestion("Quit and lose unsaved changes?", lines, yes="Quit", no="No, stay")
+        app.push_screen(question, lambda yes: _leave(app) if yes else None)
+
+
+def _leave(app: SharedApp) -> None:
+    live = [row.run.name for row in app.runs if row.live]
+    lines = []
+    if live:
+        names, goes_on = (
+            printable_line(", ".join(live)),
+            "continues" if len(live) == 1 else "continue",
+        )
+        lines.append(
+            f"{names} {goes_on} training. `{so_tui_command('watch', live[0])}` shows it again."
+        )
+    if app.starting:
+        lines.append(f"{app.starting} is still being started. `so-tui watch latest` shows it.")
+    app.restore_title()
+    app.exit(message="\n".join(lines) or None)

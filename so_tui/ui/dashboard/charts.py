@@ -1,0 +1,478 @@
+"""The dashboard's charts: pages of the metrics that the user chose, in a grid, all over the axis that the screen hands in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import msgspec
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Container
+
+from so_tui.runs.results import mean_name
+from so_tui.ui import run_status
+from so_tui.ui.chart_metrics import (
+    BY_KEY,
+    EVALUATIONS,
+    ROOMY,
+    ChartLayout,
+    Flag,
+    Metric,
+    Wanted,
+    chart_of,
+    marked_lines,
+    page_of,
+    sampled_lines,
+    wanted_by,
+    without_gpus,
+)
+from so_tui.ui.charts.chart import Chart, look_of
+from so_tui.ui.charts.drawing import Mark, StyledLines, value_at
+from so_tui.ui.charts.series import Axis, Line, approximate_name
+from so_tui.ui.dashboard.view import Overlaid, View
+from so_tui.ui.snapshot import Snapshot
+from so_tui.ui.text import Content, GlyphName, distinct, reading_text
+from so_tui.ui.textual_fixes import KeepsLines
+from so_tui.units import rate, significant, thousands
+
+EVALUATION_CELLS = 17
+"""What the newest evaluation takes in a heading."""
+LEAST_ROWS = 7
+"""Rows of a chart where several stand above each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What charts are drawn of."""
+
+    snapshot: Snapshot
+    view: View
+    axis: Axis | None
+    overlays: tuple[Overlaid, ...] = ()
+
+    @property
+    def beyond_end(self) -> bool:
+        """Whether the cursor stands after the last step of the run."""
+        cursor, length = self.view.cursor, self.snapshot.length
+        if cursor is None or not length or not self.overlays:
+            return False
+        return (
+            cursor
+            > (self.snapshot.steps if self.view.unit == "step" else self.snapshot.times)[length - 1]
+        )
+
+
+class ChartPanel(Container, KeepsLines):
+    """Draws the metrics of a snapshot. What the mouse asks of the axis leaves it as messages of ``Chart``."""
+
+    KEYS: ClassVar[tuple[BindingType, ...]] = (
+        Binding(
+            "M",
+            "metrics",
+            "Metrics",
+            id="metrics",
+            tooltip="Choose what the charts show, and how it is smoothed",
+        ),
+        Binding(
+            "G",
+            "grid",
+            "Grid",
+            show=False,
+            id="grid",
+            tooltip="Rows and columns of charts, 1x1 to 3x3",
+        ),
+        Binding(
+            "greater_than_sign",
+            "page(1)",
+            "Next page",
+            key_display=">",
+            show=False,
+            id="page",
+            tooltip="The next charts",
+        ),
+        Binding(
+            "less_than_sign",
+            "page(-1)",
+            "Page before",
+            key_display="<",
+            show=False,
+            id="page-before",
+            tooltip="The charts before",
+        ),
+        Binding(
+            "w",
+            "smooth(1)",
+            "Smoothing",
+            show=False,
+            id="smooth",
+            tooltip="Mean of the last steps, or EMA 0 to 0.99",
+        ),
+        Binding(
+            "W",
+            "smooth(-1)",
+            "Less smoothing",
+            show=False,
+            id="smooth-less",
+            tooltip="Back to the smoothing before",
+        ),
+        Binding(
+            "L",
+            "log_scale",
+            "Log y",
+            show=False,
+            id="log-scale",
+            tooltip="Logarithmic y axis of the chart with the focus",
+        ),
+        Binding(
+            "R",
+            "robust_scale",
+            "Robust y",
+            show=False,
+            id="robust-scale",
+            tooltip="Leave outliers out of its y axis",
+        ),
+        Binding(
+            "H",
+            "hardware",
+            "Hardware",
+            show=False,
+            id="hardware",
+            tooltip="What GPUs and nodes did instead of metrics; again: back",
+        ),
+        Binding(
+            "E",
+            "export",
+            "Export",
+            show=False,
+            id="export",
+            tooltip="The chart with the focus as SVG, its values as CSV",
+        ),
+        Binding(
+            "v",
+            "overlay",
+            "Overlay",
+            show=False,
+            id="overlay",
+            tooltip="Lay other runs over every chart",
+        ),
+    )
+    """Keys that act on this panel from anywhere on its screen, which binds them."""
+
+    def __init__(self, layout: ChartLayout, *, glyphs: GlyphName, id: str | None = None) -> None:
+        self._glyphs = glyphs
+        self.chart_layout = layout
+        self._number = 0
+        self._on_gpus = True
+        self.instead: tuple[str, ...] = ()
+        """Keys of metrics that are shown instead of those that the user chose."""
+        self.room = self.app.size.width
+        """Columns of the terminal that the charts have, with what surrounds them."""
+        self.page = page_of(layout, 0, self.room)
+        super().__init__(id=id)
+
+    def compose(self) -> ComposeResult:
+        self._set_grid()
+        yield from self._new_charts()
+
+    def _new_charts(self) -> Iterator[Chart]:
+        for metric in self.page.metrics:
+            chart = chart_of(metric, self._glyphs)
+            self._set_scales(chart)
+            yield chart
+
+    def _set_grid(self) -> None:
+        self.styles.grid_size_columns, self.styles.grid_size_rows = (
+            self.page.columns,
+            self.page.rows,
+        )
+
+    def _set_scales(self, chart: Chart) -> None:
+        chart.log_scale = self.chart_layout.flagged("log", chart.id or "")
+        chart.robust = self.chart_layout.flagged("robust", chart.id or "")
+
+    @property
+    def charts(self) -> list[Chart]:
+        return [child for child in self.children if isinstance(child, Chart)]
+
+    @property
+    def wanted_layout(self) -> ChartLayout:
+        """What the user wants, for a run such as this one."""
+        return self.chart_layout if self._on_gpus else without_gpus(self.chart_layout)
+
+    @property
+    def focused(self) -> Chart | None:
+        """The chart with the focus, else the first one; None while other charts are being laid out."""
+        charts = self.charts
+        return next((chart for chart in charts if chart.has_focus), charts[0] if charts else None)
+
+    @property
+    def metric(self) -> Metric:
+        """The metric of the chart with the focus."""
+        focused = self.focused
+        return BY_KEY[focused.id or ""] if focused is not None else self.page.metrics[0]
+
+    @property
+    def wanted(self) -> Wanted:
+        """What the charts of this page need to know of the steps."""
+        return wanted_by(self.page, self.chart_layout.ema)
+
+    @property
+    def columns(self) -> int:
+        """Columns of a plot: the distance that one press of an arrow key moves the cursor."""
+        focused = self.focused
+        return max(8, focused.columns) if focused is not None else 8
+
+    @property
+    def least_rows(self) -> int:
+        """Rows that the grid takes at least; 0 where all charts stand in one row."""
+        return LEAST_ROWS * self.page.rows if self.page.rows > 1 else 0
+
+    def set_rows(self, rows: int) -> None:
+        """Make the panel ``rows`` high."""
+        self.styles.height = rows
+
+    def focus_first(self) -> None:
+        """Give the keyboard to the first chart."""
+        for chart in self.charts[:1]:
+            self.screen.set_focus(chart)
+
+    async def change(self, layout: ChartLayout, turned: int = 0) -> bool:
+        """Show what ``layout`` says, some pages further. Return whether other charts are shown than before."""
+        self._number = (
+            max(0, self.page.number + turned)
+            if turned >= 0
+            else (self.page.number + turned) % self.page.pages
+        )
+        self.chart_layout = layout
+        shown = self.wanted_layout
+        if self.instead:
+            shown = msgspec.structs.replace(layout, shown=self.instead)
+        page = page_of(shown, self._number, self.room)
+        before, self.page = self.page, page
+        for chart in self.charts:
+            self._set_scales(chart)
+        if (before.metrics, before.columns, before.rows) == (page.metrics, page.columns, page.rows):
+            return False
+        focused = next((chart.id for chart in self.charts if chart.has_focus), None)
+        with self.app.batch_update():
+            await self.remove_children()
+            self._set_grid()
+            await self.mount_all(self._new_charts())
+        if focused is not None:
+            again = [chart for chart in self.charts if chart.id == focused] or self.charts
+            self.screen.set_focus(again[0])
+        return True
+
+    def learn_of_gpus(self, on_gpus: bool) -> bool:
+        """Take over whether the run has GPUs; return whether that is news, after which the charts are to be changed."""
+        known, self._on_gpus = self._on_gpus, on_gpus
+        return known != on_gpus
+
+    async def turn_to_first(self) -> None:
+        """Show the first page."""
+        await self.change(self.chart_layout, turned=-self.page.number)
+
+    def toggled(self, flag: Flag) -> ChartLayout:
+        """Return the layout with the scale of the chart with the focus switched."""
+        return self.chart_layout.toggled(flag, self.metric.key)
+
+    def show(
+        self, snapshot: Snapshot, view: View, axis: Axis | None, overlays: tuple[Overlaid, ...] = ()
+    ) -> None:
+        """Draw ``snapshot`` over ``axis``, with the cursor of ``view``, and other runs over it."""
+        marks = [Mark(float(saved.step), saved.time, "◆", "mark") for saved in snapshot.checkpoints]
+        marks += [Mark(float(resume.step), resume.time, "↻", "mark") for resume in snapshot.resumes]
+        shown = Shown(snapshot, view, axis if snapshot.length else None, overlays)
+        drawn = {chart.id: chart for chart in self.charts}
+        for metric in self.page.metrics:
+            if (chart := drawn.get(metric.key)) is not None:
+                chart.turns = (
+                    self.page.note_in(chart.heading_room) if metric is self.page.metrics[-1] else ""
+                )
+                self._show_metric(metric, chart, shown, marks)
+
+    def _show_metric(self, metric: Metric, chart: Chart, shown: Shown, marks: list[Mark]) -> None:
+        snapshot = shown.snapshot
+        coloured = not self.app.no_color
+        pairs = _lines(metric, chart, shown, coloured=coloured)
+        measured = [line for line, _ in pairs if line.series.extremes(0, line.length) is not None]
+        sampled = all(name in snapshot.sampled for name in metric.samples[:1])
+        known = metric.key == EVALUATIONS or (sampled and all(map(snapshot.has, metric.fields)))
+        chart.waiting = run_status.waiting_text(snapshot)
+        if snapshot.length and not measured:
+            chart.waiting = "reading …" if not known else "not measured in this run"
+            pairs = []
+        if shown.beyond_end:
+            pairs = [
+                (line, "") for line, _ in pairs
+            ]  # the cursor is where only another run has values
+        looks = [look_of(at, coloured=coloured) for at in range(len(shown.overlays))]
+        others = [
+            (line, "")
+            for other, look in zip(shown.overlays, looks, strict=True)
+            for line in other.lines(metric, *look)
+        ]
+        own = _own_notes(metric, chart, shown)
+        chart.per, chart.unit = metric.shown_in
+        loss = metric.key == "loss"
+        chart.show(
+            [line for line, _ in (*pairs, *others)],
+            [name for _, name in (*pairs, *others)],
+            shown.axis,
+            marks=marks,
+            marked=marked_lines(metric, snapshot.sampled),
+            cursor=shown.view.cursor,
+            notes=[*(shown.view.range_notes if loss else ()), *own],
+            alarm=_nan_text(snapshot) if loss else "",
+            progress=reading_text(snapshot.unread_share) if loss else "",
+        )
+
+
+def _lines(metric: Metric, chart: Chart, shown: Shown, *, coloured: bool) -> list[tuple[Line, str]]:
+    """Return the lines of a metric with their names in the heading. Where nothing is ``coloured``, parts of a step have signs."""
+    snapshot, axis = shown.snapshot, shown.axis
+    crowded = (
+        metric.key == "throughput" and chart.heading_room < ROOMY
+    )  # MFU says more than that the run has ended
+    newest = "." if snapshot.training or shown.view.cursor is not None or crowded else "last"
+    evaluations = [] if snapshot.evaluations is None else [snapshot.evaluations]
+    if metric.key == EVALUATIONS:
+        return [(line, newest) for line in evaluations]
+    if metric.samples:
+        return sampled_lines(metric, snapshot.sampled, alone=not shown.overlays, coloured=coloured)
+    if not all(map(snapshot.has, metric.fields)):
+        return []
+    if metric.roles:
+        named = zip(metric.fields, metric.roles, metric.names, strict=True)
+        lines = [(snapshot.line(field, role, axis), name) for field, role, name in named]
+        return [
+            (replace(line, sign=look_of(at, coloured=coloured).sign), name)
+            for at, (line, name) in enumerate(lines)
+        ]
+    field = metric.fields[0]
+    if not snapshot.is_smoothed(field):
+        pairs = [(snapshot.line(field, metric.role, axis), newest)]
+    else:
+        pairs = [
+            (snapshot.line(field, "raw", axis), newest),
+            (snapshot.mean_line(field, metric.role, axis), _mean_name(chart, shown)),
+        ]
+    if metric.key != "loss":
+        return pairs
+    if snapshot.training and shown.view.cursor is None:
+        pairs[0] = pairs[0][0], "now"
+    return [
+        *pairs,
+        *((line, "evaluation" if chart.heading_room >= ROOMY else "eval") for line in evaluations),
+    ]
+
+
+def _own_notes(metric: Metric, chart: Chart, shown: Shown) -> list[str]:
+    """Return what stands behind the values of some charts."""
+    snapshot, latest = shown.snapshot, shown.snapshot.latest
+    here = latest is not None and shown.view.cursor is None
+    if metric.key == "norm" and latest is not None and here:
+        return [f"learning rate {significant(latest.learning_rate)}"]
+    if metric.key != "throughput":
+        return []
+    roomy = chart.heading_room >= ROOMY
+    chart.title = "throughput" if roomy else "speed"
+    per = "GPU" if snapshot.on_gpus else "rank"
+    if latest is None or not here:
+        return [f"TFLOPS/{per}"]
+    tokens = rate(latest.useful_tokens_per_s_total)
+    mfu = [] if latest.mfu is None else [f"MFU {100 * latest.mfu:.1f} %"]
+    return [f"TFLOPS/{per}" if roomy else "TFLOPS", f"{tokens} tok/s", *mfu]
+
+
+def _mean_name(chart: Chart, shown: Shown) -> str:
+    """Return the name of the mean in as many words as leave room for the other values."""
+    snapshot, axis, cursor = shown.snapshot, shown.axis, shown.view.cursor
+    whole = snapshot.whole
+    if whole.ema is not None:
+        until = snapshot.approximate_until(axis)
+        here = axis is not None and cursor is not None and axis.position(cursor)[0] <= until
+        return approximate_name(whole.ema, here=here) if until else mean_name(whole.span, whole.ema)
+    room = chart.heading_room - (EVALUATION_CELLS if snapshot.evaluations is not None else 0)
+    return mean_name(whole.span) if room >= 40 else f"mean of {whole.span}"
+
+
+def _nan_text(snapshot: Snapshot) -> str:
+    """Return how many steps have a loss that is not a number."""
+    count = snapshot.series["loss"].missing(snapshot.length) if snapshot.has("loss") else 0
+    return f"{thousands(count)} NaN" if count else ""
+
+
+# The legend of runs that are laid over each other: every one of them, with its value in the chart
+# with the focus.
+
+
+LONGEST_NAME = 34
+
+
+class RunLegend(StyledLines):
+    """As many rows as it takes: no run is left out."""
+
+    room = 20
+    """Cells that it has, which is known before it is shown. Its own width is not."""
+
+    def show(
+        self,
+        snapshot: Snapshot,
+        overlays: tuple[Overlaid, ...],
+        metric: Metric,
+        axis: Axis | None,
+        cursor: float | None,
+    ) -> None:
+        """Name the followed run and those over it, with their newest values, or those at the cursor, in lines that fit."""
+        self.display = bool(overlays)
+        if not overlays:
+            return
+        followed, *others = distinct(
+            [snapshot.run.name, *(overlaid.run.name for overlaid in overlays)], LONGEST_NAME
+        )
+        entries = [Content.assemble(("● ", "$accent"), (followed, "bold"))]
+        for index, (overlaid, name) in enumerate(zip(overlays, others, strict=True)):
+            role, sign = look_of(index, coloured=not self.app.no_color)
+            entry = Content.assemble((f"{sign or '●'} ", f"${role}"), name)
+            entries.append(
+                entry + Content.styled(f" {_value_text(overlaid, metric, axis, cursor)}", "$faint")
+            )
+        self.update(Content("\n").join(wrapped(entries, self.room)))
+
+
+def _value_text(overlaid: Overlaid, metric: Metric, axis: Axis | None, cursor: float | None) -> str:
+    """Return the value of a run at the cursor, or its newest one; of several lines, the least and the greatest."""
+    if overlaid.more:
+        return "reading …"
+    lines = overlaid.lines(metric, "main")
+    if not lines or axis is None:
+        return "not measured"
+    if cursor is not None and cursor > overlaid.end[0 if axis.unit == "step" else 1]:
+        return "-"
+    measured = lines[:1] if metric.fields else lines  # of the parts of a step, the first one
+    values = [
+        value
+        for line in measured
+        if (value := value_at(line, axis, axis.high if cursor is None else cursor)) is not None
+    ]
+    per, _ = metric.shown_in
+    texts = (
+        [metric.format_value(value / per) for value in (min(values), max(values))]
+        if values
+        else ["-"]
+    )
+    return " to ".join(dict.fromkeys(texts))
+
+
+def wrapped(entries: list[Content], width: int, gap: str = "   ") -> list[Content]:
+    """Return entries in lines of at most ``width`` cells, none cut and none left out; one that is wider has its own line."""
+    lines: list[Content] = []
+    for entry in entries:
+        if lines and lines[-1].cell_length + len(gap) + entry.cell_length <= width:
+            lines[-1] = lines[-1] + gap + entry
+        else:
+            lines.append(entry)
+    return lines

@@ -1,0 +1,464 @@
+"""Take a chart of the dashboard elsewhere: its lines as a picture (SVG), or its values as a table (CSV)."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import msgspec
+from textual import on, work
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.screen import ModalScreen
+from textual.widgets import Button, Input, Static
+
+from so_tui.runs import RunDirectory
+from so_tui.runs.export import export_metrics, export_rows
+from so_tui.runs.results import Answers, Asked, read_all, read_answers
+from so_tui.spec import InputError, Problem, SoTuiError
+from so_tui.ui.chart_metrics import (
+    EVALUATIONS,
+    METRICS,
+    MOST_EMA,
+    ChartLayout,
+    Metric,
+    sampled_lines,
+)
+from so_tui.ui.charts.chart import Chart
+from so_tui.ui.charts.series import Line, chart_svg
+from so_tui.ui.dashboard.view import Overlaid, steps_at
+from so_tui.ui.dialogs import CloseButton, TickDialog, TickList
+from so_tui.ui.messages import Failed
+from so_tui.ui.run_actions import PICTURE, WROTE_S, new_path
+from so_tui.ui.run_rows import RunRow
+from so_tui.ui.snapshot import Sampled, Snapshot
+from so_tui.ui.text import Content, shorten
+from so_tui.ui.widgets import Entry
+from so_tui.units import duration, plural, thousands
+
+if TYPE_CHECKING:
+    from so_tui.ui.page import Page
+
+
+# What the model answered to the prompts of the spec, step by step.
+
+
+READ_S = 2.0
+"""Between two readings of a live run's answers."""
+EMPTY = (
+    "No answers yet. Name questions in the preset, and the model answers them before the first step, every so many steps, and at the "
+    "end:\n\nso-tui run PRESET --set prompts.texts='[\"...\"]' --set prompts.every_steps=100"
+)
+
+
+class AnswersScreen(ModalScreen[None]):
+    """Shows the newest answers, and those of earlier steps with left and right."""
+
+    CSS_PATH = "../dialogs.tcss"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,q,p", "dismiss(None)", "Close"),
+        Binding("left", "go(-1)", "Step before"),
+        Binding("right", "go(1)", "Next step"),
+        Binding("home", "go(-1000)", "First"),
+        Binding("end", "go(1000)", "Newest"),
+    ]
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        self._answers = Answers()
+        self._step: int | None = None
+        """The step that is shown; None for the newest."""
+        super().__init__()
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="dialog -wide"):
+            yield Static(id="answers-title", classes="dialog-title")
+            with VerticalScroll(classes="dialog-body"):
+                yield Static(id="answers")
+            with Horizontal(classes="dialog-buttons"):
+                yield CloseButton()
+                yield Button("Step before  ←", compact=True, action="screen.go(-1)")
+                yield Button("Next step  →", compact=True, action="screen.go(1)")
+                yield Button("First  home", compact=True, action="screen.go(-1000)")
+
+    def on_mount(self) -> None:
+        self._read()
+
+    @work(group="answers", name="read the answers", exclusive=True, exit_on_error=False)
+    async def _read(self) -> None:
+        """Read in a thread until the screen is left."""
+        while True:
+            self._answers = await asyncio.to_thread(read_answers, self._run)
+            self._show()
+            await asyncio.sleep(READ_S)
+
+    @property
+    def _at(self) -> int:
+        """Index of what is shown; -1 without answers."""
+        asked = self._answers.asked
+        return next(
+            (at for at, each in enumerate(asked) if each.step == self._step), len(asked) - 1
+        )
+
+    def _show(self) -> None:
+        asked = self._answers.asked
+        title, text = self.query_one("#answers-title", Static), self.query_one("#answers", Static)
+        for button in self.query(Button).exclude("#close"):
+            button.display = bool(asked)
+        if not asked:
+            title.update("Prompts")
+            text.update(Content(EMPTY))
+            return
+        shown = asked[self._at]
+        when = "before training" if shown.step == 0 else f"after step {thousands(shown.step)}"
+        number = f"   {self._at + 1} of {len(asked)}, in {duration(shown.seconds)}"
+        title.update(Content.assemble(f"Prompts {when}", (number, "$faint not bold")))
+        text.update(conversation(shown))
+
+    def action_go(self, by: int) -> None:
+        asked = self._answers.asked
+        if asked:
+            at = min(max(self._at + by, 0), len(asked) - 1)
+            self._step = asked[at].step if at < len(asked) - 1 else None
+            self._show()
+
+
+def conversation(asked: Asked) -> Content:
+    """Return prompts and answers as text."""
+    parts = []
+    for answer in asked.answers:
+        cut = "" if answer.stopped else " …"
+        parts.append(
+            Content.assemble(
+                ("> ", "bold $accent"), (answer.prompt, "bold"), "\n", answer.text, (cut, "$faint")
+            )
+        )
+    return Content("\n\n").join(parts)
+
+
+# Choose what the dashboard's charts show, and how it is smoothed.
+
+
+def matching(pattern: str) -> tuple[list[Metric], str]:
+    """Return the metrics that a regular expression finds, in small and capital letters alike; all of them, and why, where it is none."""
+    try:
+        found = re.compile(pattern, re.IGNORECASE)
+    except re.error as error:
+        return list(METRICS), f"not a regular expression: {error.msg}" + (
+            "" if error.pos is None else f" at character {error.pos + 1}"
+        )
+    return [
+        metric
+        for metric in METRICS
+        if found.search(f"{metric.title} {metric.about} {' '.join(metric.fields)}")
+    ], ""
+
+
+def weight_of(text: str) -> float | None:
+    """Return the weight that was typed; None for an empty text, which means the mean of the last steps. Raises ValueError."""
+    if not text.strip():
+        return None
+    weight = float(text)
+    if not 0 <= weight <= MOST_EMA:
+        raise ValueError(text)
+    return weight
+
+
+class ChooseMetrics(TickDialog[ChartLayout, str]):
+    """Metrics with ticks, filtered while something is typed. The charts keep the order in which metrics were ticked."""
+
+    def __init__(self, layout: ChartLayout) -> None:
+        self._before = layout
+        super().__init__()
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="dialog -wide"):
+            yield Static("Charts of the dashboard", classes="dialog-title")
+            yield Entry(placeholder="filter: a regular expression", compact=True, id="filter")
+            yield TickList[str](self._before.shown, id="metrics")
+            yield Static(
+                "smoothing: weight of an EMA, 0 to 0.99; empty: the mean of the last steps",
+                classes="faint",
+            )
+            weight = "" if self._before.ema is None else f"{self._before.ema:g}"
+            yield Entry(weight, placeholder="mean", compact=True, id="smoothing")
+            yield Static(id="said", classes="dialog-answer")
+            yield Static(
+                "space or a click ticks, a all that are listed, n none; tab moves on",
+                classes="faint",
+            )
+            yield from self.buttons("Show the charts")
+
+    def list_matching(self, text: str) -> None:
+        """List the metrics that match."""
+        found, problem = matching(text)
+        width = max(len(metric.title) for metric in METRICS)
+        self.ticks.list_items(
+            [
+                (
+                    metric.key,
+                    Content.assemble(f"{metric.title:<{width}}  ", (metric.about, "$faint")),
+                )
+                for metric in found
+            ]
+        )
+        self._tell(problem)
+
+    def _tell(self, problem: str) -> None:
+        text = (
+            Content.assemble(("✗ ", "$error"), problem)
+            if problem
+            else Content(f"{plural(len(self.ticks.ticked), 'chart')} ticked")
+        )
+        self.say(text)
+
+    @on(TickList.Changed)
+    def _changed(self) -> None:
+        self._tell("")
+
+    @on(Input.Submitted, "#smoothing")
+    def action_apply(self) -> None:
+        """Leave with what is ticked, unless that cannot be shown."""
+        try:
+            ema = weight_of(self.query_one("#smoothing", Input).value)
+        except ValueError:
+            self._tell(
+                "smoothing: give a number from 0 to 0.99, or nothing for the mean of the last steps"
+            )
+            self.set_focus(self.query_one("#smoothing", Input))
+            return
+        ticked = tuple(self.ticks.ticked)
+        if ticked:
+            self.dismiss(msgspec.structs.replace(self._before, shown=ticked, ema=ema))
+        else:
+            self._tell("tick at least one metric")
+
+
+# Choose runs whose metrics are laid over those of the run on the dashboard.
+
+
+NAME_CELLS = 34
+
+
+class ChooseRuns(TickDialog[tuple[RunDirectory, ...], RunDirectory]):
+    """Runs with ticks, filtered by name while something is typed."""
+
+    def __init__(self, rows: Sequence[RunRow], chosen: Sequence[RunDirectory]) -> None:
+        self._rows = rows
+        self._chosen = chosen
+        super().__init__()
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="dialog"):
+            yield Static("Lay other runs over the charts", classes="dialog-title")
+            yield Entry(placeholder="filter by name", compact=True, id="filter")
+            yield TickList[RunDirectory](self._chosen, id="runs")
+            yield Static(id="said", classes="dialog-answer")
+            yield Static("space or a click ticks, a all that are listed, n none", classes="faint")
+            yield from self.buttons("Show them")
+
+    def on_mount(self) -> None:
+        if self._rows:
+            self.set_focus(self.ticks)
+
+    def list_matching(self, text: str) -> None:
+        self.ticks.list_items(
+            [(row.run, _line(row)) for row in self._rows if text.lower() in row.run.name.lower()]
+        )
+        self._tell()
+
+    @on(TickList.Changed)
+    def _tell(self) -> None:
+        said = (
+            f"{plural(len(self.ticks.ticked), 'run')} ticked"
+            if self._rows
+            else "There is no other run yet."
+        )
+        self.say(said)
+
+    def action_apply(self) -> None:
+        self.dismiss(tuple(self.ticks.ticked))
+
+
+def _line(row: RunRow) -> Content:
+    model = row.spec.model.id if row.spec is not None else ""
+    facts = f"{row.shown_state}, step {thousands(row.state.step)}  {shorten(model, 24)}"
+    return Content.assemble(
+        f"{shorten(row.run.name, NAME_CELLS):<{NAME_CELLS}}  ", (facts, "$faint")
+    )
+
+
+TABLE = ".csv"
+_UNNAMED = ("", ".", "now", "last")
+"""Names in a heading that say when, not what."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A line with the name that tells it from the others of its chart."""
+
+    name: str
+    line: Line
+
+
+def drawn(
+    metric: Metric, chart: Chart, snapshot: Snapshot, overlays: Sequence[Overlaid]
+) -> list[Curve]:
+    """Return what a chart shows of its run and of those laid over it, all at steps, of the whole run."""
+    others = [curve for other in overlays for curve in _of_other(metric, other)]
+    if metric.samples:
+        own = sampled_lines(metric, snapshot.sampled, whole=True)
+    else:
+        own = list(zip(chart.lines, chart.names, strict=True))[: len(chart.lines) - len(others)]
+    found = [
+        Curve(metric.title if name in _UNNAMED else name, _at_steps(line, snapshot))
+        for line, name in own
+    ]
+    return [*found, *others]
+
+
+def _of_other(metric: Metric, other: Overlaid) -> list[Curve]:
+    lines = other.lines(metric, "main")
+    names = (
+        metric.names
+        if len(metric.names) == len(lines)
+        else [str(number) for number in range(1, len(lines) + 1)]
+    )
+    return [
+        Curve(f"{other.run.name} {name}" if len(lines) > 1 else other.run.name, line)
+        for line, name in zip(lines, names, strict=True)
+    ]
+
+
+def _at_steps(line: Line, snapshot: Snapshot) -> Line:
+    return (
+        line
+        if line.steps is not None
+        else replace(line, steps=steps_at(line.times, line.length, snapshot.whole))
+    )
+
+
+def sampled_rows(
+    metric: Metric, sampled: Mapping[str, tuple[Sampled, ...]]
+) -> list[tuple[float | str, ...]]:
+    """Return a row for each GPU, node or host and time: numbers of its host and of itself, the time, and its values, empty where not known.
+
+    Numbers alone: a name could be a formula to the program that reads the table.
+    """
+    columns = [sampled.get(name, ()) for name in metric.samples]
+    hosts = {
+        host: number
+        for number, host in enumerate(dict.fromkeys(number.host for number in columns[0]))
+    }
+    rows: list[tuple[float | str, ...]] = []
+    for same in zip(*columns, strict=True):
+        for row in range(min(number.length for number in same)):
+            values = [number.series.value(row) for number in same]
+            known = [value if math.isfinite(value) else "" for value in values]
+            rows.append((hosts[same[0].host], same[0].index, same[0].times[row], *known))
+    return rows
+
+
+def ask_to_export_chart(
+    screen: Page, snapshot: Snapshot, metric: Metric, curves: Sequence[Curve]
+) -> None:
+    """Ask for a name, and export: its ending says what."""
+    from so_tui.ui.dialogs import AskText
+
+    def read(text: str) -> Path:
+        path = new_path(text)
+        if path.suffix not in (PICTURE, TABLE):
+            remedy = f"Give a name that ends in {PICTURE} or {TABLE}."
+            raise InputError(
+                [
+                    Problem(
+                        code="unknown-format",
+                        field="file",
+                        value=text,
+                        message="says not what to write",
+                        remedy=remedy,
+                    )
+                ]
+            )
+        return path
+
+    def named(path: Path | None) -> None:
+        if path is not None:
+            work = partial(_export, screen, snapshot, metric, tuple(curves), path)
+            screen.run_worker(
+                work, thread=True, group="export", name="export a chart", exit_on_error=False
+            )
+
+    stem = f"{snapshot.run.name}-{metric.key}"
+    choices = [
+        (f"{stem}{PICTURE}", "the chart, of the whole run"),
+        (f"{stem}{TABLE}", "its values"),
+    ]
+    hint = "Up, down or a click choose what. Another name or path can be given; its ending says what is written."
+    screen.app.push_screen(
+        AskText(
+            f"Export {metric.title} to",
+            hint,
+            choices[0][0],
+            yes="Export",
+            read=read,
+            choices=choices,
+        ),
+        named,
+    )
+
+
+def _export(
+    screen: Page, snapshot: Snapshot, metric: Metric, curves: tuple[Curve, ...], path: Path
+) -> None:
+    """Export in a thread."""
+    app = screen.app
+    try:
+        said = (
+            _write_picture(metric, curves, path)
+            if path.suffix == PICTURE
+            else plural(_write_table(snapshot, metric, path), "row")
+        )
+    except SoTuiError as error:
+        app.post_message(Failed(f"{metric.title} was not exported", tuple(str(error).splitlines())))
+    except OSError as error:
+        app.post_message(
+            Failed(f"{metric.title} could not be exported", (f"{path}: {error.strerror}",))
+        )
+    else:
+        app.call_from_thread(app.notify, f"Wrote {path}: {said}", markup=False, timeout=WROTE_S)
+
+
+def _write_picture(metric: Metric, curves: Sequence[Curve], path: Path) -> str:
+    per, unit = metric.shown_in
+    title = f"{metric.title}, {unit}" if unit else metric.title
+    picture = chart_svg(
+        title, [curve.line for curve in curves], [curve.name for curve in curves], per
+    )
+    with path.open("x", encoding="utf-8") as file:
+        file.write(picture)
+    return plural(len(curves), "line")
+
+
+def _write_table(snapshot: Snapshot, metric: Metric, path: Path) -> int:
+    """Write every record of the run that the metric is about, or the samples as the chart has them. Values have the units of records."""
+    run = snapshot.run
+    if metric.fields:
+        return export_metrics(read_all(run), path, columns=("step", "time", *metric.fields))
+    if metric.key == EVALUATIONS:
+        rows = [(record.step, record.time, record.loss) for record in read_all(run).evaluations]
+        return export_rows(path, ("step", "time", "loss"), rows)
+    columns = (
+        "host",
+        metric.samples[0].partition(".")[0],
+        "time",
+        *(name.partition(".")[2] for name in metric.samples),
+    )
+    return export_rows(path, columns, sampled_rows(metric, snapshot.sampled))

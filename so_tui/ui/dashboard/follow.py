@@ -1,0 +1,238 @@
+"""Follow a run directory for the dashboard: polled in a worker thread, handed over as frozen snapshots.
+
+The follower owns the series and is the only one to append. A snapshot refers to them together with their lengths, so the event loop may
+read them while the next poll appends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+from so_tui.machine import load_machine
+from so_tui.machine.types import Machine
+from so_tui.plan.plan import Plan
+from so_tui.runs import HeartbeatWatch, LogLine, RunDirectory, RunReader, Update, deleted, read_spec
+from so_tui.runs import state as control
+from so_tui.runs.liveness import unconfirmed
+from so_tui.runs.records import FINAL_STATES, EvaluationRecord, RunState, Sample, StepRecord
+from so_tui.runs.results import mean_steps_of
+from so_tui.spec import InputError, RunSpec
+from so_tui.ui.chart_metrics import Wanted
+from so_tui.ui.charts.series import FollowedSteps, Line, StepSeries, evaluation_line
+from so_tui.ui.snapshot import Inspected, Inspector, Loads, Position, Snapshot, before_first_step
+from so_tui.ui.textual_fixes import give_back
+
+RECENT_STEPS = 30
+CLOSE_STEPS = 24_000
+"""Most steps that are read one by one for a window: more than a terminal has dots for blocks."""
+MOST_POLLS = 10
+"""Polls of the reader, 0.1 s each at most, in one poll here: enough to catch up with a fast run without freezing the screen."""
+MOST_POLLS_OF_EARLIER = 4
+"""The same while earlier steps are read, which the newest do not wait for."""
+REDRAWN_SHARE = 0.04
+"""Share of a run that is read between two drawings of it, which take as long as they would for all of it."""
+
+
+class RunFollower:
+    """Follows one run for one thread at a time."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        from so_tui.launch import current_state
+
+        self.run = run
+        self._watch = HeartbeatWatch()
+        self._reader = RunReader(run, watch=self._watch, state_of=current_state)
+        self._loads = Loads(self._reader)
+        self._inspector = Inspector(self._reader)
+        self._inspected: Inspected | None = None
+        self._evaluations: tuple[EvaluationRecord, ...] = ()
+        self._evaluation_line: Line | None = None
+        self._attempt = -1
+        self._spec: RunSpec | None = None
+        self._plan: Plan | None = None
+        self._machine: Machine | None = None
+        self._new_samples: deque[tuple[str, tuple[Sample, ...]]] = deque()
+        """Read, but not added to the loads yet, which need the times of the steps."""
+        self._steps = FollowedSteps(self._reader.metrics)
+        self._checking = False
+        self._closer: StepSeries | None = None
+        self._recent: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
+        self._reads_earlier = False
+        self._drawn_share = 2.0
+        """What was unread when the series were last drawn anew."""
+
+    @property
+    def _whole(self) -> StepSeries:
+        return self._steps.series
+
+    def _mean_steps(self) -> int:
+        state, latest = self._reader.state, self._reader.latest
+        return mean_steps_of(
+            self._spec,
+            state.total_steps if state is not None else 0,
+            latest.step if latest is not None else 0,
+        )
+
+    def poll(
+        self,
+        window: tuple[float, float] | None = None,
+        wanted: Wanted | None = None,
+        cursor: Position | None = None,
+    ) -> Snapshot:
+        """Read what is new, the steps in ``window`` in full detail, and what was at ``cursor``; ``wanted`` are other metrics than before.
+
+        A directory that cannot be read now is reported in ``read_error``; earlier data stays.
+        """
+        lines: list[LogLine] = []
+        read_error = ""
+        if wanted is not None:
+            self._steps.want(wanted.fields, wanted.smoothed, wanted.ema)
+        try:
+            for count in range(MOST_POLLS):
+                update = self._reader.poll()
+                lines += update.log_lines
+                self._new_samples += update.samples.items()
+                self._take_steps(update)
+                self._read_attempt(update.state)
+                if not update.more or (update.unread_share and count + 1 >= MOST_POLLS_OF_EARLIER):
+                    break
+            self._draw_steps(update.unread_share)
+            if wanted is not None:
+                self._loads.want(wanted.samples)
+            while self._new_samples:
+                self._loads.add(*self._new_samples[0], self._whole.begin[1])
+                self._new_samples.popleft()
+            if (
+                not self._reader.metrics.unread_share
+            ):  # until then the first step that is known is not the first
+                self._loads.average(self._whole.times)
+            self._read_window(window)
+            self._inspected = self._inspector.read(cursor)
+            self._loads.inspected = self._inspected.samples if self._inspected is not None else {}
+            state = self._reader.state
+            self._checking = state is not None and unconfirmed(self.run, state, self._watch)
+        except OSError as error:
+            self._steps.take((), redraw=True)  # records may have been read and lost
+            read_error = f"{error.strerror or error} ({error.filename or self.run.path})"
+        return self._snapshot(tuple(lines), read_error)
+
+    def _draw_steps(self, unread_share: float) -> None:
+        """Draw the series anew where necessary, and the loads once their whole time is known."""
+        if unread_share and self._drawn_share - unread_share < REDRAWN_SHARE:
+            return
+        self._drawn_share = unread_share or 2.0
+        if self._steps.update(self._mean_steps()):
+            self._closer = None
+            self._recent.clear()
+            self._recent.extend(self._reader.recent(RECENT_STEPS))
+        if self._reads_earlier and not unread_share:
+            self._loads.restart(self._whole.begin[1])
+            give_back()
+        self._reads_earlier = unread_share > 0
+
+    def _take_steps(self, update: Update) -> None:
+        """Append new records to the whole run, and to the window if it reaches to the newest."""
+        follows = self._closer is not None and self._closer.last_step == self._whole.last_step
+        new = self._steps.take(update.steps, redraw=update.redraw)
+        self._recent.extend(new)
+        if self._closer is not None and follows:
+            for record in new:
+                self._closer.add(record)
+
+    def _read_window(self, window: tuple[float, float] | None) -> None:
+        """Read the steps of ``window`` one by one where only blocks of them are known, and as many again on both sides."""
+        whole = self._whole
+        if not whole.coarse or (window is not None and window[0] >= whole.single_from):
+            self._closer = None
+            return
+        first, last = whole.begin[0], whole.last_step
+        low, high = (
+            (first, last)
+            if window is None
+            else (max(first, math.floor(window[0])), min(last, math.ceil(window[1])))
+        )
+        width = high - low
+        if width > CLOSE_STEPS:
+            self._closer = None
+        elif (
+            self._closer is None
+            or not self._closer.covers(low, high)
+            or self._closer.last_step - self._closer.steps[0] > 2 * CLOSE_STEPS
+        ):
+            margin = min(width, (CLOSE_STEPS - width) / 2)
+            closer = self._steps.new_series(whole.span)
+            closer.add_single(
+                self._reader.metrics, max(first, low - margin), min(last, high + margin)
+            )
+            self._closer = closer
+
+    def _read_attempt(self, state: RunState | None) -> None:
+        """Read plan and machine of the newest attempt, once each."""
+        import msgspec
+
+        from so_tui.launch.lifecycle import newest_attempt
+        from so_tui.trust.decoding import read_json
+
+        if state is None or (state.attempt == self._attempt and self._plan is not None):
+            return
+        self._attempt = state.attempt
+        try:
+            self._spec = self._spec or read_spec(self.run)
+            if (
+                state.state == "queued"
+            ):  # the plan of what waits; its job makes another one for its node
+                self._plan = read_json(self.run.plan_path(newest_attempt(self.run, state)), Plan)
+                self._attempt = -1
+                return
+            self._plan = read_json(self.run.plan_path(state.attempt), Plan)
+            self._machine = load_machine(self.run.machine_path(state.attempt, state.host))
+        except (OSError, InputError, msgspec.DecodeError):
+            return  # not written yet, or by another version: the dashboard leaves out what only they contain
+
+    def _snapshot(self, lines: tuple[LogLine, ...], read_error: str) -> Snapshot:
+        reader, state = self._reader, self._reader.state
+        return Snapshot(
+            run=self.run,
+            spec=self._spec,
+            plan=self._plan,
+            machine=self._machine,
+            state=state,
+            start=reader.start,
+            phase=reader.phase,
+            phases=reader.metrics.phases if before_first_step(state, reader.latest) else (),
+            binding=reader.binding,
+            end=reader.end,
+            latest=reader.latest,
+            recent=tuple(self._recent),
+            checkpoints=reader.checkpoints,
+            evaluations=self._evaluated(reader.evaluations),
+            resumes=reader.metrics.resumes,
+            warnings=reader.warnings,
+            whole=self._whole,
+            lengths=self._whole.lengths,
+            unread_share=reader.metrics.unread_share,
+            closer=self._closer,
+            nodes=self._loads.nodes(self._machine),
+            gpus=self._loads.gpus(),
+            placement=self._loads.placement(),
+            sampled=self._loads.sampled(),
+            inspected=self._inspected,
+            averaged=self._loads.averaged,
+            log_lines=lines,
+            log_partial=reader.log_partial,
+            heartbeat_age_s=self._watch.unchanged_s(self.run, state)
+            if state is not None and state.state not in FINAL_STATES
+            else 0.0,
+            read_error=read_error,
+            deleted=deleted(self.run),
+            stop_asked="stop" in control.pending(self.run),
+            checking=self._checking,
+        )
+
+    def _evaluated(self, records: tuple[EvaluationRecord, ...]) -> Line | None:
+        """Return the line of evaluations, rebuilt whenever they change: they are few, and a resume removes some."""
+        if records != self._evaluations:
+            self._evaluations = records
+            self._evaluation_line = evaluation_line(records, "second") if records else None
+        return self._evaluation_line

@@ -1,0 +1,633 @@
+"""The run's log: follows its end until the reader scrolls up, and can be searched."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import ClassVar, NamedTuple
+
+from rich.segment import Segment
+from rich.style import Style
+from textual import events, getters, on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.geometry import Size
+from textual.message import Message
+from textual.reactive import reactive
+from textual.scroll_view import ScrollView
+from textual.scrollbar import ScrollBar
+from textual.strip import Strip
+
+from so_tui.launch.supervisor.samples import IDLE_NICE, misplaced, share_on_nodes
+from so_tui.launch.supervisor.slowness import LEAST_OWN_SHARE
+from so_tui.machine.host import cpu_ranges
+from so_tui.runs.records import RankBindingReport, RankPlacement, StepRecord
+from so_tui.trust.text import brief_message
+from so_tui.ui import run_status
+from so_tui.ui.chart_metrics import STEP_METRICS
+from so_tui.ui.charts.drawing import StyledLines
+from so_tui.ui.snapshot import Snapshot
+from so_tui.ui.text import Content, shorten, shows_ascii
+from so_tui.ui.textual_fixes import DrawsPrintable, KeptVertical
+from so_tui.ui.widgets import BOTTOM, Rule, framed
+from so_tui.units import percent, plural, thousands
+
+# The dashboard's details at the right of a wide terminal: everything that was recorded of one
+# step.
+
+
+ENTRY = 32
+"""Cells of a name and its value."""
+VALUE = 14
+"""Cells of them for the value."""
+
+
+class StepDetails(KeptVertical):
+    """The step at the cursor, else the newest one."""
+
+    heading = getters.child_by_id("details-rule", Rule)
+    lines = getters.query_one("#details", StyledLines)
+
+    def compose(self) -> ComposeResult:
+        yield Rule("step", id="details-rule")
+        with KeptVertical(classes="frame"):
+            yield StyledLines(id="details")
+
+    def show(self, snapshot: Snapshot, width: int) -> None:
+        """Show one step of ``snapshot`` in lines of ``width`` cells."""
+        at_cursor = snapshot.inspected is not None
+        record = snapshot.inspected.step if snapshot.inspected is not None else snapshot.latest
+        self.heading.update(*_heading(record, at_cursor))
+        self.lines.update(
+            Content("\n").join(detail_lines(record, width)) if record is not None else Content("")
+        )
+
+    @property
+    def rows(self) -> int:
+        """Rows that the panel takes."""
+        return 1 + self.lines.rows + (BOTTOM if framed(self) else 0)
+
+
+def _heading(record: StepRecord | None, at_cursor: bool) -> tuple[str, str]:
+    """Return title and figure."""
+    if record is None:
+        return "step", "nothing was recorded here" if at_cursor else "none yet"
+    clock = time.strftime("%H:%M:%S", time.localtime(record.time))
+    return (
+        f"step {thousands(record.step)}",
+        f"{clock}, {'at the cursor' if at_cursor else 'the newest'}",
+    )
+
+
+def detail_lines(record: StepRecord, width: int) -> list[Content]:
+    """Return all numbers of a step that a chart can show, as many beside each other as fit into ``width`` cells."""
+    entries = []
+    for metric in STEP_METRICS:
+        value = getattr(record, metric.fields[0]) if len(metric.fields) == 1 else None
+        if value is not None:
+            per, unit = metric.shown_in
+            written = (
+                thousands(value)
+                if isinstance(value, int) and per == 1
+                else metric.format_value(value / per)
+            )
+            text = f"{written} {unit}"
+            name = shorten(metric.title, ENTRY - VALUE - 1)
+            entries.append(
+                Content.assemble((f"{name:<{ENTRY - VALUE}}", "$faint"), f"{text:<{VALUE}}")
+            )
+    columns = max(1, width // ENTRY)
+    rows = -(-len(entries) // columns)
+    ordered = [entries[start : start + rows] for start in range(0, len(entries), rows)]
+    return [
+        Content("").join(entry for entry in row if entry is not None)
+        for row in itertools.zip_longest(*ordered)
+    ]
+
+
+# The dashboard's header: the run with its progress, and below it what the reader must know right
+# now.
+
+
+MOST_NEWS_ROWS = 3
+"""Enough to read in full why a run ended and what to do next."""
+
+
+class RunHeader(KeptVertical):
+    """One row for the run, and up to MOST_NEWS_ROWS for news, which are hidden while there is none."""
+
+    title = getters.child_by_id("title", StyledLines)
+    news = getters.child_by_id("news", StyledLines)
+
+    def compose(self) -> ComposeResult:
+        yield StyledLines(id="title")
+        yield StyledLines(id="news")
+
+    def show(self, snapshot: Snapshot, now: float, width: int) -> None:
+        """Show the run's state in lines of ``width`` cells."""
+        self.title.update(run_status.title_line(snapshot, now, width))
+        news = run_status.news_line(snapshot)
+        lines = [] if news is None else news.wrap(width)[:MOST_NEWS_ROWS]
+        self.news.display = bool(lines)
+        self.news.update(Content("\n").join(lines))
+
+    @property
+    def rows(self) -> int:
+        """Rows that the header takes."""
+        return 1 + (self.news.rows if self.news.display else 0)
+
+
+MOST_LINES = 20_000
+
+
+def thumb_top(rows: int, lines: int) -> int:
+    """Return where the thumb of a scroll bar begins while ``lines`` are followed through ``rows``, in eighths of a cell."""
+    return int((rows - max(1.0, rows * rows / max(1, lines))) * 8)
+
+
+class LogView(ScrollView, DrawsPrintable, can_focus=True):
+    """The newest MOST_LINES lines, newest last. Long lines scroll where the log is maximised and are cut elsewhere."""
+
+    ALLOW_MAXIMIZE = True
+    COMPONENT_CLASSES: ClassVar[set[str]] = {
+        "log--line",
+        "log--match",
+        "log--found",
+        "log--partial",
+        "log--bad",
+    }
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("end", "follow", "Follow", show=False),
+        Binding(
+            "n",
+            "next_match(1)",
+            "Next match",
+            show=False,
+            id="next-match",
+            tooltip="Next line with the searched text",
+        ),
+        Binding(
+            "N",
+            "next_match(-1)",
+            "Previous match",
+            show=False,
+            id="previous-match",
+            tooltip="Line before with the searched text",
+        ),
+    ]
+    DEFAULT_CSS = """
+    LogView {
+        height: 1fr; background: $background;
+        .log--line { color: $foreground; }
+        .log--partial { color: $faint; }
+        .log--bad { color: $error; }
+        .log--match { background: $block-cursor-blurred-background; color: $foreground; }
+        .log--found { background: $block-cursor-background; color: $block-cursor-foreground; }
+    }
+    """
+
+    following = reactive(True)
+    needle = reactive("")
+
+    class Moved(Message):
+        """Following began or ended, or the search changed."""
+
+    def __init__(self, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self.lines: list[str] = []
+        self.partial = ""
+        self._widest = 0
+        self._found = -1
+        self._styles: dict[str, Style] = {}
+
+    def notify_style_update(self) -> None:
+        self._styles = {}
+        super().notify_style_update()
+
+    def clear(self) -> None:
+        """Forget every line, for another run, which is followed from its end."""
+        self.lines, self.partial, self._found, self._widest = [], "", -1, 0
+        self.following = True
+        self._resize_content()
+
+    def extend(self, new: Iterable[str], partial: str) -> None:
+        """Add lines; ``partial`` is the unfinished last one (a progress bar), replaced each time."""
+        added = [line.expandtabs(4) for line in new]
+        if not added and partial == self.partial:
+            return
+        self.lines += added
+        self.partial = partial
+        if len(self.lines) > MOST_LINES:
+            gone = len(self.lines) - MOST_LINES
+            del self.lines[:gone]
+            self._found = max(-1, self._found - gone)
+        self._widest = max(self._widest, max(map(len, [*added, partial]), default=0))
+        self._resize_content()
+
+    def _resize_content(self) -> None:
+        size = Size(self._widest if self.is_maximized else 0, len(self.lines) + bool(self.partial))
+        bars = size.height > self.size.height, size.width > self.size.width
+        if self.size and bars == (self.show_vertical_scrollbar, self.show_horizontal_scrollbar):
+            # More lines behind the same scrollbars: nothing else on the screen moves, so it need not be laid out again.
+            before = self.virtual_size.height
+            self.set_reactive(ScrollView.virtual_size, size)
+            if bars[0]:
+                self._move_thumb(before, size.height)
+            if bars[1]:
+                self.horizontal_scrollbar.window_virtual_size = size.width
+        else:
+            self.virtual_size = size
+        if self.following:
+            # Forced: before the scroll bar is shown, which comes with the next layout, Textual would not scroll.
+            self.scroll_to(y=self.max_scroll_y, animate=False, immediate=True, force=True)
+        self.refresh()
+
+    def _move_thumb(self, before: int, after: int) -> None:
+        """Update the scroll bar, and repaint it only where it changes visibly, which is rare in a long log."""
+        scrollbar = self.vertical_scrollbar
+        if not self.following:
+            scrollbar.window_virtual_size = after
+            return
+        scrollbar.set_reactive(ScrollBar.window_virtual_size, after)
+        scrollbar.set_reactive(ScrollBar.position, float(self.max_scroll_y))
+        if thumb_top(self.size.height, before) != thumb_top(self.size.height, after):
+            scrollbar.refresh()
+
+    def watch_scroll_y(self, old_value: float, new_value: float) -> None:
+        super().watch_scroll_y(old_value, new_value)
+        if self.size.height:
+            self.following = round(new_value) >= self.max_scroll_y
+
+    def on_resize(self) -> None:
+        self._resize_content()
+        self._stay_at_end()
+
+    def watch_show_vertical_scrollbar(self) -> None:
+        self.vertical_scrollbar.position = (
+            self.scroll_y
+        )  # Textual keeps it up to date only while the scroll bar is shown
+
+    def watch_show_horizontal_scrollbar(self) -> None:
+        self._stay_at_end()  # a row less to show, or one more
+
+    def _stay_at_end(self) -> None:
+        if self.following:
+            self.call_after_refresh(self.scroll_end, animate=False, immediate=True, x_axis=False)
+
+    def watch_following(self) -> None:
+        self.post_message(self.Moved())
+
+    def watch_needle(self) -> None:
+        self._found = -1
+        self.refresh()
+        self.post_message(self.Moved())
+
+    @property
+    def matches(self) -> int:
+        """Number of lines that contain the searched text."""
+        wanted = self.needle.lower()
+        return sum(wanted in line.lower() for line in self.lines) if wanted else 0
+
+    def action_follow(self) -> None:
+        self.following = True
+        self.scroll_end(animate=False)
+
+    def go_to(self, index: int) -> None:
+        """Mark a line and scroll to it."""
+        self._found = index
+        self.following = False
+        self.scroll_to(y=max(0, index - self.size.height // 2), animate=False, immediate=True)
+        self.refresh()
+
+    def action_next_match(self, direction: int) -> None:
+        """Scroll to the next line with the searched text, from the newest backwards at first."""
+        wanted = self.needle.lower()
+        if not wanted or not self.lines:
+            return
+        count = len(self.lines)
+        start = self._found if self._found >= 0 else (-1 if direction > 0 else count)
+        for distance in range(1, count + 1):
+            index = (start + direction * distance) % count
+            if wanted in self.lines[index].lower():
+                self.go_to(index)
+                return
+
+    def draw_line(self, y: int) -> Strip:
+        scroll_x, scroll_y = self.scroll_offset
+        index = scroll_y + y
+        width = self.size.width - self.scrollbar_size_vertical
+        if not self._styles:
+            self._styles = {
+                name: self.get_component_rich_style(name) for name in self.COMPONENT_CLASSES
+            } | {"base": self.rich_style}
+        base = self._styles["base"]
+        if index < len(self.lines):
+            text = self.lines[index]
+            low = text.lower()
+            style = self._styles[
+                "log--bad" if "error" in low or "traceback" in low else "log--line"
+            ]
+            strip = Strip(self._marked(text, low, index, style))
+        elif index == len(self.lines) and self.partial:
+            strip = Strip([Segment(self.partial, self._styles["log--partial"])])
+        else:
+            return Strip.blank(width, base)
+        if self.is_maximized:
+            return strip.crop(scroll_x, scroll_x + width).extend_cell_length(width, base)
+        if strip.cell_length > width:
+            strip = Strip([*strip.crop(0, width - 1), Segment("…", self._styles["log--partial"])])
+        return strip.adjust_cell_length(width, base)
+
+    def _marked(self, text: str, low: str, index: int, style: Style) -> list[Segment]:
+        """Return the line with every occurrence of the searched text marked."""
+        wanted = self.needle.lower()
+        segments: list[Segment] = []
+        at = 0
+        mark = self._styles["log--found" if index == self._found else "log--match"]
+        while wanted and (found := low.find(wanted, at)) >= 0:
+            segments += [
+                Segment(text[at:found], style),
+                Segment(text[found : found + len(wanted)], mark),
+            ]
+            at = found + len(wanted)
+        segments.append(Segment(text[at:], style))
+        return segments
+
+
+# The dashboard's log: its heading, which names the search, and the lines themselves.
+
+
+_STEP_LINE = re.compile(r"\bstep ([0-9]{1,15})/[0-9]")
+"""How the trainer begins what it prints of a step. The log is free text: where a line is missing, the one before it is gone to."""
+
+
+class LogPanel(KeptVertical):
+    """Follows the end of the log until the reader scrolls up, and goes through the lines that contain a text."""
+
+    KEYS: ClassVar[tuple[BindingType, ...]] = (
+        Binding(
+            "slash",
+            "find",
+            "Search",
+            key_display="/",
+            id="find",
+            tooltip="n and N go to the next and previous match",
+        ),
+        Binding(
+            "f", "follow", "Follow log", show=False, id="follow", tooltip="Back to the newest line"
+        ),
+    )
+    """Keys that act on this panel from anywhere on its screen, which binds them."""
+
+    heading = getters.child_by_id("log-rule", Rule)
+    lines = getters.query_one("#log", LogView)
+
+    def __init__(self) -> None:
+        self._step: float | None = None
+        """The step that is shown instead of the end."""
+        self._followed = True
+        """Whether the end was followed before."""
+        super().__init__()
+
+    def compose(self) -> ComposeResult:
+        yield Rule("log", id="log-rule")
+        with KeptVertical(classes="frame"):
+            yield LogView(id="log")
+
+    def clear(self) -> None:
+        """Forget every line, for another run."""
+        self.lines.clear()
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Add the lines that are new in ``snapshot``."""
+        several_hosts = snapshot.hosts > 1
+        lines = (
+            f"{line.host}: {line.text}" if several_hosts else line.text
+            for line in snapshot.log_lines
+        )
+        self.lines.extend(lines, snapshot.log_partial)
+        self._show_heading()
+
+    def set_rows(self, rows: int) -> None:
+        """Show ``rows`` lines, unless the log is maximised."""
+        self.lines.styles.height = None if self.lines.is_maximized else rows
+
+    def search(self, text: str) -> None:
+        """Mark the lines that contain ``text``; empty ends the search."""
+        self.lines.needle = text
+
+    def go_to_newest_match(self) -> None:
+        """Give the keyboard to the log and scroll to the newest line that matches."""
+        self.screen.set_focus(self.lines)
+        self.lines.action_next_match(-1)
+
+    def show_step(self, step: float | None) -> None:
+        """Scroll to the line of the last step that was logged up to ``step``; None scrolls back to the end if it left it."""
+        if step == self._step:
+            return
+        followed = self.lines.following if self._step is None else self._followed
+        self._step, self._followed = step, followed
+        if step is None:
+            if followed:
+                self.follow_end()
+            return
+        lines = self.lines.lines
+        for index in range(len(lines) - 1, -1, -1):
+            if (found := _STEP_LINE.search(lines[index])) is not None and int(found[1]) <= step:
+                self.lines.go_to(index)
+                return
+        self.lines.go_to(0)
+
+    def follow_end(self) -> None:
+        """Scroll to the newest line and stay there."""
+        self.lines.action_follow()
+
+    @on(LogView.Moved)
+    def _moved(self, message: LogView.Moved) -> None:
+        message.stop()
+        self._show_heading()
+
+    @on(events.Click, "#log-rule")
+    def _heading_clicked(self) -> None:
+        self.follow_end()
+
+    def _show_heading(self) -> None:
+        log = self.lines
+        text = "following" if log.following else "paused, f or a click here follows"
+        if not log.needle:
+            self.heading.update("log", text)
+            return
+        found = f"{plural(log.matches, 'line')} with “{log.needle}”"
+        through = f"{found}, n and N go through them"
+        self.heading.update("log", f"{text}   {through}", through, found, text)
+
+
+# The dashboard's view of where each rank really is: its cores, its memory, and what is wrong with
+# either.
+
+
+ROOMY_ROWS = 40
+"""Rows of a terminal from which on every rank has a line, whether or not anything is wrong with it."""
+FEW_ROWS = 30
+"""Rows of a terminal below which only problems are shown."""
+MOST_ROWS = 8
+LONGEST_LIST = 40
+"""Characters of a list of cores."""
+
+
+class PlacementPanel(StyledLines):
+    """A line for each rank; where rows are few, one for all that are where they were planned, and one for each that is not."""
+
+    _shown: tuple[object, ...] = ()
+    """What the lines say."""
+
+    def show(self, snapshot: Snapshot, width: int, height: int) -> None:
+        """Show the newest placement in lines of ``width`` cells, in a terminal of ``height`` rows."""
+        shown = (
+            snapshot.placement,
+            snapshot.binding,
+            snapshot.plan and snapshot.plan.binding,
+            width,
+            height,
+        )
+        if shown == self._shown:  # placement is sampled much more rarely than everything else
+            return
+        self._shown = shown
+        lines = placement_lines(snapshot, height)[:MOST_ROWS]
+        self.display = bool(lines)
+        self.update(Content("\n").join(line.truncate(width, ellipsis=True) for line in lines))
+
+    @property
+    def shown_rows(self) -> int:
+        """Rows that the panel takes."""
+        return self.rows if self.display else 0
+
+
+class _Planned(NamedTuple):
+    """Where a rank should be."""
+
+    name: str
+    cpus: tuple[int, ...]
+    main_cpus: tuple[int, ...]
+    nodes: tuple[int, ...]
+    """Empty where any NUMA node will do, or only another host's plan knows."""
+
+
+def placement_lines(snapshot: Snapshot, height: int) -> list[Content]:
+    """Return the lines about the placement of ranks, those with problems first."""
+    reports = (
+        {report.rank: report for report in snapshot.binding.ranks}
+        if snapshot.binding is not None
+        else {}
+    )
+    placed = {place.rank: place for place in snapshot.placement}
+    wrong: list[Content] = []
+    right: list[Content] = []
+    shares: list[float] = []
+    for rank, planned in _planned(snapshot).items():
+        place, report = placed.get(rank), reports.get(rank)
+        if problems := list(_problems(place, planned, report)):
+            wrong.append(Content.assemble((f"✗ {planned.name}  ", "$error"), "; ".join(problems)))
+        elif place is not None:
+            right.append(_line(place, planned))
+            shares += [share] if (share := share_on_nodes(place, planned.nodes)) is not None else []
+    if not right or (height >= ROOMY_ROWS and len(wrong) + len(right) <= MOST_ROWS):
+        return wrong + right
+    if height < FEW_ROWS:
+        return wrong
+    good = Content.styled(
+        f"✓ {plural(len(right), 'rank')} on the planned cores{_on_node(shares)}", "$faint"
+    )
+    return [*wrong[: MOST_ROWS - 1], good]
+
+
+def _on_node(shares: Sequence[float]) -> str:
+    """Return how much of the ranks' memory is where it should be; nothing where it may be anywhere."""
+    if not shares:
+        return ""
+    least = percent(min(shares))
+    return f", {'all' if least == percent(1.0) else f'at least {least}'} of their memory on their nodes"
+
+
+def _planned(snapshot: Snapshot) -> dict[int, _Planned]:
+    """Return where each rank should be: those of the plan, and those of other hosts, as they reported after they were bound."""
+    reports = snapshot.binding.ranks if snapshot.binding is not None else ()
+    bound = snapshot.plan.binding if snapshot.plan is not None else ()
+    found = {
+        report.rank: _Planned(_name(report.rank, report.gpu), report.cpus, report.main_cpus, ())
+        for report in reports
+    }
+    return found | {
+        each.rank: _Planned(
+            _name(each.rank, each.gpu), each.cpus, each.main_cpus, each.memory_policy.nodes
+        )
+        for each in bound
+    }
+
+
+def _problems(
+    place: RankPlacement | None, planned: _Planned, report: RankBindingReport | None
+) -> Iterator[str]:
+    if report is not None and report.problem:
+        yield f"could not be bound: {brief_message(report.problem)}"
+    if place is None:
+        return
+    if misplaced(place, planned.cpus, planned.main_cpus):
+        yield f"may run on cores {_listed({*place.cpus, *place.adam_cpus})}, planned {_listed(planned.cpus)}"
+    share = share_on_nodes(place, planned.nodes)
+    if share is not None and share < LEAST_OWN_SHARE:
+        others = {
+            node for node, size in place.node_bytes.items() if size and node not in planned.nodes
+        }
+        yield f"{percent(share)} of its memory is on node {_listed(planned.nodes)}, the rest on {_listed(others)}"
+
+
+def _line(place: RankPlacement, planned: _Planned) -> Content:
+    """Return ``✓ rank 0 · GPU 0  main cores 0-6, Adam 7-71  memory node 0 99 %``."""
+    cores = (
+        f"main cores {_listed(place.cpus)}, Adam {_listed(place.adam_cpus)}"
+        if place.adam_cpus
+        else f"cores {_listed(place.cpus)}"
+    )
+    parts: list[tuple[str, str] | str] = [(f"✓ {planned.name}  ", "$faint"), cores]
+    if place.node_bytes:
+        node = max(place.node_bytes, key=lambda node: place.node_bytes[node])
+        share = place.node_bytes[node] / max(1, sum(place.node_bytes.values()))
+        parts += [("  memory ", "$faint"), f"node {node} {percent(share)}"]
+    if place.mpam_groups:
+        parts += [
+            ("  MPAM ", "$faint"),
+            shorten(" + ".join(map(_group, place.mpam_groups[:2])), LONGEST_LIST),
+        ]
+    if place.nice > 0:
+        parts.append(
+            (f"  {f'nice {place.nice}' if place.nice < IDLE_NICE else 'idle priority'}", "$warning")
+        )
+    return Content.assemble(*parts)
+
+
+def _group(name: str) -> str:
+    """Return the name of a group without what says who made it: ``so-tui-adam-4026531836-812-99`` is ``so-tui-adam``."""
+    return "-".join(name.split("-", 3)[:3]) if name.startswith("so-tui-") else name
+
+
+def _name(rank: int, gpu: int | None) -> str:
+    return f"rank {rank}" + ("" if gpu is None else f" · GPU {gpu}")
+
+
+def _listed(numbers: set[int] | tuple[int, ...]) -> str:
+    return shorten(cpu_ranges(numbers), LONGEST_LIST) or "none"
+
+
+# The dashboard's view of one step: how its time divides into data, forward, backward, exposed
+# optimizer and the rest.
+
+
+class StepPanel(StyledLines):
+    """Means over the newest steps, as a bar with its legend; before the first step, the timeline of the start."""
+
+    def show(self, snapshot: Snapshot, now: float, width: int) -> None:
+        """Show the newest steps of ``snapshot``, or the way to the first one, in lines of ``width`` cells."""
+        self.update(run_status.anatomy_lines(snapshot, now, width, plain=shows_ascii(self.app)))

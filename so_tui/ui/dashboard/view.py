@@ -1,0 +1,411 @@
+"""The range of a run that the charts show: all of it, a fixed window, or the newest part as it grows. Pure."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from array import array
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from so_tui.runs import RunDirectory, RunReader, read_state, readable_spec
+from so_tui.runs.records import Sample
+from so_tui.runs.results import mean_steps_of
+from so_tui.ui.chart_metrics import EVALUATIONS, Metric, Wanted
+from so_tui.ui.charts.series import Axis, FollowedSteps, Line, StepSeries, evaluation_line, mean_of
+from so_tui.ui.snapshot import Loads, Snapshot
+
+# Other runs whose metrics are laid over those of the run that is followed. Read in the follower's
+# thread.
+
+
+_log = logging.getLogger(__name__)
+
+POLL_S = 5.0
+"""How often a run is looked at again once all of it is known."""
+READ_S = 0.2
+"""How long one look may take: the followed run waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overlaid:
+    """What is known of another run."""
+
+    run: RunDirectory
+    steps: StepSeries
+    lengths: tuple[int, int]
+    times: array[float]
+    mean_times: array[float]
+    """When its rows would be if it had begun with the followed run."""
+    more: bool = False
+    """Whether some of it is still to be read."""
+    evaluations: Line | None = None
+    """Loss on held-out data; None without evaluations."""
+    sampled: Mapping[str, tuple[Line, ...]] = field(default_factory=dict)
+    """Numbers of the samples by name, a line for each GPU, node or host."""
+
+    def lines(self, metric: Metric, role: str, sign: str = "") -> list[Line]:
+        """Return the lines of a metric of which there is any value. They look alike: they are the run's."""
+        if metric.key == EVALUATIONS:
+            found = [] if self.evaluations is None else [self.evaluations]
+        elif metric.samples:
+            found = [line for name in metric.samples for line in self.sampled.get(name, ())]
+        else:
+            found = [line for name in metric.fields if (line := self._line(name, role)) is not None]
+        return [
+            replace(line, role=role, sign=sign)
+            for line in found
+            if line.series.extremes(0, line.length) is not None
+        ]
+
+    def _line(self, field: str, role: str) -> Line | None:
+        """Return a field of the step records, its mean where there is one; None where it has not been read."""
+        name = mean_of(field) if field in self.steps.means else field
+        if name not in self.steps.series:
+            return None
+        line = self.steps.line(name, role, self.lengths)
+        times = self.mean_times if name != field else self.times
+        return Line(line.series, line.length, times, line.steps, role)
+
+    @property
+    def end(self) -> tuple[float, float]:
+        """Its last step, and when that would be; zeros before the first."""
+        return (
+            (self.steps.steps[self.lengths[0] - 1], self.times[self.lengths[0] - 1])
+            if self.lengths[0]
+            else (0.0, 0.0)
+        )
+
+
+class _Followed:
+    def __init__(self, run: RunDirectory) -> None:
+        self.spec = readable_spec(run)
+        self.reader = RunReader(run, log_lines=1, state_of=lambda of, _: read_state(of))
+        self.steps = FollowedSteps(self.reader.metrics)
+        self.loads = Loads(self.reader)
+        self.newest: dict[str, Sample] = {}
+        """The newest sample of each host that has not been added to the loads: they begin once all steps are known, where wanted."""
+        self.due = 0.0
+        self.wanted: Wanted | None = None
+        self.shown: Overlaid | None = None
+
+    def add_samples(self, new: Mapping[str, tuple[Sample, ...]], names: tuple[str, ...]) -> None:
+        """Add new samples to the loads, of which these numbers are kept. Raises OSError."""
+        self.loads.want(names)
+        begun = self.steps.series.begin[1]
+        added = {host: (sample, *new.get(host, ())) for host, sample in self.newest.items()}
+        for host, samples in (dict(new) | added).items():
+            self.loads.add(host, samples, begun)
+        self.newest = {}
+
+    def sampled(self, shift_s: float) -> dict[str, tuple[Line, ...]]:
+        """Return the numbers of the samples, at their steps, with their times moved."""
+        places: dict[int, tuple[array[float], array[float]]] = {}
+        found: dict[str, tuple[Line, ...]] = {}
+        for name, numbers in self.loads.sampled().items():
+            lines = []
+            for number in numbers:
+                if id(number.times) not in places:
+                    moved = array("d", (at + shift_s for at in number.times))
+                    places[id(number.times)] = (
+                        moved,
+                        steps_at(number.times, number.length, self.steps.series),
+                    )
+                lines.append(Line(number.series, number.length, *places[id(number.times)], "main"))
+            found[name] = tuple(lines)
+        return found
+
+
+class Overlays:
+    """The runs that were chosen, for one thread at a time."""
+
+    def __init__(self) -> None:
+        self._followed: dict[RunDirectory, _Followed] = {}
+
+    def read(
+        self, runs: Sequence[RunDirectory], wanted: Wanted, begun: float
+    ) -> tuple[Overlaid, ...]:
+        """Return what is known of these runs by now; ``begun`` is when the followed run did its first step."""
+        self._followed = {run: self._followed.get(run) or _Followed(run) for run in runs}
+        found = []
+        for run, followed in self._followed.items():
+            if followed.wanted != wanted or time.monotonic() >= followed.due:
+                self._look(run, followed, wanted, begun)
+            if followed.shown is not None:
+                found.append(followed.shown)
+        return tuple(found)
+
+    def _look(self, run: RunDirectory, followed: _Followed, wanted: Wanted, begun: float) -> None:
+        """Read what is new of a run. One that cannot be read keeps what is known of it."""
+        followed.steps.want(wanted.fields, wanted.smoothed, wanted.ema)
+        followed.wanted = wanted
+        try:
+            update = followed.reader.poll(limit_records=20_000, limit_s=READ_S)
+            followed.steps.take(update.steps, redraw=update.redraw)
+            start, latest = followed.reader.start, followed.reader.latest
+            if latest is not None:
+                total_steps = start.total_steps if start is not None else 0
+                followed.steps.update(mean_steps_of(followed.spec, total_steps, latest.step))
+            if wanted.samples and not update.more:
+                followed.add_samples(update.samples, wanted.samples)
+            else:
+                followed.newest |= {host: samples[-1] for host, samples in update.samples.items()}
+        except OSError as error:
+            _log.info("%s is not laid over: %s", run.path, error)
+            followed.steps.take((), redraw=True)  # records may have been read and lost
+            followed.due = time.monotonic() + POLL_S
+            return
+        followed.due = 0.0 if update.more else time.monotonic() + POLL_S
+        series = followed.steps.series
+        shift = begun - series.begin[1] if len(series) else 0.0
+        times, mean_times = (
+            array("d", (at + shift for at in column))
+            for column in (series.times, series.mean_times)
+        )
+        evaluated = followed.reader.evaluations
+        followed.shown = Overlaid(
+            run,
+            series,
+            series.lengths,
+            times,
+            mean_times,
+            update.more,
+            evaluations=evaluation_line(evaluated, "main", shift) if evaluated else None,
+            sampled=followed.sampled(shift) if wanted.samples else {},
+        )
+
+
+def steps_at(times: Sequence[float], length: int, series: StepSeries) -> array[float]:
+    """Return at which step of a run each of the first times is: between two steps, and infinite before the first and after the last."""
+    rows = len(series)
+    found = array("d")
+    for time_s in times[:length]:
+        right = bisect_left(series.times, time_s, 0, rows)
+        if right == rows or time_s < series.begin[1]:
+            step = math.inf if right == rows else -math.inf
+        else:
+            before = (series.steps[right - 1], series.times[right - 1]) if right else series.begin
+            whole = series.times[right] - before[1]
+            step = before[0] + (series.steps[right] - before[0]) * (
+                (time_s - before[1]) / whole if whole > 0 else 1.0
+            )
+        found.append(max(step, found[-1]) if found else step)
+    return found
+
+
+Unit = Literal["step", "time"]
+NARROWEST = {"step": 4.0, "time": 5.0}
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The unit of the axis, the window on it (None: the whole run) and the cursor. With ``tail`` the window follows the newest value."""
+
+    unit: Unit = "step"
+    window: tuple[float, float] | None = None
+    tail: bool = False
+    cursor: float | None = None
+
+    def resolved(self, extent: tuple[float, float]) -> tuple[float, float]:
+        """Return the window of a run that covers ``extent``."""
+        if self.window is None:
+            return extent
+        low, high = self.window
+        if self.tail:
+            return extent[1] - (high - low), extent[1]
+        return low, high
+
+    def zoomed(
+        self, factor: float, extent: tuple[float, float], about: float | None = None
+    ) -> View:
+        """Zoom in for ``factor`` below 1, around ``about``: by default the cursor, else the right end, which stays visible."""
+        low, high = self.resolved(extent)
+        about = about if about is not None else self.cursor if self.cursor is not None else high
+        about = min(high, max(low, about))
+        width = max(NARROWEST[self.unit], (high - low) * factor)
+        if width >= extent[1] - extent[0]:
+            return replace(self, window=None, tail=False)
+        share = (about - low) / (high - low) if high > low else 1.0
+        low = min(max(extent[0], about - share * width), extent[1] - width)
+        return replace(
+            self, window=(low, low + width), tail=low + width >= extent[1] - 0.01 * width
+        )
+
+    def panned(self, share: float, extent: tuple[float, float]) -> View:
+        """Move the window by a share of its width, within the run."""
+        if self.window is None:
+            return self
+        low, high = self.resolved(extent)
+        width = high - low
+        low = min(max(extent[0], low + share * width), extent[1] - width)
+        return replace(
+            self, window=(low, low + width), tail=low + width >= extent[1] - 0.01 * width
+        )
+
+    def ranged(self, low: float, high: float, extent: tuple[float, float]) -> View:
+        """Zoom to a range, within the run."""
+        low, high = max(extent[0], low), min(extent[1], high)
+        missing = max(0.0, min(NARROWEST[self.unit], extent[1] - extent[0]) - (high - low))
+        low = max(extent[0], low - missing / 2)
+        high = min(extent[1], max(high, low + NARROWEST[self.unit]))
+        return replace(self, window=(low, high), tail=high >= extent[1] - 0.01 * (high - low))
+
+    def at(self, x: float, extent: tuple[float, float]) -> View:
+        """Put the cursor at ``x``, within the run, and on a whole step, so that the heading names the step whose values it shows."""
+        x = min(extent[1], max(extent[0], x))
+        return replace(self, cursor=float(round(x)) if self.unit == "step" else x)
+
+    def pointed(self, columns: int, extent: tuple[float, float], dots: int) -> View:
+        """Move the cursor by ``columns`` of a chart ``dots`` columns wide; the window follows where the cursor would leave it."""
+        low, high = self.resolved(extent)
+        width = (high - low) / max(1, dots)
+        if self.unit == "step":
+            width = max(1.0, width)  # every key press moves it
+        moved = self.at(
+            (self.cursor if self.cursor is not None else high) + columns * width, extent
+        )
+        at = moved.cursor
+        assert at is not None
+        if self.window is not None and not low <= at <= high:
+            shift = at - low if at < low else at - high
+            return replace(moved, window=(low + shift, high + shift), tail=False)
+        return moved
+
+    @property
+    def range_notes(self) -> tuple[str, ...]:
+        """Notes beside the charts while they do not show the whole run."""
+        return () if self.window is None else ("newest part",) if self.tail else ("zoomed",)
+
+
+def extent_of(
+    snapshot: Snapshot, unit: Unit, overlays: Sequence[Overlaid] = ()
+) -> tuple[float, float] | None:
+    """Return the first and last position of a run and those laid over it; None before there is anything to draw."""
+    if unit == "step":
+        if not snapshot.length:
+            return None
+        low, high = snapshot.whole.begin[0], snapshot.steps[snapshot.length - 1]
+    else:
+        ends = [snapshot.times[snapshot.length - 1]] if snapshot.length else []
+        starts = [snapshot.whole.begin[1]] if snapshot.length else []
+        for node in snapshot.nodes:
+            ends.append(node.times[node.length - 1])
+            starts.append(node.times[0])
+        if not ends:
+            return None
+        low, high = min(starts), max(ends)
+    high = max([high, *(overlaid.end[0 if unit == "step" else 1] for overlaid in overlays)])
+    return (low, high) if high > low else (low, low + 1)
+
+
+HELD_SHARE = 1 / 90
+"""The right end of a growing axis moves in steps of about a dot: below that, a redrawn plot would look the same."""
+
+
+def axis_of(
+    snapshot: Snapshot, view: View, held: Axis | None = None, overlays: Sequence[Overlaid] = ()
+) -> Axis | None:
+    """Return the axis that all charts of a snapshot share; before the first step it is time. ``held`` is the present axis."""
+    unit: Unit = view.unit if snapshot.length else "time"
+    extent = extent_of(snapshot, unit, overlays)
+    if extent is None:
+        return None
+    low, high = view.resolved(extent) if unit == view.unit else extent
+    origin = extent[0] if unit == "time" else 0.0
+    if (
+        held is not None
+        and snapshot.live
+        and held.unit == unit
+        and held.origin == origin
+        and held.steps is snapshot.steps
+    ):
+        grown, moved = high - held.high, abs(low - held.low)
+        if (
+            0 <= grown < HELD_SHARE * (high - low)
+            and moved <= grown
+            and bool(held.length) == bool(snapshot.length)
+        ):
+            low, high = held.low, held.high
+    return Axis(unit, low, high, origin, snapshot.steps, snapshot.times, snapshot.length)
+
+
+SIDE_FROM = 196
+"""Columns of a terminal from which on a step's details and the log stand right of everything else."""
+SIDE = 68
+"""Columns that they take: a line of the log fits."""
+LEAST_MAIN = 100
+"""Columns that are left for the rest, however wide they are made."""
+LEAST_CHARTS = 6
+"""Rows of the charts, however little room there is."""
+MOST_PLOT = 8
+"""Rows of history of each node, unless more are chosen."""
+
+
+def side_columns(width: int, chosen: int | None = None) -> int:
+    """Return the columns of the panels at the right of a terminal of ``width``; 0 where there is no room for them."""
+    return 0 if width < SIDE_FROM else min(chosen or SIDE, width - LEAST_MAIN)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of each part of the dashboard."""
+
+    charts: int
+    plot: int
+    """Rows of history of each node."""
+    log: int
+
+    def resized(self, nodes: int, charts: int | None, plot: int | None) -> Rows:
+        """Return rows with those of charts and history that are given; what is left goes to the history, then to the log."""
+        total = self.charts + plot_rows(self.plot, nodes) + self.log
+        if charts is None:
+            charts = self.charts
+            if plot is not None and not self.log:
+                charts = max(LEAST_CHARTS, total - plot_rows(plot, nodes))
+        elif plot is None:
+            plot = max(
+                0, min(self.plot if self.log else MOST_PLOT, (total - 1 - charts) // max(1, nodes))
+            )
+        plot = self.plot if plot is None else plot
+        return Rows(
+            charts, plot, max(2, total - charts - plot_rows(plot, nodes)) if self.log else 0
+        )
+
+
+def plot_rows(plot: int, nodes: int) -> int:
+    """Return the rows of the history of all nodes with its axis."""
+    return plot * nodes + (1 if plot and nodes else 0)
+
+
+def rows_for(
+    height: int, nodes: int, gpus: int, fixed: int, grid: int = 0, *, log: bool = True
+) -> Rows:
+    """Divide ``height`` rows: charts first, then some log, then history of each node; ``fixed`` rows are taken already.
+
+    Charts that stand above each other get ``grid`` rows at least. Without ``log``, which then has a place of its own, the history gets
+    its rows. Parts that do not fit even so are reached by scrolling.
+    """
+    left = height - fixed - 2 * nodes - gpus
+    if not log:
+        plot = max(0, min(MOST_PLOT, (left - 1 - max(grid, 12, height // 3)) // max(1, nodes)))
+        return Rows(max(LEAST_CHARTS, left - plot_rows(plot, nodes)), plot, 0)
+    if grid:
+        charts = max(grid, min(height - fixed, left - 4))
+        return Rows(charts, 0, max(2, left - charts))
+    for plot, least_charts, least_log in (
+        (4, 12, height // 6),
+        (3, 12, 5),
+        (2, 12, 5),
+        (1, 8, 4),
+        (0, 9, 4),
+    ):
+        taken = plot_rows(plot, nodes)
+        charts = left - taken - max(4, least_log)
+        if charts >= least_charts:
+            charts = min(charts, max(12, height // 3))
+            return Rows(charts, plot, left - taken - charts)
+    charts = max(LEAST_CHARTS, min(9, left - 4))
+    return Rows(charts, 0, max(2, left - charts))

@@ -1,0 +1,335 @@
+"""A preview of the data as the model will see it, made by a helper process that can be cancelled at any time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, ClassVar
+
+from textual import on, work
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.message import Message
+from textual.screen import ModalScreen
+from textual.widget import Widget
+from textual.widgets import Button, Static
+from textual.worker import Worker, WorkerState
+
+from so_tui.launch.helper_jobs import DataPreview, Sample, SourceView
+from so_tui.spec import InputError, RunSpec
+from so_tui.ui.charts.drawing import fill
+from so_tui.ui.dialogs import CloseButton
+from so_tui.ui.form import label
+from so_tui.ui.plan_view import data_name
+from so_tui.ui.text import Content, shorten_path
+from so_tui.ui.widgets import Rule
+from so_tui.units import thousands
+
+if TYPE_CHECKING:
+    from so_tui.launch.helper import Cancel
+    from so_tui.launch.helper_jobs import Progress
+
+
+# A preview of training data as styled text. Pure functions from a preview to content.
+
+
+_SHADES = (("█", "$accent"), ("▓", "$backward"))
+"""Documents beside each other in a sequence: they differ without colour as well."""
+_MOST_COUNT = 9
+"""Cells of a count behind a bar."""
+
+
+def facts(preview: DataPreview) -> list[Content]:
+    """Return a line for each figure: its name, the figure, what it means."""
+    rows = preview.facts()
+    width = max(len(figure) for _, figure, _ in rows)
+    return [
+        Content.assemble(
+            (f"{name:<10}", "$faint"),
+            (
+                f"{figure:>{width}}  ",
+                "bold $warning" if name in ("truncated", "dropped") and figure != "0" else "bold",
+            ),
+            (meaning, "$faint"),
+        )
+        for name, figure, meaning in rows
+    ]
+
+
+def histogram(preview: DataPreview, width: int) -> list[Content]:
+    """Return a bar for each range of lengths."""
+    label = max(len(entry.label) for entry in preview.histogram)
+    cells = preview.histogram_cells(max(8, min(60, width - label - 1 - _MOST_COUNT)))
+    return [
+        Content.assemble(
+            (f"{entry.label:>{label}} ", "$faint"),
+            ("▇" * bar, "$accent"),
+            f" {thousands(entry.documents)}" if bar else "",
+        )
+        for entry, bar in zip(preview.histogram, cells, strict=True)
+    ]
+
+
+def packed(preview: DataPreview, width: int) -> list[Content]:
+    """Return one sequence as a bar in which neighbouring documents differ, and their lengths."""
+    *documents, padding = preview.sequence_cells(width)
+    bar = [
+        (glyph * cells, style)
+        for cells, (glyph, style) in zip(documents, _SHADES * len(documents), strict=False)
+    ]
+    return [
+        Content.assemble(*bar, ("─" * padding, "$rule")),
+        Content.styled(preview.sequence_sum(), "$faint"),
+    ]
+
+
+def sources(preview: DataPreview, width: int) -> list[Content]:
+    """Return a line for each source of a mixture: its share of an epoch, what became of its rows, its name."""
+    return [_source(source, width) for source in preview.sources]
+
+
+def _source(source: SourceView, width: int) -> Content:
+    text = f"  {thousands(source.rows)} rows, {thousands(source.trained_tokens)} trained tokens, each {source.times_an_epoch:.1f} x an epoch"
+    lost = ", ".join(
+        f"{thousands(count)} {name}"
+        for name, count in (("truncated", source.truncated), ("dropped", source.dropped))
+        if count
+    )
+    name = shorten_path(source.source, max(12, width - 7 - len(source.format) - 4))
+    return Content.assemble(
+        (f"{100 * source.share:3.0f} %  ", "bold"),
+        name,
+        (f"  {source.format}\n     ", "$faint"),
+        (text, "$faint"),
+        (f"  {lost}" if lost else "", "$warning"),
+    )
+
+
+def legend(*, marks: bool) -> Content:
+    """Return the legend of trained and context text; with ``marks`` they differ by signs instead of colour."""
+    return Content.assemble(
+        _piece("what is trained", trained=True, marks=marks),
+        (" and ", "$faint"),
+        ("what is context", "$faint"),
+    )
+
+
+def sample(one: Sample, preview: DataPreview, *, marks: bool) -> Content:
+    """Return one document as the model sees it."""
+    where = f"row {thousands(one.row)}" + (f" of {one.source}" if len(preview.sources) > 1 else "")
+    head = Content.assemble(
+        (where, "bold"),
+        (f"   {thousands(one.tokens)} tokens, {thousands(one.trained_tokens)} trained", "$faint"),
+    )
+    return (
+        head
+        + "\n"
+        + Content("").join(
+            _piece(text, trained=trained, marks=marks) for text, trained in one.visible
+        )
+    )
+
+
+def _piece(text: str, *, trained: bool, marks: bool) -> Content:
+    if not trained:
+        return Content.styled(text, "$faint")
+    return Content.styled(f"«{text}»" if marks else text, "$success on $success 15%")
+
+
+FIRST_ROWS = 12
+MORE = 4
+"""Factor by which "More rows" multiplies the rows."""
+WIDE = 100
+"""Columns from which figures and lengths stand side by side."""
+
+
+class Progressed(Message):
+    """The helper process has made progress."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+        super().__init__()
+
+
+class Previewed(Message):
+    """The helper process has answered."""
+
+    def __init__(self, preview: DataPreview) -> None:
+        self.preview = preview
+        super().__init__()
+
+
+class PreviewFailed(Message):
+    """The helper process failed; each line gives a reason and its remedy."""
+
+    def __init__(self, lines: tuple[Content, ...]) -> None:
+        self.lines = lines
+        super().__init__()
+
+
+class DataPreviewScreen(ModalScreen[None]):
+    """Counts, lengths, a packed sequence, and the first rows with their trained parts marked."""
+
+    CSS_PATH = "data_preview.tcss"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,q", "leave", "Back"),
+        Binding("m", "more", "More rows"),
+        Binding("r", "again", "Read again"),
+    ]
+
+    def __init__(self, spec: RunSpec) -> None:
+        self._spec, self._rows = spec, FIRST_ROWS
+        self._cancel: Cancel | None = None
+        self._preview: DataPreview | None = None
+        super().__init__()
+
+    def compose(self) -> ComposeResult:
+        what = f"   {self._spec.label}: {data_name(self._spec)}"
+        with Vertical(id="preview"):
+            yield Static(
+                Content.assemble(("Data preview", "bold"), (what, "$faint")), id="preview-title"
+            )
+            yield Static(id="preview-status")
+            yield VerticalScroll(id="preview-body")
+            with Horizontal(id="preview-buttons"):
+                yield CloseButton("Back  esc", id="leave", action=None)
+                yield Button("More rows  m", id="more", compact=True, disabled=True)
+                yield Button("Read again  r", id="again", compact=True, disabled=True)
+
+    def on_mount(self) -> None:
+        self.set_focus(self.query_one("#preview-body"))
+        self._start()
+
+    def _start(self) -> None:
+        from so_tui.launch.helper import Cancel
+
+        self._cancel = Cancel()
+        self._show_status(Content.styled("starting the helper process …   esc cancels", "$faint"))
+        for button in ("#more", "#again"):
+            self.query_one(button, Button).disabled = True
+        self._preview_data(self._rows, self._cancel)
+
+    @work(thread=True, group="data", name="preview the data", exit_on_error=False)
+    def _preview_data(self, rows: int, cancel: Cancel) -> None:
+        from so_tui.launch.helper_jobs import Progress, preview_data
+        from so_tui.spec.errors import SoTuiError
+
+        try:
+            for event in preview_data(self._spec, rows, cancel):
+                self.post_message(
+                    Progressed(event) if isinstance(event, Progress) else Previewed(event)
+                )
+        except InputError as error:
+            lines = [
+                Content.assemble(
+                    (f"{label(problem.field)} ", "bold"),
+                    f"{problem.value}: {problem.message}\n",
+                    (problem.remedy, "$accent"),
+                )
+                for problem in error.problems
+            ]
+            self.post_message(PreviewFailed(tuple(lines)))
+        except SoTuiError as error:
+            self.post_message(PreviewFailed(tuple(map(Content, str(error).splitlines()))))
+
+    def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
+        if event.state is WorkerState.ERROR:
+            self.post_message(
+                PreviewFailed(
+                    (Content(f"{type(event.worker.error).__name__}: {event.worker.error}"),)
+                )
+            )
+
+    @on(Progressed)
+    def _progressed(self, message: Progressed) -> None:
+        progress = message.progress
+        bar = (
+            fill(progress.done_rows / progress.total_rows, 24) + "  "
+            if progress.total_rows
+            else Content("")
+        )
+        self._show_status(bar + Content.styled(f"{progress.message} …   esc cancels", "$faint"))
+
+    @on(PreviewFailed)
+    async def _failed(self, message: PreviewFailed) -> None:
+        self._show_status(
+            Content.styled("✗ this data cannot be trained on as it is", "bold $error")
+        )
+        await self._show(Static(line, classes="preview-part") for line in message.lines)
+
+    @on(Previewed)
+    async def _previewed(self, message: Previewed) -> None:
+        self._preview = message.preview
+        self._show_status(Content.styled(message.preview.how, "$foreground"))
+        await self._show(self._parts(message.preview))
+        self.query_one("#more", Button).disabled = len(message.preview.samples) < self._rows
+
+    async def on_resize(self) -> None:
+        if self._preview is not None:
+            await self._show(self._parts(self._preview))
+
+    async def _show(self, parts: Iterable[Widget]) -> None:
+        self.query_one("#again", Button).disabled = False
+        body = self.query_one("#preview-body", VerticalScroll)
+        async with body.batch():
+            await body.remove_children()
+            await body.mount_all(list(parts))
+
+    def _parts(self, preview: DataPreview) -> Iterable[Widget]:
+        width = self.query_one("#preview-body").scrollable_content_region.width
+        marks = self.app.no_color
+        for warning in preview.warnings:
+            yield Static(
+                Content.assemble(("note: ", "bold $warning"), warning), classes="preview-part"
+            )
+        wide = width >= WIDE
+        narrow = 2 * width // 5 - 3 if wide else width
+        figures = _part("what happens to the rows", facts(preview))
+        lengths = _part("documents by length in tokens", histogram(preview, narrow))
+        yield (
+            Horizontal(figures, lengths, classes="preview-pair")
+            if wide
+            else Vertical(figures, lengths, classes="preview-stack")
+        )
+        if len(preview.sources) > 1:
+            yield _part("the mixture: share of an epoch", sources(preview, width))
+        if preview.packing:
+            yield _part(preview.sequence_words(), packed(preview, width))
+        yield Rule(
+            Content.assemble(("rows as the model sees them   ", "$faint"), legend(marks=marks))
+        )
+        for one in preview.samples:
+            yield Static(sample(one, preview, marks=marks), classes="preview-part preview-row")
+
+    def _show_status(self, text: Content) -> None:
+        self.query_one("#preview-status", Static).update(text)
+
+    # Commands.
+
+    def on_unmount(self) -> None:
+        if self._cancel is not None:
+            self._cancel()
+
+    def action_leave(self) -> None:
+        self.dismiss(None)
+
+    def action_again(self) -> None:
+        if not self.query_one("#again", Button).disabled:
+            self._start()
+
+    def action_more(self) -> None:
+        if not self.query_one("#more", Button).disabled:
+            self._rows *= MORE
+            self._start()
+
+    @on(Button.Pressed)
+    async def _button(self, event: Button.Pressed) -> None:
+        await self.run_action(event.button.id or "")
+
+
+def _part(title: str, lines: list[Content]) -> Widget:
+    return Vertical(
+        Rule(Content.styled(title, "$faint")),
+        Static(Content("\n").join(lines)),
+        classes="preview-part",
+    )

@@ -1,0 +1,284 @@
+"""This host as it works now: its nodes and GPUs over time, and the processes that use GPUs or are bound to cores."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import msgspec
+from textual import getters
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical
+
+from so_tui.launch.supervisor.processes import ProcessTree
+from so_tui.launch.supervisor.samples import HostProcess, HostProcesses, Sampler
+from so_tui.machine.host import cpu_ranges
+from so_tui.machine.types import Machine
+from so_tui.runs.records import BindingRecord, Sample
+from so_tui.ui.chart_metrics import (
+    BY_KEY,
+    HARDWARE,
+    chart_of,
+    hardware_keys,
+    marked_lines,
+    sampled_lines,
+    samples_of,
+)
+from so_tui.ui.charts.chart import Chart
+from so_tui.ui.charts.drawing import StyledLines
+from so_tui.ui.charts.series import Axis
+from so_tui.ui.numa_nodes import NumaPanel
+from so_tui.ui.snapshot import CORES, MEMORY, GpuView, Inspected, LoadStore, NodeView, Sampled
+from so_tui.ui.text import Content, GlyphName, shorten
+from so_tui.ui.widgets import BOTTOM, Rule, framed
+from so_tui.units import memory_size as memory
+
+# What this host does now, without a run: sampled in a worker thread, handed over as frozen views.
+
+
+WINDOW_S = 600.0
+"""What the axis shows at most."""
+_KEPT = 1800
+"""Samples that are kept when there are twice as many."""
+_PROCESSES_S = 3.0
+_COST_SHARE = 1 / 100
+"""Reading every process takes long where there are thousands; its interval grows so that it stays below this share of a core."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostView:
+    """What is known of this host at one moment."""
+
+    nodes: tuple[NodeView, ...]
+    gpus: tuple[GpuView, ...]
+    sampled: Mapping[str, tuple[Sampled, ...]]
+    processes: tuple[HostProcess, ...]
+    axis: Axis
+    binding: BindingRecord | None = None
+    inspected: Inspected | None = None
+    averaged: bool = False
+    hosts: int = 1
+
+
+class Monitor:
+    """Samples this host. A sample that is being taken when it is closed is completed first."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._lock = threading.Lock()
+        self._closed = False
+        self._cpus = {node.id: node.cpus for node in machine.numa_nodes}
+        self._sampler = Sampler(
+            machine, ProcessTree(frozenset(), os.getpid()), attempt=0
+        )  # a tree without processes: there is no run
+        self._processes = HostProcesses(machine.allowed_cpus)
+        self._listed = self._processes.read({})
+        self._listed_due = 0.0
+        self._kept: deque[Sample] = deque(maxlen=_KEPT)
+        self._store = LoadStore()
+        self._store.want((*samples_of(HARDWARE), CORES, *MEMORY))
+
+    def poll(self) -> HostView | None:
+        """Take a sample and return what is known; None once it is closed."""
+        with self._lock:
+            return None if self._closed else self._sample()
+
+    def close(self) -> None:
+        """Close NVML."""
+        with self._lock:
+            self._closed = True
+            self._sampler.close()
+
+    def _sample(self) -> HostView:
+        sample = msgspec.structs.replace(
+            self._sampler.sample(), foreign=()
+        )  # without a run nothing is foreign to it
+        self._kept.append(sample)
+        self._store.append("", sample)
+        if self._store.rows() > 2 * _KEPT:
+            self._store.clear()
+            for kept in self._kept:
+                self._store.append("", kept)
+        self._list_processes()
+        nodes = (self._store.node("", sample, node, self._cpus) for node in sample.nodes)
+        gpus = (self._store.gpu("", gpu) for gpu in sample.gpus)
+        begin = self._kept[0].time
+        return HostView(
+            nodes=tuple(view for view in nodes if view is not None),
+            gpus=tuple(view for view in gpus if view is not None),
+            sampled=self._store.sampled(),
+            processes=self._listed,
+            axis=Axis(
+                "time", max(begin, sample.time - WINDOW_S), max(sample.time, begin + 1), begin
+            ),
+        )
+
+    def _list_processes(self) -> None:
+        now = time.monotonic()
+        if now >= self._listed_due:
+            started = time.process_time()
+            self._listed = self._processes.read(self._sampler.gpu_uses())
+            self._listed_due = now + max(
+                _PROCESSES_S, (time.process_time() - started) / _COST_SHARE
+            )
+
+
+CHART_WIDTH = 40
+"""Cells of a chart at least."""
+_CHART_ROWS = (9, 14)
+"""Rows of the charts, at least and at most."""
+_MOST_PLOT_ROWS = 12
+_LEAST_PROCESS_ROWS = 6
+_NOT_HERE = ("cores", "foreign")
+"""Charts that say nothing here: the nodes show their cores, and without a run nothing is foreign."""
+
+
+class HostPanel(Vertical):
+    """Owns the charts and the list of processes; the nodes have a panel of their own."""
+
+    DEFAULT_CSS = """
+    HostPanel { height: 1fr; }
+    HostPanel #host-charts { height: auto; }
+    HostPanel StyledLines { text-wrap: nowrap; }
+    """
+    KEYS: ClassVar[tuple[BindingType, ...]] = (
+        *NumaPanel.KEYS,
+        Binding(
+            "greater_than_sign",
+            "page(1)",
+            "Next page",
+            key_display=">",
+            show=False,
+            id="page",
+            tooltip="The next charts",
+        ),
+        Binding(
+            "less_than_sign",
+            "page(-1)",
+            "Page before",
+            key_display="<",
+            show=False,
+            id="page-before",
+            tooltip="The charts before",
+        ),
+    )
+    """Keys that act on this panel from anywhere on its screen, which binds them."""
+
+    numa = getters.query_one(NumaPanel)
+    row = getters.child_by_id("host-charts", Horizontal)
+    processes_rule = getters.child_by_id("processes-rule", Rule)
+    processes = getters.query_one("#processes", StyledLines)
+
+    def __init__(self, *, glyphs: GlyphName, id: str | None = None) -> None:
+        self._glyphs = glyphs
+        self._drawing = asyncio.Lock()
+        """Held while charts are exchanged: a sample may come during a resize."""
+        self._first = 0
+        """Position of the first chart among those that this host has."""
+        super().__init__(id=id)
+
+    def compose(self) -> ComposeResult:
+        yield NumaPanel(glyphs=self._glyphs)
+        yield Horizontal(id="host-charts")
+        yield Rule("processes", id="processes-rule")
+        with Vertical(classes="frame"):
+            yield StyledLines(id="processes")
+
+    async def show(self, host: HostView) -> None:
+        """Show this host as it is now."""
+        async with self._drawing:
+            await self._show(host)
+
+    async def _show(self, host: HostView) -> None:
+        width, height = self.size
+        keys = [
+            key for key in hardware_keys(view.sample for view in host.gpus) if key not in _NOT_HERE
+        ]
+        count = min(len(keys), max(1, width // CHART_WIDTH))
+        self._first %= len(keys)
+        await self._show_charts([keys[(self._first + at) % len(keys)] for at in range(count)], host)
+        self.numa.show(host, host.axis, width)
+        nodes = max(1, self.numa.node_rows(width))
+        frames = 2 * BOTTOM if framed(self) else 0
+        left = height - 3 - frames - self.numa.gpu_rows - 2 * nodes  # two title lines and the axis
+        charts = min(_CHART_ROWS[1], max(_CHART_ROWS[0], left // 3))
+        if left - charts < nodes + _LEAST_PROCESS_ROWS:
+            charts = 0
+        most = (
+            max((len(view.cpus) for view in host.nodes), default=0)
+            if self.numa.nodes.plot == "cores"
+            else _MOST_PLOT_ROWS
+        )
+        plot = max(0, min(most, _MOST_PLOT_ROWS, (left - charts - _LEAST_PROCESS_ROWS) // nodes))
+        self.row.display, self.row.styles.height = bool(charts), charts
+        self.numa.set_rows(plot, heading=True)
+        rows = max(2, left - charts - plot * nodes)
+        self.processes_rule.update("processes", _processes_figure(host.processes))
+        self.processes.update(process_lines(host.processes, self.numa.inner(width), rows))
+
+    async def _show_charts(self, keys: list[str], host: HostView) -> None:
+        charts = {chart.id: chart for chart in self.row.query(Chart)}
+        if list(charts) != keys:
+            await self.row.remove_children()
+            await self.row.mount_all(chart_of(BY_KEY[key], self._glyphs) for key in keys)
+            charts = {chart.id: chart for chart in self.row.query(Chart)}
+        for key in keys:
+            pairs = sampled_lines(BY_KEY[key], host.sampled, coloured=not self.app.no_color)
+            marked = marked_lines(BY_KEY[key], host.sampled)
+            charts[key].show(
+                [line for line, _ in pairs], [name for _, name in pairs], host.axis, marked=marked
+            )
+
+    def turn(self, pages: int) -> None:
+        """Show other charts the next time."""
+        self._first += pages * max(1, len(self.row.query(Chart)))
+
+
+def _processes_figure(processes: tuple[HostProcess, ...]) -> str:
+    on_gpus = sum(process.gpu is not None for process in processes)
+    bound = sum(bool(process.bound) for process in processes)
+    return f"{on_gpus} on GPUs, {bound} bound to cores"
+
+
+def process_lines(processes: Iterable[HostProcess], width: int, rows: int) -> Content:
+    """Return a heading and a line for each process, in at most ``rows`` lines; the last says how many are not shown."""
+    listed = tuple(processes)
+    shown = listed if len(listed) < rows else listed[: max(0, rows - 2)]
+    gpus = any(process.gpu is not None for process in listed)
+    head = (
+        f"{'pid':>7}  {'user':<9} {'name':<15} {'cores':>6} {'memory':>9}"
+        + (f" {'GPU':>5} {'GPU memory':>10}" if gpus else "")
+        + "  bound"
+    )
+    lines = [
+        Content.styled(head[:width], "$faint"),
+        *(_process_line(process, width, gpus=gpus) for process in shown),
+    ]
+    if len(shown) < len(listed):
+        lines.append(Content.styled(f"{'':>7}  {len(listed) - len(shown)} more", "$faint"))
+    return Content("\n").join(lines)
+
+
+def _process_line(process: HostProcess, width: int, *, gpus: bool) -> Content:
+    use = process.gpu
+    on = ",".join(map(str, use.memory_bytes)) if use is not None else ""
+    used = memory(use.total_bytes) if use is not None and use.total_bytes else ""
+    resident = memory(process.memory_bytes) if process.memory_bytes is not None else ""
+    line = Content.assemble(
+        (f"{process.pid:>7}  {shorten(process.user, 9):<9} ", "$faint"),
+        (f"{shorten(process.name, 15):<15}", "bold"),
+        f" {process.cores:>6.1f} {resident:>9}",
+        (f" {on:>5} {used:>10}" if gpus else "", "$gpu"),
+    )
+    room = width - line.cell_length - 2
+    return (
+        line + Content.styled(f"  {shorten(cpu_ranges(process.bound), room)}", "$adam")
+        if process.bound and room > 0
+        else line
+    )

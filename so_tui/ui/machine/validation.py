@@ -1,0 +1,205 @@
+"""The report of ``so-tui validate``: its parts, speeds beside the plan, and how losses agree. Read again whenever it changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from textual import on, work
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical, VerticalScroll
+from textual.message import Message
+from textual.screen import ModalScreen
+from textual.widgets import Static
+from textual.worker import Worker, WorkerState
+
+from so_tui.spec.errors import InputError
+from so_tui.ui.charts.drawing import fill
+from so_tui.ui.dialogs import CloseButton
+from so_tui.ui.messages import answer
+from so_tui.ui.text import Content, distinct, shorten
+from so_tui.units import duration, significant, thousands
+
+if TYPE_CHECKING:
+    from so_tui.validation.report import Outcome, Report, State
+
+
+READ_EVERY_S = 2.0
+_SIGNS: dict[State, tuple[str, str]] = {
+    "measured": ("●", "$success"),
+    "failed": ("✗ failed", "$error"),
+    "timed-out": ("✗ took too long", "$error"),
+    "left-out": ("○ no time left", "$faint"),
+    "pending": ("○ pending", "$faint"),
+}
+_MEDIUM, _WIDE = 70, 110
+"""Columns from which speeds have all figures, and bars."""
+_COLUMN_CELLS, _BAR_CELLS, _TITLE_CELLS = 11, 24, 64
+
+
+def report_lines(report: Report, width: int) -> list[Content]:
+    """Return a report in lines of at most ``width`` columns."""
+    return [*_parts(report, width), *_speeds(report, width), *_losses(report, width)]
+
+
+def _parts(report: Report, width: int) -> Iterator[Content]:
+    measured = f"{sum(outcome.state == 'measured' for outcome in report.outcomes)} of {len(report.outcomes)} parts measured"
+    yield Content.assemble(
+        (measured, "bold"), (shorten(f"   {report.shape}", max(0, width - len(measured))), "$faint")
+    )
+    for outcome in report.outcomes:
+        if outcome.state != "measured":
+            yield _part(outcome, width)
+    yield Content("")
+
+
+def _part(outcome: Outcome, width: int) -> Content:
+    sign, style = _SIGNS[outcome.state]
+    title = shorten(outcome.title, max(10, width - 17))
+    room = width - 17 - len(title) - 3
+    reason = f"   {shorten(outcome.reason, room)}" if outcome.reason and room > 12 else ""
+    return Content.assemble((f"{sign:<16} ", style), title, (reason, "$faint"))
+
+
+def _speeds(report: Report, width: int) -> Iterator[Content]:
+    from so_tui.validation.show import timed
+
+    found = timed(report)
+    if not found:
+        return
+    best = max(result.useful_tokens_per_s for _, result in found)
+    chosen = (
+        ("GPUs", "s/step", "planned", "tokens/s") if width >= _MEDIUM else ("s/step", "tokens/s")
+    )
+    bars = width >= _WIDE
+    titles = min(_TITLE_CELLS, width - _COLUMN_CELLS * len(chosen) - (_BAR_CELLS + 2) * bars)
+    yield Content.styled(
+        f"{'training':<{titles}}" + "".join(f"{name:>{_COLUMN_CELLS}}" for name in chosen), "$faint"
+    )
+    names = distinct([outcome.title for outcome, _ in found], titles - 1)
+    for title, (_, result) in zip(names, found, strict=True):
+        figures = {
+            "GPUs": str(result.ranks),
+            "s/step": significant(result.measured.step_s),
+            "planned": significant(result.predicted.step_s) if result.predicted.step_s else "·",
+            "tokens/s": thousands(round(result.useful_tokens_per_s)),
+        }
+        bar = "  " + fill(result.useful_tokens_per_s / best, _BAR_CELLS) if bars else Content("")
+        row = "".join(f"{figures[name]:>{_COLUMN_CELLS}}" for name in chosen)
+        yield Content(f"{title:<{titles}}{row}") + bar
+    yield Content("")
+
+
+def _losses(report: Report, width: int) -> Iterator[Content]:
+    if not report.agreement:
+        return
+    titles = {outcome.key: outcome.title for outcome in report.outcomes}
+    room = min(_TITLE_CELLS, (width - 2 * _COLUMN_CELLS) // 2)
+    yield Content.styled(
+        f"{'losses':<{room}}{shorten('compared with', room - 1):<{room}}{'steps':>{_COLUMN_CELLS}}{'differ by':>{_COLUMN_CELLS}}",
+        "$faint",
+    )
+    keys, references = (
+        distinct([titles.get(key, key) for key in of], room - 1)
+        for of in (
+            [one.key for one in report.agreement],
+            [one.reference for one in report.agreement],
+        )
+    )
+    for key, reference, one in zip(keys, references, report.agreement, strict=True):
+        differ = "not finite" if one.largest is None else f"{100 * one.largest:.3f} %"
+        steps = f"{len(one.by_step):>{_COLUMN_CELLS}}"
+        yield Content.assemble(
+            f"{key:<{room}}{reference:<{room}}{steps}",
+            (f"{differ:>{_COLUMN_CELLS}}", "$error" if one.largest is None else ""),
+        )
+
+
+class ReportRead(Message):
+    """The report was read: None where there is none, lines if it cannot be used."""
+
+    def __init__(self, report: Report | None, problems: Sequence[str] = ()) -> None:
+        self.report, self.problems = report, tuple(problems)
+        super().__init__()
+
+
+class ValidationScreen(ModalScreen[None]):
+    """The report in the user's folder, also while it is being written."""
+
+    CSS_PATH = "validation.tcss"
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q", "dismiss(None)", "Back")]
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._report: Report | None = None
+        self._reading: Worker[None] | None = None
+        super().__init__()
+
+    def compose(self) -> ComposeResult:
+        with Vertical(id="report-page"):
+            yield Static(
+                Content.assemble(("Validation", "bold"), ("   measured beside planned", "$faint")),
+                id="report-title",
+            )
+            yield Static(id="report-status")
+            with VerticalScroll(id="report-body"):
+                yield Static(id="report")
+            yield CloseButton("Back  esc", id="leave")
+
+    def on_mount(self) -> None:
+        self.set_focus(self.query_one("#report-body"))
+        self._read_again()
+        self.set_interval(READ_EVERY_S, self._read_again)
+
+    def _read_again(self) -> None:
+        """Have the report read, unless that is under way: a file system may take longer than a report is left alone."""
+        if self._reading is None or self._reading.is_finished:
+            self._reading = self._read_report()
+
+    @work(thread=True, group="validation", name="read the validation", exit_on_error=False)
+    def _read_report(self) -> None:
+        from so_tui.validation import report as reports
+
+        try:
+            answer(self, ReportRead(reports.read(self._folder)))
+        except InputError as error:
+            answer(self, ReportRead(None, [str(problem) for problem in error.problems]))
+
+    def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
+        if event.state is WorkerState.ERROR:
+            self.post_message(
+                ReportRead(None, [f"{type(event.worker.error).__name__}: {event.worker.error}"])
+            )
+
+    @on(ReportRead)
+    def _read(self, message: ReportRead) -> None:
+        status = self.query_one("#report-status", Static)
+        if message.problems:
+            status.update(
+                Content("\n").join(Content.styled(line, "$error") for line in message.problems)
+            )
+        elif message.report is None:
+            status.update(
+                Content(
+                    "There is no report yet. In a terminal, `so-tui validate` takes up to 20 minutes to measure this machine and write one."
+                )
+            )
+        else:
+            took = duration(sum(outcome.seconds or 0.0 for outcome in message.report.outcomes))
+            facts = (
+                f"begun {message.report.begun}, {took} of measuring   {self._folder / 'report.md'}"
+            )
+            status.update(Content.styled(facts, "$faint"))
+        if message.report != self._report:
+            self._report = message.report
+            self._show()
+
+    def on_resize(self) -> None:
+        self._show()
+
+    def _show(self) -> None:
+        width = max(40, self.size.width - 6)
+        lines = report_lines(self._report, width) if self._report else []
+        self.query_one("#report", Static).update(Content("\n").join(lines))

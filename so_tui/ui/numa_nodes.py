@@ -1,0 +1,772 @@
+"""NUMA nodes over time (load as mean and band, heat of cores, or memory), one cell per core with Adam and main cores marked, and memory."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from operator import itemgetter
+from typing import ClassVar, Literal, Protocol, get_args
+
+from rich.segment import Segment
+from rich.style import Style
+from textual import getters
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.strip import Strip
+from textual.widget import Widget
+
+from so_tui.runs.records import BindingRecord
+from so_tui.trust.text import brief_line
+from so_tui.ui import run_status
+from so_tui.ui.charts.canvas import GLYPHS, Scale
+from so_tui.ui.charts.drawing import (
+    GUTTER,
+    RoleStyles,
+    StyledLines,
+    axis_row,
+    cells_of,
+    gutter_text,
+    joined,
+    plot_key,
+    plot_rows,
+    repaint,
+    with_cursor,
+)
+from so_tui.ui.charts.series import Axis, Line
+from so_tui.ui.snapshot import CORES, MEMORY, GpuView, Inspected, NodeView
+from so_tui.ui.text import GlyphName, shorten
+from so_tui.ui.textual_fixes import DrawsPrintable, KeptVertical
+from so_tui.ui.widgets import SIDE, Rule, framed
+from so_tui.units import memory_of, memory_unit, plural
+from so_tui.units import memory_size as memory
+
+# Cores as cells: one cell a core where there is room, two cores a cell or averages where there is
+# not. Pure data in, text out.
+
+
+LEVELS: dict[GlyphName, str] = {"braille": "▁▂▃▄▅▆▇█", "block": "▁▂▃▄▅▆▇█", "ascii": ".:-=+*#@"}
+_PAIRS = ((0x40, 0x44, 0x46, 0x47), (0x80, 0xA0, 0xB0, 0xB8))
+"""Braille columns filled from below, one to four dots."""
+_Members = tuple[str, str, str, tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class CoreGroup:
+    """Cores of a node that do one thing; ``sign`` leads them on the row, so that groups differ without colour as well."""
+
+    name: str
+    sign: str
+    role: str
+    loads: tuple[float, ...]
+    """Busy share of each core, percent."""
+    cpus: tuple[int, ...] = ()
+    positions: tuple[int, ...] = ()
+    """Where its cores stand among those of the node."""
+
+    @property
+    def mean(self) -> float:
+        return sum(self.loads) / len(self.loads) if self.loads else 0.0
+
+
+def group_cores(
+    loads: Sequence[float], cpus: Sequence[int], adam: frozenset[int], main: frozenset[int]
+) -> tuple[CoreGroup, ...]:
+    """Group a node's cores by the run's use of them; groups without a core are left out."""
+    return tuple(
+        CoreGroup(name, sign, role, tuple([loads[at] for at in positions]), members, positions)
+        for name, sign, role, members, positions in _groups(tuple(cpus[: len(loads)]), adam, main)
+    )
+
+
+@lru_cache(maxsize=64)
+def _groups(
+    cpus: tuple[int, ...], adam: frozenset[int], main: frozenset[int]
+) -> tuple[_Members, ...]:
+    """Return name, sign, role, cores and their positions of each group, which stay the same from one sample to the next."""
+    by_role: dict[str, list[int]] = {"adam": [], "main": [], "other": []}
+    for position, cpu in enumerate(cpus):
+        by_role["adam" if cpu in adam else "main" if cpu in main else "other"].append(position)
+    names = (("adam", "Adam", "A"), ("main", "main", "m"), ("other", "other", "o"))
+    return tuple(
+        (name, sign, role, tuple(cpus[at] for at in found), tuple(found))
+        for role, name, sign in names
+        if (found := by_role[role])
+    )
+
+
+def heat_cells(groups: Sequence[CoreGroup], width: int, glyphs: GlyphName) -> list[tuple[str, str]]:
+    """Return one row of ``(text, role)``: each group's sign and its cores, in at most ``width`` cells."""
+    room = width - 2 * len(groups)
+    cores = sum(len(group.loads) for group in groups)
+    per_cell = (
+        1
+        if cores <= room
+        else 2
+        if glyphs == "braille" and (cores + len(groups)) // 2 <= room
+        else 0
+    )
+    cells: list[tuple[str, str]] = []
+    for group in groups:
+        if cells:
+            cells.append((" ", "empty"))
+        cells.append((group.sign, "sign"))
+        if per_cell == 1:
+            of_percent = _LEVEL_OF_PERCENT[glyphs]
+            shown = [of_percent[min(100, int(load))] for load in group.loads]
+        elif per_cell == 2:
+            shown = [
+                pair(
+                    group.loads[index],
+                    group.loads[index + 1] if index + 1 < len(group.loads) else None,
+                )
+                for index in range(0, len(group.loads), 2)
+            ]
+        else:
+            count = max(1, room * len(group.loads) // cores)
+            shown = [level(load, glyphs) for load in averaged(group.loads, count)]
+        cells.append(("".join(shown), group.role))
+    return cells
+
+
+def level(load: float, glyphs: GlyphName) -> str:
+    """Return the character of one core's load (percent)."""
+    levels = LEVELS[glyphs]
+    return levels[min(len(levels) - 1, max(0, int(load / 100 * len(levels))))]
+
+
+_LEVEL_OF_PERCENT: dict[GlyphName, list[str]] = {
+    glyphs: [level(percent, glyphs) for percent in range(101)] for glyphs in LEVELS
+}
+"""Looked up, since hundreds of cores are drawn each second."""
+
+
+def pair(left: float, right: float | None) -> str:
+    """Return one braille cell for two cores, four levels each."""
+    mask = _PAIRS[0][min(3, int(left / 25))]
+    if right is not None:
+        mask |= _PAIRS[1][min(3, int(right / 25))]
+    return chr(0x2800 + mask)
+
+
+def averaged(loads: Sequence[float], count: int) -> list[float]:
+    """Average neighbours, so that ``count`` means of ``loads`` remain."""
+    edges = [index * len(loads) // count for index in range(count + 1)]
+    return [
+        sum(loads[start:stop]) / (stop - start)
+        for start, stop in itertools.pairwise(edges)
+        if stop > start
+    ]
+
+
+# Heat of cores over time: rows are cores, folded to fit, columns are time. Pure data in, text out.
+
+
+_SAMPLES_A_COLUMN = 4
+"""Samples that are averaged of a column, spread over it: more cost time and look the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeatRow:
+    """Neighbouring cores that do one thing, shown as one row."""
+
+    sign: str
+    role: str
+    first_cpu: int
+    positions: tuple[int, ...]
+    """Where the cores stand among those of the node."""
+
+    @property
+    def label(self) -> str:
+        """``A 216``: what the cores do, and the first of them."""
+        return f"{self.sign}{self.first_cpu:>{GUTTER - 2}} "
+
+
+def heat_rows(groups: Sequence[CoreGroup], height: int) -> list[HeatRow]:
+    """Fold the cores of a node into at most ``height`` rows, a group's cores among themselves, as far as each group gets a row."""
+    shown = groups[:height]
+    counts = cells_of(
+        [len(group.positions) for group in shown],
+        min(height, sum(len(group.positions) for group in shown)),
+    )
+    rows: list[HeatRow] = []
+    for group, count in zip(shown, counts, strict=True):
+        edges = [index * len(group.positions) // count for index in range(count + 1)]
+        rows += [
+            HeatRow(group.sign, group.role, group.cpus[first], group.positions[first:last])
+            for first, last in pairwise(edges)
+        ]
+    return rows
+
+
+def heat_texts(
+    rows: Sequence[HeatRow], history: Sequence[bytes], edges: Sequence[int], glyphs: GlyphName
+) -> list[str]:
+    """Return a text for each row, a character for each column.
+
+    Args:
+        history: Loads of all cores of the node in percent, a sample each.
+        edges: Borders of the columns as indices into ``history``. A column without a sample shows the one before, if another follows.
+    """
+    columns = [_sampled(history, start, stop) for start, stop in pairwise(edges)]
+    return [
+        "".join(
+            " " if not column else level(_mean(column, row.positions), glyphs) for column in columns
+        )
+        for row in rows
+    ]
+
+
+def _mean(column: Sequence[bytes], positions: tuple[int, ...]) -> float:
+    """Return the mean load of some cores over some samples."""
+    if len(positions) == 1:
+        return sum(loads[positions[0]] for loads in column) / len(column)
+    pick = itemgetter(*positions)
+    return sum(sum(pick(loads)) for loads in column) / (len(column) * len(positions))
+
+
+def _sampled(history: Sequence[bytes], start: int, stop: int) -> Sequence[bytes]:
+    if stop > start:
+        return history[start : stop : -(-(stop - start) // _SAMPLES_A_COLUMN)]
+    return history[start - 1 : start] if 0 < start < len(history) else ()
+
+
+PERCENT = Scale(0, 100)
+NodePlot = Literal["load", "cores", "memory"]
+PLOTS: tuple[NodePlot, ...] = get_args(NodePlot)
+"""What is drawn of each node over time."""
+INDENT = GUTTER
+TWO_COLUMNS = 148
+"""Cells from which on nodes stand in two columns: a row of 72 cores and most of a heading fit into each."""
+GAP = 2
+"""Cells between two columns."""
+HEAT_ROLES = {"main": "main-core"}
+"""Component classes of cores, where they differ from the role of their group: that of lines has the name, too."""
+
+
+def percent(value: float) -> str:
+    """Return ``50 %``."""
+    return f"{value:.0f} %"
+
+
+def giga(value: float) -> str:
+    """Return ``100 G``."""
+    return f"{value:.0f} G"
+
+
+@dataclass(frozen=True, slots=True)
+class NodePicture:
+    """A node with the ranks and GPUs that are bound to it."""
+
+    view: NodeView
+    host: str
+    """Its host, where the run has several; else empty."""
+    ranks: str
+    """``rank 0 · GPU 0``; empty where no rank is bound."""
+    adam: frozenset[int]
+    main: frozenset[int]
+    gpus: tuple[GpuView, ...] = ()
+    """GPUs attached to this node whose load is drawn."""
+
+    def groups(self) -> tuple[CoreGroup, ...]:
+        return group_cores(self.view.sample.cores, self.view.cpus, self.adam, self.main)
+
+
+def node_rows(nodes: int, width: int) -> int:
+    """Return how many nodes stand above each other in ``width`` cells."""
+    return math.ceil(nodes / node_columns(nodes, width))
+
+
+def node_columns(nodes: int, width: int) -> int:
+    """Return how many nodes stand beside each other in ``width`` cells."""
+    return 2 if nodes > 1 and width >= TWO_COLUMNS else 1
+
+
+class NumaNodes(DrawsPrintable, can_focus=True):
+    """Nodes in one or two columns, each with a heading, ``plot_height`` rows of history and a row of cores, above the x axis."""
+
+    ALLOW_MAXIMIZE = True
+    ROLES = (
+        "band",
+        "main",
+        "memory",
+        "gpu",
+        "axis",
+        "label",
+        "note",
+        "title",
+        "value",
+        "adam",
+        "main-core",
+        "other",
+        "sign",
+        "empty",
+        "cursor",
+        "stale",
+        "full",
+    )
+    COMPONENT_CLASSES: ClassVar[set[str]] = {f"nodes--{role}" for role in ROLES}
+    DEFAULT_CSS = """
+    NumaNodes {
+        height: auto;
+        .nodes--band { color: $raw-line; }
+        .nodes--main { color: $adam; }
+        .nodes--memory { color: $memory; }
+        .nodes--gpu { color: $gpu; }
+        .nodes--axis { color: $rule; }
+        .nodes--label { color: $faint; }
+        .nodes--note { color: $faint; }
+        .nodes--title { text-style: bold; }
+        .nodes--value { text-style: bold; }
+        .nodes--adam { color: $adam; }
+        .nodes--main-core { color: $main-core; }
+        .nodes--other { color: $other-core; }
+        .nodes--sign { color: $faint; }
+        .nodes--cursor { color: $warning; }
+        .nodes--stale { color: $warning; }
+        .nodes--full { color: $warning; text-style: bold; }
+        &:focus .nodes--title { color: $accent; text-style: bold underline; }
+    }
+    """
+
+    def __init__(self, *, glyphs: GlyphName = "braille", id: str | None = None) -> None:
+        super().__init__(id=id)
+        self.glyphs = glyphs
+        self.pictures: tuple[NodePicture, ...] = ()
+        self.axis: Axis | None = None
+        self.cursor: float | None = None
+        self.plot_height = 2
+        self.plot: NodePlot = "load"
+        self._strips: list[Strip] = []
+        self._drawn: tuple[object, ...] = ()
+        self._role_styles = RoleStyles("nodes", self.ROLES)
+        self._plots: dict[tuple[str, int], tuple[tuple[object, ...], list[list[Segment]]]] = {}
+
+    def show(
+        self, pictures: tuple[NodePicture, ...], axis: Axis | None, cursor: float | None = None
+    ) -> None:
+        """Show new data."""
+        rows = len(self.pictures)
+        self.pictures, self.axis, self.cursor = pictures, axis, cursor
+        if rows != len(pictures) or self._drawn != self._render_key():
+            self._drawn = ()
+            self.refresh(layout=rows != len(pictures))
+            return
+        before, self._strips = self._strips, self._draw()
+        repaint(self, before, self._strips)
+
+    def _render_key(self) -> tuple[object, ...]:
+        """Return what strips depend on besides the data."""
+        return (
+            self.outer_size,
+            self.has_focus,
+            self.app.theme,
+            self.glyphs,
+            self.plot_height,
+            self.plot,
+        )
+
+    def set_plot_height(self, rows: int) -> None:
+        """Set the rows of history of each node."""
+        if rows != self.plot_height:
+            self.plot_height, self._drawn = rows, ()
+            self.refresh(layout=True)
+
+    def get_content_height(self, container: object, viewport: object, width: int) -> int:
+        return max(
+            1,
+            node_rows(len(self.pictures), width) * (2 + self.plot_height)
+            + (1 if self.plot_height else 0),
+        )
+
+    def notify_style_update(self) -> None:
+        self._drawn = ()
+        super().notify_style_update()
+
+    def draw_line(self, y: int) -> Strip:
+        key = self._render_key()
+        if key != self._drawn:
+            self._strips, self._drawn = self._draw(), key
+        return (
+            self._strips[y]
+            if y < len(self._strips)
+            else Strip.blank(self.size.width, self.rich_style)
+        )
+
+    def _draw(self) -> list[Strip]:
+        styles = self._role_styles.get(self)
+        base = styles["base"]
+        if not self.pictures:
+            return [
+                Strip([Segment("no samples of this host yet", styles["note"])]).adjust_cell_length(
+                    self.size.width, base
+                )
+            ]
+        columns = node_columns(len(self.pictures), self.size.width)
+        width = (self.size.width - GAP * (columns - 1)) // columns
+        plot = self.plot_height
+        if self.is_maximized:
+            plot = max(
+                plot, (self.size.height - 1) // node_rows(len(self.pictures), self.size.width) - 2
+            )
+        if self.axis is None or width <= GUTTER + 4:
+            plot = 0
+        blocks = [self._block(picture, width, plot, styles) for picture in self.pictures]
+        strips = beside_each_other(blocks, columns, width, self.size.width, base)
+        if plot and self.axis is not None:
+            corner = f"{self.axis.unit} "[-GUTTER:].rjust(GUTTER)
+            axis = [
+                Segment(corner, styles["label"]),
+                *axis_row(self.axis, width - GUTTER, (), styles),
+            ]
+            strips += beside_each_other([[axis]] * columns, columns, width, self.size.width, base)
+        return strips
+
+    def _block(
+        self, picture: NodePicture, width: int, plot: int, styles: dict[str, Style]
+    ) -> list[list[Segment]]:
+        """Return the rows of one node: its heading, ``plot`` rows of history, and its cores."""
+        groups = picture.groups()
+        rows = [self._heading(picture, groups, styles, width)]
+        if plot:
+            plotted = self._plotted(picture, (width - GUTTER, plot), styles)
+            rows += [
+                [label, *with_cursor(row, self.axis, self.cursor, width - GUTTER, styles["cursor"])]
+                for label, *row in plotted
+            ]
+        cells = self._cores(groups, width - 1)
+        indent = min(INDENT, max(1, width - sum(len(text) for text, _ in cells)))
+        return [*rows, [Segment(" " * indent, styles["note"]), *joined(cells, styles)]]
+
+    def _plotted(
+        self, picture: NodePicture, size: tuple[int, int], styles: dict[str, Style]
+    ) -> list[list[Segment]]:
+        """Return the plot of a node with its labels, cached while the range does not move."""
+        assert self.axis is not None
+        view = picture.view
+        heat = heat_rows(picture.groups(), size[1]) if self.plot == "cores" and view.cores else []
+        lines = (
+            (*view.lines(), *(gpu.line() for gpu in picture.gpus))
+            if self.plot != "memory"
+            else view.memory_lines()
+        )
+        key = (
+            size,
+            self.glyphs,
+            id(styles),
+            self.plot,
+            memory_unit(),
+            heat,
+            *plot_key(lines, self.axis),
+        )
+        name = (view.host, view.id)
+        if self._plots.get(name, ((), []))[0] != key:
+            drawn = (
+                self._heat(view, heat, size, styles)
+                if self.plot == "cores"
+                else self._curves(view, lines, size, styles)
+            )
+            self._plots[name] = (key, drawn)
+        return self._plots[name][1]
+
+    def _curves(
+        self, view: NodeView, lines: Sequence[Line], size: tuple[int, int], styles: dict[str, Style]
+    ) -> list[list[Segment]]:
+        """Return load or memory as lines."""
+        assert self.axis is not None
+        height = size[1]
+        in_bytes = self.plot == "memory"
+        scale = Scale(0, max(1, view.sample.memory_total_bytes)) if in_bytes else PERCENT
+        body = plot_rows(lines, self.axis, scale, size, GLYPHS[self.glyphs], styles)[0]
+        per = memory_unit()[0] if in_bytes else 1
+        labels = (
+            gutter_text(scale, height, giga if in_bytes else percent, per)
+            if height > 2
+            else [" " * GUTTER] * height
+        )
+        return [
+            [Segment(label, styles["label"]), *row] for label, row in zip(labels, body, strict=True)
+        ]
+
+    def _heat(
+        self,
+        view: NodeView,
+        heat: Sequence[HeatRow],
+        size: tuple[int, int],
+        styles: dict[str, Style],
+    ) -> list[list[Segment]]:
+        """Return the heat of cores over time."""
+        assert self.axis is not None
+        width, height = size
+        edges = self.axis.indices(view.lines()[1], width)
+        texts = heat_texts(heat, view.cores, edges, self.glyphs)
+        rows = [
+            [
+                Segment(row.label, styles["sign"]),
+                Segment(text, styles[HEAT_ROLES.get(row.role, row.role)]),
+            ]
+            for row, text in zip(heat, texts, strict=True)
+        ]
+        rest = ["" if view.cores else "reading …", *[""] * height][: height - len(rows)]
+        return [*rows, *([Segment(" " * GUTTER + text, styles["note"])] for text in rest)]
+
+    def _cores(self, groups: tuple[CoreGroup, ...], width: int) -> list[tuple[str, str]]:
+        return [
+            (text, HEAT_ROLES.get(role, role))
+            for text, role in heat_cells(groups, width, self.glyphs)
+        ]
+
+    def _heading(
+        self,
+        picture: NodePicture,
+        groups: tuple[CoreGroup, ...],
+        styles: Mapping[str, Style],
+        width: int,
+    ) -> list[Segment]:
+        """Return ``node 0 · rank 0 · GPU 0   cpu 78 %   Adam 65 cores 86 %   main 7 cores 44 %   88 of 117 GiB``, shortened to fit."""
+        node = (picture.host, f"node {picture.view.id}")
+        for ranks, long, whose in (
+            (picture.ranks, True, True),
+            (picture.ranks, False, True),
+            (picture.ranks, False, False),
+            ("", False, False),
+        ):
+            name = shorten(" · ".join(filter(None, (*node, ranks))), 30)
+            parts = [
+                [Segment(name, styles["title"])],
+                *_figures(picture, groups, styles, long=long, whose=whose),
+            ]
+            if _cells(parts) <= width:
+                break
+        while _cells(parts) > width and len(parts) > 1:
+            parts.pop()  # whole: a cut number is another number
+        return [segment for part in parts for segment in part]
+
+
+def beside_each_other(
+    blocks: Sequence[Sequence[list[Segment]]], columns: int, width: int, whole: int, base: Style
+) -> list[Strip]:
+    """Return blocks of equally many rows, ``columns`` of them of ``width`` cells beside each other in ``whole`` cells."""
+    gap = Strip.blank(GAP, base)
+    strips = []
+    for at in range(0, len(blocks), columns):
+        for rows in zip(*blocks[at : at + columns], strict=True):
+            parts = [
+                part for row in rows for part in (Strip(row).adjust_cell_length(width, base), gap)
+            ]
+            strips.append(Strip.join(parts[:-1]).adjust_cell_length(whole, base))
+    return strips
+
+
+def _cells(parts: Iterable[Sequence[Segment]]) -> int:
+    return sum(segment.cell_length for part in parts for segment in part)
+
+
+def _figures(
+    picture: NodePicture,
+    groups: tuple[CoreGroup, ...],
+    styles: Mapping[str, Style],
+    *,
+    long: bool,
+    whose: bool,
+) -> list[list[Segment]]:
+    """Return a node's figures, each with the space before it: load, GPUs, groups of cores, foreign processes and ``whose``, memory."""
+    sample = picture.view.sample
+    mean = sum(sample.cores) / len(sample.cores)
+    parts = [[Segment("  cpu ", styles["note"]), Segment(f"{mean:3.0f} %", styles["value"])]]
+    for gpu in picture.gpus:
+        if long and gpu.sample.busy_percent is not None:
+            name = Segment(f"GPU {gpu.sample.index}", styles["gpu"])
+            parts.append(
+                [
+                    Segment("  ", styles["note"]),
+                    name,
+                    Segment(f" {gpu.sample.busy_percent} %", styles["label"]),
+                ]
+            )
+    colours = {"adam": "adam", "main": "main-core", "other": "other"}
+    for group in groups:
+        if group.role == "other" and len(groups) > 1 and group.mean < 5 and not long:
+            continue
+        cores = f" {plural(len(group.loads), 'core')}" if long else ""
+        name = Segment(f"{group.name}{cores}", styles[colours[group.role]])
+        parts.append(
+            [
+                Segment(f"  {group.sign} ", styles["sign"]),
+                name,
+                Segment(f" {group.mean:.0f} %", styles["label"]),
+            ]
+        )
+    for process in picture.view.foreign[: 3 if long else 1]:
+        where = f" on core {process.cpu}" if whose else f" on {process.cpu}"
+        owner = " of another user" if whose and not process.own else ""
+        parts.append(
+            [
+                Segment(
+                    f"  ! {brief_line(process.name, 15)}{owner} {process.cores:.1f} cores{where}",
+                    styles["full"],
+                )
+            ]
+        )
+    # File cache gives way, so a node full of it is not full.
+    full = sample.memory_used_bytes - sample.file_cache_bytes > 0.94 * sample.memory_total_bytes
+    used = Segment(
+        memory_of(sample.memory_used_bytes, sample.memory_total_bytes, 0),
+        styles["full" if full else "value"],
+    )
+    parts.append([Segment("  memory " if long else "  ", styles["note"]), used])
+    if long:
+        parts[-1].append(Segment(f", cache {memory(sample.file_cache_bytes, 0)}", styles["note"]))
+    return parts
+
+
+# The hardware of a run or of this host: every NUMA node with its cores, memory and load over time,
+# and every GPU.
+
+
+class ShowsHosts(Protocol):
+    """What the panel needs to know of a run or of this host."""
+
+    @property
+    def nodes(self) -> tuple[NodeView, ...]:
+        """NUMA nodes with cores."""
+
+    @property
+    def gpus(self) -> tuple[GpuView, ...]:
+        """GPUs of all hosts."""
+
+    @property
+    def binding(self) -> BindingRecord | None:
+        """Which cores a run's ranks have; None without a run."""
+
+    @property
+    def averaged(self) -> bool:
+        """Whether nodes and GPUs show means over a run's training."""
+
+    @property
+    def inspected(self) -> Inspected | None:
+        """What nodes and GPUs show instead of the newest samples."""
+
+    @property
+    def hosts(self) -> int:
+        """Number of hosts."""
+
+
+class NumaPanel(KeptVertical):
+    """A title line, the NUMA nodes under each other, a line for each GPU, and what else is to stand below them."""
+
+    heading = getters.child_by_id("nodes-rule", Rule)
+    nodes = getters.query_one("#nodes", NumaNodes)
+    gpus = getters.query_one("#gpus", StyledLines)
+
+    KEYS: ClassVar[tuple[BindingType, ...]] = (
+        Binding(
+            "h",
+            "node_plot",
+            "Heat of cores",
+            show=False,
+            id="node-plot",
+            tooltip="Nodes over time: load, heat of cores, memory",
+        ),
+    )
+    """Keys that act on this panel from anywhere on its screen, which binds them."""
+
+    def __init__(self, *below: Widget, glyphs: GlyphName, id: str | None = None) -> None:
+        self._below = below
+        """What else the frame surrounds."""
+        self._glyphs = glyphs
+        super().__init__(id=id)
+
+    def compose(self) -> ComposeResult:
+        yield Rule("NUMA nodes", id="nodes-rule")
+        with KeptVertical(classes="frame"):
+            yield NumaNodes(glyphs=self._glyphs, id="nodes")
+            yield StyledLines(id="gpus")
+            yield from self._below
+
+    def show(
+        self, shown: ShowsHosts, axis: Axis | None, width: int, cursor: float | None = None
+    ) -> None:
+        """Show the nodes over ``axis``, and the GPUs, in a panel of ``width`` cells."""
+        self.gpus.display = bool(shown.gpus)
+        self.gpus.update(run_status.gpu_lines(shown.gpus, self.inner(width)))
+        self.show_nodes(shown, axis, cursor)
+
+    def show_nodes(self, shown: ShowsHosts, axis: Axis | None, cursor: float | None = None) -> None:
+        """Show the nodes over another axis."""
+        self.nodes.show(tuple(_picture(shown, node) for node in shown.nodes), axis, cursor)
+        self.heading.update("NUMA", _figure(shown, self.nodes.plot))
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        """What must be kept of the samples."""
+        return {"load": (), "cores": (CORES,), "memory": MEMORY}[self.nodes.plot]
+
+    def next_plot(self) -> None:
+        """Show something else of the nodes over time."""
+        self.nodes.plot = PLOTS[(PLOTS.index(self.nodes.plot) + 1) % len(PLOTS)]
+
+    @property
+    def gpu_rows(self) -> int:
+        """Rows that the GPUs take."""
+        return self.gpus.rows if self.gpus.display else 0
+
+    def node_rows(self, width: int) -> int:
+        """Return how many nodes stand above each other in a panel of ``width`` cells."""
+        return node_rows(len(self.nodes.pictures), self.inner(width))
+
+    def inner(self, width: int) -> int:
+        """Return the cells inside the frame of a panel of ``width``."""
+        return width - 2 * SIDE if framed(self) else width
+
+    def set_rows(self, history: int, *, heading: bool) -> None:
+        """Give every node ``history`` rows of its load over time, and show or hide the title line and with it the frame."""
+        self.heading.display = heading
+        self.set_class(not heading, "-bare")
+        self.nodes.set_plot_height(history)
+
+
+def _figure(shown: ShowsHosts, plot: NodePlot) -> str:
+    cores = sum(len(node.cpus) for node in shown.nodes)
+    if not cores:
+        return "waiting for the first sample"
+    when = ", means while it trained" if shown.averaged else ""
+    if shown.inspected is not None:
+        when = (
+            ", at the cursor"
+            if shown.inspected.samples
+            else ", now: nothing was sampled at the cursor"
+        )
+    hosts = f" of {plural(shown.hosts, 'host')}" if shown.hosts > 1 else ""
+    counted = f"{plural(len(shown.nodes), 'node')}{hosts}, {plural(cores, 'core')}"
+    over_time = {
+        "load": "",
+        "cores": "   rows are cores over time",
+        "memory": "   memory in use, and the file cache in it",
+    }[plot]
+    cells = "   a cell is a core" + (
+        ": A Adam, m main, o other" if shown.binding is not None else ""
+    )
+    return f"{counted}{when}{over_time}{cells}"
+
+
+def _picture(shown: ShowsHosts, node: NodeView) -> NodePicture:
+    """Join a node's load with the ranks and GPUs that are bound to it."""
+    bound = shown.binding.ranks if shown.binding is not None else ()
+    own = set(node.cpus)
+    ranks = [rank for rank in bound if own.intersection(rank.cpus) and rank.host in (node.host, "")]
+    names = " · ".join(
+        f"rank {rank.rank}" + ("" if rank.gpu is None else f" · GPU {rank.gpu}") for rank in ranks
+    )
+    used = {rank.gpu for rank in ranks}
+    return NodePicture(
+        node,
+        node.host if shown.hosts > 1 else "",
+        names,
+        frozenset(cpu for rank in ranks for cpu in rank.adam_cpus),
+        frozenset(cpu for rank in ranks for cpu in rank.main_cpus),
+        tuple(gpu for gpu in shown.gpus if gpu.host == node.host and gpu.sample.index in used),
+    )

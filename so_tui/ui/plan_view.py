@@ -1,0 +1,463 @@
+"""A plan for the eye: verdict, memory as bars, the step's anatomy, the reasons. Pure functions from a plan to content."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from typing import TYPE_CHECKING
+
+from so_tui.ui.charts.drawing import Part, fill, legend, legend_items, stacked
+from so_tui.ui.text import Content
+from so_tui.units import disk_size as disk
+from so_tui.units import duration, memory_of, plural, rate, significant, thousands
+from so_tui.units import memory_size as memory
+
+if TYPE_CHECKING:
+    from so_tui.plan.plan import Plan
+    from so_tui.plan.rates import StepError
+    from so_tui.plan.terms import Location, MemoryTerm
+    from so_tui.spec import RunSpec
+
+
+SIGNS = {"fits": "✓", "tight": "~", "does not fit": "✗"}
+STYLES = {"fits": "$success", "tight": "$warning", "does not fit": "$error"}
+GAP = 3
+"""Cells between sections beside each other, and between facts."""
+DIALOG = 70
+"""Cells of a line of a question in a terminal of 80 columns."""
+LABEL = 13
+"""Cells of the labels left of the bars."""
+FIGURES = 20
+"""Cells of the figures right of the bars: ``  157.0 of 113.5 GiB``."""
+LEAST_BAR, MOST_BAR = 8, 28
+_BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[GMK]iB|[TGM]B|kB|ms|s|m|h)\b)")
+"""Where no line of a reason ends: ``1.74 s`` and ``95.0 GiB`` are read as one."""
+TOO_MUCH = ("  ✗ too much", "  ✗")
+"""What marks a bar that is too full, the longest first."""
+
+
+def verdict(plan: Plan) -> Content:
+    """Return ``✓ fits``."""
+    return Content.styled(f"{SIGNS[plan.verdict]} {plan.verdict}", f"bold {STYLES[plan.verdict]}")
+
+
+def headline(plan: Plan, width: int, before: Content | None = None) -> Content:
+    """Return the verdict, how it offloads and, where it fits, how fast it will be; lines of ``width`` cells part no figure from its unit.
+
+    Args:
+        plan: The plan.
+        width: Cells of a line.
+        before: Begins the first line.
+    """
+    marked = [Content.styled("planned, never run", "$warning")] if plan.never_run else []
+    facts = [*([before] if before else []), verdict(plan), *marked, Content(mode_text(plan))]
+    if plan.fits and plan.step_s:
+        facts.append(Content(f"step {duration(plan.step_s)}{step_error_text(plan.step_error)}"))
+    if plan.fits and plan.useful_tokens_per_s_total:
+        facts.append(Content(f"{rate(plan.useful_tokens_per_s_total)} tokens/s"))
+    if plan.fits and plan.model_tflops_per_gpu:
+        facts.append(Content(f"{significant(plan.model_tflops_per_gpu)} TFLOPS/GPU"))
+    predicted = (
+        Content.styled("predicted", "$faint")
+        if plan.fits and plan.step_s and not plan.never_run
+        else None
+    )
+    wide, close = (_in_lines(facts, predicted, gap, width) for gap in (GAP, GAP - 1))
+    return Content("\n").join(close if len(close) < len(wide) else wide)
+
+
+def _in_lines(
+    facts: Sequence[Content], last: Content | None, gap: int, width: int
+) -> list[Content]:
+    """Return facts with ``gap`` cells between them in lines of ``width`` cells; ``last`` never begins a line."""
+    between = Content(" " * gap)
+    facts = [*facts[:-1], facts[-1] + between + last] if last is not None else facts
+    lines = list(facts[:1])
+    for fact in facts[1:]:
+        if lines[-1].cell_length + gap + fact.cell_length <= width:
+            lines[-1] += between + fact
+        else:
+            lines.append(fact)
+    return lines
+
+
+def step_error_text(error: StepError | None) -> str:
+    """Return ` ±12%`, behind a predicted step; empty where its error is not known."""
+    from so_tui.plan.show import error_text
+
+    return f" {error_text(error)}" if error else ""
+
+
+def whole(plan: Plan, command: str, width: int, *, plain: bool = False) -> Content:
+    """Return the whole plan: memory and step, reasons, terms, binding, and the command that would be started.
+
+    ``plain`` where the terminal shows ASCII only.
+    """
+    from so_tui.plan.notes import RemoteCode, messages
+
+    notes = messages(fact for fact in plan.warnings if not isinstance(fact, RemoteCode))
+    terms = {
+        f"where the {name} memory goes": terms_table(
+            [term for term in plan.breakdown if term.location == location], width
+        )
+        for name, location in (("GPU", "gpu"), ("APU" if plan.one_memory else "host", "node"))
+    }
+    sections: list[tuple[str, list[Content]]] = [
+        (
+            "",
+            [
+                *remote_code_lines(plan),
+                *memory_lines(plan, width),
+                *step_lines(plan, width, plain=plain),
+            ],
+        ),
+        (
+            "why",
+            [
+                *map(Content, plan.reason_texts),
+                *(Content.assemble(("note: ", "$warning"), text) for text in notes),
+            ],
+        ),
+        *beside_each_other(terms, width),
+        ("binding", binding_lines(plan)),
+        ("the command   y copies it", [Content(command)]),
+    ]
+    lines: list[Content] = []
+    for title, body in sections:
+        if body:
+            lines += [
+                *([Content(""), Content.styled(title, "bold $faint")] if title else []),
+                *body,
+            ]
+    return Content("\n").join(lines)
+
+
+def beside_each_other(
+    sections: Mapping[str, list[Content]], width: int
+) -> list[tuple[str, list[Content]]]:
+    """Return sections as one with its title in its first line, if they fit whole beside each other, else as they are."""
+    shown = {title: body for title, body in sections.items() if body}
+    widths = {
+        title: max(len(title), *(line.cell_length for line in body))
+        for title, body in shown.items()
+    }
+    if len(shown) < 2 or sum(widths.values()) + GAP * (len(widths) - 1) > width:
+        return list(sections.items())
+    columns = [
+        [
+            line.pad_right(widths[title] + GAP - line.cell_length)
+            for line in (Content.styled(title, "bold $faint"), *body)
+        ]
+        for title, body in shown.items()
+    ]
+    blank = [Content(" " * (widths[title] + GAP)) for title in shown]
+    rows = zip_longest(*columns)
+    joined = [Content("").join(part or blank[at] for at, part in enumerate(row)) for row in rows]
+    return [("", [Content(""), *joined])]
+
+
+def launch_facts(plan: Plan) -> list[Content]:
+    """Return the lines of the question before a launch."""
+    partition = plan.spec.slurm.partition
+    return [
+        *remote_code_lines(plan),
+        headline(plan, DIALOG),
+        *memory_lines(plan, DIALOG),
+        Content(f"{run_length(plan.spec)} on {data_name(plan.spec)}"),
+        Content(", ".join(filter(None, (tokens_per_step(plan), run_duration(plan))))),
+        *(
+            [Content.assemble("In a job on Slurm partition ", (partition, "bold"))]
+            if partition
+            else []
+        ),
+        Content.styled("Closing this screen does not stop it.", "$faint"),
+    ]
+
+
+def remote_code_lines(plan: Plan) -> list[Content]:
+    """Return a warning if the run executes Python code that comes with the model."""
+    from so_tui.plan.notes import RemoteCode, message
+
+    return [
+        Content.styled(f"! {message(fact)}.", "bold $warning")
+        for fact in plan.warnings
+        if isinstance(fact, RemoteCode)
+    ]
+
+
+def run_length(spec: RunSpec) -> str:
+    """Return the length as it is set: ``1,000 steps``, ``3 epochs`` or ``5,000,000 tokens``."""
+    train = spec.train
+    if spec.benchmark.measured_steps:
+        return plural(spec.benchmark.measured_steps, "measured step")
+    if train.epochs:
+        return f"{train.epochs:g} epoch{'' if train.epochs == 1 else 's'}"
+    return plural(train.tokens, "token") if train.tokens else plural(train.steps, "step")
+
+
+def data_name(spec: RunSpec) -> str:
+    """Return the source of the data, or the number of sources of a mixture."""
+    sources = spec.data.sources
+    return sources[0].source if len(sources) == 1 else f"a mixture of {len(sources)} sources"
+
+
+def mode_text(plan: Plan) -> str:
+    """Return ``superoffload, ratio 0.35``."""
+    return "no offload" if plan.mode == "gpu" else f"{plan.mode}, ratio {plan.ratio:.2f}"
+
+
+def memory_lines(plan: Plan, width: int) -> list[Content]:
+    """Return bars of what is full: each GPU, the fullest node, /dev/shm and one checkpoint."""
+    from so_tui.plan.plan import GPU_MARGIN, HOST_MARGIN, TIGHT_MARGIN
+
+    full: list[tuple[str, int, int | None, float]] = []
+    if plan.gpu_bytes:
+        full.append(("each GPU", plan.gpu_bytes, plan.gpu_capacity_bytes, GPU_MARGIN))
+    if plan.host_bytes_per_node:
+        node = max(
+            plan.host_bytes_per_node,
+            key=lambda node: (
+                plan.host_bytes_per_node[node] / (plan.host_capacity_bytes_per_node.get(node) or 1)
+            ),
+        )
+        memory_of_node = "APU" if plan.one_memory else "node"
+        name = f"fullest {memory_of_node}" if len(plan.host_bytes_per_node) > 1 else memory_of_node
+        margin = GPU_MARGIN if plan.one_memory else HOST_MARGIN
+        full.append(
+            (
+                name,
+                plan.host_bytes_per_node[node],
+                plan.host_capacity_bytes_per_node.get(node),
+                margin,
+            )
+        )
+    room = width - LABEL - FIGURES
+    note = ""
+    if any(total and used > (1 - TIGHT_MARGIN) * total for _, used, total, _ in full):
+        note = next((text for text in TOO_MUCH if room >= LEAST_BAR + len(text)), "")
+    bar = min(MOST_BAR, max(LEAST_BAR, room - len(note)))
+    lines = [_bar_line(name, used, total, bar, margin, note) for name, used, total, margin in full]
+    rest = []
+    if plan.shm_bytes:
+        rest.append(("/dev/shm", memory(plan.shm_bytes)))
+    if plan.disk_bytes:
+        rest.append(("checkpoint", f"{disk(plan.disk_bytes)} on disk"))
+    if width >= 70:
+        lines.append(
+            Content("     ").join(
+                Content.assemble((f"{name:<{LABEL}}", "$faint"), text) for name, text in rest
+            )
+        )
+    else:
+        lines += [Content.assemble((f"{name:<{LABEL}}", "$faint"), text) for name, text in rest]
+    return lines
+
+
+def _bar_line(
+    name: str, used: int, total: int | None, width: int, margin: float, too_much: str
+) -> Content:
+    """Return a labelled bar, coloured as the plan judges a memory in which it leaves ``margin`` free, marked if it is too full."""
+    from so_tui.plan.plan import TIGHT_MARGIN
+
+    label = Content.styled(f"{name:<{LABEL}}", "$faint")
+    if not total:
+        return label + memory(used)
+    share = used / total
+    too_small = share > 1 - TIGHT_MARGIN
+    style = "$error" if too_small else "$warning" if share > 1 - margin else "$memory"
+    over = Content.styled(too_much, "$error") if too_small else Content("")
+    return label + fill(share, width, style) + f"  {memory_of(used, total)}" + over
+
+
+def summary(plan: Plan, width: int, *, plain: bool = False) -> list[Content]:
+    """Return what a plan needs, how long a step takes, why, and which cores each rank gets; ``plain`` where only ASCII is shown."""
+    lines = memory_lines(plan, width)
+    if (
+        not plan.one_memory
+        and plan.host_bytes_per_node
+        and (parts := host_parts(plan)).get("states")
+    ):
+        shared_out = named_sizes(
+            [("each rank: states", parts.pop("states")), *parts.items()], width - LABEL
+        )
+        lines.insert(2 if plan.gpu_bytes else 1, Content(" " * LABEL) + shared_out)
+    if plan.gpu_bytes or plan.one_memory:
+        lines.insert(
+            1,
+            Content(" " * LABEL)
+            + breakdown_line(plan, "node" if plan.one_memory else "gpu", width - LABEL),
+        )
+    lines += step_lines(plan, width, plain=plain) + reason_lines(plan, width)
+    for index, line in enumerate(binding_lines(plan)):
+        lines.append(Content.styled(f"{'binding' if index == 0 else '':<{LABEL}}", "$faint") + line)
+    return lines
+
+
+def breakdown_line(plan: Plan, location: Location, width: int) -> Content:
+    """Return ``weights 7.4   states 44.1   ...``: the terms of one location, largest first, as many as fit."""
+    terms = sorted(
+        (term for term in plan.breakdown if term.location == location and term.bytes > 0),
+        key=lambda term: -term.bytes,
+    )
+    return named_sizes([(term.name, term.bytes) for term in terms], width)
+
+
+def host_parts(plan: Plan) -> dict[str, int]:
+    """Return the bytes of host memory that each rank has for its states and whatever else the plan shares memory out to, then the rest."""
+    from so_tui.plan.terms import HOST_PARTS
+
+    terms = [term for term in plan.breakdown if term.location == "node" and term.rank is None]
+    parts = {
+        name: sum(term.bytes for term in terms if term.kind in kinds)
+        for name, kinds in HOST_PARTS.items()
+    }
+    return {
+        name: size
+        for name, size in (
+            *parts.items(),
+            ("other", sum(term.bytes for term in terms) - sum(parts.values())),
+        )
+        if size > 0
+    }
+
+
+def named_sizes(sizes: Sequence[tuple[str, int]], width: int) -> Content:
+    """Return names with their bytes in a line, as many as fit."""
+    pieces: list[Content] = []
+    used = 0
+    for index, (name, size) in enumerate(sizes, 1):
+        piece = Content.assemble((name, "$faint"), f" {memory(size)}")
+        if used + piece.cell_length + (GAP + 1 if index < len(sizes) else 0) > width:
+            pieces.append(Content.styled("…", "$faint"))
+            break
+        pieces.append(piece)
+        used += piece.cell_length + GAP
+    return Content(" " * GAP).join(pieces)
+
+
+def step_parts(plan: Plan) -> list[Part]:
+    """Return the predicted step, cut into its parts."""
+    step = plan.step
+    if step is None:
+        return []
+    return [
+        Part("data", step.data_s, duration(step.data_s), "$data-part"),
+        Part("forward", step.forward_s, duration(step.forward_s), "$forward"),
+        Part("backward", step.backward_s, duration(step.backward_s), "$backward"),
+        Part(
+            "optimizer exposed",
+            step.exposed_optimizer_s,
+            duration(step.exposed_optimizer_s),
+            "$exposed",
+        ),
+    ]
+
+
+def step_lines(plan: Plan, width: int, *, plain: bool = False) -> list[Content]:
+    """Return the step's length and anatomy, predicted; ``plain`` where the terminal shows ASCII only."""
+    if not plan.fits:
+        return [
+            Content.assemble((f"{'step':<{LABEL}}", "$faint"), ("none: it does not fit", "$faint"))
+        ]
+    parts = step_parts(plan)
+    if not parts or not plan.step_s:
+        return [
+            Content.assemble(
+                (f"{'step':<{LABEL}}", "$faint"),
+                ("not predicted: this machine's speed is not known", "$faint"),
+            )
+        ]
+    bar = min(40, max(8, width - LABEL - 10))
+    lines = [
+        Content.assemble(
+            (f"{'step':<{LABEL}}", "$faint"),
+            stacked(parts, bar, plain=plain),
+            f"  {duration(plan.step_s)}",
+        )
+    ]
+    named = legend(parts, plain=plain)
+    if named.cell_length <= width - LABEL:
+        return [*lines, Content(" " * LABEL) + named]
+    return lines + [Content(" " * LABEL) + piece for piece in legend_items(parts, plain=plain)]
+
+
+def reason_lines(plan: Plan, width: int) -> list[Content]:
+    """Return the reasons for the verdict and the warnings, wrapped behind their labels."""
+    lines: list[Content] = []
+    for name, style, texts in (
+        ("why", "$faint", plan.reason_texts),
+        ("note", "$warning", plan.warning_texts),
+    ):
+        for index, text in enumerate(texts):
+            for row, part in enumerate(
+                textwrap.wrap(_BEFORE_UNIT.sub("\xa0", text), max(20, width - LABEL))
+            ):
+                lines.append(
+                    Content.assemble(
+                        (f"{name if index == row == 0 else '':<{LABEL}}", style),
+                        part.replace("\xa0", " "),
+                    )
+                )
+    return lines
+
+
+def terms_table(terms: Sequence[MemoryTerm], width: int) -> list[Content]:
+    """Return every term with its confidence, largest first, and its share as a small bar where the names leave room for it."""
+    shown = sorted((term for term in terms if term.bytes > 0), key=lambda term: -term.bytes)
+    if not shown:
+        return []
+    longest, others = max(len(term.name) for term in shown), len(" 117.0 GiB  measured")
+    bar = min(8, max(0, width - others - longest))
+    name_width = min(longest, max(12, width - others - bar))
+    most = shown[0].bytes
+    lines = []
+    for term in shown:
+        name = term.name if len(term.name) <= name_width else term.name[: name_width - 1] + "…"
+        sure = Content.styled(
+            {"exact": " exact", "calibrated": " measured", "estimate": " estimate"}[
+                term.confidence
+            ],
+            "$faint",
+        )
+        lines.append(
+            Content(f"{name:<{name_width}} {memory(term.bytes):>9} ")
+            + Content.styled(
+                "━" * (max(1, round(term.bytes / most * bar)) if bar else 0), "$memory"
+            )
+            + sure
+        )
+    return lines
+
+
+def binding_lines(plan: Plan) -> list[Content]:
+    """Return one line a rank: ``rank 0  GPU 0  node 0  cores 0-71``."""
+    from so_tui.machine.host import cpu_ranges
+
+    lines = []
+    for rank in plan.binding:
+        gpu = "no GPU" if rank.gpu is None else f"GPU {rank.gpu}"
+        node = "any node" if rank.numa_node is None else f"node {rank.numa_node}"
+        adam = (
+            f"   Adam {len(rank.adam_cpus)}, main {len(rank.main_cpus)}" if rank.adam_cpus else ""
+        )
+        lines.append(
+            Content(f"rank {rank.rank}   {gpu}   {node}   cores {cpu_ranges(rank.cpus)}{adam}")
+        )
+    return lines
+
+
+def tokens_per_step(plan: Plan) -> str:
+    """Return ``131,072 tokens a step``."""
+    return f"{thousands(plan.tokens_per_step)} tokens a step"
+
+
+def run_duration(plan: Plan) -> str:
+    """Return ``1,000 steps in about 52 min``; empty where the number of steps or the speed is not known, or it does not fit."""
+    steps = plan.spec.train.steps
+    return (
+        f"{thousands(steps)} steps in about {duration(steps * plan.step_s)}"
+        if steps and plan.step_s and plan.fits
+        else ""
+    )

@@ -1,0 +1,261 @@
+"""Launching a run from the screen: asked once, checked and started in a thread, and on the dashboard from the confirmation on."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from so_tui.ui import messages
+from so_tui.ui.messages import Failed
+from so_tui.ui.page import Page
+from so_tui.ui.shared_app import Checking
+
+if TYPE_CHECKING:
+    from so_tui.launch import Launch
+    from so_tui.launch.checks import Check
+    from so_tui.launch.launch import Executor
+    from so_tui.launch.slurm.script import Draft
+    from so_tui.spec import RunSpec
+    from so_tui.ui.shared_app import SharedApp
+
+
+def ask_to_launch(app: SharedApp, launch: Launch, draft: Draft | None = None) -> None:
+    """Ask once, then start ``launch`` where its spec says, with the batch script that the user has changed before or changes now."""
+    from so_tui.launch.executors import executor_of
+    from so_tui.ui.dialogs import JobQuestion, LaunchQuestion
+    from so_tui.ui.plan_view import launch_facts
+
+    if not app.may_start() or refused_elsewhere(app, launch.spec):
+        return
+    title, facts = f"Launch {launch.spec.label}?", launch_facts(launch.plan)
+    question = (
+        LaunchQuestion(title, facts, launch)
+        if executor_of(launch.spec).here
+        else JobQuestion(title, facts, launch, draft)
+    )
+
+    def answered(yes: bool | None) -> None:
+        changed = question.draft if isinstance(question, JobQuestion) else None
+        if yes:
+            start_launch(app, question.launch, changed)
+        elif changed is not None:
+            app.notify(_where_kept(changed), title="Your script is kept", markup=False)
+
+    app.push_screen(question, answered)
+
+
+def refused_elsewhere(app: SharedApp, spec: RunSpec) -> bool:
+    """Return whether ``spec`` cannot start from here, since its plan is for another machine, and tell the user."""
+    from so_tui.launch.executors import executor_of
+
+    if not app.machine_file or app.machine is None or not executor_of(spec).here:
+        return False
+    file = "" if app.machine_file == app.machine.label else f" ({app.machine_file})"
+    there = f"This plan is for {app.machine.label}{file}. Runs start on this machine only."
+    back = "`o` with an empty name comes back to it; or start so-tui on that machine."
+    app.post_message(messages.Failed(f"{spec.label} was not started", (there, back)))
+    return True
+
+
+def launch_anyway(
+    app: SharedApp, launch: Launch | None, draft: Draft | None = None
+) -> messages.Offer | None:
+    """Return the offer to start ``launch`` although something speaks against it; None if there is nothing to start."""
+    return (
+        messages.Offer("Launch anyway", partial(start_launch, app, launch, draft))
+        if launch
+        else None
+    )
+
+
+def start_launch(app: SharedApp, launch: Launch, draft: Draft | None = None) -> None:
+    """Start ``launch`` unless something else is being started. The dashboard shows its checks, and then the run.
+
+    Args:
+        app: The application.
+        launch: What is started.
+        draft: The user's batch script; None for the one that so-tui writes.
+    """
+    if not app.may_start():
+        return
+    if isinstance(page := app.screen_stack[0], Page):
+        page.action_leave_field()  # or the user would still be typing there after coming back
+    app.starting = launch.spec.label
+    app.checking = Checking(launch.spec.label, time.monotonic(), app.current_mode)
+    app.run_worker(
+        partial(_launch, app, launch, draft),
+        thread=True,
+        group="launch",
+        name="launch",
+        exit_on_error=False,
+    )
+    app.switch_mode("dashboard")
+
+
+def go_back(app: SharedApp) -> None:
+    """Leave the checks of a launch that came to nothing for where it was confirmed.
+
+    Not if the user has gone elsewhere, has a dialog open, or is quitting, when there is no screen any more.
+    """
+    checking, app.checking = app.checking, None
+    if checking is not None and app.current_mode == "dashboard" and len(app.screen_stack) == 1:
+        app.switch_mode(checking.asked_on)
+
+
+def _launch(app: SharedApp, launch: Launch, draft: Draft | None) -> None:
+    """Run the preflight checks, then hand the run to its supervisor. A refusal is shown with its reasons. Runs in a thread."""
+    from msgspec import structs
+
+    from so_tui.launch import preflight, start
+    from so_tui.spec.errors import Refused, SoTuiError
+
+    def begins(check: Check) -> None:
+        app.post_message(messages.CheckBegun(check, time.monotonic()))
+
+    try:
+        if app.start_run is not None:
+            run = app.start_run(launch, runs_dir=app.runs_dir)
+        else:
+            checked, warnings = preflight(launch, runs_dir=app.runs_dir, begins=begins)
+            for warning in warnings:
+                app.call_from_thread(app.notify, warning, severity="warning", markup=False)
+            run = start(
+                checked, runs_dir=app.runs_dir, executor=_submitting(draft) if draft else None
+            )
+    except SoTuiError as error:
+        if isinstance(error, Refused) and error.forceable:
+            offer = launch_anyway(app, structs.replace(launch, forced=True), draft)
+        else:
+            offer = (
+                messages.Offer("Edit the script", partial(ask_to_launch, app, launch, draft))
+                if draft
+                else None
+            )
+        lines = (
+            *str(error).splitlines(),
+            *([f"Your script is kept. {_where_kept(draft)}"] if draft else []),
+        )
+        app.post_message(
+            messages.NotLaunched(f"{launch.spec.label} was not started", lines, error, offer=offer)
+        )
+    else:
+        if draft is not None:
+            draft.discard()
+        app.post_message(messages.Launched(run))
+
+
+def _submitting(draft: Draft) -> Executor:
+    """Return an executor that submits the user's script."""
+    from so_tui.launch.slurm.executor import SlurmExecutor
+    from so_tui.launch.slurm.script import for_run
+
+    return SlurmExecutor(edit=partial(for_run, draft.script))
+
+
+def _where_kept(draft: Draft) -> str:
+    """Say how a script that was not submitted is submitted later."""
+    from so_tui.trust.text import quoted
+
+    return f"`so-tui run` submits it with --script {quoted(str(draft.path))}."
+
+
+# Save settings as a preset of the user, or delete one: ask for a name, and before another is
+# replaced or lost.
+
+
+def ask_to_save(app: SharedApp, spec: RunSpec, base: str, saved: Callable[[str], None]) -> None:
+    """Ask for a name and save ``spec`` under it, as what differs from the preset ``base``; call ``saved`` with the name then."""
+    from so_tui.spec import check_user_name
+    from so_tui.ui.dialogs import AskText
+
+    def named(name: str | None) -> None:
+        if name:
+            _save_unless_taken(app, spec, name, base, saved)
+
+    def read(name: str) -> str:
+        check_user_name(name, app.catalog.presets if app.catalog is not None else {})
+        return name
+
+    app.push_screen(
+        AskText(
+            "Save as preset",
+            "A short name: small letters, digits, - . _",
+            f"{base}-mine",
+            yes="Save",
+            read=read,
+        ),
+        named,
+    )
+
+
+def _save_unless_taken(
+    app: SharedApp, spec: RunSpec, name: str, base: str, saved: Callable[[str], None]
+) -> None:
+    taken = app.catalog.presets.get(name) if app.catalog is not None else None
+    if taken is None or taken.origin == "built-in" or name == base:
+        _save(app, spec, name, base, saved)
+        return
+    from so_tui.ui.dialogs import Question
+
+    def answered(yes: bool | None) -> None:
+        if yes:
+            _save(app, spec, name, base, saved)
+
+    app.push_screen(
+        Question(f"Replace your preset {name}?", [taken.path], yes="Replace", no="No, keep it"),
+        answered,
+    )
+
+
+def _save(
+    app: SharedApp, spec: RunSpec, name: str, base: str, saved: Callable[[str], None]
+) -> None:
+    from so_tui.spec import InputError, save_preset
+
+    try:
+        path = save_preset(spec, name, base=base)
+    except InputError as error:
+        app.post_message(Failed("The preset was not saved", tuple(map(str, error.problems))))
+        return
+    app.notify(f"Saved as {name} in {path}", markup=False)
+    app.reload_presets()
+    saved(name)
+
+
+def is_own(app: SharedApp, name: str) -> bool:
+    """Return whether a preset is the user's own."""
+    preset = app.catalog.presets.get(name) if app.catalog is not None else None
+    return preset is not None and preset.origin == "user"
+
+
+def ask_to_delete(app: SharedApp, name: str) -> None:
+    """Ask whether to delete a preset of the user, and delete it."""
+    from so_tui.spec import InputError, delete_preset
+    from so_tui.ui.dialogs import Question
+
+    def answered(yes: bool | None) -> None:
+        if not yes:
+            return
+        try:
+            delete_preset(name)
+        except InputError as error:
+            app.post_message(Failed("The preset was not deleted", tuple(map(str, error.problems))))
+        else:
+            app.reload_presets()
+
+    if app.catalog is not None and is_own(app, name):
+        lines = [app.catalog.presets[name].path, "Runs that were started with it stay."]
+        app.push_screen(
+            Question(f"Delete your preset {name}?", lines, yes="Delete", no="No, keep it"), answered
+        )
+
+
+# Whether Slurm is here.
+
+
+def has_slurm() -> bool:
+    """Return whether jobs can be submitted from here."""
+    return shutil.which("sbatch") is not None

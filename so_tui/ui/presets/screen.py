@@ -1,0 +1,609 @@
+"""Presets: what this machine can train, by model and number of GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from rich.cells import cell_len
+from rich.text import Text
+from textual import getters, on, work
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical, VerticalScroll
+from textual.message import Message
+from textual.reactive import var
+from textual.widget import Widget
+from textual.widgets import DataTable, Input, Static
+
+from so_tui.machine.known import MACHINES
+from so_tui.ui import plan_view, preset_actions
+from so_tui.ui.messages import Failed, answer
+from so_tui.ui.page import OTHER_MACHINE, Page
+from so_tui.ui.plan_view import SIGNS, STYLES
+from so_tui.ui.preset_actions import ask_to_delete, is_own
+from so_tui.ui.text import Content, shorten, shows_ascii
+from so_tui.ui.widgets import FindField, FittedTable, framed
+from so_tui.units import count, plural, rate, thousands
+
+if TYPE_CHECKING:
+    from so_tui.machine import Machine
+    from so_tui.plan.plan import Plan, PlanRow
+
+
+# What Presets says of the machine that it plans for: what it is, what can be done there, and how
+# good the figures are. Pure functions.
+
+
+MOST_PARAMETERS_WITHOUT_GPU = 1_000_000_000
+"""What fits in the memory of a machine without a GPU and has more takes many minutes a step there."""
+PUBLISHED = "published figures, not measured"
+_SOURCE_FROM_CELLS = 100
+"""Cells from which a line also names its source."""
+_WHAT = {
+    "t": ("[@click=screen.train_tiny]train tiny here, now[/]", "about a minute, downloads nothing"),
+    "o": ("[@click=app.other_machine]plan for another machine[/]", ""),
+    "P": (
+        "[@click=screen.partition]choose a Slurm partition[/]",
+        "Configure plans for its nodes and submits there",
+    ),
+}
+"""Key, command and details of what can be done on a machine without a GPU."""
+
+
+def without_gpu(width: int, *, slurm: bool) -> Content:
+    """Return what can be done on a machine without a GPU, such as most login nodes, a line each.
+
+    Args:
+        width: Cells of a line; details that do not fit are left out.
+        slurm: Whether jobs can be submitted from here.
+    """
+    lines = [Content.styled("This machine has no GPU.", "bold")]
+    for key, (command, details) in _WHAT.items():
+        if key == "P" and not slurm:
+            continue
+        line = Content.assemble((f"{key}  ", "$accent"), Content.from_markup(command))
+        extra = (
+            details or f"{', '.join(list(MACHINES)[:3])} and others, or a file that describes one"
+        )
+        if line.cell_length + len(extra) + 3 <= width:
+            line = Content.assemble(line, (f"   {extra}", "$faint"))
+        lines.append(line)
+    return Content("\n").join(lines)
+
+
+def elsewhere(label: str, machine_file: str, width: int) -> Content:
+    """Return for which other machine is planned and, of one that is known by name, where its figures come from.
+
+    Args:
+        label: What the machine is called.
+        machine_file: Its name in ``MACHINES``, or the file that describes it.
+        width: Cells of a line; a narrow one leaves the source out.
+    """
+    described = MACHINES.get(machine_file)
+    parts = [Content.assemble("Plans for ", (label, "bold"))]
+    if described is not None:
+        source = f": {described.source}" if width >= _SOURCE_FROM_CELLS else ""
+        parts.append(Content.assemble(", ", (PUBLISHED, "$warning"), source))
+    return Content.assemble(
+        *parts, ". ", Content.from_markup("[@click=app.other_machine]o changes it[/]"), "."
+    )
+
+
+def trains_without_gpu(row: PlanRow) -> bool:
+    """Return whether a model can be trained on the machine without a GPU that ``row`` was planned for."""
+    return row.parameters <= MOST_PARAMETERS_WITHOUT_GPU and any(
+        plan is not None and plan.fits for plan in row.cells.values()
+    )
+
+
+def folded(rows: Sequence[PlanRow]) -> Content:
+    """Return one line for the models that need GPUs."""
+    needs = "needs GPUs" if len(rows) == 1 else "need GPUs"
+    return Content.assemble(
+        f"{plural(len(rows), 'model')} {needs}: ",
+        Content.from_markup("[@click=app.other_machine]o plans them for another machine[/]"),
+        (", / finds one by name", "$faint"),
+    )
+
+
+# The table of Presets: a row a model, a column a number of GPUs, a cell the plan for both.
+
+
+WIDE, SPACIOUS = 112, 132
+"""Columns of a terminal from which on cells hold words, and rows more about their model."""
+
+
+class PresetTable(FittedTable):
+    """Shows plans, and knows the one under the cursor."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding(
+            "enter",
+            "select_cursor",
+            "Configure",
+            id="open",
+            tooltip="Change its settings before it runs",
+        )
+    ]
+
+    _shown: tuple[PlanRow, ...] = ()
+    _counts: tuple[int, ...] = ()
+    """Numbers of GPUs."""
+    _fixed = 2
+    """Columns before those of the numbers of GPUs."""
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        return action != "select_cursor" or self.row_count > 0
+
+    def show(self, rows: Sequence[PlanRow], counts: tuple[int, ...], noun: str) -> None:
+        """Show the plans of ``rows`` for each of ``counts`` GPUs, or ranks, as ``noun`` says. The cursor stays on its plan."""
+        at = self.cursor_coordinate
+        preset, count_at = self.preset_at(at.row), at.column - self._fixed
+        self._shown, self._counts = tuple(rows), counts
+        wide, spacious = self.screen.size.width >= WIDE, self.screen.size.width >= SPACIOUS
+        titles = ("model", "size", *(["tokens"] if spacious else []))
+        self._fixed = len(titles)
+        columns = ["    " + plural(ranks, noun) for ranks in counts]
+        plans = [plan for row in rows for plan in row.cells.values() if plan.fits]
+        room = max([7 if wide else 5, *(cell_len(_speed(plan, wide=wide)) for plan in plans)])
+        filled = []
+        for row in rows:
+            cells = [self._cell(row.cells.get(ranks), room, wide=wide) for ranks in counts]
+            longest = (
+                36
+                if spacious or (wide and len(counts) < 3)
+                else 24
+                if wide or len(counts) < 3
+                else 16
+            )
+            filled.append((row.preset, [*self._model(row, longest, spacious=spacious), *cells]))
+        self.fill([*titles, *columns], filled, dict.fromkeys(columns, 22 if wide else 14))
+        column = self._fixed + count_at if count_at >= 0 else at.column
+        self.move_cursor(
+            row=self.get_row_index(preset) if preset in self.rows else at.row, column=column
+        )
+
+    def _model(self, row: PlanRow, longest: int, *, spacious: bool) -> list[Text]:
+        """Return the cells about a model, whose name takes at most ``longest``."""
+        size = count(row.parameters, 1)
+        if row.active_parameters < row.parameters:
+            size += f" MoE, {count(row.active_parameters, 1)} active" if spacious else " MoE"
+        cells = [Text(shorten(row.title, longest)), Text(size, style=self._colour("$faint"))]
+        return (
+            [*cells, Text(thousands(row.sequence_length), justify="right")] if spacious else cells
+        )
+
+    def _cell(self, plan: Plan | None, room: int, *, wide: bool) -> Text:
+        """Return ``★ ✓ ratio 0.35  13.9k/s`` (narrow: ``★ ✓ 0.35 13.9k``; ``none``: no offload), or ``✗ too big``.
+
+        Speeds take ``room`` cells.
+        """
+        if plan is None:
+            return Text("-")
+        text = Text("★ " if plan.recommended else "  ", style=self._colour("$accent"))
+        text.append(f"{SIGNS[plan.verdict]} ", self._colour(STYLES[plan.verdict]))
+        if plan.verdict == "does not fit":
+            return text.append("too big", self._colour("$faint"))
+        offloads = plan.mode != "gpu"
+        if wide:
+            state = "tight" if plan.verdict == "tight" else "ratio"
+            how = f"{f'{state} {plan.ratio:.2f}' if offloads else 'no offload':<10}"
+        else:
+            how = f"{plan.ratio:.2f}" if offloads else "none"
+        text.append(how, self._colour("$foreground"))
+        return text.append(f" {_speed(plan, wide=wide):>{room}}", self._colour("$faint"))
+
+    def _colour(self, variable: str) -> str:
+        return self.app.theme_variables[variable.removeprefix("$")]
+
+    # The cursor.
+
+    def preset_at(self, row: int) -> str:
+        """Return the preset in a row; empty where there is none."""
+        return self.ordered_rows[row].key.value or "" if 0 <= row < self.row_count else ""
+
+    def chosen(self) -> tuple[PlanRow, Plan] | None:
+        """Return the row under the cursor and its plan: the column's, or the recommended one where the cursor is on the model."""
+        at = self.cursor_coordinate
+        if at.row >= self.row_count:
+            return None
+        row = self._shown[at.row]
+        if at.column >= self._fixed:
+            plan = row.cells.get(self._counts[at.column - self._fixed])
+        else:
+            plan = next((plan for plan in row.cells.values() if plan.recommended), None) or next(
+                iter(row.cells.values()), None
+            )
+        return (row, plan) if plan is not None else None
+
+    def select(self, preset: str) -> None:
+        """Put the cursor on the recommended plan of a preset."""
+        row = next(row for row in self._shown if row.preset == preset)
+        best = next(
+            (
+                column
+                for column, ranks in enumerate(self._counts)
+                if (plan := row.cells.get(ranks)) and plan.recommended
+            ),
+            0,
+        )
+        self.move_cursor(row=self.get_row_index(preset), column=self._fixed + best, scroll=True)
+
+    def start_where_it_fits(self, *, on_gpus: bool) -> None:
+        """Put the cursor on the first recommended plan that fits, or on the last row, that of tiny, where none does or no GPU trains it."""
+        for row_index, row in enumerate(self._shown if on_gpus else ()):
+            for column, ranks in enumerate(self._counts):
+                plan = row.cells.get(ranks)
+                if plan is not None and plan.recommended and plan.fits:
+                    self.move_cursor(row=row_index, column=self._fixed + column)
+                    return
+        self.move_cursor(row=max(0, len(self._shown) - 1), column=self._fixed)
+
+
+def _speed(plan: Plan, *, wide: bool) -> str:
+    """Return ``13.9k/s``, or ``13.9k`` where there is little room; empty where no speed is predicted."""
+    speed = plan.useful_tokens_per_s_total
+    return f"{rate(speed)}{'/s' if wide else ''}" if speed else ""
+
+
+FIRST_VISIT = (
+    "First time here? Choose a row: [$accent]enter[/] configures it, [$accent]l[/] launches it. "
+    "[b]tiny[/] trains anywhere in about a minute and downloads nothing."
+)
+
+
+class TableReady(Message):
+    """The models x GPU counts table was planned."""
+
+    def __init__(self, counts: tuple[int, ...], rows: tuple[PlanRow, ...]) -> None:
+        self.counts, self.rows = counts, rows
+        super().__init__()
+
+
+class PresetsScreen(Page):
+    PAGE = "presets"
+    AUTO_FOCUS = "#table"
+    CSS_PATH = "screen.tcss"
+    HELP_TEXT = (
+        "Each row is a model, each column a number of GPUs. A cell shows whether that fits on this machine, which share of the "
+        "optimizer states lives in host memory (the offload ratio; none: all on the GPU), and the predicted tokens per second. "
+        "★ marks the recommended number of GPUs."
+    )
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding(
+            "l,f5",
+            "launch",
+            "Launch",
+            key_display="l",
+            id="launch",
+            tooltip="Start this preset on this machine (asks once); F5 does the same",
+        ),
+        Binding(
+            "d", "preview_data", "Data", id="preview-data", tooltip="See its data as the model will"
+        ),
+        Binding(
+            "a",
+            "add",
+            "Add model",
+            id="add",
+            tooltip="Make a preset of any model: a hub id or a folder",
+        ),
+        Binding(
+            "D,delete",
+            "delete",
+            "Delete",
+            key_display="D",
+            show=False,
+            id="delete",
+            tooltip="Delete a preset of your own (asks)",
+        ),
+        OTHER_MACHINE,
+        Binding(
+            "t",
+            "train_tiny",
+            "Train tiny",
+            show=False,
+            id="train-tiny",
+            tooltip="Train the embedded tiny model on this machine now",
+        ),
+        Binding(
+            "P",
+            "partition",
+            "Partition",
+            show=False,
+            id="partition",
+            tooltip="Choose the Slurm partition that a run is submitted to",
+        ),
+        Binding(
+            "slash",
+            "find",
+            "Filter",
+            key_display="/",
+            id="find",
+            tooltip="Show only models whose name contains a text",
+        ),
+    ]
+
+    filter = getters.query_one("#filter", FindField)
+    table = getters.query_one(PresetTable)
+    planned_for: var[Machine | None] = var(None)
+    """The machine of ``rows``."""
+    rows: var[tuple[PlanRow, ...]] = var(())
+    counts: var[tuple[int, ...]] = var(())
+    _to_select = ""
+    """The preset to select once it is in the table."""
+    _added: frozenset[str] = frozenset()
+    """Presets that were added on this screen, which are shown wherever they can be trained."""
+    _train_tiny_when_planned = False
+    _slurm = False
+    """Whether jobs can be submitted from here."""
+
+    def body(self) -> Iterable[Widget]:
+        yield Static(id="first-visit")
+        yield Static(id="about-machine")
+        yield Static(id="problems")
+        yield FindField("show models whose name contains …", id="filter")
+        yield PresetTable(id="table", cursor_type="cell", classes="panel")
+        yield Static(id="folded")
+        with Vertical(id="chosen", classes="panel") as chosen:
+            chosen.border_title = "plan"
+            yield Static(id="detail-title", classes="section")
+            with VerticalScroll(id="detail-pane"):
+                yield Static(id="detail")
+
+    def on_mount(self) -> None:
+        self._wait("inspecting this machine and planning every preset for it …")
+        self.watch(self.app, "machine", self._machine_known)
+        self.watch(self.app, "catalog", self._machine_known, init=False)
+        self.watch(self.app, "runs", self._runs_known)
+        self.app.theme_changed_signal.subscribe(self, lambda _: self._fill())
+
+    def _runs_known(self) -> None:
+        self.query_one("#first-visit", Static).update(Content.from_markup(FIRST_VISIT))
+        self.query_one("#first-visit").display = (
+            bool(self.rows) and not self.app.runs and not self.query_one("#about-machine").display
+        )
+
+    def _machine_known(self) -> None:
+        catalog = self.app.catalog
+        if self.app.machine is None or catalog is None:
+            return
+        self._tell_of(self.app.machine)
+        problems = self.query_one("#problems", Static)
+        problems.display = bool(catalog.problems)
+        if catalog.problems:
+            more = (
+                f"   and {plural(len(catalog.problems) - 1, 'more problem')}"
+                if len(catalog.problems) > 1
+                else ""
+            )
+            problems.update(
+                Content.assemble(
+                    ("✗ one of your presets was ignored: ", "$error"),
+                    str(catalog.problems[0]),
+                    (more, "$faint"),
+                )
+            )
+        if self.planned_for not in (None, self.app.machine):
+            self.rows = ()
+            self.table.clear()
+            self.refresh_bindings()
+            self._wait(f"planning every preset for {self.app.machine.label} …")
+        self.planned_for = self.app.machine
+        self.plan_all()
+
+    def _wait(self, text: str) -> None:
+        """Say what is awaited, where a plan will stand."""
+        self.query_one("#detail-title", Static).update(Content.styled(text, "$faint"))
+        self.query_one("#detail", Static).update("")
+
+    def _tell_of(self, machine: Machine) -> None:
+        """Say what can be done on a machine without a GPU, such as most login nodes; and how to come back from another machine."""
+
+        self._slurm = preset_actions.has_slurm()
+        self.table.border_title = Content.assemble("what fits on ", (machine.label, "bold"))
+        told = self.query_one("#about-machine", Static)
+        told.display = bool(self.app.machine_file) or not machine.gpus
+        width = self.size.width - 4
+        if self.app.machine_file:
+            told.update(elsewhere(machine.label, self.app.machine_file, width))
+        elif told.display:
+            told.update(without_gpu(width, slurm=self._slurm))
+        self._runs_known()
+
+    @work(thread=True, exclusive=True, group="plan", name="plan all presets", exit_on_error=False)
+    def plan_all(self) -> None:
+        """Plan every preset for every GPU count."""
+        from so_tui.plan import plan_table, rank_counts
+        from so_tui.spec import SoTuiError
+
+        catalog, machine = self.app.catalog, self.app.machine
+        assert catalog is not None
+        assert machine is not None
+        counts = rank_counts(machine)
+        try:
+            answer(
+                self,
+                TableReady(counts, plan_table(tuple(catalog.presets.values()), machine, counts)),
+            )
+        except SoTuiError as error:
+            self.app.post_message(
+                Failed("The presets could not be planned", tuple(str(error).splitlines()))
+            )
+
+    @on(TableReady)
+    def _table_ready(self, message: TableReady) -> None:
+        self.counts, self.rows = message.counts, message.rows
+        self._runs_known()
+        self._fill()
+        self.refresh_bindings()
+        if any(row.preset == self._to_select for row in self._shown_rows()):
+            self.table.select(self._to_select)
+            self._to_select = ""
+        else:
+            self.table.start_where_it_fits(on_gpus=bool(self.app.machine and self.app.machine.gpus))
+        train_tiny, self._train_tiny_when_planned = self._train_tiny_when_planned, False
+        if train_tiny and self.is_current:
+            self.action_train_tiny()
+
+    def _shown_rows(self) -> list[PlanRow]:
+        """Return the rows that the filter finds; without one, all but those that are folded."""
+        if wanted := self.filter.needle:
+            return [
+                row
+                for row in self.rows
+                if wanted in row.title.lower() or wanted in row.preset.lower()
+            ]
+        folded = self._folded_rows()
+        return [row for row in self.rows if row not in folded]
+
+    def _folded_rows(self) -> list[PlanRow]:
+        """Return the models that this machine cannot train because it has no GPU: one line stands for them."""
+
+        machine = self.app.machine
+        if machine is None or machine.gpus or self.app.machine_file or self.filter.needle:
+            return []
+        return [
+            row
+            for row in self.rows
+            if not trains_without_gpu(row) and row.preset not in self._added
+        ]
+
+    def _fill(self) -> None:
+        if self.rows:
+            self.table.show(
+                self._shown_rows(),
+                self.counts,
+                "GPU" if self.app.machine and self.app.machine.gpus else "rank",
+            )
+            self._show_folded()
+
+    def _show_folded(self) -> None:
+
+        rows = self._folded_rows()
+        line = self.query_one("#folded", Static)
+        line.display = bool(rows)
+        if rows:
+            line.update(folded(rows))
+
+    def on_resize(self) -> None:
+        if self.planned_for is not None:
+            self._tell_of(self.planned_for)
+        self._fill()
+
+    @on(DataTable.CellHighlighted)
+    def _show_detail(self) -> None:
+        chosen = self.table.chosen()
+        if chosen is None:
+            if self.rows:
+                self.query_one("#detail-title", Static).update("no match; esc clears the filter")
+                self.query_one("#detail", Static).update("")
+            return
+        row, plan = chosen
+        noun = "GPU" if plan.on_gpus else "rank"
+        title = Content.assemble((row.title, "bold"), (f" on {plural(plan.gpus, noun)}", "$faint"))
+        width = max(40, self.size.width - (9 if framed(self) else 7))
+        self.query_one("#detail-title", Static).update(plan_view.headline(plan, width, title))
+        lines = plan_view.summary(plan, width, plain=shows_ascii(self.app))
+        self.query_one("#detail", Static).update(Content("\n").join(lines))
+
+    @on(DataTable.CellSelected)
+    def _cell_selected(self) -> None:
+        self.action_configure()
+
+    def action_configure(self, field: str = "") -> None:
+        """Configure the chosen plan, and go to a field of the form."""
+        if self.table.chosen() is not None:
+            self.app.switch_mode("configure")
+            self._hand_over(field)
+
+    def _hand_over(self, field: str = "", *, keep_edits: bool = False) -> None:
+        """Give the page shown now, if it is Configure, the chosen plan."""
+        if (chosen := self.table.chosen()) is not None:
+            self.app.edit_plan(chosen[0].preset, chosen[1].spec, field, keep_edits=keep_edits)
+
+    def left(self) -> None:
+        self._hand_over(keep_edits=True)
+
+    def action_partition(self) -> None:
+        self.action_configure("slurm.partition")
+
+    def action_launch(self) -> None:
+        chosen = self.table.chosen()
+        if chosen is None:
+            return
+        self._ask_launch(*chosen)
+
+    def _ask_launch(self, row: PlanRow, plan: Plan) -> None:
+        if preset_actions.refused_elsewhere(self.app, plan.spec):
+            return
+        if not plan.fits:
+            self.app.post_message(Failed(f"{row.title} does not fit here", plan.reason_texts))
+            return
+        from so_tui.launch import launch_of
+        from so_tui.spec import Refused
+
+        assert self.app.machine is not None
+        try:
+            launch = launch_of(plan, self.app.machine)
+        except Refused as error:
+            self.app.post_message(Failed(f"{row.title} cannot run here", error.reasons))
+            return
+        preset_actions.ask_to_launch(self.app, launch)
+
+    def action_train_tiny(self) -> None:
+        row = next((row for row in self.rows if row.preset == "tiny"), None)
+        self._train_tiny_when_planned = not self.rows
+        if row is not None:
+            plan = next((plan for plan in row.cells.values() if plan.recommended), None) or next(
+                iter(row.cells.values())
+            )
+            self._ask_launch(row, plan)
+
+    def action_preview_data(self) -> None:
+        if (chosen := self.table.chosen()) is not None:
+            from so_tui.ui.data_preview import DataPreviewScreen
+
+            self.app.push_screen(DataPreviewScreen(chosen[1].spec))
+
+    def action_add(self) -> None:
+        from so_tui.ui.dialogs import AddModel
+
+        def added(name: str | None) -> None:
+            if name:
+                self._to_select, self._added = name, self._added | {name}
+                self.action_leave_field()
+                self.app.reload_presets()
+
+        self.app.push_screen(AddModel(), added)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        if action in ("launch", "preview_data"):
+            return bool(self.rows)
+        if action == "partition":
+            return self._slurm and bool(self.rows)
+        return action != "delete" or is_own(self.app, self.table.preset_at(self.table.cursor_row))
+
+    def action_delete(self) -> None:
+        ask_to_delete(self.app, self.table.preset_at(self.table.cursor_row))
+
+    # The filter.
+
+    def action_find(self) -> None:
+        self.filter.open()
+
+    @on(Input.Changed, "#filter")
+    def _filter_typed(self) -> None:
+        self._fill()
+        self._show_detail()
+
+    @on(Input.Submitted, "#filter")
+    def _filter_submitted(self) -> None:
+        self.set_focus(self.table)
+
+    def action_leave_field(self) -> None:
+        if self.maximized is not None:
+            self.minimize()
+        else:
+            self.filter.close()
+            self.set_focus(self.table)

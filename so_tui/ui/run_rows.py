@@ -1,0 +1,279 @@
+"""A run's mean loss, for the sparklines and overlays of the list of runs. Read in a worker."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from so_tui.runs import HeartbeatWatch, RunDirectory, list_runs, readable_spec
+from so_tui.runs.listing import RunNotes, read_notes
+from so_tui.runs.liveness import unconfirmed
+from so_tui.runs.metrics import MetricsReader
+from so_tui.runs.records import FINAL_STATES, RunState, StepRecord
+from so_tui.runs.results import RunResults, mean_name, mean_steps_of, results_of
+from so_tui.spec import InputError, RunSpec
+from so_tui.ui.charts.series import FollowedSteps, Line, Series, mean_of
+from so_tui.ui.text import reading_text
+
+if TYPE_CHECKING:
+    from so_tui.launch import OwnProcesses
+
+
+# Every run as a row: read in a worker, and only again where something changed.
+
+
+SUPERVISION_S = 10.0
+_NO_NOTES = RunNotes()
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """One run as the list of runs shows it."""
+
+    run: RunDirectory
+    spec: RunSpec | None
+    """None when its ``spec.json`` cannot be read."""
+    state: RunState
+    checking: bool = False
+    """Whether the run still lives is not known yet."""
+    notes: RunNotes = _NO_NOTES
+    readable: bool = True
+    """Whether ``state`` was read; otherwise it says why it was not."""
+
+    @property
+    def live(self) -> bool:
+        return self.state.state not in FINAL_STATES
+
+    @property
+    def shown_state(self) -> str:
+        """The state as it is shown."""
+        return "checking" if self.checking else self.state.shown
+
+
+class RunLister:
+    """Lists runs repeatedly, for one thread at a time. A run that has ended is read again only after a change."""
+
+    def __init__(self, runs_dir: Path | None) -> None:
+        self._runs_dir = runs_dir
+        self._supervision_checked: dict[Path, float] = {}
+        self._watch = HeartbeatWatch()
+        self._ended: dict[Path, tuple[tuple[int, int], RunRow]] = {}
+
+    def rows(self) -> tuple[RunRow, ...]:
+        """Return all runs, newest first."""
+        from so_tui.launch import OwnProcesses
+
+        rows = []
+        own_processes = OwnProcesses()
+        for run in list_runs(self._runs_dir):
+            changed = _changed_ns(run)
+            known = self._ended.get(run.path)
+            if known is not None and known[0] == changed:
+                rows.append(known[1])
+                continue
+            row = self._row(run)
+            if row.live:
+                self._keep_supervised(run, own_processes)
+            elif row.readable:  # otherwise its file system may be back at the next look, and nothing of it has changed
+                self._ended[run.path] = (changed, row)
+            rows.append(row)
+        return tuple(rows)
+
+    def _keep_supervised(self, run: RunDirectory, own_processes: OwnProcesses) -> None:
+        """Make sure that a live run of this user has a supervisor, at intervals, because one needs a moment to take over."""
+        from so_tui.launch import ensure_supervised
+
+        now = time.monotonic()
+        if now - self._supervision_checked.get(run.path, -SUPERVISION_S) >= SUPERVISION_S:
+            self._supervision_checked[run.path] = now
+            ensure_supervised(run, own_processes)
+
+    def _row(self, run: RunDirectory) -> RunRow:
+        from so_tui.launch import current_state
+
+        readable = True
+        try:
+            state = current_state(run, self._watch)
+        except InputError as error:
+            readable = False
+            state = RunState(
+                name=run.name,
+                state="lost",
+                reason=error.problems[0].message,
+                suggestion=error.problems[0].remedy,
+            )
+        return RunRow(
+            run,
+            readable_spec(run),
+            state,
+            unconfirmed(run, state, self._watch),
+            read_notes(run),
+            readable,
+        )
+
+
+def _changed_ns(run: RunDirectory) -> tuple[int, int]:
+    """Return when the state and the notes of a run were written."""
+    return _written_ns(run.state_path), _written_ns(run.notes_path)
+
+
+def _written_ns(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:  # there are no notes, or the run was deleted meanwhile: state_with_truth reports what is left
+        return 0
+
+
+ROWS = 1000
+"""Most rows of a curve of a run that has ended: more than a terminal has dots."""
+READ_S = 1.0
+"""How long one look at a run may take: others wait."""
+SPARK_COLUMNS = 12
+_NO_RESULTS = RunResults()
+_LEVELS = "▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True, slots=True)
+class LossCurve:
+    """The loss of a run over its steps, as the mean of several."""
+
+    line: Line
+    span: int
+    """Steps that a mean covers."""
+    spark: str
+    unread_share: float = 0.0
+    """Share of the run that is still to be read."""
+    results: RunResults = _NO_RESULTS
+    state: RunState | None = None
+    """The state of the run before this was read."""
+
+    def outdated(self, row: RunRow) -> bool:
+        """Return whether there may be more of the run than was read: it lives, or has changed since, or is long."""
+        return row.live or self.unread_share > 0 or self.state != row.state
+
+    @property
+    def name(self) -> str:
+        return mean_name(self.span)
+
+    @property
+    def steps(self) -> tuple[float, float]:
+        steps = self.line.steps
+        assert steps is not None
+        return (steps[0], steps[self.line.length - 1]) if self.line.length else (0.0, 0.0)
+
+
+class CurveReader:
+    """Reads the curves of runs repeatedly, for one thread at a time, and only what is new of each."""
+
+    def __init__(self) -> None:
+        self._followed: dict[RunDirectory, tuple[MetricsReader, FollowedSteps]] = {}
+
+    def read(self, row: RunRow) -> LossCurve | None:
+        """Return the present curve of a run; None before its first step.
+
+        Raises:
+            OSError: The run cannot be read.
+        """
+        if row.run not in self._followed:
+            reader = MetricsReader(row.run)
+            self._followed[row.run] = reader, FollowedSteps(reader, ("loss",), ("loss",))
+        reader, steps = self._followed[row.run]
+        deadline, more = time.monotonic() + READ_S, True
+        while more and time.monotonic() < deadline:
+            try:
+                progress = reader.poll(limit_records=20_000, limit_s=0.5)
+            except OSError:
+                steps.take((), redraw=True)  # records may have been read and lost
+                raise
+            steps.take(
+                [record for record in progress.records if isinstance(record, StepRecord)],
+                redraw=progress.redraw,
+            )
+            more = progress.more
+        latest = reader.latest
+        if latest is None:
+            return None
+        span = mean_steps_of(row.spec, row.state.total_steps, latest.step)
+        steps.update(span)
+        line = steps.series.line(mean_of("loss"), "main", steps.series.lengths)
+        if not row.live and not reader.unread_share:
+            line = thinned(line, ROWS)
+            del self._followed[row.run]  # it does not change any more
+        return LossCurve(
+            line,
+            span,
+            spark(line.series, line.length, SPARK_COLUMNS),
+            reader.unread_share,
+            results_of(reader, row.spec, row.state.total_steps),
+            row.state,
+        )
+
+
+def thinned(line: Line, most: int) -> Line:
+    """Return a line with at most ``most`` rows, each with the extremes of several."""
+    step = -(-line.length // most)
+    if step <= 1:
+        return line
+    series, times, steps = Series(), array("d"), array("d")
+    for start in range(0, line.length, step):
+        stop = min(line.length, start + step)
+        found = line.series.extremes(start, stop)
+        if found is None:
+            series.append(math.nan)
+        else:
+            series.append_range(*found)
+        times.append(line.times[stop - 1])
+        steps.append(line.steps[stop - 1] if line.steps is not None else math.nan)
+    return Line(series, len(series), times, steps, line.role)
+
+
+def means_note(curves: Sequence[LossCurve]) -> tuple[str, ...]:
+    """Return what the values of overlaid curves are, for the heading of their chart."""
+    spans = sorted({curve.span for curve in curves})
+    return (
+        (mean_name(spans[0]),)
+        if len(spans) == 1
+        else (f"means of {spans[0]} to {spans[-1]} steps",)
+        if spans
+        else ()
+    )
+
+
+def progress_text(curves: Sequence[LossCurve]) -> str:
+    """Return how much of the curves is drawn while parts of runs are still to be read."""
+    unread = max((curve.unread_share for curve in curves), default=0.0)
+    return reading_text(unread)
+
+
+def spark(series: Series, length: int, width: int) -> str:
+    """Return the first ``length`` values of a series as one row of bars, blank where it has no value."""
+    width = min(width, length)
+    if not width:
+        return ""
+    edges = [index * length // width for index in range(width + 1)]
+    middles = [_middle(series.extremes(start, stop)) for start, stop in itertools.pairwise(edges)]
+    return bars(middles)
+
+
+def _middle(span: tuple[float, float] | None) -> float:
+    return math.nan if span is None else span[0] / 2 + span[1] / 2
+
+
+def bars(values: Sequence[float]) -> str:
+    """Return values as bars between the least and the greatest of them."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return " " * len(values)
+    low, high = min(finite) / 2, max(finite) / 2  # halves, whose difference is finite
+    top = len(_LEVELS) - 1
+    width = high - low or 1.0
+    return "".join(
+        _LEVELS[round((value / 2 - low) / width * top)] if math.isfinite(value) else " "
+        for value in values
+    )

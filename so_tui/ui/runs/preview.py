@@ -1,0 +1,292 @@
+"""Details of a run, and runs side by side. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from pathlib import Path
+
+from rich.cells import cell_len, chop_cells, set_cell_size
+from textual import getters
+from textual.app import ComposeResult
+from textual.containers import Container, Vertical
+from textual.widgets import Static
+
+from so_tui.runs import RunDirectory
+from so_tui.runs.results import RESULTS, RunResults, differing, result_text
+from so_tui.trust.text import brief_message
+from so_tui.ui.charts.chart import Chart, Look, look_of
+from so_tui.ui.charts.series import Axis
+from so_tui.ui.form import values_of
+from so_tui.ui.run_rows import LossCurve, RunRow, means_note, progress_text
+from so_tui.ui.run_status import state_content
+from so_tui.ui.text import Content, GlyphName, distinct, shorten, shorten_path
+from so_tui.ui.widgets import BOTTOM, Rule, framed
+from so_tui.units import plural, thousands
+
+NARROWEST = 12
+"""Cells of a column of a run's settings."""
+MOST_FOLDS = 3
+
+
+def facts(
+    row: RunRow, width: int, results: RunResults | None = None, exported: Path | None = None
+) -> Content:
+    """Return state and reason, model, checkpoints and the last export of a run, and results where they are given, for ``width`` cells."""
+    state = row.state
+    lines = [state_content(row.shown_state)]
+    if state.reason:
+        lines.append(
+            Content.styled(
+                brief_message(state.reason),
+                "$error" if state.state in ("failed", "lost") else "$warning",
+            )
+        )
+    if state.suggestion:
+        lines.append(Content.assemble(("next: ", "$faint"), brief_message(state.suggestion)))
+    if state.detail and row.live:
+        lines.append(Content(brief_message(state.detail)))
+    if row.spec is not None:
+        lines.append(
+            Content.assemble(
+                ("trains ", "$faint"), f"{row.spec.model.id} with {row.spec.offload.mode}"
+            )
+        )
+    saved = (
+        f"checkpoint of step {thousands(state.saved_step)}"
+        if state.saved_step is not None
+        else "no checkpoint"
+    )
+    lines.append(
+        Content.assemble(("saved ", "$faint"), f"{saved}, {plural(state.attempt, 'attempt')}")
+    )
+    if row.notes.note or row.notes.tags:
+        tags = " ".join(f"#{tag}" for tag in row.notes.tags)
+        lines.append(
+            Content.assemble(
+                ("note ", "$faint"), brief_message(row.notes.note), " ", (tags, "$accent")
+            )
+        )
+    lines.append(_place("folder", row.run.path, width))
+    if exported is not None:
+        lines.append(_place("exported", exported, width))
+    measured = (
+        {}
+        if results is None
+        else {name: text for key, name in RESULTS.items() if (text := result_text(results, key))}
+    )
+    if measured:
+        lines.append(Content(""))
+        lines += [
+            Content.assemble((f"{name:<16}", "$faint"), text) for name, text in measured.items()
+        ]
+    return Content("\n").join(lines)
+
+
+def _place(name: str, path: Path, width: int) -> Content:
+    """Return a path behind its name, or below it where the path's own name has no room beside it."""
+    below = len(name) + 1 + len("…/") + cell_len(path.name) > width
+    room = width - (2 if below else len(name) + 1)
+    return Content.assemble(
+        (f"{name}\n  " if below else f"{name} ", "$faint"), shorten_path(str(path), max(18, room))
+    )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs side by side: their settings by path, as they are typed, and what came of them."""
+
+    names: tuple[str, ...]
+    settings: tuple[dict[str, str], ...]
+    results: tuple[RunResults, ...] = ()
+
+    @property
+    def differing(self) -> list[str]:
+        return differing(self.settings)
+
+    @property
+    def title(self) -> str:
+        count = len(self.differing)
+        settings = (
+            f"{plural(count, 'setting')} that differ{'s' if count == 1 else ''}"
+            if count
+            else "no setting differs"
+        )
+        return f"{plural(len(self.names), 'run')}: {settings}"
+
+    def table(self, width: int) -> str:
+        """Return results and settings side by side in ``width`` cells, those that differ first, with long values wrapped.
+
+        Runs for which there is no room are below, in tables of their own.
+        """
+        unlike, same = (
+            self.differing,
+            sorted(path for path in self.settings[0] if path not in self.differing),
+        )
+        shown = RESULTS if self.results else {}
+        label = min(
+            max(map(len, (*unlike, *same, *shown.values()))),
+            max(NARROWEST, width - 2 * NARROWEST - 4),
+        )
+        beside = max(1, min(len(self.names), (width - label) // (NARROWEST + 2)))
+        column = max(NARROWEST, (width - label) // beside - 2)
+        lines: list[str] = []
+        names = distinct(self.names, column)
+        for start in range(0, len(self.names), beside):
+            part = range(start, min(len(self.names), start + beside))
+            lines += [*_rows("", [names[at] for at in part], label, column, 1)]
+            for key, name in shown.items():
+                texts = [result_text(self.results[at], key) for at in part]
+                lines += _rows(name, texts, label, column, 1) if any(texts) else []
+            for path in unlike:
+                lines += _rows(
+                    path,
+                    [self.settings[at].get(path, "") for at in part],
+                    label,
+                    column,
+                    MOST_FOLDS,
+                )
+            lines.append("")
+        lines.append("the same in all:")
+        for path in same:
+            lines += _rows(
+                path, [self.settings[0][path]], label, max(NARROWEST, width - label - 2), 1
+            )
+        return "\n".join(lines)
+
+
+def _rows(name: str, texts: Sequence[str], label: int, column: int, most: int) -> Iterator[str]:
+    """Yield the lines of a row: its name, and a column for each text."""
+    for cells in zip_longest(
+        [shorten_path(name, label)], *(folded(text, column, most) for text in texts), fillvalue=""
+    ):
+        yield "  ".join(
+            (set_cell_size(cells[0], label), *(set_cell_size(cell, column) for cell in cells[1:]))
+        ).rstrip()
+
+
+def folded(text: str, width: int, most: int) -> list[str]:
+    """Return ``text`` in at most ``most`` lines of ``width`` cells."""
+    return chop_cells(shorten(text, width * most), width)
+
+
+def comparison(
+    rows: Sequence[RunRow], results: Mapping[RunDirectory, RunResults]
+) -> Comparison | None:
+    """Return runs side by side; None where the settings of one cannot be read."""
+    settings = [values_of(row.spec) for row in rows if row.spec is not None]
+    if len(settings) < len(rows):
+        return None
+    return Comparison(
+        tuple(row.run.name for row in rows),
+        tuple(settings),
+        tuple(results.get(row.run, RunResults()) for row in rows),
+    )
+
+
+# What the list of runs shows of the chosen run, or of the marked ones: their losses over each
+# other, and the facts.
+
+
+MOST_LINES = 4
+"""Runs that are laid over each other: nobody can tell more lines apart."""
+LEAST_NAME, LONGEST_NAME = 8, 34
+"""Cells of a run's name in the legend."""
+VALUE = 12
+"""Cells of a value there, with the space between."""
+
+
+def drawn_looks(
+    marked: Sequence[RunDirectory], curves: Mapping[RunDirectory, LossCurve], *, coloured: bool
+) -> dict[RunDirectory, Look]:
+    """Return how those marked runs look whose losses are drawn: their lines, and their marks in the list."""
+    drawn = [run for run in marked if run in curves][:MOST_LINES]
+    return {run: look_of(at, coloured=coloured) for at, run in enumerate(drawn)}
+
+
+class RunPreview(Vertical):
+    """Beside each other below the list; where it stands beside the list, the facts are below the losses, with the results."""
+
+    heading = getters.query_one("#preview-rule", Rule)
+    body = getters.query_one("#preview", Container)
+    overlay = getters.query_one("#overlay", Chart)
+    facts = getters.query_one("#facts", Static)
+
+    def __init__(self, *, glyphs: GlyphName) -> None:
+        self._glyphs = glyphs
+        self._columns: int | None = None
+        super().__init__()
+
+    def compose(self) -> ComposeResult:
+        yield Rule(id="preview-rule")
+        with Container(id="preview", classes="frame"):
+            yield Chart("loss", glyphs=self._glyphs, boxed=False, id="overlay")
+            yield Static(id="facts")
+
+    def on_mount(self) -> None:
+        self.overlay.waiting = "no step yet"
+
+    def set_size(self, columns: int | None, rows: int | None) -> None:
+        """Take ``columns`` beside the list; None stands it below, with ``rows`` for losses and facts where they are given."""
+        self._columns = columns
+        self.styles.width = columns or "100%"
+        frame = BOTTOM if framed(self) else 0
+        self.body.styles.height = "1fr" if columns else rows and rows + frame
+
+    @property
+    def rows(self) -> int:
+        """Rows of losses and facts."""
+        return self.body.size.height
+
+    def clear(self, text: str) -> None:
+        """Say why no run is shown."""
+        self.facts.update(text)
+
+    def toggle_log_scale(self) -> None:
+        """Switch the losses' logarithmic scale on or off."""
+        self.overlay.log_scale = not self.overlay.log_scale
+        self.overlay.redraw()
+
+    def show(
+        self,
+        row: RunRow,
+        marked: Sequence[RunDirectory],
+        curves: Mapping[RunDirectory, LossCurve],
+        progress: str,
+        exported: Path | None = None,
+    ) -> None:
+        """Show the facts of a run, and its losses or those of the marked runs; ``progress`` is that of an export, ``exported`` the last."""
+        title = f"{plural(len(marked), 'marked run')}, losses overlaid" if marked else row.run.name
+        self.heading.update(title, progress)
+        alone = {run: Look("main", "") for run in (row.run,) if run in curves}
+        looks = drawn_looks(marked, curves, coloured=not self.app.no_color) if marked else alone
+        drawn = [(run, curves[run]) for run in looks]
+        lines = [
+            replace(curve.line, role=looks[run].role, sign=looks[run].sign) for run, curve in drawn
+        ]
+        room = self.overlay.heading_room // max(1, len(looks)) - VALUE
+        names = (
+            distinct([run.name for run in looks], min(LONGEST_NAME, max(LEAST_NAME, room)))
+            if marked
+            else [curve.name for _, curve in drawn]
+        )
+        axis = None
+        if drawn:
+            low = min(curve.steps[0] for _, curve in drawn)
+            axis = Axis("step", low, max(max(curve.steps[1] for _, curve in drawn), low + 1))
+        shown = [curve for _, curve in drawn]
+        self.overlay.show(
+            lines,
+            names,
+            axis,
+            notes=means_note(shown) if marked else (),
+            progress=progress_text(shown),
+        )
+        own = curves.get(row.run)
+        if self._columns:
+            self.facts.update(
+                facts(row, self._columns - 4, own.results if own is not None else None, exported)
+            )
+        else:
+            self.facts.update(facts(row, self.app.size.width * 2 // 5 - 5, exported=exported))

@@ -1,0 +1,420 @@
+"""Runs: every run, live or past; one is previewed, marked ones are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+from textual import getters, on, work
+from textual.binding import Binding, BindingType
+from textual.containers import Container
+from textual.message import Message
+from textual.widget import Widget
+from textual.widgets import DataTable, Input, Static
+from textual.worker import Worker, WorkerState
+
+from so_tui.runs import RunDirectory
+from so_tui.ui import run_actions
+from so_tui.ui.charts.chart import Look
+from so_tui.ui.page import ResizablePage, Size
+from so_tui.ui.run_rows import CurveReader, LossCurve, RunRow
+from so_tui.ui.runs.preview import RunPreview, comparison, drawn_looks
+from so_tui.ui.runs.table import GROUPS, SORTS, RunTable, following, ordered, searched_text
+from so_tui.ui.text import Content
+from so_tui.ui.widgets import Divider, FindField
+
+EMPTY = (
+    "No runs yet. Every run you start is listed here, with its loss, its settings and its checkpoints.\n\n"
+    "Press [$accent]1[/], choose a row, and [$accent]l[/] launches it."
+)
+BESIDE = 4
+"""Cells left and right of the table: its margins, and a scrollbar."""
+WIDE = 160
+"""Columns of a terminal from which on the chosen run stands beside the list."""
+LEAST_LIST, LEAST_ROWS = 70, 12
+"""Columns and rows that are left for the list, however large the chosen run is made."""
+
+
+def side_of(width: int, chosen: int | None) -> int:
+    """Return the columns of the chosen run beside the list in a terminal of ``width``; 0 where there is no room."""
+    return 0 if width < WIDE else min(chosen or width * 2 // 5, width - LEAST_LIST)
+
+
+class CurvesRead(Message):
+    """The losses of some runs were read."""
+
+    def __init__(self, curves: dict[RunDirectory, LossCurve]) -> None:
+        self.curves = curves
+        super().__init__()
+
+
+class RunsScreen(ResizablePage):
+    PAGE = "runs"
+    CSS_PATH = "screen.tcss"
+    AUTO_FOCUS = "#table"
+    HELP_TEXT = "Every run in this folder. Space marks runs: their losses are overlaid, and = compares them."
+    SIZES = ("run", "run_beside")
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding(
+            "space",
+            "mark",
+            "Mark",
+            id="mark",
+            tooltip="Overlay the losses of marked runs; = compares them",
+        ),
+        Binding(
+            "E",
+            "export",
+            "Export",
+            id="export",
+            tooltip="The model, every step (CSV, Parquet), or the chart (SVG)",
+        ),
+        Binding(
+            "S",
+            "sort",
+            "Sort",
+            show=False,
+            id="sort",
+            tooltip="By start, name, model, state, host, step, losses or speed; kept",
+        ),
+        Binding(
+            "V",
+            "group",
+            "Group",
+            show=False,
+            id="group",
+            tooltip="By model, state, tag or host; kept",
+        ),
+        Binding(
+            "s",
+            "stop",
+            "Stop",
+            id="stop",
+            tooltip="Save and stop the run (asks; No is the default)",
+        ),
+        Binding("r", "resume", "Resume", id="resume", tooltip="Continue from its last checkpoint"),
+        Binding(
+            "D,delete",
+            "delete",
+            "Delete",
+            key_display="D",
+            id="delete",
+            tooltip="Delete the run's folder (asks; never a live one)",
+        ),
+        Binding(
+            "equals_sign",
+            "differences",
+            "Compare",
+            key_display="=",
+            id="differences",
+            tooltip="Settings that differ, and results, of all marked runs; of one run, its settings",
+        ),
+        Binding(
+            "slash",
+            "find",
+            "Filter",
+            key_display="/",
+            id="find",
+            tooltip="Show only runs whose name, model or state contains a text",
+        ),
+        Binding("T", "note", "Note", id="note", tooltip="Write a note and tags on the run"),
+        Binding(
+            "C",
+            "chat",
+            "Chat",
+            show=False,
+            id="chat",
+            tooltip="Talk to its last checkpoint, beside the model that it began with",
+        ),
+        Binding(
+            "A",
+            "attempts",
+            "Earlier logs",
+            show=False,
+            id="attempts",
+            tooltip="What the processes of earlier attempts wrote last",
+        ),
+        Binding("L", "log_scale", "Log y", show=False, id="log-scale"),
+        Binding("y", "copy", "Copy path", show=False, id="copy"),
+    ]
+
+    filter = getters.query_one("#filter", FindField)
+    table = getters.query_one(RunTable)
+    preview = getters.query_one(RunPreview)
+
+    def __init__(self) -> None:
+        self._marked: list[RunDirectory] = []
+        self._curves: dict[RunDirectory, LossCurve] = {}
+        self._curve_reader = CurveReader()
+        self._progress = ""
+        self._exported: dict[RunDirectory, Path] = {}
+        """Where something of a run was written last."""
+        self._beside = 0
+        """Columns of the chosen run beside the list; 0 where it is below."""
+        super().__init__()
+
+    def body(self) -> Iterable[Widget]:
+        yield Static(Content.from_markup(EMPTY), id="empty")
+        yield FindField("show runs whose name, model, state, note or tags contain …", id="filter")
+        with Container(id="parts"):
+            with RunTable(id="table", cursor_type="row", classes="panel") as table:
+                table.border_title = "runs"
+            yield Divider()
+            yield RunPreview(glyphs=self.app.glyphs)
+
+    def on_mount(self) -> None:
+        self.watch(self.app, "runs", self._listed)
+        self.app.theme_changed_signal.subscribe(self, lambda _: self._fill())
+
+    @property
+    def chosen_run(self) -> RunDirectory | None:
+        row = self.table.chosen()
+        return row.run if row is not None else None
+
+    # The list.
+
+    def on_screen_resume(self) -> None:
+        self._listed()
+
+    def on_resize(self) -> None:
+        self.sizes_changed()
+
+    # Sizes.
+
+    def sizes_changed(self) -> None:
+        sizes = self.app.settings.panels
+        self._beside = (
+            side_of(self.size.width, sizes.run_beside)
+            if self.app.settings.screen.layout == "auto"
+            else 0
+        )
+        self.set_class(bool(self._beside), "-beside")
+        self.preview.set_size(self._beside - 1 if self._beside else None, sizes.run)
+        self._fill()
+
+    def size_of(self, panel: Widget | None) -> Size | None:
+        """Return the size of what is shown of the chosen run; the list has what it leaves."""
+        if self._beside:
+            size = Size(
+                "run_beside", self._beside, 40, self.size.width - LEAST_LIST, towards=-1, step=4
+            )
+        else:
+            size = Size("run", self.preview.rows, 4, self.size.height - LEAST_ROWS, towards=-1)
+        return replace(size, step=-size.step) if panel is self.table else size
+
+    def _listed(self) -> None:
+        if not self.is_current:
+            return
+        self._fill()
+        curves = self._curves
+        self._read_stale(
+            [
+                row
+                for row in self.table.shown
+                if row.run not in curves or curves[row.run].outdated(row)
+            ]
+        )
+
+    def _read_stale(self, rows: list[RunRow]) -> None:
+        if rows and not any(
+            worker.group == "curve" and worker.is_running for worker in self.workers
+        ):
+            self._read_curves(rows)
+
+    @work(thread=True, group="curve", name="read the losses", exit_on_error=False)
+    def _read_curves(self, rows: list[RunRow]) -> dict[RunDirectory, LossCurve]:
+        found: dict[RunDirectory, LossCurve] = {}
+        for row in rows:
+            try:
+                curve = self._curve_reader.read(row)
+            except OSError:
+                continue  # deleted meanwhile, or unreadable: its row shows its state
+            if curve is not None:
+                found[row.run] = curve
+        self.post_message(CurvesRead(found))
+        return found
+
+    @on(CurvesRead)
+    def _curves_read(self, message: CurvesRead) -> None:
+        self._curves |= message.curves
+        self._fill()
+
+    def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
+        """Read on where one look was not enough for a long run: the list itself may not change for hours."""
+        if event.worker.group == "curve" and event.state is WorkerState.SUCCESS and self.is_current:
+            found: dict[RunDirectory, LossCurve] = event.worker.result or {}
+            self._read_stale(
+                [
+                    row
+                    for row in self.table.shown
+                    if row.run in found and found[row.run].unread_share
+                ]
+            )
+
+    def _fill(self) -> None:
+        """Redraw the table and keep the cursor on its run."""
+        wanted = self.filter.needle
+        order = self.app.settings.runs
+        rows = [
+            row
+            for row in ordered(self.app.runs, self._curves, order)
+            if wanted in searched_text(row)
+        ]
+        self._marked = [run for run in self._marked if any(row.run == run for row in self.app.runs)]
+        self.query_one("#empty").display = not self.app.runs
+        self.query_one("#parts").display = bool(self.app.runs)
+        looks = drawn_looks(self._marked, self._curves, coloured=not self.app.no_color)
+        marks = dict.fromkeys(self._marked, Look("faint", "")) | looks
+        self.table.show(rows, self._curves, marks, order, self.size.width - BESIDE - self._beside)
+        self._preview()
+
+    # The preview.
+
+    @on(DataTable.RowHighlighted)
+    def _moved(self) -> None:
+        self._preview()
+
+    def _preview(self) -> None:
+        row = self.table.chosen()
+        self.refresh_bindings()
+        if row is None:
+            self.preview.clear("no match; esc clears the filter" if self.app.runs else "")
+            return
+        self.preview.show(
+            row, self._marked, self._curves, self._progress, self._exported.get(row.run)
+        )
+
+    # Commands.
+
+    @on(DataTable.RowSelected)
+    def _open(self) -> None:
+        run = self.chosen_run
+        if run is not None:
+            self.app.open_run(run)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        row = self.table.chosen()
+        if action == "resume":
+            return row is not None and row.state.state in run_actions.RESUMABLE
+        if action in ("stop", "delete"):
+            return row is not None and row.live == (action == "stop")
+        return True
+
+    def action_mark(self) -> None:
+        run = self.chosen_run
+        if run is None:
+            return
+        if run in self._marked:
+            self._marked.remove(run)
+        else:
+            self._marked.append(run)
+        self._fill()
+
+    def action_differences(self) -> None:
+        if len(self._marked) >= 2:
+            self._compare([row for run in self._marked for row in self.app.runs if row.run == run])
+        elif (run := self._marked[0] if self._marked else self.chosen_run) is not None:
+            run_actions.show_settings(self.app, run)
+
+    def _compare(self, rows: list[RunRow]) -> None:
+        from so_tui.ui.dialogs import Notice
+
+        compared = comparison(rows, {run: curve.results for run, curve in self._curves.items()})
+        if compared is None:
+            unreadable = " and ".join(row.run.name for row in rows if row.spec is None)
+            self.notify(
+                f"The settings of {unreadable} cannot be read", severity="error", markup=False
+            )
+        else:
+            self.app.push_screen(Notice(compared.title, [compared.table], bad=False))
+
+    def action_note(self) -> None:
+        if (run := self.chosen_run) is not None:
+            run_actions.ask_for_note(self.app, run)
+
+    def action_attempts(self) -> None:
+        if (run := self.chosen_run) is not None:
+            run_actions.show_earlier_logs(self.app, run)
+
+    def action_export(self) -> None:
+        if (row := self.table.chosen()) is not None:
+            drawn = [
+                (other, self._curves[other])
+                for other in self._marked or [row.run]
+                if other in self._curves
+            ]
+            run_actions.ask_to_export(
+                self, row, [curve.line for _, curve in drawn], [other.name for other, _ in drawn]
+            )
+
+    @on(run_actions.Exporting)
+    def _exporting(self, message: run_actions.Exporting) -> None:
+        self._progress = message.text
+        self._preview()
+
+    @on(run_actions.Exported)
+    def _was_exported(self, message: run_actions.Exported) -> None:
+        self._exported[message.run] = message.path
+        self._preview()
+
+    def action_sort(self) -> None:
+        self._keep_order("sort", following(SORTS, self.app.settings.runs.sort), "Sorted by")
+
+    @on(DataTable.HeaderSelected)
+    def _sort_by_column(self, event: DataTable.HeaderSelected) -> None:
+        """Sort by the column whose heading was clicked, if that is an order of runs."""
+        if (order := self.table.order_by(event.column_index)) is not None:
+            self._keep_order("sort", order, "Sorted by")
+
+    def action_group(self) -> None:
+        self._keep_order("group", following(GROUPS, self.app.settings.runs.group), "Grouped by")
+
+    def _keep_order(self, key: str, value: str, text: str) -> None:
+        self.app.keep({f"runs.{key}": value})
+        self.notify(f"{text} {value}", timeout=2)
+        self._fill()
+
+    def action_delete(self) -> None:
+        if (run := self.chosen_run) is not None:
+            run_actions.ask_to_delete(self.app, run)
+
+    def action_log_scale(self) -> None:
+        self.preview.toggle_log_scale()
+
+    def action_stop(self) -> None:
+        if (run := self.chosen_run) is not None:
+            run_actions.ask_to_stop(self.app, run)
+
+    def action_resume(self) -> None:
+        if (run := self.chosen_run) is not None:
+            run_actions.ask_to_resume(self.app, run)
+
+    def action_copy(self) -> None:
+        if (run := self.chosen_run) is not None:
+            run_actions.copy_path(self.app, run)
+
+    def action_chat(self) -> None:
+        if (run := self.chosen_run) is not None:
+            run_actions.chat(self.app, run)
+
+    # The filter.
+
+    def action_find(self) -> None:
+        self.filter.open()
+
+    @on(Input.Changed, "#filter")
+    def _filter_typed(self) -> None:
+        self._fill()
+
+    @on(Input.Submitted, "#filter")
+    def _filter_submitted(self) -> None:
+        self.set_focus(self.table)
+
+    def action_leave_field(self) -> None:
+        if self.maximized is not None:
+            self.minimize()
+        else:
+            self.filter.close()
+            self.set_focus(self.table)

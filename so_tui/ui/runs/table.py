@@ -1,0 +1,270 @@
+"""The columns of the list of runs: their content, and which of them fit. Pure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar, get_args, get_type_hints
+
+from rich.cells import cell_len
+from rich.text import Text
+from textual.binding import Binding, BindingType
+
+from so_tui.runs import results as comparison
+from so_tui.runs.results import RunResults, result_text
+from so_tui.settings import RunListSettings
+from so_tui.ui.charts.chart import Look
+from so_tui.ui.run_rows import LossCurve, RunRow
+from so_tui.ui.run_status import SIGNS
+from so_tui.ui.text import shorten
+from so_tui.ui.widgets import FittedTable
+from so_tui.units import age, thousands
+from so_tui.units import memory_size as memory
+
+if TYPE_CHECKING:
+    from so_tui.runs import RunDirectory
+
+
+Cells = dict[str, Text]
+"""A row by column."""
+
+MARK, CURVE = "", " "
+"""Columns without a heading."""
+COLUMNS = (
+    MARK,
+    "state",
+    "name",
+    "model",
+    "step",
+    "mean loss",
+    "evaluation loss",
+    CURVE,
+    "tokens/s",
+    "MFU",
+    "GPU memory",
+    "age",
+    "host",
+)
+DISPENSABLE = ("host", "GPU memory", "MFU", "evaluation loss", "tokens/s", "model", CURVE)
+"""Columns that are dropped first where there is no room; dashboard and preview show their content too."""
+MEASURED = ("evaluation loss", "tokens/s", "MFU", "GPU memory")
+"""Columns that are left out where no run has a value: without GPUs there is no MFU, and not every run evaluates."""
+SORTED_COLUMNS = {
+    "started": "age",
+    "name": "name",
+    "model": "model",
+    "state": "state",
+    "host": "host",
+    "step": "step",
+    "loss": "mean loss",
+    "evaluation": "evaluation loss",
+    "tokens/s": "tokens/s",
+    "mfu": "MFU",
+    "memory": "GPU memory",
+}
+"""Columns by the order that goes by them."""
+HIGHEST_FIRST = ("step", "tokens/s", "MFU")
+
+
+def cells_of(
+    row: RunRow, curve: LossCurve | None, colours: Mapping[str, str], *, mark: Look | None = None
+) -> Cells:
+    """Return the cells of a run; ``colours`` are the theme's, by name. A marked run has the colour and the sign of its line."""
+    state = row.state
+    sign, style = SIGNS.get(row.shown_state, ("?", "$faint"))
+    faint = colours["faint"]
+    step = (
+        f"{thousands(state.step)} / {thousands(state.total_steps)}"
+        if state.total_steps
+        else thousands(state.step)
+    )
+    results = curve.results if curve is not None else RunResults()
+    return {
+        MARK: Text(
+            (mark.sign or "▸") if mark else " ", style=colours[mark.role if mark else "accent"]
+        ),
+        "state": Text(f"{sign} {row.shown_state}", style=colours[style.removeprefix("$")]),
+        "name": Text(shorten(row.run.name, 28)),
+        "model": Text(shorten(model_of(row), 24), style=faint),
+        "step": Text(step, justify="right"),
+        "mean loss": Text(result_text(results, "loss"), justify="right"),
+        "evaluation loss": Text(result_text(results, "evaluation_loss"), justify="right"),
+        CURVE: Text(curve.spark if curve is not None else "", style=colours["accent"]),
+        "tokens/s": Text(result_text(results, "tokens_per_s"), justify="right"),
+        "MFU": Text(result_text(results, "mfu"), justify="right"),
+        "GPU memory": Text(
+            "" if results.gpu_memory_bytes is None else memory(results.gpu_memory_bytes),
+            justify="right",
+        ),
+        "age": Text(
+            age(time.time() - state.started) if state.started else "", style=faint, justify="right"
+        ),
+        "host": Text(shorten(state.host, 16), style=faint),
+    }
+
+
+def model_of(row: RunRow) -> str:
+    """Return the model's label; ``?`` for a run whose settings cannot be read."""
+    return row.spec.label if row.spec is not None else "?"
+
+
+def heading(column: str, sorted_column: str = "") -> str:
+    """Return the heading of a column: ``name ▴`` where runs are sorted by it, ``▾`` where the highest comes first."""
+    return (
+        f"{column} {'▾' if column in HIGHEST_FIRST else '▴'}"
+        if column and column == sorted_column
+        else column
+    )
+
+
+def fitted(
+    rows: Sequence[Cells], room: int, padding: int, kept: str = ""
+) -> tuple[list[str], Sequence[Cells]]:
+    """Return the columns that ``with_room`` finds, and the rows: a curve that has no room whole has every other of its bars."""
+    columns = with_room(rows, room, padding, kept)
+    if CURVE not in columns:
+        rows = [{**row, CURVE: Text(row[CURVE].plain[::2], style=row[CURVE].style)} for row in rows]
+        columns = with_room(rows, room, padding, kept)
+    return columns, rows
+
+
+def with_room(rows: Sequence[Cells], room: int, padding: int, kept: str = "") -> list[str]:
+    """Return the columns that fit into ``room`` cells, padded on both sides. None is cut, since a cut number is another number.
+
+    ``kept``, which they are sorted by, is dropped last.
+    """
+    widths = {
+        name: max(map(cell_len, (heading(name, kept), *(row[name].plain for row in rows))))
+        + 2 * padding
+        for name in COLUMNS
+    }
+    columns = [
+        name for name in COLUMNS if name not in MEASURED or any(row[name].plain for row in rows)
+    ]
+    for name in sorted(
+        set(DISPENSABLE).intersection(columns),
+        key=lambda name: (name == kept, DISPENSABLE.index(name)),
+    ):
+        if sum(widths[column] for column in columns) > room:
+            columns.remove(name)
+    return columns
+
+
+# The order of the list of runs, and its groups. Pure.
+
+
+_TYPES = get_type_hints(RunListSettings)
+SORTS: tuple[str, ...] = get_args(_TYPES["sort"])
+GROUPS: tuple[str, ...] = get_args(_TYPES["group"])
+
+
+def ordered(
+    rows: Iterable[RunRow], curves: Mapping[RunDirectory, LossCurve], settings: RunListSettings
+) -> list[RunRow]:
+    """Return rows, which come newest first, sorted, and the rows of a group together. Groups come in the order of their first row."""
+
+    def results(row: RunRow) -> RunResults | None:
+        return curves[row.run].results if row.run in curves else None
+
+    found = comparison.ordered(rows, settings.sort, text_of, lambda row: row.state.step, results)
+    if settings.group != "none":
+        first: dict[str, int] = {}
+        for index, row in enumerate(found):
+            first.setdefault(text_of(row, settings.group), index)
+        found.sort(key=lambda row: first[text_of(row, settings.group)])
+    return found
+
+
+def text_of(row: RunRow, key: str) -> str:
+    """Return what runs are sorted or grouped by; empty for no group. A run with several tags is in the group of all of them."""
+    match key:
+        case "name":
+            return row.run.name
+        case "model":
+            return model_of(row)
+        case "state":
+            return row.shown_state
+        case "host":
+            return row.state.host
+        case "tag":
+            return " ".join(row.notes.tags)
+    return ""
+
+
+def following(values: tuple[str, ...], value: str) -> str:
+    """Return the value after one, and the first after the last."""
+    return values[(values.index(value) + 1) % len(values)]
+
+
+def searched_text(row: RunRow) -> str:
+    """Return the text in which the list's filter searches."""
+    return f"{row.run.name} {model_of(row)} {row.state.state} {' '.join(row.notes.tags)} {row.notes.note}".lower()
+
+
+# The table of Runs: a row a run, with the columns that have room.
+
+
+class RunTable(FittedTable):
+    """Shows runs, and knows the one under the cursor."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding(
+            "enter", "select_cursor", "Open", id="open", tooltip="Show this run on the dashboard"
+        )
+    ]
+
+    shown: tuple[RunRow, ...] = ()
+    """The runs, from above."""
+    _columns: tuple[str, ...] = ()
+
+    def chosen(self) -> RunRow | None:
+        """Return the run under the cursor; None in an empty table."""
+        return self.shown[self.cursor_row] if 0 <= self.cursor_row < len(self.shown) else None
+
+    def show(
+        self,
+        runs: Sequence[RunRow],
+        curves: Mapping[RunDirectory, LossCurve],
+        marks: Mapping[RunDirectory, Look],
+        order: RunListSettings,
+        room: int,
+    ) -> None:
+        """Show runs in the columns that fit into ``room`` cells. The cursor stays on its run.
+
+        Args:
+            runs: The runs, in their order.
+            curves: Their losses, as far as they were read.
+            marks: The look of each marked run's line.
+            order: How they were ordered and grouped.
+            room: Cells for all columns.
+        """
+        chosen = self.chosen()
+        colours = self.app.theme_variables
+        cells = [
+            cells_of(row, curves.get(row.run), colours, mark=marks.get(row.run)) for row in runs
+        ]
+        before = ""
+        for row, own in zip(runs, cells, strict=True):
+            if order.group != "none" and (name := text_of(row, order.group)) != before:
+                before = name
+                own["name"] = Text.assemble(
+                    (f"{shorten(name, 20)} ", colours["accent"]), own["name"]
+                )
+        by = SORTED_COLUMNS[order.sort]
+        columns, shown = fitted(cells, room, self.cell_padding, kept=by)
+        self.shown, self._columns = tuple(runs), tuple(columns)
+        rows = [
+            (str(row.run.path), [own[name] for name in columns])
+            for row, own in zip(runs, shown, strict=True)
+        ]
+        self.fill([heading(name, by).strip() for name in columns], rows)
+        positions = [
+            index for index, row in enumerate(runs) if chosen is not None and row.run == chosen.run
+        ]
+        self.move_cursor(row=positions[0] if positions else 0)
+
+    def order_by(self, column: int) -> str | None:
+        """Return the order of runs that goes by a column; None if none does."""
+        return next(
+            (order for order, by in SORTED_COLUMNS.items() if by == self._columns[column]), None
+        )

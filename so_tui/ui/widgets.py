@@ -1,0 +1,381 @@
+"""The bottom line: the keys in force. It is one widget; Textual's Footer, one per key, would cost more than the rest of the first paint."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar
+
+from rich.cells import cell_len
+from rich.segment import Segment
+from rich.text import Text
+from textual import events
+from textual.binding import Binding, BindingType
+from textual.keys import REPLACED_KEYS, key_to_character
+from textual.message import Message
+from textual.screen import Screen
+from textual.strip import Strip
+from textual.widget import Widget
+from textual.widgets import DataTable, Input
+
+from so_tui.ui.text import Content
+from so_tui.ui.textual_fixes import KeepsLines
+from so_tui.units import memory_size as memory
+from so_tui.units import plural
+
+if TYPE_CHECKING:
+    from so_tui.machine.types import Gpu, Machine
+
+
+# Frames around panels: rounded lines with the panel's title on the left of the upper one, and its
+# key figure on the right.
+#
+# Small terminals have none (``-narrow``, ``-short``): there a panel has its title line only.
+
+
+SIDE = 1
+"""Cells of a frame at the left and at the right."""
+BOTTOM = 1
+"""Rows of a frame below what it surrounds. The upper line is the panel's title line, which stands there without a frame too."""
+
+
+def framed(widget: Widget) -> bool:
+    """Return whether the panels of a widget's screen have frames."""
+    screen = widget.screen
+    return not (screen.has_class("-narrow") or screen.has_class("-short"))
+
+
+# The machine in one line, most important facts first. Pure functions.
+
+
+def gpu_model(name: str) -> str:
+    """Return ``GH200 480GB`` for ``NVIDIA GH200 480GB``."""
+    for prefix in ("NVIDIA ", "AMD "):
+        name = name.removeprefix(prefix)
+    return name
+
+
+def gpus_text(gpus: tuple[Gpu, ...]) -> str:
+    """Return ``4x GH200 95 GiB``, or ``no GPU``."""
+    if not gpus:
+        return "no GPU"
+    kinds = Counter((gpu_model(gpu.name), gpu.memory_total_bytes) for gpu in gpus)
+    return " + ".join(
+        f"{number}x {name}" + (f" {memory(total, 0)}" if total else "")
+        for (name, total), number in kinds.items()
+    )
+
+
+def nodes_text(machine: Machine) -> str:
+    """Return ``4 NUMA nodes x 72 cores, 117 GiB each``."""
+    nodes = machine.cpu_nodes
+    cores = {len(node.cpus) for node in nodes}
+    sizes = {memory(node.memory_total_bytes, 0) for node in nodes}
+    number = plural(len(nodes), "NUMA node")
+    each = (
+        f" x {cores.pop()} cores"
+        if len(cores) == 1
+        else f", {sum(len(node.cpus) for node in nodes)} cores"
+    )
+    if len(nodes) == 1:
+        return f"{number}{each}, {sizes.pop()}"
+    size = (
+        f", {sizes.pop()} each" if len(sizes) == 1 else f", {memory(machine.host_memory_bytes, 0)}"
+    )
+    return number + each + size
+
+
+def machine_facts(machine: Machine) -> list[str]:
+    """Return facts for one line, most important first."""
+    facts = [gpus_text(machine.gpus), nodes_text(machine)]
+    if len(machine.allowed_cpus) < len(machine.online_cpus):
+        facts.append(f"{len(machine.allowed_cpus)} of {len(machine.online_cpus)} cores available")
+    return facts
+
+
+# Text fields that take keys in the order they were typed.
+
+
+class Entry(Input):
+    """An Input that handles its own keys directly.
+
+    Textual sends a key that is bound (backspace, arrows) up to the screen and back, while letters go straight into the field: of a burst,
+    as a slow connection delivers it, the letters arrive first and are deleted by the backspaces that were typed before them.
+    """
+
+    async def _on_key(self, event: events.Key) -> None:
+        for binding in (
+            () if event.is_printable else self._bindings.key_to_bindings.get(event.key, ())
+        ):
+            if await self.app.run_action(binding.action, self):
+                event.stop()
+                event.prevent_default()
+                return
+
+
+# The field that ``/`` opens: for the text that a table is filtered by, or that a log is searched
+# for.
+
+
+class FindField(Entry):
+    """Hidden until it is opened. Posts ``Input.Changed`` while something is typed, ``Input.Submitted`` on enter."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("enter", "submit", "Go there"),
+        Binding("escape", "screen.leave_field", "Clear"),
+    ]
+
+    DEFAULT_CSS = """
+    FindField {
+        display: none;
+        /* Not a margin, which would narrow the widgets beside it, too. */
+        &.-textual-compact { padding: 0 1; }
+    }
+    """
+
+    def __init__(self, placeholder: str, *, id: str | None = None) -> None:
+        super().__init__(placeholder=placeholder, compact=True, id=id)
+
+    @property
+    def needle(self) -> str:
+        """The text to look for, in small letters."""
+        return self.value.strip().lower()
+
+    def open(self) -> None:
+        """Show the field and give it the keyboard."""
+        self.display = True
+        self.screen.set_focus(self)
+
+    def close(self) -> bool:
+        """Empty and hide the field; return whether it was open."""
+        was_open = bool(self.display)
+        self.value = ""
+        self.display = False
+        return was_open
+
+
+# A table whose columns are as wide as what is in them from the first drawing on.
+
+
+class FittedTable(DataTable[Text]):
+    """Textual measures columns when it is idle, and goes on showing rows that were drawn before that, as wide as the titles."""
+
+    def fill(
+        self,
+        titles: Sequence[str],
+        rows: Iterable[tuple[str, Sequence[Text]]],
+        widths: Mapping[str, int] | None = None,
+    ) -> None:
+        """Show other columns and rows.
+
+        Args:
+            titles: Title of each column.
+            rows: Key and cells of each row.
+            widths: Least cells of columns, by title; what is in them is never cut.
+        """
+        kept = list(rows)
+        self.clear(columns=True)
+        for index, title in enumerate(titles):
+            fitting = max([cell_len(title), *(cells[index].cell_len for _, cells in kept)])
+            self.add_column(title, width=max(fitting, (widths or {}).get(title, 0)))
+        for key, cells in kept:
+            self.add_row(*cells, key=key)
+
+
+# Lines between panels that are pulled with the mouse.
+
+
+class Grip(KeepsLines):
+    """A line that says how far it is pulled; the screen, which owns the sizes of panels, answers."""
+
+    ALLOW_SELECT = False
+    _from: int | None = None
+    """Where it was grasped; None while it is not."""
+
+    class Pulled(Message):
+        """The line was pulled by ``cells``, down or to the right, since it was grasped; ``done`` once it is let go."""
+
+        def __init__(self, grip: Grip, cells: int, *, done: bool) -> None:
+            self.grip, self.cells, self.done = grip, cells, done
+            super().__init__()
+
+    def _at(self, event: events.MouseEvent) -> int:
+        return int(event.screen_y)
+
+    def on_mouse_down(self, event: events.MouseDown) -> None:
+        self._from = self._at(event)
+        self.capture_mouse()
+
+    def on_mouse_move(self, event: events.MouseMove) -> None:
+        if self._from is not None:
+            self.post_message(self.Pulled(self, self._at(event) - self._from, done=False))
+
+    def on_mouse_up(self, event: events.MouseUp) -> None:
+        if self._from is not None:
+            self.release_mouse()
+            self.post_message(self.Pulled(self, self._at(event) - self._from, done=True))
+            self._from = None
+
+
+class Divider(Grip):
+    """A line from top to bottom."""
+
+    DEFAULT_CSS = """
+    Divider { width: 1; height: 100%; color: $background; &:hover { color: $accent; } }
+    """
+
+    def _at(self, event: events.MouseEvent) -> int:
+        return int(event.screen_x)
+
+    def render_line(self, y: int) -> Strip:
+        return Strip([Segment("│", self.rich_style)], 1)
+
+
+GAP = 2
+
+
+class KeyLine(KeepsLines):
+    """Keys in force, as many as fit; each can be clicked. The palette, which has them all, is always there."""
+
+    DEFAULT_CSS = """
+    KeyLine { dock: bottom; height: 1; padding: 0 1; background: $footer-background; }
+    """
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[int, int, str]] = []
+        super().__init__()
+
+    def on_mount(self) -> None:
+        self.screen.bindings_updated_signal.subscribe(self, self._changed)
+
+    def _changed(self, screen: Screen[object]) -> None:
+        self.refresh()
+
+    def render(self) -> Content:
+        right = _item("^p", "commands")
+        bindings = list(self._bindings_to_show())
+        items = [_item(self._shown(binding), binding.description) for binding in bindings]
+        room = self.size.width - right.cell_length - GAP
+        spans: list[tuple[int, int, str]] = []
+        line = Content("")
+        for index in fitting(
+            [item.cell_length for item in items], [binding.action for binding in bindings], room
+        ):
+            spans.append(
+                (line.cell_length, line.cell_length + items[index].cell_length, bindings[index].key)
+            )
+            line = line + items[index] + " " * GAP
+        gap = max(0, self.size.width - line.cell_length - right.cell_length)
+        start = line.cell_length + gap
+        self._spans = [*spans, (start, start + right.cell_length, "ctrl+p")]
+        return line + " " * gap + right
+
+    @property
+    def _typing(self) -> bool:
+        return isinstance(self.screen.focused, Input)
+
+    def _bindings_to_show(self) -> Iterator[Binding]:
+        """Yield each action once; in a text field only keys that type nothing, and the way out of it."""
+        seen: set[str] = set()
+        for active in self.screen.active_bindings.values():
+            binding = active.binding
+            of_use = (
+                (binding.show and not prints(binding.key)) or binding.key == "escape"
+                if self._typing
+                else binding.show
+            )
+            if of_use and active.enabled and binding.description and binding.action not in seen:
+                seen.add(binding.action)
+                yield binding
+
+    def _shown(self, binding: Binding) -> str:
+        if binding.key == "enter":
+            return "enter"
+        if self._typing:  # a display for several keys would name some that type text
+            return self.app.get_key_display(replace(binding, key_display=None))
+        return self.app.get_key_display(binding)
+
+    def on_click(self, event: events.Click) -> None:
+        at = event.get_content_offset(self)
+        for start, end, key in self._spans:
+            if at is not None and start <= at.x < end:
+                self.app.simulate_key(key)
+
+
+def prints(key: str) -> bool:
+    """Return whether a key types a character."""
+    character = key_to_character(REPLACED_KEYS.get(key, key))
+    return character is not None and character.isprintable()
+
+
+def fitting(widths: Sequence[int], actions: Sequence[str], room: int) -> list[int]:
+    """Return the items that fit into ``room`` cells, in order of their keys, but with ``quit`` before any other."""
+    fitted = []
+    for index in sorted(range(len(widths)), key=lambda index: actions[index] != "quit"):
+        if widths[index] <= room:
+            fitted.append(index)
+            room -= widths[index] + GAP
+    return sorted(fitted)
+
+
+def _item(key: str, description: str) -> Content:
+    return Content.assemble(
+        (key, "bold $footer-key-foreground"), (f" {description}", "$footer-description-foreground")
+    )
+
+
+# The title line of a panel: the upper line of its frame, or a thin line where panels have none.
+
+
+class Rule(Grip):
+    """``╭─ log ────── following ─╮``, or ``── log   following ──────``. Its colour is that of the lines."""
+
+    DEFAULT_CSS = """
+    Rule { height: 1; color: $rule; }
+    """
+
+    def __init__(
+        self, title: str | Content = "", figure: str | Content = "", *, id: str | None = None
+    ) -> None:
+        super().__init__(id=id)
+        self._shown: tuple[Content, tuple[Content, ...]] = _faint(title), (_faint(figure),)
+
+    def update(self, title: str | Content, *figures: str | Content) -> None:
+        """Show another title, and at the right the first of these figures that fits."""
+        shown = _faint(title), tuple(map(_faint, figures))
+        if shown != self._shown:
+            self._shown = shown
+            self.refresh()
+
+    def notify_style_update(self) -> None:
+        self.refresh()  # whether panels have frames depends on the screen's classes
+        super().notify_style_update()
+
+    def render(self) -> Content:
+        title, figures = self._shown
+        left, right = ("╭", "╮") if framed(self) else ("─", "─")
+        if not title.plain:
+            return Content(left + "─" * (self.size.width - 2) + right)
+        # A figure that does not fit is left out: cut, it would be another one.
+        room = self.size.width - title.cell_length - 6
+        figure = next(
+            (figure for figure in figures if figure.plain and figure.cell_length + 3 <= room), None
+        )
+        if figure is None:
+            return Content.assemble(f"{left}─ ", title, f" {'─' * max(0, room + 1)}{right}")
+        if not framed(self):
+            return Content.assemble(
+                f"{left}─ ",
+                title,
+                "   ",
+                figure,
+                f" {'─' * max(0, room - figure.cell_length - 2)}{right}",
+            )
+        return Content.assemble(
+            f"{left}─ ", title, f" {'─' * (room - figure.cell_length - 2)} ", figure, f" ─{right}"
+        )
+
+
+def _faint(text: str | Content) -> Content:
+    return Content.styled(text, "$faint") if isinstance(text, str) else text

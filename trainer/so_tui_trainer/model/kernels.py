@@ -1,0 +1,157 @@
+"""Rotary position embedding in one pass over memory, with its backward pass; plain formulas without a GPU."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+# Gated activation: which one experts have, and ``silu(gate) * up`` in one pass over memory, with
+# its backward pass.
+#
+# Without a GPU it is computed by plain formulas.
+
+
+class Gate(NamedTuple):
+    """How experts are activated between their two products: min(gate, limit) sigmoid(alpha gate) (up within +-limit, plus shift)."""
+
+    interleaved: bool = False
+    """Gate and up alternate in a row, instead of one half each."""
+    alpha: float = 1.0
+    limit: float = float("inf")
+    shift: float = 0.0
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """Compute ``silu(gate) * up``.
+
+    Args:
+        gate: [..., columns]; rows may be strided (half of a matrix)
+        up: [..., columns]; likewise
+
+    Returns:
+        [..., columns], contiguous
+    """
+    result: Tensor = _Gated.apply(gate, up)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        if gate.is_cuda:
+            from so_tui_trainer.model import triton
+
+            return triton.gated(gate, up)
+        return torch.nn.functional.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (gradient,) = gradients
+        gate, up = ctx.saved_tensors
+        if gate.is_cuda:
+            from so_tui_trainer.model import triton
+
+            return triton.gated_backward(gradient, gate, up)
+        sigmoid = gate.sigmoid()
+        return gradient * up * sigmoid * (1 + gate * (1 - sigmoid)), gradient * gate * sigmoid
+
+
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate heads by their positions' angles.
+
+    With x = (x1, x2), the halves of a head, the result is (x1 cos1 - x2 sin1, x2 cos2 + x1 sin2). If there are half as many angles, both
+    halves share them.
+
+    Args:
+        heads: [rows, heads, width, size]
+        cos: [rows or 1, width, size or size / 2]
+        sin: like ``cos``
+
+    Returns:
+        Like ``heads``; in memory it is [rows, width, heads, size], as the projection before it writes and the attention after it reads.
+    """
+    result: Tensor = _Rotated.apply(heads, cos, sin)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Rotated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(heads, cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = gradients
+        cos, sin = ctx.saved_tensors
+        return _turn(gradient, cos, sin, -1), None, None
+
+
+def _turn(heads: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    """Rotate, or with ``direction`` -1 apply the transposed rotation: (g1 cos1 + g2 sin2, g2 cos2 - g1 sin1)."""
+    if heads.is_cuda:
+        from so_tui_trainer.model import triton
+
+        return triton.turn(heads, cos, sin, direction)
+    cos, sin = cos[:, None], sin[:, None]
+    first, second = heads.chunk(2, dim=-1)
+    (cos1, cos2), (sin1, sin2) = (
+        (angles, angles) if angles.shape[-1] == first.shape[-1] else angles.chunk(2, dim=-1)
+        for angles in (cos, sin)
+    )
+    if direction > 0:
+        turned = torch.cat((first * cos1 - second * sin1, second * cos2 + first * sin2), dim=-1)
+    else:
+        turned = torch.cat((first * cos1 + second * sin2, second * cos2 - first * sin1), dim=-1)
+    return turned.to(heads.dtype)  # Some models (OLMo 2) have the cosines in fp32.
+
+
+# Reductions of a block of logits for cross-entropy, each in one pass over memory; plain formulas
+# without a GPU.
+
+
+def log_sum_exp(logits: Tensor) -> Tensor:
+    """Return the log-sum-exp of each row.
+
+    Args:
+        logits: [rows, columns]
+
+    Returns:
+        [rows] fp32
+    """
+    if logits.is_cuda:
+        from so_tui_trainer.model import triton
+
+        return triton.log_sum_exp(logits)
+    wide = logits.to(torch.float32, copy=True)
+    highest = wide.amax(-1)
+    return highest + wide.sub_(highest[:, None]).exp_().sum(-1).log()
+
+
+def cross_entropy_gradient(
+    logits: Tensor, normaliser: Tensor, targets: Tensor, scale: float
+) -> Tensor:
+    """Compute ``scale`` x (softmax - 1 at the target) in place.
+
+    Args:
+        logits: [rows, columns], contiguous; overwritten
+        normaliser: [rows] fp32, log-sum-exp over the whole vocabulary
+        targets: [rows]; a column, or outside of 0 ... columns - 1 if the target is in another block
+        scale: Factor of the loss.
+
+    Returns:
+        ``logits``
+    """
+    if logits.is_cuda:
+        from so_tui_trainer.model import triton
+
+        return triton.cross_entropy_gradient(logits, normaliser, targets, scale)
+    softmax = logits.to(torch.float32).sub_(normaliser[:, None]).exp_().mul_(scale)
+    inside = (targets >= 0) & (targets < logits.shape[1])
+    column = targets.clamp(0, logits.shape[1] - 1)
+    return logits.copy_(
+        softmax.scatter_add_(-1, column[:, None], (inside * -scale)[:, None].to(torch.float32))
+    )

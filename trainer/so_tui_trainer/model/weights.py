@@ -1,0 +1,646 @@
+"""Match the tensors of a checkpoint with those of the model, by names and shapes, before anything is loaded.
+
+transformers renames and fuses tensors of checkpoints (experts stored one by one become one tensor). Its own conversion table is applied
+here: on meta tensors it gives names and shapes, on real tensors the weights.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import superoffload
+from so_tui.folders import cache_home
+from so_tui.spec import InputError, ModelSpec, Problem, first_line, resolve_source
+from so_tui_trainer.model import stored as mxfp4
+from so_tui_trainer.model.stored import Stored, read_index
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+_NAMED = 4
+"""Number of tensors that a message names."""
+DEFAULT_ATTENTION = None
+"""Lets transformers choose. Without it, what config.json names is used, which may be a kernel on the hub: code of others."""
+
+
+class Conversion(NamedTuple):
+    """How one or more tensors of the model are made."""
+
+    target: str
+    """The model's tensor; the first one if there are several."""
+    sources: tuple[tuple[str, str], ...]
+    """(pattern of the converter, name in the checkpoint) of each part, in order."""
+    converter: Any
+    """transformers' ``WeightConverter``; None if the stored tensor is the model's, perhaps under another name."""
+    shapes: dict[str, tuple[int, ...]]
+    """Names and shapes of the tensors that are made."""
+
+
+class Match(NamedTuple):
+    """The result of matching a checkpoint with a model."""
+
+    conversions: tuple[Conversion, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    mismatched: tuple[str, ...]
+    """Names with both shapes, for people."""
+
+
+def meta_model(config: PretrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """Build a causal language model on meta tensors, which take no memory."""
+    from transformers import AutoModelForCausalLM
+
+    factory: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        model: PreTrainedModel = factory.from_config(
+            config,
+            dtype=torch.bfloat16,
+            attn_implementation=DEFAULT_ATTENTION,
+            trust_remote_code=trust_remote_code,
+        )
+    return model
+
+
+def decoder_of(causal: PreTrainedModel) -> nn.Module:
+    """Return the model without its output projection. Llama 4's ``base_model`` is the whole model."""
+    found: nn.Module = causal.base_model
+    return causal.get_submodule("model") if found is causal else found
+
+
+def match_weights(model: PreTrainedModel, index: Mapping[str, Stored]) -> Match:
+    """Find out how the checkpoint's tensors become the model's.
+
+    Args:
+        model: The model; it may be on meta tensors.
+        index: The stored tensors.
+    """
+    wanted: dict[str, Tensor] = model.state_dict()
+    groups, unexpected = _grouped(model, wanted, _of_language(wanted, index))
+    conversions: list[Conversion] = []
+    mismatched: dict[str, str] = {}
+    for target, converter, sources in groups:
+        try:
+            shapes = _outputs(model, target, converter, sources, index)
+        except (
+            RuntimeError,
+            ValueError,
+            AssertionError,
+        ) as error:  # The parts do not fit together. Older torch only asserts that.
+            mismatched[target] = f"{target} ({first_line(error)})"
+            continue
+        conversions.append(Conversion(target, tuple(sources), converter, shapes))
+        for name, shape in shapes.items():
+            if name in wanted and tuple(wanted[name].shape) != shape:
+                mismatched[name] = (
+                    f"{name} ({_text(shape)}, the model's is {_text(wanted[name].shape)})"
+                )
+    loaded = {name for conversion in conversions for name in conversion.shapes}
+    ties = _ties(model)
+    missing = [
+        name for name in wanted if not (ties.get(name, {name}) & (loaded | mismatched.keys()))
+    ]
+    return Match(
+        tuple(conversions),
+        _without(missing, model._keys_to_ignore_on_load_missing),
+        _without(unexpected, {*(model._keys_to_ignore_on_load_unexpected or ()), *_OLD_BUFFERS}),
+        tuple(mismatched.values()),
+    )
+
+
+_OLD_BUFFERS = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
+"""Buffers in old checkpoints that models compute today."""
+
+
+def realised(
+    model: PreTrainedModel, conversion: Conversion, read: Callable[[str], Tensor]
+) -> dict[str, Tensor]:
+    """Run a conversion.
+
+    Args:
+        model: The model.
+        conversion: The conversion.
+        read: Returns a stored tensor by its name.
+
+    Returns:
+        The model's tensors by name.
+    """
+    if conversion.converter is None:
+        return {conversion.target: read(conversion.sources[0][1])}
+    working = deepcopy(conversion.converter)
+    for pattern, name in conversion.sources:
+        working.add_tensor(conversion.target, name, pattern, read(name))
+    made: dict[str, Any] = working.convert(conversion.target, model=model, config=model.config)
+    return {
+        name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()
+    }
+
+
+def refuse(found: Match, model: ModelSpec) -> None:
+    """Refuse a checkpoint that does not match the model.
+
+    Raises:
+        InputError: Names how many tensors are missing, unexpected or mismatched, and some of them.
+    """
+    kinds = (
+        ("lacks", found.missing),
+        ("has, unlike the model,", found.unexpected),
+        ("has in another shape", found.mismatched),
+    )
+    if parts := [f"{verb} {_some(names)}" for verb, names in kinds if names]:
+        message = f"its checkpoint {'; '.join(parts)}"
+        remedy = (
+            "Check `model.id` and `model.revision`, then download it again with `so-tui fetch`."
+        )
+        raise InputError(
+            [
+                Problem(
+                    code="weights-mismatch",
+                    field="model.id",
+                    value=model.id,
+                    message=message,
+                    remedy=remedy,
+                )
+            ]
+        )
+
+
+def largest_conversion_bytes(found: Match, index: Mapping[str, Stored]) -> int:
+    """Return the bytes of the stored tensors of the largest conversion; 0 if every tensor is stored as the model has it."""
+    sizes = (
+        sum(index[name].bytes for _, name in conversion.sources)
+        for conversion in found.conversions
+        if conversion.converter
+    )
+    return max(sizes, default=0)
+
+
+def _of_language(wanted: Iterable[str], names: Iterable[str]) -> dict[str, str]:
+    """Return by name each stored tensor's own name; those of a multimodal model by their name in its language part, without the others."""
+    stored, own = list(names), list(wanted)
+    for prefix, replacement in _LANGUAGE_PARTS:
+        if any(name.startswith(prefix) for name in stored) and not any(
+            name.startswith(prefix) for name in own
+        ):
+            inside = {
+                replacement + name.removeprefix(prefix): name
+                for name in stored
+                if name.startswith(prefix)
+            }
+            return inside | {name: name for name in stored if name.startswith("lm_head.")}
+    return {name: name for name in stored}
+
+
+_LANGUAGE_PARTS = (("model.language_model.", "model."), ("language_model.", ""))
+"""How names in the language part begin in a checkpoint of a multimodal model, and in that part's own; of the two ways that
+transformers has written them."""
+
+
+def _grouped(
+    model: PreTrainedModel, wanted: Mapping[str, Tensor], names: Mapping[str, str]
+) -> tuple[list[tuple[str, Any, list[tuple[str, str]]]], list[str]]:
+    """Return the stored tensors that make each target, with its converter; also those that the model does not have.
+
+    ``names``: each stored tensor's own name, by the name that the model's conversions know.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
+
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    numbers = {
+        pattern: number
+        for number, converter in enumerate(converters)
+        for pattern in converter.source_patterns
+    }
+    groups: dict[tuple[str, int | None], list[tuple[str, str]]] = {}
+    unexpected = []
+    for name in sorted(names, key=dot_natural_key):
+        target, pattern = rename_source_key(
+            name, renamings, converters, model.base_model_prefix, dict(wanted)
+        )
+        if target not in wanted and name in wanted:
+            target, pattern = name, None
+        if target in wanted:
+            number = None if pattern is None else numbers[pattern]
+            groups.setdefault((target, number), []).append((pattern or name, names[name]))
+        else:
+            unexpected.append(names[name])
+    joined = [
+        (target, None if number is None else converters[number], sources)
+        for (target, number), sources in groups.items()
+    ]
+    return joined, unexpected
+
+
+def _outputs(
+    model: PreTrainedModel,
+    target: str,
+    converter: Any,
+    sources: list[tuple[str, str]],
+    index: Mapping[str, Stored],
+) -> dict[str, tuple[int, ...]]:
+    draft = Conversion(target, tuple(sources), converter, {})
+    made = realised(
+        model,
+        draft,
+        lambda name: torch.empty(index[name].shape, dtype=index[name].dtype, device="meta"),
+    )
+    return {name: tuple(tensor.shape) for name, tensor in made.items()}
+
+
+def _ties(model: PreTrainedModel) -> dict[str, set[str]]:
+    """Return all names of each parameter."""
+    by_identity: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        by_identity.setdefault(id(parameter), set()).add(name)
+    return {name: names for names in by_identity.values() for name in names}
+
+
+def _without(names: Iterable[str], patterns: Iterable[str] | None) -> tuple[str, ...]:
+    ignored = tuple(patterns or ())
+    return tuple(name for name in names if not any(re.search(pattern, name) for pattern in ignored))
+
+
+def _some(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"{len(names)} tensor{'s' if len(names) > 1 else ''} ({', '.join(names[:_NAMED])}{more})"
+
+
+def _text(shape: Iterable[int]) -> str:
+    return "x".join(map(str, shape)) or "a number"
+
+
+# Locate a pretrained model's weights: its folder, the hub's cache, or the converted bf16 folder of
+# MXFP4 weights.
+
+
+def weights_folder(model: ModelSpec) -> Path:
+    """Return a folder with the model's weights in a form that can be trained, after downloading and converting them if needed.
+
+    The first process does the work; others (ranks, `so-tui prepare`) wait for it.
+
+    Raises:
+        InputError: The weights cannot be downloaded, are quantised in an unsupported way, or do not fit on the disk.
+    """
+    for line in prepare_weights(model):
+        print(line, flush=True)
+    return trainable_folder(_downloaded(model))
+
+
+def prepare_weights(model: ModelSpec) -> Iterator[str]:
+    """Do the work of ``weights_folder``.
+
+    Yields:
+        A line of progress before each part.
+    """
+    source = _downloaded(model)
+    target = trainable_folder(source)
+    if target.is_dir():
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(target.with_name(target.name + ".lock")):
+        yield from mxfp4.convert(source, target)
+
+
+def downloaded(model: ModelSpec) -> Path | None:
+    """Return the model's own folder if all of it is on this machine, otherwise None."""
+    try:
+        return _downloaded(model, local_files_only=True)
+    except InputError:
+        return None
+
+
+def trainable_folder(source: Path) -> Path:
+    """Return where the trainable weights of a model's folder are, or will be: the folder itself unless they are in MXFP4.
+
+    Raises:
+        InputError: They are quantised in another way, or config.json cannot be read.
+    """
+    try:
+        quantisation: dict[str, Any] = (
+            json.loads((source / "config.json").read_text()).get("quantization_config") or {}
+        )
+    except (OSError, ValueError) as error:
+        message, remedy = (
+            f"has no readable config.json ({error})",
+            "Name the folder of a complete model.",
+        )
+        raise _problem("model-config-unreadable", str(source), message, remedy) from error
+    method = quantisation.get("quant_method")
+    if not quantisation:
+        return source
+    if method != "mxfp4":
+        message, remedy = (
+            f"its weights are quantised ({method}), which cannot be trained",
+            "Choose a checkpoint in bf16.",
+        )
+        raise _problem("weights-quantised", str(source), message, remedy)
+    return converted_folder(source)
+
+
+def converted_folder(source: Path) -> Path:
+    """Return the cache folder for the bf16 weights of an MXFP4 folder, named by the content of that folder."""
+    files = sorted(path for path in source.glob("*.safetensors"))
+    content = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+    return cache_home() / "models" / key
+
+
+def _downloaded(model: ModelSpec, *, local_files_only: bool = False) -> Path:
+    given = Path(resolve_source(model.id)).expanduser()
+    if given.is_dir():
+        return given
+    from huggingface_hub import snapshot_download
+
+    from so_tui_trainer.hub import UNWANTED, WANTED
+
+    download: Any = snapshot_download
+    wanted = {"allow_patterns": list(WANTED), "ignore_patterns": list(UNWANTED)}
+    try:
+        return Path(
+            download(model.id, revision=model.revision, local_files_only=local_files_only, **wanted)
+        )
+    except (OSError, ValueError) as error:
+        remedy = "Check the name and the network, or download it with `so-tui fetch` where there is a network."
+        raise _problem(
+            "model-unavailable", model.id, f"cannot be downloaded ({first_line(error)})", remedy
+        ) from error
+
+
+def _problem(code: str, value: str, message: str, remedy: str) -> InputError:
+    return InputError(
+        [Problem(code=code, field="model.id", value=value, message=message, remedy=remedy)]
+    )
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file. The kernel releases it when the process ends."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+# Tensors that belong to a model's weights although nothing trains them: buffers, and parameters
+# that the model itself has frozen.
+#
+# They are biases of routers (buffers in DeepSeek-V3, parameters in ERNIE 4.5), or a layer's scale.
+#
+# Checkpoints of runs hold trained weights only. These tensors stay what they were when training
+# began.
+
+
+@torch.no_grad()
+def untrained(meta: PreTrainedModel, model: ModelSpec) -> dict[str, Tensor]:
+    """Return a model's stored tensors that nothing trains, by name: those of the pretrained weights, else as transformers initialises them.
+
+    Args:
+        meta: The model on meta tensors.
+        model: Where its weights came from.
+
+    Raises:
+        InputError: The pretrained weights are no longer here.
+    """
+    names = meta.state_dict().keys() - trained_shapes(meta, remove_duplicate=False).keys()
+    if not names:
+        return {}
+    found = {name: tensor for name, tensor in _initial(meta).items() if name in names}
+    if any(
+        tensor.isnan().all() for tensor in found.values()
+    ):  # what the constructor says is final (Apertus' activation)
+        found |= {
+            name: tensor
+            for name, tensor in _constructed(meta, model).items()
+            if name in found and found[name].isnan().all()
+        }
+    if model.weights == "pretrained":
+        index = read_index(weights_folder(model))
+        for conversion in match_weights(meta, index).conversions:
+            if here := names & conversion.shapes.keys():
+                made = realised(meta, conversion, lambda name: index[name].read())
+                found |= {name: made[name] for name in here}
+    return found
+
+
+def trained_shapes(
+    model: PreTrainedModel, *, remove_duplicate: bool = True
+) -> dict[str, torch.Size]:
+    """Return the shapes of the parameters that are trained, by name."""
+    named = model.named_parameters(remove_duplicate=remove_duplicate)
+    return {name: parameter.shape for name, parameter in named if parameter.requires_grad}
+
+
+def _initial(meta: PreTrainedModel) -> dict[str, Tensor]:
+    """Give each module that has such tensors real ones, and let transformers fill them; trained weights stay on meta tensors.
+
+    Buffers that transformers leaves alone are not numbers.
+    """
+    owner: Any = meta
+    for module in meta.modules():
+        buffers = dict(module.named_buffers(recurse=False))
+        frozen = {
+            name: tensor
+            for name, tensor in module.named_parameters(recurse=False)
+            if not tensor.requires_grad
+        }
+        for name, buffer in buffers.items():
+            setattr(
+                module,
+                name,
+                torch.full_like(
+                    buffer, torch.nan if buffer.is_floating_point() else 0, device="cpu"
+                ),
+            )
+        for name, parameter in frozen.items():
+            setattr(
+                module,
+                name,
+                nn.Parameter(torch.zeros_like(parameter, device="cpu"), requires_grad=False),
+            )
+        if buffers or frozen:
+            owner._init_weights(module)
+    frozen_now = {
+        name: tensor.detach()
+        for name, tensor in meta.named_parameters()
+        if not tensor.requires_grad
+    }
+    return dict(meta.named_buffers()) | frozen_now
+
+
+def _constructed(meta: PreTrainedModel, model: ModelSpec) -> dict[str, Tensor]:
+    """Return a model's buffers as its constructor makes them. Its weights are never touched, and take no memory."""
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    factory: Any = AutoModelForCausalLM
+    with no_init_weights():
+        causal = factory.from_config(
+            meta.config, dtype=torch.bfloat16, trust_remote_code=model.trust_remote_code
+        )
+    return dict(causal.named_buffers())
+
+
+# Load weights into a model that ZeRO-3 has sharded: every rank reads its own shard, one tensor
+# after the other.
+#
+# No rank holds the whole model, and none waits for another. A tensor that is stored as the model
+# has it is read in pieces. One that has to be assembled (experts stored one by one) is assembled
+# as a whole on each rank, and freed afterwards. A rank needs at most ``host_peak_bytes`` of host
+# memory, wherever its weights go.
+
+
+PIECE_BYTES = 64 << 20
+"""Bytes of a file that are read together."""
+OnFiles = Callable[[int, int], None]
+"""Called with a number of files that have been read, and that of all files."""
+
+
+def host_peak_bytes(found: Match, index: Mapping[str, Stored]) -> int:
+    """Return the peak host memory of loading on each rank, in bytes, besides its weights.
+
+    It is a piece of a file, or the largest conversion, whose parts exist both stacked and joined while it runs.
+    """
+    return PIECE_BYTES + 2 * largest_conversion_bytes(found, index)
+
+
+def empty_model(
+    config: PretrainedConfig,
+    meta: PreTrainedModel,
+    implementation: str,
+    ds_config: dict[str, Any],
+    *,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """Build the model in bf16, sharded, with uninitialised weights and computed buffers.
+
+    Args:
+        config: The model's configuration.
+        meta: The same model on meta tensors.
+        implementation: Attention implementation.
+        ds_config: DeepSpeed's configuration.
+        trust_remote_code: Whether the model's own code may run.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    factory: Any = AutoModelForCausalLM
+    with no_init_weights(), superoffload.shard(ds_config):
+        causal: PreTrainedModel = factory.from_config(
+            config,
+            dtype=torch.bfloat16,
+            attn_implementation=implementation,
+            trust_remote_code=trust_remote_code,
+        )
+    causal.tie_weights()
+    _compute_buffers(causal, meta)
+    return causal
+
+
+def initialise(causal: PreTrainedModel) -> None:
+    """Draw random weights as transformers does. Each module's parameters are all-gathered on their device meanwhile."""
+    from transformers.integrations.deepspeed import initialize_weights_zero3
+
+    initialize_weights_zero3(causal)  # type: ignore[no-untyped-call]
+
+
+@torch.no_grad()
+def load(
+    causal: PreTrainedModel,
+    meta: PreTrainedModel,
+    found: Match,
+    index: Mapping[str, Stored],
+    on_files: OnFiles,
+) -> None:
+    """Fill the model's weights and stored buffers from a checkpoint that matches it.
+
+    Args:
+        causal: The sharded model.
+        meta: The same model on meta tensors.
+        found: How the stored tensors become the model's.
+        index: The stored tensors.
+        on_files: Called before the first file, and after the last conversion that needs one.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
+    left = Counter(path for conversion in found.conversions for path in _files(conversion, index))
+    files, read = len(left), 0
+    on_files(read, files)
+    tensors: dict[str, Any] = dict(causal.named_parameters(remove_duplicate=False)) | dict(
+        causal.named_buffers()
+    )
+    done: set[int] = set()
+    for conversion in found.conversions:
+        wanted = {
+            name: tensors[name]
+            for name in conversion.shapes
+            if name in tensors and id(tensors[name]) not in done
+        }
+        done |= {id(tensor) for tensor in wanted.values()}
+        if conversion.converter is None:
+            for tensor in wanted.values():
+                _fill_from_file(tensor, index[conversion.sources[0][1]])
+        elif wanted:
+            made = realised(meta, conversion, lambda name: index[name].read())
+            for name, tensor in wanted.items():
+                part, start = _local_shard(tensor)
+                part.copy_(made[name].flatten()[start : start + len(part)])
+        paths = _files(conversion, index)
+        left.subtract(paths)
+        if completed := sum(not left[path] for path in paths):
+            read += completed
+            on_files(read, files)
+
+
+def _files(conversion: Conversion, index: Mapping[str, Stored]) -> set[Path]:
+    return {index[name].path for _, name in conversion.sources}
+
+
+def _fill_from_file(tensor: torch.Tensor, stored: Stored) -> None:
+    part, start = _local_shard(tensor)
+    step = PIECE_BYTES // stored.dtype.itemsize
+    for begin in range(0, len(part), step):
+        piece = part[begin : begin + step]
+        piece.copy_(stored.elements(start + begin, start + begin + len(piece)))
+
+
+def _local_shard(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return this rank's flat shard of a tensor, and its start in the flattened tensor. Buffers are whole on every rank."""
+    return (
+        superoffload.local_shard(tensor)
+        if isinstance(tensor, nn.Parameter)
+        else (tensor.data.view(-1), 0)
+    )
+
+
+def _compute_buffers(causal: PreTrainedModel, meta: PreTrainedModel) -> None:
+    """Recompute buffers that ZeRO-3 created with the model's type: rotary frequencies in bf16 would be inaccurate."""
+    for module, plain in zip(causal.modules(), meta.modules(), strict=True):
+        buffers = dict(plain.named_buffers(recurse=False))
+        if not buffers or next(module.parameters(recurse=False), None) is not None:
+            continue
+        for key, like in buffers.items():
+            have = getattr(module, key)
+            if have.dtype != like.dtype:
+                setattr(module, key, torch.empty(like.shape, dtype=like.dtype, device=have.device))
+        owner: Any = causal
+        owner._init_weights(module)

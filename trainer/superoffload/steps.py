@@ -1,0 +1,304 @@
+"""Steps of the CPU sub-groups: each is stepped at the time, and with the gradient, that ``step_policy`` says."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from superoffload.commands import Command, GradientSource, Operation
+from superoffload.cpu_states import CpuStates
+from superoffload.errors import OffloadError
+from superoffload.gpu_states import SubGroup
+from superoffload.transfers import Event
+
+# Speculation: whether to step sub-groups before the gradient norm is known, as if it were within
+# the limit.
+#
+# A step that was taken too early is discarded and redone. Until the norm is known the Adam worker
+# would have had nothing else to do, so a discarded step costs little: the sub-group that the
+# worker is busy with, copies, and memory bandwidth beside backward. A run whose norm exceeds the
+# limit in every step has nothing to gain and must not pay even that.
+
+
+REMEMBERED = 4
+"""Steps whose norms decide about the next one."""
+
+
+class Speculation:
+    """Decides for one rank and counts. All ranks see the same norms and so decide alike.
+
+    Attributes:
+        kept: Steps so far in which sub-groups were stepped early and the norm was within the limit.
+        redone: Those in which it was not, so that these sub-groups were stepped again from the old states.
+    """
+
+    def __init__(self) -> None:
+        self.kept = self.redone = 0
+        self._within: deque[bool] = deque(maxlen=REMEMBERED)
+
+    @property
+    def is_worthwhile(self) -> bool:
+        """Whether to speculate in the next step: unless all of the last steps' norms exceeded the limit."""
+        return len(self._within) < REMEMBERED or any(self._within)
+
+    def record(self, *, within: bool, speculated: bool) -> None:
+        """Record a step whose norm was within the limit, or exceeded it; ``speculated``: whether sub-groups had been stepped early."""
+        self._within.append(within)
+        if speculated:
+            self.kept += within
+            self.redone += not within
+
+
+# When a CPU sub-group is stepped, with which gradient, and who takes the gradient norm.
+#
+# Clipping needs the norm of all gradients before any sub-group's step is final. A sub-group that
+# has a second set of states is stepped before that all the same, as if the norm were within the
+# limit (``speculation``); the others are held back. Gradient accumulation sums gradients in fp32
+# on the host, so only the Adam worker sees a whole gradient. That costs 4 bytes of host memory a
+# parameter and none of the GPU's, which offloading is there to save; the 10 bytes of host traffic
+# per parameter and micro-batch are hidden by that micro-batch. The three together decide
+# everything below:
+#
+# gradient clipping speculates a CPU sub-group is stepped the worker finds its norm is taken
+# accumulation gradient in 1 step off when its gradient is complete the staging buffer on the GPU,
+# in backward 1 step on no when the norm is known the staging buffer on the GPU, in backward 1 step
+# on yes when its gradient is complete, the staging buffer on the GPU, in backward out of place
+# several off when its gradient is complete accumulated and staging by the worker, when it steps
+# several on no when the norm is known accumulated by the worker, accumulating several on yes when
+# its gradient is complete, accumulated and staging by the worker, when it steps out of place
+#
+# At the accumulation boundary (a step's last micro-batch) a gradient is added inside the Adam pass
+# where nothing holds the step back. Otherwise it is accumulated like the ones before, because the
+# worker must know the whole gradient's norm first.
+
+
+class StepTime(Enum):
+    """When a CPU sub-group may be stepped."""
+
+    GRADIENT_COMPLETE = "gradient complete"
+    """As soon as all of its gradients have arrived, while backward goes on."""
+    SPECULATIVE = "speculative"
+    """Likewise, but out of place: the step is final, or discarded, when the norm of all gradients is known."""
+    NORM_KNOWN = "norm known"
+    """Held back until the norm of all gradients is known, after backward."""
+
+
+class NormSource(Enum):
+    """Who takes the sum of squares of a CPU sub-group's gradient."""
+
+    GPU = "gpu"
+    """The GPU, while backward runs."""
+    WORKER = "worker"
+    """The Adam worker, when it steps the sub-group, or adds the last micro-batch's gradient to one that is held back."""
+
+
+class SubGroupAction(Enum):
+    """What happens to a CPU sub-group whose gradients of one micro-batch are complete."""
+
+    STEP = "step"
+    SPECULATE = "speculate"
+    ACCUMULATE = "accumulate"
+    HOLD = "hold"
+    """The gradient waits in the staging buffer until the norm is known."""
+
+
+@dataclass(frozen=True)
+class StepPolicy:
+    """One row of the table above."""
+
+    accumulates: bool
+    step_time: StepTime
+
+    @property
+    def norm_source(self) -> NormSource:
+        return NormSource.WORKER if self.accumulates else NormSource.GPU
+
+    @property
+    def norm_is_read_before_step(self) -> bool:
+        """Whether ``step`` reads the norm on the host. Otherwise it is read a step later, and nothing waits for it."""
+        return self.accumulates or self.step_time is not StepTime.GRADIENT_COMPLETE
+
+    def on_complete(self, *, boundary: bool) -> SubGroupAction:
+        """Return what to do with a sub-group whose gradients are complete; ``boundary`` in a step's last micro-batch."""
+        if boundary and self.step_time is StepTime.GRADIENT_COMPLETE:
+            return SubGroupAction.STEP
+        if boundary and self.step_time is StepTime.SPECULATIVE:
+            return SubGroupAction.SPECULATE
+        return SubGroupAction.ACCUMULATE if self.accumulates else SubGroupAction.HOLD
+
+    def gradient_source(self, micro_batch: int) -> GradientSource:
+        """Return where the worker finds the gradient to step with.
+
+        Args:
+            micro_batch: Index of the step's last micro-batch, counted from 0. It does not matter where sub-groups are held back;
+                otherwise the last gradient is added inside the Adam pass.
+        """
+        if not self.accumulates:
+            return GradientSource.STAGING
+        if self.step_time is StepTime.NORM_KNOWN:
+            return GradientSource.ACCUMULATED
+        # A step may be cut short to a single micro-batch: then nothing has been accumulated.
+        return GradientSource.ACCUMULATED_AND_STAGING if micro_batch > 0 else GradientSource.STAGING
+
+
+def step_policy(
+    gradient_accumulation_steps: int, clipping: float, *, speculates: bool = False
+) -> StepPolicy:
+    """Return the policy for a sub-group.
+
+    Args:
+        gradient_accumulation_steps: Micro-batches per step.
+        clipping: The largest gradient norm, 0 for no limit.
+        speculates: Whether the sub-group is stepped before the norm is known. Of no effect without clipping.
+    """
+    step_time = StepTime.GRADIENT_COMPLETE
+    if clipping:
+        step_time = StepTime.SPECULATIVE if speculates else StepTime.NORM_KNOWN
+    return StepPolicy(gradient_accumulation_steps > 1, step_time)
+
+
+@dataclass(frozen=True)
+class WholeGradient:
+    """A sub-group's gradient of a whole step."""
+
+    copied: Event
+    """After it, the last micro-batch's gradient is in the staging buffer."""
+    source: GradientSource
+
+
+class CpuSteps:
+    """Has the worker step one rank's CPU sub-groups. A step begins with its first gradient and ends with ``finish`` or ``undo``.
+
+    Args:
+        sub_groups: All sub-groups of the rank.
+        adamw: Gives learning rate, betas, epsilon and weight decay.
+        cpu: The sub-groups' states.
+        policy: That of sub-groups that do not speculate.
+        speculative: That of those that do.
+        second: Sub-groups that have a second set of states.
+    """
+
+    def __init__(
+        self,
+        sub_groups: Sequence[SubGroup],
+        adamw: torch.optim.AdamW,
+        cpu: CpuStates,
+        policy: StepPolicy,
+        speculative: StepPolicy,
+        second: frozenset[int],
+    ) -> None:
+        self._sub_groups, self._adamw, self._cpu = sub_groups, adamw, cpu
+        self._policy, self._speculative = policy, speculative
+        self._second = second
+        self.speculation = Speculation()
+        self.speculating = second
+        """Sub-groups that are stepped before the norm is known, in this step."""
+        self.gradients: dict[int, WholeGradient] = {}
+        """Those of sub-groups that were complete at the accumulation boundary."""
+        self._learning_rates: dict[int, float] = {}
+        """Of the sub-groups that the worker already steps."""
+
+    def on_complete(
+        self, index: int, copied: Event, *, step: int, micro_batch: int, boundary: bool
+    ) -> None:
+        """Handle a sub-group whose gradients of a micro-batch have all arrived.
+
+        Args:
+            index: The sub-group.
+            copied: The event after which they are in the staging buffer.
+            step: The step's number, counted from 1.
+            micro_batch: Counted from 0 within the step.
+            boundary: Whether it is the step's last one.
+        """
+        policy = self._policy_of(index)
+        if boundary:
+            self.gradients[index] = WholeGradient(copied, policy.gradient_source(micro_batch))
+        match policy.on_complete(boundary=boundary):
+            case SubGroupAction.STEP:
+                self._send(index, step)
+            case SubGroupAction.SPECULATE:
+                self._send(index, step, operation=Operation.SPECULATE)
+            case SubGroupAction.ACCUMULATE:
+                self._cpu.accumulate(index, step, first_micro_batch=micro_batch == 0, after=copied)
+            case SubGroupAction.HOLD:
+                pass
+
+    @property
+    def has_all_gradients(self) -> bool:
+        """Whether every sub-group was complete at the accumulation boundary."""
+        return len(self.gradients) == len(self._cpu.indices)
+
+    def check_learning_rates(self) -> None:
+        """Raise OffloadError (``learning-rate-changed``) if a sub-group was stepped with another learning rate than it has now."""
+        for index, rate in self._learning_rates.items():
+            if rate != float(
+                self._adamw.param_groups[self._sub_groups[index].parameter_group]["lr"]
+            ):
+                raise OffloadError(
+                    "The learning rate changed between backward and step. Set it before the step's last backward.",
+                    code="learning-rate-changed",
+                )
+
+    def finish(self, step: int, factor: float) -> None:
+        """Accept what was stepped before the norm was known, or discard it; step what was discarded or held back.
+
+        Args:
+            step: The step's number.
+            factor: That of clipping; 1 if the norm is within the limit.
+        """
+        within = factor == 1.0
+        discarded: Collection[int] = ()
+        if within:
+            self._cpu.accept()
+        else:
+            discarded = self._cpu.discard()
+        for index in self._cpu.in_order_of_use:
+            if index in discarded or self._policy_of(index).step_time is StepTime.NORM_KNOWN:
+                self._send(index, step, factor)
+        self.speculation.record(within=within, speculated=bool(self.speculating))
+        self._begin()
+
+    def undo(self, last_step: int) -> None:
+        """Return to the weights of ``last_step``, the last that was taken, where a sub-group was stepped before the norm was known."""
+        for index in self._cpu.discard():
+            self._cpu.restore(index, last_step, self.gradients[index].copied)
+        self._begin()
+
+    def leave_out_lent(self) -> None:
+        """Do not step sub-groups early whose second set of states is lent to a copy."""
+        self.speculating -= self._cpu.lent
+
+    def _begin(self) -> None:
+        self.gradients, self._learning_rates = {}, {}
+        self.speculating = self._second if self.speculation.is_worthwhile else frozenset()
+        self.leave_out_lent()
+
+    def _policy_of(self, index: int) -> StepPolicy:
+        return self._speculative if index in self.speculating else self._policy
+
+    def _send(
+        self, index: int, step: int, scale: float = 1.0, operation: Operation = Operation.STEP
+    ) -> None:
+        group = self._adamw.param_groups[self._sub_groups[index].parameter_group]
+        gradient = self.gradients[index]
+        rate = float(
+            group["lr"]
+        )  # now: it may be a tensor that a scheduler writes to before the command leaves
+        command = Command(
+            operation,
+            self._cpu.slot[index],
+            step,
+            gradient=gradient.source,
+            scale=scale,
+            learning_rate=rate,
+            beta1=float(group["betas"][0]),
+            beta2=float(group["betas"][1]),
+            epsilon=group["eps"],
+            weight_decay=group["weight_decay"],
+        )
+        self._learning_rates[index] = rate
+        self._cpu.step(index, command, gradient.copied)
