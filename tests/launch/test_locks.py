@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import stat
@@ -61,6 +62,28 @@ def test_a_lock_whose_file_a_cleaner_removed_is_taken_again(tmp_path: Path) -> N
         host_check.take(tmp_path, "gpu-1", ME)
     again.release()
     host_check.take(tmp_path, "gpu-1", ME).release()
+
+
+def test_a_lock_whose_file_is_replaced_while_it_is_taken_is_on_the_new_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cleaner removes the file between open and flock, and another process makes it anew."""
+    flock = fcntl.flock
+    replaced: list[int] = []
+
+    def late(descriptor: int, operation: int) -> None:
+        if not replaced:
+            (tmp_path / "gpu-1.lock").unlink()
+            (tmp_path / "gpu-1.lock").touch()
+            replaced.append(descriptor)
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    lock = host_check.take(tmp_path, "gpu-1", ME)
+    assert os.fstat(lock.descriptor).st_ino == lock.path.stat().st_ino
+    with pytest.raises(host_check.LockTakenError):
+        host_check.take(tmp_path, "gpu-1", ME)
+    lock.release()
 
 
 def test_the_folder_is_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

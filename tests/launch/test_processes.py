@@ -333,3 +333,19 @@ def test_orphans_that_end_between_two_looks_do_not_stay_zombies_and_who_started_
         check=True,
     )
     assert done.stdout.splitlines() == ["0 0", "5 [5]", "{}"], done.stderr
+
+
+def test_a_signal_goes_only_to_the_process_that_was_recorded() -> None:
+    """Its pid may be another process's by now: what tells them apart is when they started."""
+    with subprocess.Popen(["sleep", "60"]) as process:
+        try:
+            stat = read_stat(process.pid)
+            assert stat is not None
+            earlier = Process(pid=process.pid, start_time=stat.start_time - 1)
+            send(earlier, signal.SIGKILL)
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(0.2)
+            send(Process(pid=process.pid, start_time=stat.start_time), signal.SIGTERM)
+            assert process.wait(LIMIT_S) == -signal.SIGTERM
+        finally:
+            process.kill()

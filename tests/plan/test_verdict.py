@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from so_tui.machine.types import Machine
 from so_tui.plan import make_plan, plan_table, recommend
-from so_tui.plan.fit import Demand, judge
+from so_tui.plan.fit import Demand, best, judge, target_of
 from so_tui.plan.notes import (
     AllOnGpu,
     AmdGpu,
@@ -340,6 +340,21 @@ def test_nothing_is_recommended_for_gpus_of_unknown_memory() -> None:
         for row in plan_table(list(CATALOG.presets.values()), unknown)
         for plan in row.cells.values()
     )
+
+
+def test_what_fits_barely_without_offload_is_planned_where_nothing_fits_well() -> None:
+    """Between the two margins of the GPU, with a host too small for the states: closer than any offload."""
+    narrow = replace(
+        BIG,
+        gpus=(replace(BIG.gpus[0], memory_total_bytes=71 * 2**30),),
+        numa_nodes=tuple(
+            replace(node, memory_total_bytes=16 * 2**30) if node.kind == "cpu" else node
+            for node in BIG.numa_nodes
+        ),
+    )
+    spec = spec_of("qwen3-4b-random", gpus="1")
+    found = best(spec, target_of(spec, narrow))
+    assert (found.spec.offload.mode, found.verdict) == ("gpu", "tight")
 
 
 def test_what_padding_costs_is_said_with_the_reason_for_it() -> None:

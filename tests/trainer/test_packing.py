@@ -29,6 +29,12 @@ def test_a_document_goes_where_it_leaves_least() -> None:
     ]
 
 
+def test_the_fullest_sequence_with_room_is_chosen_before_an_emptier_one() -> None:
+    """7 and 6 open a sequence each: 3 fits both, and fills the first."""
+    sequences = pack(np.array([7, 6, 3]), 10)
+    assert [sequences.of(index).tolist() for index in range(len(sequences))] == [[0, 2], [1]]
+
+
 def test_equal_input_packs_equally() -> None:
     lengths = np.full(100, 7)
     assert pack(lengths, 64).documents.tolist() == pack(lengths, 64).documents.tolist()

@@ -1,0 +1,97 @@
+"""Runs that earlier versions wrote are listed, shown, exported and refused as they were then.
+
+``tests/data/runs`` holds the run directory of `so-tui run tiny --set train.steps=20` by release 0.1.0, and by the last version before
+the files of this program were sorted anew. Left out: logs, the states of 37 MB (so no checkpoint is complete), and empty files.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from so_tui.cli import main
+
+DATA = Path(__file__).parents[1] / "data"
+LOSSES = [float(line) for line in (DATA / "losses_tiny.txt").read_text().split()]
+VERSIONS = ("0.1.0", "before-house")
+
+
+@pytest.fixture(params=VERSIONS)
+def older(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of an older run that only its user can open, as so-tui makes them."""
+    runs = tmp_path / "runs"
+    shutil.copytree(DATA / "runs" / request.param, runs)
+    for folder, _, files in os.walk(runs):
+        Path(folder).chmod(0o700)
+        for name in files:
+            (Path(folder) / name).chmod(0o600)
+    monkeypatch.setenv("SO_TUI_RUNS_DIR", str(runs))
+    return runs / "tiny"
+
+
+@pytest.mark.usefixtures("older")
+def test_older_run_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs", "--json"]) == 0
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    seen = {key: run[key] for key in ("name", "state", "step", "total_steps", "attempts")}
+    assert seen == {
+        "name": "tiny",
+        "state": "finished",
+        "step": 20,
+        "total_steps": 20,
+        "attempts": 1,
+    }
+    assert run["results"]["mean_steps"] == 5
+    assert run["results"]["loss"] == pytest.approx(sum(LOSSES[-5:]) / 5)
+
+
+@pytest.mark.usefixtures("older")
+def test_older_run_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "tiny", "tiny", "--json"]) == 0
+    run = json.loads(capsys.readouterr().out)["runs"][0]
+    assert (run["step"], run["settings"]) == (20, {})
+    assert run["results"]["loss"] == pytest.approx(sum(LOSSES[-5:]) / 5)
+    assert run["results"]["host_memory_bytes"] > 2**30 - 2**27
+
+
+@pytest.mark.usefixtures("older")
+def test_older_run_is_watched(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["watch", "tiny", "--plain"]) == 0
+    lines = capsys.readouterr().out
+    for step in range(1, 21):
+        assert f"step {step}/20  loss {LOSSES[step - 1]:.4f}" in lines
+    assert "finished at step 20, saved step 20" in lines
+
+
+@pytest.mark.usefixtures("older")
+def test_metrics_of_older_run_are_exported(tmp_path: Path) -> None:
+    assert main(["export-metrics", "tiny", "--to", str(tmp_path / "steps.csv")]) == 0
+    with (tmp_path / "steps.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["loss"]) for row in rows] == LOSSES
+    assert [int(row["step"]) for row in rows] == list(range(1, 21))
+    assert {row["attempt"] for row in rows} == {"1"}
+    assert sum(int(row["trained_tokens"]) for row in rows) == 14985
+    assert float(rows[0]["gradient_norm"]) == pytest.approx(3.9604753)
+    assert all(float(row["step_s"]) > 0 for row in rows)
+
+
+@pytest.mark.usefixtures("older")
+def test_older_run_that_finished_is_not_resumed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["resume", "tiny"]) == 2
+    assert "finished all of its 20 steps" in capsys.readouterr().err
+
+
+def test_older_checkpoint_without_states_is_not_exported(
+    older: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its manifest is read: what is missed is the file that it names."""
+    assert main(["export", "tiny", "--to", str(tmp_path / "model")]) != 0
+    error = capsys.readouterr().err
+    assert str(older / "checkpoints/step-000020/optimizer/rank_00000.states") in error
+    assert not (tmp_path / "model").exists()
