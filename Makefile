@@ -7,7 +7,7 @@
 #   TORCH_INDEX=URL       another package index for torch (the CUDA or CPU build you need); empty: pip's default
 #   SYSTEM_TORCH=1        use the torch that PYTHON already has (site containers, modules) and install none
 #   VENV=.venv            where the environment goes
-#   BUDGETS=enforce       fail when a test file exceeds its time budget (tests/budgets.toml); default: report
+#   CPU_LIMIT=300         fail when the tests of a tier take more CPU seconds; without it they are only reported
 #   COVERAGE=1            have `make test` measure which lines the tests run, into build/coverage
 #   SYSTEM_TESTS=FILES    only these tests of `make test-system`
 
@@ -17,7 +17,7 @@ STACK ?= newest
 TORCH ?= torch==$(shell sed -n '/^name = "$(STACK)"/,/^$$/s/^torch = "\(.*\)"/\1/p' so_tui/machine/versions.toml)
 TORCH_INDEX ?=
 SYSTEM_TORCH ?=
-BUDGETS ?= report
+CPU_LIMIT ?=
 COVERAGE ?=
 SYSTEM_TESTS ?= tests/ui/test_cost.py tests/system tests/slurm tests/faults tests/security/test_looking.py tests/launch/test_fetch.py \
 	tests/launch/test_new_preset_hub.py tests/trainer/test_architectures.py
@@ -37,18 +37,18 @@ export PYTHONSAFEPATH := 1
 # Containers often forbid it. Tests start hundreds of processes, and each would compile all of our modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-CHECKS := check-code check-types check-imports check-words check-automation
+CHECKS := check-code check-types check-imports check-words check-automation check-repository
 
 .PHONY: help install demo test test-all test-slow test-system aarch64-test test-gpu check $(CHECKS) docs coverage-report screenshots tour lock wheel clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo         set up everything here, then train the embedded tiny model on two ranks and show it"
-	@echo "make test         everything that need not train, and one real run (at most 5 minutes on two cores)"
-	@echo "make test-all     make test, then every test that trains (at most 20 minutes)"
-	@echo "make test-system  the wheel in an empty environment, locked packages, Slurm (at most 25 minutes; needs a package index)"
+	@echo "make test         everything that need not train, and one real run (about two minutes on two cores)"
+	@echo "make test-all     make test, then every test that trains (at most 14 minutes)"
+	@echo "make test-system  the wheel in an empty environment, locked packages, Slurm (at most 18 minutes; needs a package index)"
 	@echo "make aarch64-test the light install and the kernel on aarch64: natively there, elsewhere with qemu-user and Debian's packages (at most 8 minutes)"
-	@echo "make check        ruff, mypy --strict, import rules, codespell, proselint, workflows and hooks, documentation"
+	@echo "make check        ruff, mypy --strict, import rules, codespell, proselint, workflows and hooks, generated files, documentation"
 	@echo "make docs         the documentation as a site in build/site, with every internal link checked"
 	@echo "make test-gpu     the tests that need a CUDA device"
 	@echo "make screenshots  redraw screenshots/, simulated and from a real run"
@@ -88,7 +88,13 @@ $(DOCS): $(LIGHT) locks/docs.txt
 	@$(PIP) install -r locks/docs.txt -c locks/light.txt
 	@touch $@
 
-PYTEST := $(BIN)/python -m pytest --budgets=$(BUDGETS)
+# Tests make and remove many thousands of small files: in memory where it has room and lets programs run. Tests that install packages
+# need more room.
+IN_MEMORY := if awk '$$2 == "/dev/shm" && $$3 == "tmpfs" && $$4 !~ /noexec/ { found = 1 } END { exit !found }' /proc/mounts && \
+	[ "$$(df --output=avail -k /dev/shm | tail -n 1)" -ge 2097152 ]; then \
+	TMPDIR=$$(mktemp -d /dev/shm/tests.XXXXXX) && export TMPDIR && trap 'rm -rf "$$TMPDIR"' EXIT && trap 'exit 130' INT TERM; fi;
+
+PYTEST := $(BIN)/python -m pytest --durations=15 --durations-min=1 $(if $(CPU_LIMIT),--cpu-limit=$(CPU_LIMIT))
 # The tests of a file share a worker and its fixtures. In the fast tier there is one worker more than there are cores, since tests wait for
 # processes; ranks keep two workers busy.
 WORKERS := --dist loadfile --no-loadscope-reorder -n
@@ -96,7 +102,7 @@ WORKERS := --dist loadfile --no-loadscope-reorder -n
 # Measuring slows everything down, so that tests of speed may fail (1): tests are judged without it.
 test: $(TRAIN)
 	@$(if $(COVERAGE),rm -rf build/coverage)
-	@$(PYTEST) --tier test -m "not slow and not system and not gpu" $(WORKERS) 3 $(if $(COVERAGE),--cov --cov-report= || [ $$? = 1 ])
+	@$(IN_MEMORY) $(PYTEST) -m "not slow and not system and not gpu and not repository" $(WORKERS) 3 $(if $(COVERAGE),--cov --cov-report= || [ $$? = 1 ])
 	@$(if $(COVERAGE),$(MAKE) --no-print-directory coverage-report)
 
 # GitHub shows what is added to GITHUB_STEP_SUMMARY on the page of the job.
@@ -110,14 +116,14 @@ test-all: test
 	@$(MAKE) --no-print-directory test-slow
 
 test-slow: $(TRAIN)
-	@$(PYTEST) --tier slow -m "slow and not gpu" $(WORKERS) 2
+	@$(IN_MEMORY) $(PYTEST) -m "slow and not gpu" $(WORKERS) 2
 
 # What the dashboard costs is measured while nothing else runs. The other tests mostly wait.
 ALONE := tests/ui/test_cost.py
 test-system: $(TRAIN)
 	@TORCH_INDEX=$(TORCH_INDEX) $(BIN)/python -m tests.support.set_environments
 	@$(if $(filter $(ALONE),$(SYSTEM_TESTS)),$(PYTEST) -m system $(ALONE))
-	@$(PYTEST) --tier system -m system --ignore=$(AARCH64_KERNEL) $(filter-out $(ALONE),$(SYSTEM_TESTS)) $(WORKERS) 2
+	@$(PYTEST) -m system --ignore=$(AARCH64_KERNEL) $(filter-out $(ALONE),$(SYSTEM_TESTS)) $(WORKERS) 2
 
 # The light install, then the Adam kernel and its worker. A part that this machine cannot run says what it lacks.
 aarch64-test: $(TRAIN)
@@ -158,6 +164,11 @@ check-automation: $(LIGHT)
 	@$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/*.yml
 	@$(BIN)/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
 	@$(BIN)/pre-commit validate-config
+
+# Files that are made from others, and what the documents say of the repository.
+check-repository: $(LIGHT)
+	@$(BIN)/python -m pytest -q -m repository tests/test_docs.py tests/test_tour.py tests/test_automation.py tests/test_containers.py \
+		tests/commands tests/spec/test_reference.py
 
 screenshots: $(TRAIN)
 	@$(BIN)/python screenshots/make.py

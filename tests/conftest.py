@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-pytest_plugins = ("tests.support.budgets", "tests.support.tiers")
+pytest_plugins = ("tests.support.tiers",)
 
 OWN = {"XDG_CONFIG_HOME": "config", "XDG_STATE_HOME": "state", "XDG_DATA_HOME": "data"}
 

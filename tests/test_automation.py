@@ -12,6 +12,8 @@ import yaml
 
 from tests.support.python_path import ROOT
 
+pytestmark = pytest.mark.repository
+
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 MAKEFILE = (ROOT / "Makefile").read_text()
 APT = "sudo apt-get update && sudo apt-get install --yes --no-install-recommends "
@@ -34,7 +36,7 @@ def prerequisites(target: str) -> set[str]:
 def checked_before_landing() -> set[str]:
     """Return the targets that ``.ci/run`` makes, and those that are part of them."""
     (made,) = re.findall(
-        r"^make ((?:[a-z0-9-]+ )+)", (ROOT / ".ci" / "run").read_text(), re.MULTILINE
+        r"^make ((?:[a-z0-9-]+ ?)+)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE
     )
     targets = set(made.split())
     return targets.union(*map(prerequisites, targets))

@@ -12,6 +12,8 @@ import pytest
 from containers.make import files
 from tests.support.python_path import ROOT
 
+pytestmark = pytest.mark.repository
+
 FILES = dict(files())
 
 

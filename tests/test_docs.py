@@ -22,6 +22,8 @@ from so_tui.commands import parser
 from so_tui.runs.records import OutcomeCode
 from tests.support.python_path import ROOT
 
+pytestmark = pytest.mark.repository
+
 PAGES = [
     *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY")),
     *sorted((ROOT / "docs").rglob("*.md")),

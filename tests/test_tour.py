@@ -10,6 +10,8 @@ import pytest
 
 from tests.support.python_path import ROOT
 
+pytestmark = pytest.mark.repository
+
 TOUR, PRETRAINED = "tour", "pretrained"
 BOTH = pytest.mark.parametrize("name", [TOUR, PRETRAINED])
 STYLE = re.compile(r"\x1b\[[0-9;:?]*[a-zA-Z]")

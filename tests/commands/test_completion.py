@@ -151,6 +151,7 @@ def test_nothing_that_a_shell_would_expand_is_offered(shell: str, user: Shell) -
     assert sorted(path.name for path in user.cwd.iterdir()) == sorted(NOT_PLAIN)
 
 
+@pytest.mark.repository
 def test_the_words_are_current() -> None:
     assert WORDS.read_text() == words(), (
         "python -m so_tui.commands.words > so_tui/commands/words.json"

@@ -24,6 +24,7 @@ def told(*argv: str) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
+@pytest.mark.repository
 def test_the_page_is_current() -> None:
     assert PAGE.read_text() == manual(), "run: python -m so_tui.commands.man > docs/so-tui.1"
 

@@ -37,6 +37,7 @@ PRINTED = [
 ]
 
 
+@pytest.mark.repository
 def test_the_schemas_are_current() -> None:
     published = {path.stem: path.read_text() for path in FOLDER.glob("*.json")}
     assert published == {name: schema_text(schema) for name, schema in schemas().items()}, (

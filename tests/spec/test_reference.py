@@ -16,6 +16,7 @@ from so_tui.spec.reference import reference
 PAGE = Path(__file__).parents[2] / "docs" / "presets.md"
 
 
+@pytest.mark.repository
 def test_the_page_is_current() -> None:
     assert PAGE.read_text(encoding="utf-8") == reference(), (
         "run: python -m so_tui.spec.reference > docs/presets.md"

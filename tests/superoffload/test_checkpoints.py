@@ -29,8 +29,6 @@ from so_tui_trainer.loop import Control, refuse_if_superseded
 from so_tui_trainer.ranks import Ranks
 from tests.support import engine as support
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def one_rank() -> Ranks:
@@ -104,6 +102,7 @@ def test_the_newest_that_can_be_read_is_taken_and_the_damaged_ones_are_named(
     assert checkpoint.newest(tmp_path / "nowhere") is None
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_written_while_training_goes_on_is_that_of_its_step(
     tmp_path: Path, one_rank: Ranks
 ) -> None:
@@ -137,6 +136,7 @@ def test_a_checkpoint_that_is_written_while_training_goes_on_is_that_of_its_step
         assert (tmp_path / "step-000002" / "random.rank0.msgpack").read_bytes() == drawn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trains", [True, False])
 def test_a_checkpoint_that_cannot_be_written_meanwhile_is_reported_and_the_one_before_stays(
     trains: bool, tmp_path: Path, one_rank: Ranks
@@ -186,6 +186,7 @@ def test_older_checkpoints_stay_until_the_new_one_is_verified(
         assert names(tmp_path) == ["step-000002.damaged", third.name]
 
 
+@pytest.mark.slow
 def test_leftovers_of_a_killed_save_are_removed_and_a_checkpoint_restores_everything(
     tmp_path: Path, one_rank: Ranks
 ) -> None:
@@ -236,6 +237,7 @@ def test_one_flipped_bit_in_a_small_file_is_found(tmp_path: Path, one_rank: Rank
         assert str(file) in damage.reason
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_replaced_while_it_is_read_is_not_damaged(
     tmp_path: Path, one_rank: Ranks
 ) -> None:

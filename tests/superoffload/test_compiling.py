@@ -6,6 +6,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+import pytest
+
 from superoffload.deepspeed_adapter.engine import compiled_when_called
 
 MUON = """
@@ -25,6 +27,7 @@ assert compiler.compile() is torch.compile, "as it was"
 """
 
 
+@pytest.mark.slow
 def test_muon_is_compiled_when_it_is_called() -> None:
     done = subprocess.run([sys.executable, "-c", MUON], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

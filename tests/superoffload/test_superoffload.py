@@ -20,14 +20,14 @@ from so_tui_trainer.engine_settings import engine_settings
 from so_tui_trainer.model.build import set_leaf_modules
 from so_tui_trainer.model.trained import TrainedModel
 from superoffload.deepspeed_adapter.engine import sub_group_states
+from superoffload.gpu_states import Gradient, SubGroup
+from superoffload.norm import GradientNorm
 from superoffload.optimizer import SuperOffload
 from superoffload.transfers import HostTransfers
 from tests.support import engine as support
 from tests.support.reference_adamw import Reference, core_of
 
 WATCHDOG_TIMEOUT_S = 30.0
-
-pytestmark = pytest.mark.slow
 
 STEPS = 20
 
@@ -36,13 +36,13 @@ STEPS = 20
     ("ratio", "clipping", "accumulation", "dtype"),
     [
         (1.0, 0.0, 1, torch.bfloat16),
-        (0.5, 0.0, 1, torch.float32),
-        (0.0, 1e-3, 1, torch.bfloat16),
+        pytest.param(0.5, 0.0, 1, torch.float32, marks=pytest.mark.slow),
+        pytest.param(0.0, 1e-3, 1, torch.bfloat16, marks=pytest.mark.slow),
         (0.5, 1e-3, 1, torch.bfloat16),
-        (1.0, 1e6, 1, torch.float32),
-        (0.5, 0.0, 3, torch.bfloat16),
-        (0.5, 1e-3, 3, torch.bfloat16),
-        (1.0, 1e6, 2, torch.float32),
+        pytest.param(1.0, 1e6, 1, torch.float32, marks=pytest.mark.slow),
+        pytest.param(0.5, 0.0, 3, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(0.5, 1e-3, 3, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(1.0, 1e6, 2, torch.float32, marks=pytest.mark.slow),
     ],
 )
 def test_twenty_steps_are_those_of_float32_adamw(
@@ -65,6 +65,19 @@ def test_twenty_steps_are_those_of_float32_adamw(
             assert torch.equal(state.weights, state.master_weights.to(dtype))
 
 
+def test_norm_is_of_the_gradients_of_all_ranks() -> None:
+    group = SubGroup(torch.zeros(2), 0, ("weight",), (0,), on_gpu=True)
+    norm = GradientNorm(
+        (group,),
+        torch.device("cpu"),
+        HostTransfers(),
+        all_reduce=lambda squares: squares.add_(11.0),  # what other ranks have
+        poisons=False,
+    )
+    norm.add([Gradient(sub_group=0, member=0, values=torch.tensor([1.0, 2.0]))])
+    assert norm.read(norm.all_rank_squares((), {}), step=1) == pytest.approx(4.0)
+
+
 def train_late(made: Any, tokens: torch.Tensor) -> None:
     """Take a step that the Adam worker begins 0.3 s late. Clipping must hold it back until then."""
     made.backward(made(tokens))
@@ -73,6 +86,7 @@ def train_late(made: Any, tokens: torch.Tensor) -> None:
     timer.start()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("left_out", [False, True])
 def test_waits_between_steps_can_be_left_out_of_the_next_steps_stats(left_out: bool) -> None:
     """An evaluation waits for the weights before the next step's forward, which then has nothing to wait for."""
@@ -89,6 +103,7 @@ def test_waits_between_steps_can_be_left_out_of_the_next_steps_stats(left_out: b
         )
 
 
+@pytest.mark.slow
 def test_what_the_host_waits_for_in_another_stream_is_measured_in_the_one_that_computes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -110,6 +125,7 @@ def test_what_the_host_waits_for_in_another_stream_is_measured_in_the_one_that_c
         assert "computing" in streams
 
 
+@pytest.mark.slow
 def test_waiting_for_all_weights_between_steps_is_not_in_forward() -> None:
     with support.engine(support.spec("superoffload", 1.0, clipping=1.0)) as made:
         one, other = support.batches(2)
@@ -119,6 +135,7 @@ def test_waiting_for_all_weights_between_steps_is_not_in_forward() -> None:
         assert superoffload.stats(made).exposed_in_forward_s < 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ratio", "accumulation"), [(0.37, 8), (1.0, 1)])
 def test_odd_sizes_with_occasional_clipping_are_those_of_float32_adamw(
     ratio: float, accumulation: int
@@ -170,6 +187,7 @@ class Mixture(torch.nn.Module):
         return x + added
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clipping", [0.0, 1.0])
 def test_an_expert_without_tokens_in_a_leaf_module_has_a_gradient_of_zero(clipping: float) -> None:
     from deepspeed.utils import safe_get_full_optimizer_state, set_z3_leaf_modules
@@ -187,6 +205,7 @@ def test_an_expert_without_tokens_in_a_leaf_module_has_a_gradient_of_zero(clippi
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_the_loss_falls_and_waiting_early_or_late_gives_the_same_bits(tmp_path: Path) -> None:
     run = support.spec("superoffload", 0.8, clipping=1.0)
     data = support.batches(1) * 12
@@ -200,6 +219,7 @@ def test_the_loss_falls_and_waiting_early_or_late_gives_the_same_bits(tmp_path: 
     assert losses[-1] < 0.8 * losses[0]
 
 
+@pytest.mark.slow
 def test_weights_read_between_steps_are_those_of_the_last_step() -> None:
     import deepspeed
 
@@ -216,6 +236,7 @@ def test_weights_read_between_steps_are_those_of_the_last_step() -> None:
         )
 
 
+@pytest.mark.slow
 def test_sub_groups_held_back_for_the_norm_return_in_the_order_in_which_forward_uses_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -234,6 +255,7 @@ def test_sub_groups_held_back_for_the_norm_return_in_the_order_in_which_forward_
         assert order.index(norms) == 1
 
 
+@pytest.mark.slow
 def test_stats_are_those_of_one_step() -> None:
     with support.engine(support.spec("superoffload", 1.0)) as made:
         # Weights that arrive late count in the interval after their step. Waiting for them makes the figures those of one step.
@@ -253,6 +275,7 @@ def test_stats_are_those_of_one_step() -> None:
         assert superoffload.uses_worker(made)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_gradient_that_is_not_finite_stops_before_anything_is_stepped(
     accumulation: int, tmp_path: Path
@@ -269,6 +292,7 @@ def test_a_gradient_that_is_not_finite_stops_before_anything_is_stepped(
         assert support.states(made, tmp_path / "after") == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ratio", "accumulation"), [(1.0, 1), (0.5, 1), (1.0, 2), (0.0, 1)])
 def test_a_poisoned_state_is_not_saved(ratio: float, accumulation: int, tmp_path: Path) -> None:
     with support.engine(
@@ -285,6 +309,7 @@ def test_a_poisoned_state_is_not_saved(ratio: float, accumulation: int, tmp_path
         assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clipping", [0.0, 1.0])
 def test_a_killed_worker_is_reported_within_seconds(clipping: float, tmp_path: Path) -> None:
     with support.engine(support.spec("superoffload", 1.0, clipping=clipping)) as made:
@@ -300,6 +325,7 @@ def test_a_killed_worker_is_reported_within_seconds(clipping: float, tmp_path: P
             superoffload.save_state(made, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_is_reported_after_the_watchdog_timeout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -321,6 +347,7 @@ def test_a_stopped_worker_is_reported_after_the_watchdog_timeout(
         assert caught.value.code == "worker-stuck"
 
 
+@pytest.mark.slow
 def test_a_parameter_without_gradient_is_named() -> None:
     class Unused(support.Model):
         def __init__(self) -> None:
@@ -336,6 +363,7 @@ def test_a_parameter_without_gradient_is_named() -> None:
     assert caught.value.code == "missing-gradient"
 
 
+@pytest.mark.slow
 def test_weights_on_an_nvme_disk_are_refused(tmp_path: Path) -> None:
     """DeepSpeed's config may ask for it; weights in host memory are what our optimizer can have."""
     support.ensure_process_group()
@@ -357,6 +385,7 @@ def test_weights_on_an_nvme_disk_are_refused(tmp_path: Path) -> None:
         assert support.train(made, support.batches(1))
 
 
+@pytest.mark.slow
 def test_a_learning_rate_set_too_late_is_refused() -> None:
     with support.engine(support.spec("superoffload", 1.0)) as made:
         loss = made(support.batches(1)[0])
@@ -367,6 +396,7 @@ def test_a_learning_rate_set_too_late_is_refused() -> None:
         assert caught.value.code == "learning-rate-changed"
 
 
+@pytest.mark.slow
 def test_a_learning_rate_in_a_tensor_that_changes_too_late_is_refused() -> None:
     with support.engine(support.spec("superoffload", 1.0)) as made:
         rate = torch.tensor(1e-3)
@@ -378,6 +408,7 @@ def test_a_learning_rate_in_a_tensor_that_changes_too_late_is_refused() -> None:
         assert caught.value.code == "learning-rate-changed"
 
 
+@pytest.mark.slow
 def test_a_step_keeps_its_learning_rate_when_its_tensor_gets_the_next_one(tmp_path: Path) -> None:
     """Most of a step's commands leave later, while the scheduler already writes the next step's rate."""
     found: list[bytes] = []
@@ -391,6 +422,7 @@ def test_a_step_keeps_its_learning_rate_when_its_tensor_gets_the_next_one(tmp_pa
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ratio", [0.0, 0.37, 1.0])
 def test_sub_groups_are_those_of_the_plan(ratio: float) -> None:
     """Compare names, sizes and devices: if they differed, the planner would predict another optimizer's memory and speed."""
@@ -412,6 +444,7 @@ def test_sub_groups_are_those_of_the_plan(ratio: float) -> None:
         ] == [(group.names, group.numel, group.device == "gpu") for group in planned.sub_groups]
 
 
+@pytest.mark.slow
 def test_a_forward_waits_for_the_head_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """The head is in the last sub-group: if it were needed first, no part of forward could run concurrently with Adam."""
     shape = {

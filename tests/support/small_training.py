@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
+from _pytest.mark import ParameterSet
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, PreTrainedModel
@@ -38,6 +41,17 @@ EXPERTS = {
     "intermediate_size": 24,
 }
 MIXTURES = ("qwen3_moe", "gpt_oss")
+
+
+def pairs(policies: Sequence[str], kinds: Sequence[str]) -> list[ParameterSet]:
+    """Return each kind of model under each policy: one policy in the fast tier, the others in the slow one."""
+    return [
+        pytest.param(policy, kind, marks=[] if at % len(policies) == number else [pytest.mark.slow])
+        for at, kind in enumerate(kinds)
+        for number, policy in enumerate(policies)
+    ]
+
+
 Trained = tuple[float, dict[str, Tensor]]
 """Loss and gradients."""
 

@@ -1,6 +1,6 @@
 """A pytest plugin that keeps tests in their tier: a test that launches ranks must be marked ``slow`` (or ``smoke``, ``system``, ``gpu``).
 
-Tiers are markers, described in CONTRIBUTING.md. The plugin watches the processes that the test process starts, directly: a launch in a
+It also tells what a session cost, in CPU seconds, which a busy machine changes little. Tiers are markers, described in CONTRIBUTING.md. The plugin watches the processes that the test process starts, directly: a launch in a
 grandchild goes unnoticed, so commands that train in a process of their own are recognised by their arguments.
 """
 
@@ -14,6 +14,18 @@ from pathlib import PurePath
 import pytest
 
 LAUNCHING_TIERS = ("slow", "smoke", "system", "gpu")
+LONGEST = (
+    "tests/test_smoke.py",
+    "tests/slurm/",
+    "tests/trainer/test_runs.py",
+    "tests/launch/test_supervisor.py",
+    "tests/system/",
+    "tests/trainer/test_architectures.py",
+    "tests/ui/",
+    "tests/superoffload/",
+    "tests/trainer/",
+)
+"""Files and folders that several workers begin with, so that none is still busy with one when the others have ended."""
 _TRAINING_COMMANDS = {"run", "resume", "supervise", "validate"}
 _started: list[list[str]] = []
 
@@ -48,6 +60,51 @@ def _note_process(event: str, arguments: tuple[object, ...]) -> None:
                     if isinstance(argument, str | bytes | os.PathLike)
                 ]
             )
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--cpu-limit``."""
+    parser.addoption(
+        "--cpu-limit",
+        type=float,
+        default=None,
+        metavar="SECONDS",
+        help="fail when the session, with its workers and the processes that they started, takes more CPU seconds",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Let several workers begin with what takes longest. The tests of a file stay together."""
+    if hasattr(config, "workerinput"):
+        items.sort(
+            key=lambda item: next(
+                (at for at, name in enumerate(LONGEST) if item.nodeid.startswith(name)),
+                len(LONGEST),
+            )
+        )
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
+    """Fail an otherwise successful session that exceeded its limit; workers have ended by then."""
+    yield
+    limit = session.config.getoption("--cpu-limit")
+    if limit is not None and cpu_s() > limit and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Tell what the session cost."""
+    limit = config.getoption("--cpu-limit")
+    bound = "" if limit is None else f", limit {limit:.0f} s"
+    terminalreporter.line(f"CPU time of all processes: {cpu_s():.0f} s{bound}")
+
+
+def cpu_s() -> float:
+    """Return the CPU seconds of this process and of all that it and its children waited for."""
+    return sum(os.times()[:4])
 
 
 def pytest_configure() -> None:

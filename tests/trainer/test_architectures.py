@@ -348,6 +348,7 @@ def test_every_architecture_trains_resumes_exactly_and_exports_its_weights(
         assert row["export_equal"], row
 
 
+@pytest.mark.slow
 def test_the_docs_show_the_tables_of_the_data() -> None:
     root = Path(__file__).parents[2]
     script, data = (

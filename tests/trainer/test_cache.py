@@ -209,6 +209,7 @@ def test_a_damaged_entry_is_made_again(tmp_path: Path, damage: str) -> None:
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [folder.name]
 
 
+@pytest.mark.slow
 def test_runs_that_start_at_once_share_one_entry(tmp_path: Path) -> None:
     path = rows_file(tmp_path, 500)
     code = (
@@ -240,6 +241,7 @@ def test_runs_that_start_at_once_share_one_entry(tmp_path: Path) -> None:
     assert intact(folder)
 
 
+@pytest.mark.slow
 def test_several_processes_give_what_one_gives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,6 +257,7 @@ def test_several_processes_give_what_one_gives(
     assert told[-1] == (500, 500)
 
 
+@pytest.mark.slow
 def test_a_bad_row_in_another_process_is_told_as_it_is_here_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

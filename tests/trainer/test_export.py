@@ -394,6 +394,7 @@ def test_a_command_is_told_of_every_tenth_and_of_both_ends() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_without_a_network_what_is_in_the_hubs_cache_is_enough(tmp_path: Path) -> None:
     """Compute nodes have none, and every look-up would wait half a minute for it."""
     cached = tmp_path / "hub" / "models--someone--chat"

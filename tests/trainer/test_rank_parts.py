@@ -68,6 +68,7 @@ leave(3)
 """
 
 
+@pytest.mark.slow
 def test_a_rank_leaves_with_its_exit_handlers_and_output_but_takes_no_interpreter_apart() -> None:
     done = subprocess.run(
         [sys.executable, "-c", LEAVE], capture_output=True, text=True, check=False
@@ -75,6 +76,7 @@ def test_a_rank_leaves_with_its_exit_handlers_and_output_but_takes_no_interprete
     assert (done.returncode, done.stdout.splitlines()) == (3, ["last words", "exit handler"])
 
 
+@pytest.mark.slow
 def test_binding_moves_every_thread_and_reports_what_it_found() -> None:
     cpu = min(os.sched_getaffinity(0))
     planned = make_plan(tiny(offload__mode="zerooffload"), inspect_machine()).binding[0]
@@ -91,6 +93,7 @@ def test_binding_moves_every_thread_and_reports_what_it_found() -> None:
     assert report.memory_policy.startswith(wanted.memory_policy.mode)
 
 
+@pytest.mark.slow
 def test_a_binding_that_cannot_be_had_is_reported_not_fatal() -> None:
     planned = make_plan(tiny(offload__mode="zerooffload"), inspect_machine()).binding[0]
     wanted = msgspec.structs.replace(planned, cpus=(4000,), main_cpus=(4000,))

@@ -31,12 +31,15 @@ from tests.support.small_training import (
     Products,
     forward,
     model_of,
+    pairs,
     trained,
 )
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "llama", "phi3", "seed_oss", *MIXTURES])
-@pytest.mark.parametrize("policy", ["full", "attention", "selective"])
+@pytest.mark.parametrize(
+    ("policy", "model_type"),
+    pairs(["full", "attention", "selective"], ["qwen3", "llama", "phi3", "seed_oss", *MIXTURES]),
+)
 def test_loss_and_gradients_are_those_of_keeping_everything(
     policy: checkpointing.Policy, model_type: str
 ) -> None:
@@ -76,8 +79,10 @@ def test_routers_that_draw_random_numbers_draw_the_same_again(
         torch.testing.assert_close(ours[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text", "gpt2", *MIXTURES])
-@pytest.mark.parametrize("policy", ["full", "attention", "selective"])
+@pytest.mark.parametrize(
+    ("policy", "model_type"),
+    pairs(["full", "attention", "selective"], ["qwen3", "gemma3_text", "gpt2", *MIXTURES]),
+)
 def test_inputs_in_host_memory_change_no_bit(policy: checkpointing.Policy, model_type: str) -> None:
     """Nor does a second micro-batch, which reuses the memory of the first."""
     expected, gradients = trained(policy, model_type, passes=2)

@@ -17,11 +17,13 @@ from so_tui_trainer.model import fused as kernels
 from so_tui_trainer.model import fused as tiles
 from so_tui_trainer.model.config import load_config
 from tests.support.models import another, causal_model
-from tests.support.small_training import MIXTURES, SHAPE, TOKENS, forward, model_of, trained
+from tests.support.small_training import MIXTURES, SHAPE, TOKENS, forward, model_of, pairs, trained
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "phi3", "gemma3_text", "gpt2"])
-@pytest.mark.parametrize("policy", ["full", "attention"])
+@pytest.mark.parametrize(
+    ("policy", "model_type"),
+    pairs(["full", "attention"], ["qwen3", "phi3", "gemma3_text", "gpt2"]),
+)
 def test_tiles_of_tokens_change_no_loss_and_no_gradient(
     policy: checkpointing.Policy, model_type: str
 ) -> None:

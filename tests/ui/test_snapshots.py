@@ -156,6 +156,10 @@ WALKS = (
 )
 
 
+LOOKS = ("themes", "no colour", "ASCII")
+"""Walks that show in other colours and characters what others show."""
+
+
 class SvgExtension(SingleFileSnapshotExtension):
     """One SVG file for each picture."""
 
@@ -291,7 +295,13 @@ async def go_to(ui: Driver, picture: Picture) -> None:
         await ui.press("enter")
 
 
-@pytest.mark.parametrize("walk", WALKS, ids=lambda walk: walk.name)
+@pytest.mark.parametrize(
+    "walk",
+    [
+        pytest.param(walk, id=walk.name, marks=[pytest.mark.slow] if walk.name in LOOKS else [])
+        for walk in WALKS
+    ],
+)
 async def test_pictures(
     walk: Walk,
     snapshot: SnapshotAssertion,

@@ -351,7 +351,7 @@ def _load(path: Path) -> Any:
             # Python 3.11.2 (Debian 12) saves the member of an enum as an attribute that getattr is to read, 3.11.7 does not.
             known = [LossScaler, DynamicLossScaler, ZeroStageEnum, (_stage, "builtins.getattr")]
             with torch.serialization.safe_globals(known):
-                return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+                return torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # noqa: TID251 -- with weights_only
         except pickle.UnpicklingError as error:
             message = f"{path} holds more than tensors and plain values, and loading it could run code: {str(error).splitlines()[0]}"
             raise OffloadError(message, code="unsafe-pickle") from error

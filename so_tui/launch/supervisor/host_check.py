@@ -278,6 +278,6 @@ def _names(path: Path, descriptor: int) -> bool:
 
 def _read_holder(descriptor: int) -> Holder | None:
     try:
-        return json.decode(os.pread(descriptor, 4096, 0), type=Holder)
+        return json.decode(os.pread(descriptor, 4096, 0), type=Holder)  # noqa: TID251 -- 4 KiB of a folder that only the user can open
     except ValueError:
         return None  # the holder has locked the file and not yet written its name

@@ -136,7 +136,7 @@ def _of_torch_save(path: Path) -> dict[str, Stored]:
 
     try:
         with FakeTensorMode():
-            loaded = torch.load(path, map_location="cpu", weights_only=True)
+            loaded = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251 -- with weights_only
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise _unreadable(path, first_line(error)) from error
     if not isinstance(loaded, dict) or not all(

@@ -58,7 +58,7 @@ def serve(lines: Iterator[str]) -> Iterator[channel.Answer]:
         InputError: The model cannot be loaded.
     """
     stay_offline_when_cut_off()
-    load = msgspec.json.decode(next(lines), type=LoadModel)
+    load = msgspec.json.decode(next(lines), type=LoadModel)  # noqa: TID251 -- what our own process sends
     writers = yield from _changed(_loading(load), msgspec.to_builtins)
     requests = Requests(lines)
     for ask in requests:
@@ -100,7 +100,7 @@ class Requests:
     def _read(self, lines: Iterator[str]) -> None:
         try:
             for line in lines:
-                request: Request = msgspec.json.decode(line, type=Request)
+                request: Request = msgspec.json.decode(line, type=Request)  # noqa: TID251 -- what our own process sends
                 if isinstance(request, Cancel):
                     self._cancelled = request.number
                 elif isinstance(request, Ask):
