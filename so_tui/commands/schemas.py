@@ -26,7 +26,7 @@ from so_tui.launch.show import ShownLaunch
 from so_tui.launch.slurm.script import Site
 from so_tui.machine.types import Machine
 from so_tui.plan.measured import Probe
-from so_tui.plan.notes import Fact
+from so_tui.plan.notes import AnyFact
 from so_tui.plan.plan import Plan
 from so_tui.runs.listing import RunNotes
 from so_tui.settings import Settings
@@ -80,7 +80,7 @@ def _schemas() -> Iterator[tuple[str, Schema]]:
 def _with_plan(kind: type[Struct]) -> tuple[tuple[Schema, ...], dict[str, Schema]]:
     """Return the schemas of a type and of a plan as ``plan_tree`` returns it, with texts for facts and the facts beside them."""
     (own, plan, fact), types = msgspec.json.schema_components(
-        [kind, Plan, Fact], ref_template="#/$defs/{name}"
+        [kind, Plan, AnyFact], ref_template="#/$defs/{name}"
     )
     texts = {"type": "array", "items": _TEXT}
     types["Plan"]["properties"] |= {

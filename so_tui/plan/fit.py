@@ -254,6 +254,10 @@ class Assessment:
     """Of this placement, where the judgement needed it."""
 
     @property
+    def worst(self) -> Shortage | None:
+        return self.shortages[0] if self.shortages else None
+
+    @property
     def gpu_bytes_left(self) -> int:
         """Of each GPU, where they have memory of their own; 0 where its size is not known."""
         supply = self.target.resources.supply

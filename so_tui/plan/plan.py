@@ -6,7 +6,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from so_tui.plan.notes import Caution, NeverRun, Reason, Remedy, Shortage, messages
+from so_tui.plan.notes import Caution, NeverRun, Reason, Remedy, Shortage
 from so_tui.plan.rates import SpeedSource, StepError
 from so_tui.plan.terms import MemoryTerm
 from so_tui.spec.run_spec import Mode, RunSpec
@@ -119,11 +119,11 @@ class Plan(Struct, frozen=True, kw_only=True):
     possible: bool = True
     """False when it cannot run here whatever the memory (no such GPU, a mode this machine lacks): forcing it does not help."""
     recommended: bool = False
-    reasons: tuple[Reason | str, ...]
-    """Why the verdict is what it is, most important first, remedies included. Texts in plans saved by older versions, as below."""
-    remedies: tuple[Remedy | str, ...] = ()
+    reasons: tuple[Reason, ...]
+    """Why the verdict is what it is, most important first, remedies included."""
+    remedies: tuple[Remedy, ...] = ()
     """The reasons that say what would make it fit, the least painful first."""
-    warnings: tuple[Caution | str, ...]
+    warnings: tuple[Caution, ...]
     shortage: Shortage | None = None
     """The worst, where the margin is not left free."""
     gpu_bytes: int
@@ -152,12 +152,12 @@ class Plan(Struct, frozen=True, kw_only=True):
     """None also where nothing is offloaded, or DeepSpeed steps it, which does not report its rates."""
     step_s: float | None
     step_error: StepError | None = None
-    """How far ``step_s`` can be expected to be off; None without it, and in plans saved by older versions."""
+    """How far ``step_s`` can be expected to be off; None without it."""
     tokens_per_step: int
     """Sequence positions of one optimizer step, all ranks."""
     useful_tokens_per_s_total: float | None
     model_tflops_per_gpu: float | None
-    speed_source: SpeedSource | str | None = None
+    speed_source: SpeedSource | None = None
     """What the prediction of time rests on; None without one."""
     binding: tuple[RankBinding, ...]
     spec: RunSpec
@@ -179,20 +179,20 @@ class Plan(Struct, frozen=True, kw_only=True):
 
     @property
     def reason_texts(self) -> tuple[str, ...]:
-        return messages(self.reasons)
+        return tuple(reason.message for reason in self.reasons)
 
     @property
     def cause_texts(self) -> tuple[str, ...]:
         """The reasons that are not remedies, in words."""
-        return messages(tuple(reason for reason in self.reasons if reason not in self.remedies))
+        return tuple(reason.message for reason in self.reasons if reason not in self.remedies)
 
     @property
     def remedy_texts(self) -> tuple[str, ...]:
-        return messages(self.remedies)
+        return tuple(remedy.message for remedy in self.remedies)
 
     @property
     def warning_texts(self) -> tuple[str, ...]:
-        return messages(self.warnings)
+        return tuple(warning.message for warning in self.warnings)
 
 
 prepare(Plan)

@@ -20,8 +20,6 @@ from so_tui.plan.fit import (
     Target,
     assess,
     held_back_step,
-    in_mode,
-    mode_without_gpu,
     node_needs,
     pass_model,
     target_of,
@@ -30,7 +28,6 @@ from so_tui.plan.measured import correcting, corrects_passes
 from so_tui.plan.notes import (
     AttentionFallsBack,
     AutoCheckpointing,
-    AutoMode,
     Choice,
     InputsOnHost,
     MemoryNeeded,
@@ -38,24 +35,20 @@ from so_tui.plan.notes import (
     Need,
     OneMemory,
     SavesBehind,
-    Shortage,
     StepsEarly,
     TokensReached,
     WeightsOnHost,
 )
 from so_tui.plan.placement import keeps_weights_on_host
 from so_tui.plan.plan import OptionalMemory, Plan, PlanRow
-from so_tui.plan.rates import SpeedSource, about_as_fast, clearly_faster, step_error
+from so_tui.plan.rates import SpeedSource, about_as_fast, step_error
 from so_tui.plan.reasons import across_hosts, blockers, cautions, checkpoint_interval, choices
 from so_tui.plan.remedies import gpus_with_margin, remedies
 from so_tui.plan.resources import Resources, as_read, attention_of, rank_counts
 from so_tui.plan.search import (
     best_settings,
-    fastest_policy,
+    decided_settings,
     larger_steps,
-    or_faster_on_host,
-    or_with_less_memory,
-    rate,
     with_fitting_cores,
     with_policy,
 )
@@ -64,30 +57,6 @@ from so_tui.plan.terms import OUTSIDE_ALLOCATOR, TERM_NAMES, MemoryTerm, TermKin
 from so_tui.plan.workload import Workload, seen
 from so_tui.spec.errors import InputError
 from so_tui.spec.run_spec import Mode, Preset, RunSpec
-
-# What a prediction of time rests on: rates, data, and the probes that corrected it.
-
-
-def speed_source_of(target: Target, spec: RunSpec) -> SpeedSource:
-    """Return what a prediction of time for this spec rests on."""
-    speed, mode = target.resources.speed, cast(Mode, spec.offload.mode)
-    host_weights = keeps_weights_on_host(spec)
-    near = correcting(mode, target.ranks, target.probes, host_weights=host_weights)
-    passes = corrects_passes(near, host_weights=host_weights)
-    near = [probe for probe in near if passes or probe.mode == mode]
-    return SpeedSource(
-        calibrated=speed.calibrated if speed else None,
-        published=speed.source if speed else "",
-        workload=None if target.workload == Workload() else target.workload,
-        probed=bool(near),
-        probed_modes=tuple(dict.fromkeys(probe.mode for probe in near)),
-        probed_passes=passes or not near,
-        probed_weights=""
-        if not near or near[0].host_weights == host_weights
-        else "gpu"
-        if host_weights
-        else "host",
-    )
 
 
 def make_plan(
@@ -107,13 +76,11 @@ def make_plan(
     """
     spec = as_read(spec, machine)
     target = _target(spec, machine, workload, probed=probed)
-    found, decided = or_with_less_memory(
-        spec, _decided(spec, target), lambda other: _decided(other, target)
-    )
-    found, decided = or_faster_on_host(
-        spec, (found, decided), lambda other: _decided(other, target)
-    )
-    return _plan(spec, found, (*decided, *_checkpointing(spec, found)))
+    found = decided_settings(spec, target)
+    decided: list[Choice] = [*found.why]
+    if spec.model.activation_checkpointing == "auto" and target.resources.speed is not None:
+        decided.append(AutoCheckpointing(policy=policy_of(found.best.spec.model)))
+    return _plan(spec, found.best, decided)
 
 
 def _target(
@@ -121,49 +88,6 @@ def _target(
 ) -> Target:
     known = seen(spec) if workload is None else None
     return target_of(spec, machine, workload=known.workload if known else workload, probed=probed)
-
-
-def _decided(spec: RunSpec, target: Target) -> tuple[Assessment, tuple[Choice, ...]]:
-    if spec.offload.mode != "auto":
-        return fastest_policy(spec, target), ()
-    if not target.resources.has_gpu:
-        mode = mode_without_gpu(spec)
-        return fastest_policy(in_mode(spec, mode), target), (AutoMode(mode=mode, why="no-gpu"),)
-    offloaded = fastest_policy(in_mode(spec, "superoffload"), target)
-    if target.resources.gpu_memory_unknown:
-        return offloaded, (AutoMode(mode="superoffload", why="gpu-memory-unknown"),)
-    if spec.offload.parameters == "cpu":
-        return offloaded, (AutoMode(mode="superoffload", why="weights-on-host"),)
-    on_gpu = fastest_policy(in_mode(spec, "gpu"), target)
-    if on_gpu.verdict == "fits" and (
-        offloaded.verdict != "fits" or not clearly_faster(rate(offloaded), rate(on_gpu))
-    ):
-        return on_gpu, (AutoMode(mode="gpu", why="fits-on-gpu"),)
-    if on_gpu.verdict == "fits":
-        alike = policy_of(offloaded.spec.model) == policy_of(on_gpu.spec.model)
-        return offloaded, (
-            AutoMode(mode="superoffload", why="overlaps" if alike else "less-recomputation"),
-        )
-    if on_gpu.verdict == "tight" and offloaded.verdict == "does not fit":
-        short = _worst(offloaded)
-        return on_gpu, (
-            AutoMode(
-                mode="gpu", why="offload-does-not-fit", ratio=spec.offload.ratio, shortage=short
-            ),
-        )
-    return offloaded, (
-        AutoMode(mode="superoffload", why="gpu-does-not-fit", shortage=_worst(on_gpu)),
-    )
-
-
-def _worst(found: Assessment) -> Shortage | None:
-    return found.shortages[0] if found.shortages else None
-
-
-def _checkpointing(spec: RunSpec, found: Assessment) -> tuple[AutoCheckpointing, ...]:
-    if spec.model.activation_checkpointing != "auto" or found.target.resources.speed is None:
-        return ()
-    return (AutoCheckpointing(policy=policy_of(found.spec.model)),)
 
 
 def recommend(spec: RunSpec, machine: Machine, gpus: int | None = None) -> Plan:
@@ -189,7 +113,7 @@ def recommend(spec: RunSpec, machine: Machine, gpus: int | None = None) -> Plan:
 
 def _recommended(wanted: RunSpec, machine: Machine) -> tuple[Plan, Assessment]:
     target = _target(wanted, machine)
-    chosen, tried = best_settings(wanted, target)
+    chosen, tried, _ = best_settings(wanted, target)
     with_cores = with_fitting_cores(chosen, target)
     if with_cores is not chosen.spec:
         chosen = assess(
@@ -310,7 +234,7 @@ def _plan(
         ),
         remedies=proposed,
         warnings=tuple(cautions(spec, found, searched=searched)),
-        shortage=_worst(found),
+        shortage=found.worst,
         gpu_bytes=found.demand.gpu_bytes,
         gpu_reserved_bytes=sum(
             term.bytes
@@ -344,9 +268,31 @@ def _plan(
         model_tflops_per_gpu=_tflops(target, spec.data.sequence_length, sequences, step.total_s)
         if step
         else None,
-        speed_source=speed_source_of(target, found.spec) if step else None,
+        speed_source=_speed_source(target, found.spec) if step else None,
         binding=resources.bindings(offload.mode),
         spec=_resolved(found, resources),
+    )
+
+
+def _speed_source(target: Target, spec: RunSpec) -> SpeedSource:
+    """Return what a prediction of time for this spec rests on."""
+    speed, mode = target.resources.speed, cast(Mode, spec.offload.mode)
+    host_weights = keeps_weights_on_host(spec)
+    near = correcting(mode, target.ranks, target.probes, host_weights=host_weights)
+    passes = corrects_passes(near, host_weights=host_weights)
+    near = [probe for probe in near if passes or probe.mode == mode]
+    return SpeedSource(
+        calibrated=speed.calibrated if speed else None,
+        published=speed.source if speed else "",
+        workload=None if target.workload == Workload() else target.workload,
+        probed=bool(near),
+        probed_modes=tuple(dict.fromkeys(probe.mode for probe in near)),
+        probed_passes=passes or not near,
+        probed_weights=""
+        if not near or near[0].host_weights == host_weights
+        else "gpu"
+        if host_weights
+        else "host",
     )
 
 

@@ -432,9 +432,6 @@ def measured_network(bytes_per_s: float, share: float, source: str) -> Network:
     )
 
 
-# How fast the network between hosts is, and who says so, in words.
-
-
 def network_text(machine: Machine) -> str:
     """Return how fast a host's network is, for the head of a plan."""
     return f"network of {network_rate_text(machine.network or assumed_network(len(machine.gpus)))} each"

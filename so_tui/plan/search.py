@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace as ext_replace
 from itertools import islice
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -26,8 +26,18 @@ from so_tui.model.profile import (
     policy_of,
     profile_of,
 )
-from so_tui.plan.fit import RATIOS, Assessment, Candidates, Target, assess, best, in_mode, step_with
-from so_tui.plan.notes import Change, LargerSteps
+from so_tui.plan.fit import (
+    RATIOS,
+    Assessment,
+    Candidates,
+    Target,
+    assess,
+    best,
+    in_mode,
+    mode_without_gpu,
+    step_with,
+)
+from so_tui.plan.notes import AutoMode, Change, LargerSteps
 from so_tui.plan.plan import Verdict
 from so_tui.plan.rates import about_as_fast, clearly_faster
 from so_tui.plan.resources import more_sharing, not_shareable
@@ -370,7 +380,6 @@ def _expected_s(found: Assessment) -> float:
     return found.step.total_s if there is None else (found.step.total_s + there.total_s) / 2
 
 
-_T = TypeVar("_T")
 CORE_FRACTIONS = (0.7, 0.8, 0.9)
 _ORDER: dict[Verdict, int] = {"fits": 0, "tight": 1, "does not fit": 2}
 _LONG_WAIT = 0.3
@@ -381,105 +390,135 @@ _WORTHWHILE = 1.2
 """Least gain in tokens per second for which they are proposed."""
 
 
-def best_settings(spec: RunSpec, target: Target) -> tuple[Assessment, tuple[Assessment, ...]]:
+class Found(NamedTuple):
+    """What a search chose for a spec."""
+
+    best: Assessment
+    tried: tuple[Assessment, ...] = ()
+    """Everything that was assessed, fastest first."""
+    why: tuple[AutoMode, ...] = ()
+    """Where the spec left its mode open."""
+
+
+_Search = Callable[[RunSpec, Target], Found]
+
+
+def best_settings(spec: RunSpec, target: Target) -> Found:
     """Return the best settings for ``spec``, and everything that was tried, fastest first.
 
     What fits with a margin comes before what is tight, and that before what does not fit; then the most tokens per second. Of settings that
     are about as fast as the fastest, the simplest and safest are the best.
     """
-    found = _best_as_shared(spec, target)
+    found = _with_savings(_best_of_variants, spec, target)
     for shared in more_sharing(spec):
-        if found[0].verdict == "fits" or not_shareable(shared, target.resources):
+        if found.best.verdict == "fits" or not_shareable(shared, target.resources):
             break
-        other = _best_as_shared(shared, target)
-        found = other if _ORDER[other[0].verdict] < _ORDER[found[0].verdict] else found
+        found = min(found, _with_savings(_best_of_variants, shared, target), key=_order)
     return found
 
 
-def _best_as_shared(spec: RunSpec, target: Target) -> tuple[Assessment, tuple[Assessment, ...]]:
-    """Return the same with as many ranks sharing each sequence as the spec says."""
-    found = or_with_less_memory(
-        spec, _best_of_variants(spec, target), lambda other: _best_of_variants(other, target)
-    )
-    other = or_faster_on_host(spec, found, lambda other: _best_of_variants(other, target))
-    return (other[0], _best_first((*other[1], *found[1]))) if other is not found else found
+def decided_settings(spec: RunSpec, target: Target) -> Found:
+    """Return ``spec`` as given, with only that decided which it leaves open."""
+    return _with_savings(_decided, spec, target)
 
 
-def or_with_less_memory(
-    spec: RunSpec, found: tuple[Assessment, _T], find: Callable[[RunSpec], tuple[Assessment, _T]]
-) -> tuple[Assessment, _T]:
-    """Return what was found for a spec, or what is found with feed-forward tiles, layer inputs on the host, weights there, or several.
+def _order(found: Found) -> int:
+    return _ORDER[found.best.verdict]
+
+
+def _with_savings(search: _Search, spec: RunSpec, target: Target) -> Found:
+    """Return what is found for a spec, or for one with feed-forward tiles, layer inputs on the host, weights there, or several of these.
 
     Each is tried only where nothing fits before, and taken only where it helps.
-
-    Args:
-        spec: As given.
-        found: The best without, and what belongs to it.
-        find: Finds the same for another spec.
     """
-    if not found[0].target.resources.has_gpu:
+    found = search(spec, target)
+    if not target.resources.has_gpu:
         return found
     for saving in memory_savings(spec):
-        if found[0].verdict == "fits":
+        if found.best.verdict == "fits":
             break
-        if saving.offload != spec.offload and all(
-            shortage.pool != "gpu" for shortage in found[0].shortages
-        ):
+        short_of_gpu = any(shortage.pool == "gpu" for shortage in found.best.shortages)
+        if saving.offload != spec.offload and not short_of_gpu:
             break  # weights on the host take more of what is short
-        other = find(saving)
-        found = other if _ORDER[other[0].verdict] < _ORDER[found[0].verdict] else found
-    return found
+        found = min(found, search(saving, target), key=_order)
+    return _or_results_on_host(search, spec, target, found)
 
 
-def or_faster_on_host(
-    spec: RunSpec, found: tuple[Assessment, _T], find: Callable[[RunSpec], tuple[Assessment, _T]]
-) -> tuple[Assessment, _T]:
-    """Return what was found for a spec, or what is found with attention's results on the host, where that is faster.
+def _or_results_on_host(search: _Search, spec: RunSpec, target: Target, found: Found) -> Found:
+    """Return what was found, or what is found with attention's results on the host, where that is faster.
 
     It is where they have no room on the GPU, so that attention would be computed again, or where they would drive states to the host whose
-    steps nothing hides. Arguments as for ``or_with_less_memory``.
+    steps nothing hides.
     """
-    resources = found[0].target.resources
-    if (
-        found[0].verdict != "fits"
-        or not resources.has_gpu
-        or resources.supply.one_memory
-        or not rate(found[0])
-    ):
+    best, policy = found.best, policy_of(found.best.spec.model)
+    if best.verdict != "fits" or target.resources.supply.one_memory or not rate(best):
         return found
-    policy = policy_of(found[0].spec.model)
-    if policy not in TILED_POLICIES or (
-        policy == "attention" and found[0].spec.offload.mode == "gpu"
-    ):
+    if policy not in TILED_POLICIES or (policy == "attention" and best.spec.offload.mode == "gpu"):
         return found
-    for keeping in results_on_host(spec, found[0].spec):
-        other = find(keeping)
+    chosen = found
+    for keeping in results_on_host(spec, best.spec):
+        other = search(keeping, target)
         if (
-            other[0].verdict == "fits"
-            and offloads_results(other[0].spec.model)
-            and clearly_faster(rate(other[0]), rate(found[0]))
+            other.best.verdict == "fits"
+            and offloads_results(other.best.spec.model)
+            and clearly_faster(rate(other.best), rate(chosen.best))
         ):
-            found = other
-    return found
+            chosen = other
+    if chosen is found:
+        return found
+    return chosen._replace(tried=_best_first((*chosen.tried, *found.tried)))
+
+
+def _decided(spec: RunSpec, target: Target) -> Found:
+    if spec.offload.mode != "auto":
+        return Found(fastest_policy(spec, target))
+    if not target.resources.has_gpu:
+        mode = mode_without_gpu(spec)
+        found = fastest_policy(in_mode(spec, mode), target)
+        return Found(found, why=(AutoMode(mode=mode, why="no-gpu"),))
+    offloaded = fastest_policy(in_mode(spec, "superoffload"), target)
+    if target.resources.gpu_memory_unknown:
+        return Found(offloaded, why=(AutoMode(mode="superoffload", why="gpu-memory-unknown"),))
+    if spec.offload.parameters == "cpu":
+        return Found(offloaded, why=(AutoMode(mode="superoffload", why="weights-on-host"),))
+    on_gpu = fastest_policy(in_mode(spec, "gpu"), target)
+    if on_gpu.verdict == "fits" and (
+        offloaded.verdict != "fits" or not clearly_faster(rate(offloaded), rate(on_gpu))
+    ):
+        return Found(on_gpu, why=(AutoMode(mode="gpu", why="fits-on-gpu"),))
+    if on_gpu.verdict == "tight" and offloaded.verdict == "does not fit":
+        why = AutoMode(
+            mode="gpu",
+            why="offload-does-not-fit",
+            ratio=spec.offload.ratio,
+            shortage=offloaded.worst,
+        )
+        return Found(on_gpu, why=(why,))
+    if on_gpu.verdict == "fits":
+        alike = policy_of(offloaded.spec.model) == policy_of(on_gpu.spec.model)
+        why = AutoMode(mode="superoffload", why="overlaps" if alike else "less-recomputation")
+    else:
+        why = AutoMode(mode="superoffload", why="gpu-does-not-fit", shortage=on_gpu.worst)
+    return Found(offloaded, why=(why,))
 
 
 def _best_first(tried: Sequence[Assessment]) -> tuple[Assessment, ...]:
     return tuple(sorted(tried, key=lambda found: (_ORDER[found.verdict], -rate(found))))
 
 
-def _best_of_variants(spec: RunSpec, target: Target) -> tuple[Assessment, tuple[Assessment, ...]]:
-    """Return the same of what differs in mode, ratio, recomputation and micro-batch alone."""
+def _best_of_variants(spec: RunSpec, target: Target) -> Found:
+    """Return the best of what differs in mode, ratio, recomputation and micro-batch alone."""
     variants = _Variants(spec, target)
     least_memory = _least_memory(variants)
     nothing_fits = all(found.verdict == "does not fit" for found in least_memory)
     if nothing_fits or target.resources.speed is None or target.resources.gpu_memory_unknown:
         tried = sorted([best(spec, target), *least_memory], key=lambda found: _ORDER[found.verdict])
-        return tried[0], tuple(tried)
+        return Found(tried[0], tuple(tried))
     tried = [*_tried(variants)]
     if "full" in policies(spec, target) or all(found.verdict == "does not fit" for found in tried):
         tried += least_memory
     ordered = _best_first(tried)
-    return _simplest(spec, ordered), ordered
+    return Found(_simplest(spec, ordered), ordered)
 
 
 class _Variants:
@@ -601,7 +640,7 @@ def larger_steps(given: RunSpec, chosen: Assessment) -> Iterator[LargerSteps]:
         or chosen.step.exposed_optimizer_s < _LONG_WAIT * chosen.step.total_s
     ):
         return
-    larger, _ = best_settings(_with_more_tokens(given), chosen.target)
+    larger = best_settings(_with_more_tokens(given), chosen.target).best
     if larger.verdict != "fits" or not larger.step or rate(larger) < _WORTHWHILE * rate(chosen):
         return
     sequences = (

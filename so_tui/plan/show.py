@@ -15,7 +15,7 @@ from rich.text import Text
 from so_tui.machine.host import cpu_ranges
 from so_tui.machine.types import Machine
 from so_tui.plan.binding import deepspeed_text
-from so_tui.plan.notes import Fact, MemoryPool, message, pool_name
+from so_tui.plan.notes import MemoryPool
 from so_tui.plan.plan import Plan, PlanRow, Verdict
 from so_tui.plan.published import Compared
 from so_tui.plan.rates import SpeedSource, StepError, network_text
@@ -29,10 +29,8 @@ from so_tui.units import disk_size, memory_size, memory_unit, thousands
 # What a prediction of time rests on, in words.
 
 
-def speed_source_text(source: SpeedSource | str, mode: str) -> str:
-    """Return what a prediction of time for a mode rests on: rates, data, and a probe where one corrected it. Empty without a prediction."""
-    if isinstance(source, str):
-        return source
+def speed_source_text(source: SpeedSource, mode: str) -> str:
+    """Return what a prediction of time for a mode rests on: rates, data, and a probe where one corrected it."""
     text = f"{rates_text(source)}; {workload_text(source.workload)}"
     if not source.probed:
         return text
@@ -127,32 +125,26 @@ def plan_tree(plan: Plan) -> dict[str, Any]:
     its ``role``, ``code``, values and ``message``.
     """
     row: dict[str, Any] = msgspec.to_builtins(plan, str_keys=True)
-    row["facts"] = [
-        {"role": role, **msgspec.to_builtins(fact), "message": message(fact)}
-        for role, fact in _roles(plan)
-        if not isinstance(fact, str)
+    facts = [
+        *(("remedy" if reason in plan.remedies else "reason", reason) for reason in plan.reasons),
+        *(("warning", warning) for warning in plan.warnings),
     ]
     row |= {
+        "facts": [
+            {"role": role, **msgspec.to_builtins(fact), "message": fact.message}
+            for role, fact in facts
+        ],
         "reasons": plan.reason_texts,
         "remedies": plan.remedy_texts,
         "warnings": plan.warning_texts,
+        "speed_source": speed_source_text(plan.speed_source, plan.mode)
+        if plan.speed_source
+        else "",
+        "speed": row["speed_source"],
     }
-    row["speed_source"] = speed_source_text(plan.speed_source or "", plan.mode)
-    row["speed"] = (
-        msgspec.to_builtins(plan.speed_source)
-        if isinstance(plan.speed_source, SpeedSource)
-        else None
-    )
     if plan.shortage is not None:
-        row["shortage"]["place"] = pool_name(plan.shortage)
+        row["shortage"]["place"] = plan.shortage.place
     return row
-
-
-def _roles(plan: Plan) -> Iterator[tuple[str, Fact | str]]:
-    for reason in plan.reasons:
-        yield "remedy" if reason in plan.remedies else "reason", reason
-    for warning in plan.warnings:
-        yield "warning", warning
 
 
 def settings_of(spec: RunSpec) -> dict[str, str | int | float]:
@@ -303,7 +295,7 @@ def render_plan(plan: Plan, machine: Machine) -> RenderableType:
     parts: list[RenderableType] = [_headline(plan), Text()]
     for reason in plan.reasons:
         sign, style = ("→", "green") if reason in plan.remedies else ("·", "cyan")
-        parts.append(_bullet(sign, style, message(reason)))
+        parts.append(_bullet(sign, style, reason.message))
     parts += [_bullet("!", "yellow", warning) for warning in plan.warning_texts]
     for location, title, capacity in _locations(plan, machine):
         terms = sorted(
@@ -507,9 +499,7 @@ def _sources(rows: Sequence[PlanRow]) -> Iterator[str]:
     probed: dict[str, list[str]] = {}
     for row in rows:
         for source in dict.fromkeys(
-            plan.speed_source
-            for plan in row.cells.values()
-            if isinstance(plan.speed_source, SpeedSource)
+            plan.speed_source for plan in row.cells.values() if plan.speed_source
         ):
             rates = rates_text(source)
             groups = [users.setdefault(rates, {}).setdefault(source.workload, [])]

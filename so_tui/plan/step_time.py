@@ -7,7 +7,7 @@ what moves through the GPU's memory beside them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from heapq import heappop, heappush
@@ -518,65 +518,79 @@ class OptimizerModel:
         return exposed_adam_s(states, rate, backward_s)
 
     def _own_exposed_s(self, on_gpu_s: float) -> float:
-        placement, use, rate, once = self.placement, self.use, self._adam_bytes_per_s, self.one_pass
-        spec, layout = placement.spec, placement.layout
-        clipped, accumulated = (
-            spec.train.gradient_clipping > 0,
-            spec.gradient_accumulation_steps > 1,
+        """Return how long our engine's step is exposed. The GPU steps its own sub-groups while the worker steps the others."""
+        norm_s = self._norm_s()
+        updates = list(self._updates(norm_s))
+        begins_s = max(on_gpu_s + norm_s, self._early_stepped_s(updates, norm_s))
+        return begins_s + weight_wait_s(
+            updates,
+            self.speed.h2d_bytes_per_s,
+            self.use.weight_copy_latency_s,
+            self.one_pass.forward_s,
+            begins_s,
         )
-        spans = placement.profile.compute_spans(layout.ranks, spec.offload.sub_group_size)
-        step_bytes = ADAM_BYTES + (4 if accumulated else 0)
-        held_back = {
-            group.index
-            for group in layout.sub_groups
-            if clipped and group.index not in placement.speculating
-        }
+
+    @property
+    def _clipped(self) -> bool:
+        return self.placement.spec.train.gradient_clipping > 0
+
+    @property
+    def _accumulated(self) -> bool:
+        return self.placement.spec.gradient_accumulation_steps > 1
+
+    @cached_property
+    def _held_back(self) -> frozenset[int]:
+        """Sub-groups that wait for the gradient norm."""
+        if not self._clipped:
+            return frozenset()
+        groups = {group.index for group in self.placement.layout.sub_groups}
+        return frozenset(groups.difference(self.placement.speculating))
+
+    @cached_property
+    def _on_cpu(self) -> list[PlannedSubGroup]:
+        return [group for group in self.placement.layout.sub_groups if group.device == "cpu"]
+
+    def _norm_s(self) -> float:
+        """Return when the gradient norm is known, unless the worker steps sub-groups whose gradients it alone sees."""
+        if not self._clipped:
+            return 0.0
+        summing_s = 0.0
+        if self._accumulated:
+            summed = (group.numel for group in self._on_cpu if group.index in self._held_back)
+            summing_s = ACCUMULATE_BYTES * next(summed, 0) / self._adam_bytes_per_s
+        return self.use.norm_s + summing_s
+
+    def _updates(self, norm_s: float) -> Iterator[Update]:
+        """Yield the way of each offloaded sub-group through the worker."""
+        placement, use, rate = self.placement, self.use, self._adam_bytes_per_s
+        sub_group_size = placement.spec.offload.sub_group_size
+        spans = placement.profile.compute_spans(placement.layout.ranks, sub_group_size)
+        step_bytes = ADAM_BYTES + (4 if self._accumulated else 0)
         # A forward beside it takes some of its rate, unless ranks that share the memory leave it less than that.
         beside_forward = min(use.clipped_adam_share * self._undisturbed_adam_bytes_per_s, rate)
-        beside_backward = use.speculative_adam_share * rate if clipped else rate
-        on_cpu = [group for group in layout.sub_groups if group.device == "cpu"]
-        summed = (
-            [group.numel for group in on_cpu if group.index in held_back] if accumulated else []
-        )
-        norm_s = (
-            (use.norm_s + (ACCUMULATE_BYTES * summed[0] / rate if summed else 0.0))
-            if clipped
-            else 0.0
-        )
-        updates = []
-        for group in on_cpu:
-            begin, waits = spans[group.index][0], group.index in held_back
-            copied_s = -begin * once.backward_s + 2 * group.numel / self.speed.d2h_bytes_per_s
-            bytes_per_s = beside_forward if waits else beside_backward
-            returned = 0 if placement.host_weights else 2 * group.numel
-            updates.append(
-                Update(
-                    begin,
-                    norm_s if waits else copied_s,
-                    step_bytes * group.numel / bytes_per_s,
-                    returned,
-                )
+        beside_backward = use.speculative_adam_share * rate if self._clipped else rate
+        for group in self._on_cpu:
+            begin, returned = (
+                spans[group.index][0],
+                0 if placement.host_weights else 2 * group.numel,
             )
-        # The GPU steps its own sub-groups while the worker steps the others.
-        begins_s = on_gpu_s + norm_s
-        if accumulated and len(held_back) < len(layout.sub_groups):
-            # Only the worker sees whole gradients, so their norm is known when it has stepped the last one.
-            early = [update for update in updates if update.ready_s < norm_s or not clipped]
-            begins_s = max(
-                begins_s,
-                max(
-                    (
-                        at
-                        for _, at in arrivals(
-                            early, self.speed.h2d_bytes_per_s, use.weight_copy_latency_s
-                        )
-                    ),
-                    default=0.0,
-                ),
-            )
-        return begins_s + weight_wait_s(
-            updates, self.speed.h2d_bytes_per_s, use.weight_copy_latency_s, once.forward_s, begins_s
-        )
+            if group.index in self._held_back:
+                ready_s, bytes_per_s = norm_s, beside_forward
+            else:
+                copied_s = 2 * group.numel / self.speed.d2h_bytes_per_s
+                ready_s, bytes_per_s = -begin * self.one_pass.backward_s + copied_s, beside_backward
+            yield Update(begin, ready_s, step_bytes * group.numel / bytes_per_s, returned)
+
+    def _early_stepped_s(self, updates: Sequence[Update], norm_s: float) -> float:
+        """Return when the worker has stepped what does not wait for the norm of accumulated gradients.
+
+        Only the worker sees whole gradients, so their norm is known when it has stepped the last one.
+        """
+        if not self._accumulated or len(self._held_back) == len(self.placement.layout.sub_groups):
+            return 0.0
+        early = [update for update in updates if update.ready_s < norm_s or not self._clipped]
+        found = arrivals(early, self.speed.h2d_bytes_per_s, self.use.weight_copy_latency_s)
+        return max((at for _, at in found), default=0.0)
 
 
 # How many sub-groups can be stepped before the gradient norm is known. Each needs a second set of

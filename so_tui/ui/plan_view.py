@@ -95,9 +95,9 @@ def whole(plan: Plan, command: str, width: int, *, plain: bool = False) -> Conte
 
     ``plain`` where the terminal shows ASCII only.
     """
-    from so_tui.plan.notes import RemoteCode, messages
+    from so_tui.plan.notes import RemoteCode
 
-    notes = messages(fact for fact in plan.warnings if not isinstance(fact, RemoteCode))
+    notes = [fact.message for fact in plan.warnings if not isinstance(fact, RemoteCode)]
     terms = {
         f"where the {name} memory goes": terms_table(
             [term for term in plan.breakdown if term.location == location], width
@@ -178,10 +178,10 @@ def launch_facts(plan: Plan) -> list[Content]:
 
 def remote_code_lines(plan: Plan) -> list[Content]:
     """Return a warning if the run executes Python code that comes with the model."""
-    from so_tui.plan.notes import RemoteCode, message
+    from so_tui.plan.notes import RemoteCode
 
     return [
-        Content.styled(f"! {message(fact)}.", "bold $warning")
+        Content.styled(f"! {fact.message}.", "bold $warning")
         for fact in plan.warnings
         if isinstance(fact, RemoteCode)
     ]

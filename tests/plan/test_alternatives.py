@@ -6,7 +6,7 @@ import pytest
 
 from so_tui.model.profile import profile_of
 from so_tui.plan import make_plan
-from so_tui.plan.notes import Change, FitsHere, MemorySaving, message
+from so_tui.plan.notes import Change, FitsHere, MemorySaving
 from so_tui.plan.plan import GivenMemory, OptionalMemory
 from so_tui.plan.remedies import less_gpu_memory, less_host_memory, memory_advice
 from so_tui.plan.search import batch_splits, more_gpus, shorter_sequences, smaller_batches
@@ -145,7 +145,7 @@ def test_offloading_is_proposed_with_its_ratio() -> None:
         Change("offload.mode", "gpu", "superoffload"),
         Change("offload.ratio", 0.9, 0.9),
     )
-    assert "offload.mode gpu -> superoffload at offload.ratio 0.9 needs" in message(advice)
+    assert "offload.mode gpu -> superoffload at offload.ratio 0.9 needs" in advice.message
 
 
 def test_where_nothing_helps_or_nothing_is_known_a_larger_machine_does() -> None:

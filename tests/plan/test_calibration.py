@@ -47,7 +47,7 @@ RATES = Rates(
 
 
 def source_of(plan: Plan) -> SpeedSource:
-    assert isinstance(plan.speed_source, SpeedSource)
+    assert plan.speed_source is not None
     return plan.speed_source
 
 

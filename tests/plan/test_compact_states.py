@@ -7,7 +7,7 @@ import pytest
 from so_tui.machine import Machine
 from so_tui.model.profile import profile_of
 from so_tui.plan import make_plan, recommend
-from so_tui.plan.notes import CompactStatesFit, FasterStates, MoreGpusFit, message
+from so_tui.plan.notes import CompactStatesFit, FasterStates, MoreGpusFit
 from so_tui.plan.rates import ALIKE, SURE
 from so_tui.plan.terms import TermKind
 from so_tui.spec import with_values
@@ -75,7 +75,7 @@ def test_the_most_exact_format_that_fits_is_offered_where_nothing_else_does() ->
     offered = only(plan.remedies, CompactStatesFit)
     assert offered.states == "bf16-moments"
     assert 120e9 < offered.saved_bytes < 160e9
-    assert 'offload.states = "bf16-moments"' in message(offered)
+    assert 'offload.states = "bf16-moments"' in offered.message
 
 
 def test_it_is_offered_beside_more_gpus_and_not_where_the_run_fits_or_could_not() -> None:
@@ -109,7 +109,7 @@ def test_they_are_offered_where_they_make_steps_faster_by_more_than_a_plan_is_of
     as_offered = make_plan(with_values(plan.spec, {"offload.states": faster.states}), SHORTER)
     assert (as_offered.verdict, as_offered.step_s) == ("fits", faster.step_s)
     assert not facts_of(as_offered.warnings, FasterStates)
-    assert f'offload.states = "{faster.states}"' in message(faster)
+    assert f'offload.states = "{faster.states}"' in faster.message
 
 
 def test_the_most_exact_of_formats_that_are_about_as_fast_is_offered() -> None:

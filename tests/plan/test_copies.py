@@ -8,7 +8,7 @@ from so_tui.machine.types import Machine
 from so_tui.model.profile import profile_of
 from so_tui.model.sharding import copied, copy_bytes
 from so_tui.plan import make_plan, recommend
-from so_tui.plan.notes import SavesBehind, StepsEarly, message
+from so_tui.plan.notes import SavesBehind, StepsEarly
 from so_tui.plan.plan import Plan
 from so_tui.plan.reasons import DISK_BYTES_PER_S
 from so_tui.plan.terms import TermKind
@@ -106,7 +106,7 @@ def test_memory_gains_more_as_second_states_than_as_copies(
 def test_a_plan_says_how_much_is_copied_and_what_training_waits_for(
     share: float, copied_bytes: int, shown: tuple[str, ...]
 ) -> None:
-    text = message(SavesBehind(share=share, bytes=copied_bytes))
+    text = SavesBehind(share=share, bytes=copied_bytes).message
     assert all(part in text for part in shown), text
     assert ("waits" in text) == (share < 1)
 

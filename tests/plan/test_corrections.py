@@ -207,7 +207,7 @@ def test_a_probe_that_does_not_tell_fetching_apart_corrects_nothing() -> None:
 
 
 def source_of(plan: Plan) -> SpeedSource:
-    assert isinstance(plan.speed_source, SpeedSource)
+    assert plan.speed_source is not None
     return plan.speed_source
 
 

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from so_tui.machine.known import named_machine
 from so_tui.machine.types import Machine, Network
 from so_tui.plan import make_plan, plan_table, recommend
-from so_tui.plan.notes import AcrossHosts, message
+from so_tui.plan.notes import AcrossHosts
 from so_tui.plan.plan import Plan
 from so_tui.plan.show import render_table
 from tests.support.planning import CATALOG, QUAD, facts_of, only, shown, spec_of
@@ -64,13 +64,9 @@ def test_only_the_adapters_of_the_gpus_that_take_part_carry_anything() -> None:
 def test_an_unknown_network_is_assumed_and_said_to_be() -> None:
     fact = only(planned(QUAD).reasons, AcrossHosts)
     assert (fact.network.gbit_per_s, fact.network.source) == (800, "")
-    assert "assumed" in message(fact)
-    assert "NDR" in message(
-        only(
-            make_plan(spec_of("tiny", gpus="1", nodes="2"), named_machine("gh200-120")).reasons,
-            AcrossHosts,
-        )
-    )
+    assert "assumed" in fact.message
+    vista = make_plan(spec_of("tiny", gpus="1", nodes="2"), named_machine("gh200-120"))
+    assert "NDR" in only(vista.reasons, AcrossHosts).message
 
 
 def test_one_host_has_no_network_in_its_plan() -> None:

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from so_tui.plan import make_plan
-from so_tui.plan.notes import CheckpointInterval, message
+from so_tui.plan.notes import CheckpointInterval
 from so_tui.plan.reasons import GPU_HOURS_BETWEEN_FAILURES, best_interval_s
 from tests.support.planning import BIG, CPU_ONLY, QUAD, facts_of, only, spec_of
 
@@ -77,10 +77,10 @@ def test_the_settings_own_interval_is_compared() -> None:
         given(checkpoint__every_steps="100"),
     )
     assert none.given_minutes is None
-    assert "checkpoint.every_minutes" in message(none)
+    assert "checkpoint.every_minutes" in none.message
     assert minutes.given_minutes == 30
     assert steps.given_minutes is not None
-    assert "checkpoint.every_minutes" not in message(steps)
+    assert "checkpoint.every_minutes" not in steps.message
 
 
 def test_a_short_run_needs_no_advice() -> None:

@@ -1,8 +1,7 @@
-"""The words of facts, a few of them in full, and plans that were saved as words."""
+"""The words of facts, a few of them in full."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import get_args
 
 import msgspec
@@ -11,6 +10,7 @@ import pytest
 from so_tui.machine.types import Network
 from so_tui.plan import plan_tree, recommend
 from so_tui.plan.notes import (
+    AnyFact,
     AutoMode,
     Change,
     Fact,
@@ -27,15 +27,14 @@ from so_tui.plan.notes import (
     RemoteCode,
     Shortage,
     TooFewGpus,
-    message,
 )
 from so_tui.plan.plan import Plan
 from so_tui.plan.rates import Calibrated, SpeedSource
-from so_tui.plan.show import render_plan, speed_source_text
+from so_tui.plan.show import speed_source_text
 from so_tui.plan.terms import TERM_NAMES, Formula, TermKind
 from so_tui.plan.workload import Workload
 from so_tui.spec import Problem
-from tests.support.planning import QUAD, shown, spec_of
+from tests.support.planning import QUAD, spec_of
 
 GIB = 2**30
 SHORT = Shortage(pool="node", nodes=(0, 1), needs=200 * GIB, has=111 * GIB, fatal=True)
@@ -145,15 +144,14 @@ SHORT = Shortage(pool="node", nodes=(0, 1), needs=200 * GIB, has=111 * GIB, fata
             "launch it only if you have read that code",
         ),
         (Note(text="as the machine says"), "as the machine says"),
-        ("a text of an older plan", "a text of an older plan"),
     ],
 )
-def test_words(fact: Fact | str, text: str) -> None:
-    assert message(fact) == text
+def test_words(fact: Fact, text: str) -> None:
+    assert fact.message == text
 
 
 def test_every_fact_has_a_code_of_its_own_and_words() -> None:
-    kinds = get_args(Fact)
+    kinds = get_args(AnyFact)
     codes = [kind.__struct_config__.tag for kind in kinds]
     assert len(set(codes)) == len(kinds) > 30
     assert codes[kinds.index(TooFewGpus)] == "too-few-gpus"
@@ -183,7 +181,7 @@ def test_every_fact_has_a_code_of_its_own_and_words() -> None:
         }
         if kind is TooFewGpus:
             given |= {"asked": 2, "present": 1}
-        assert message(kind(**given)) or kind is Note, kind
+        assert kind(**given).message or kind is Note, kind
 
 
 def test_every_term_has_a_name() -> None:
@@ -202,26 +200,6 @@ def test_the_source_of_a_prediction() -> None:
         "rates calibrated on node7, a machine like this one on 2026-11-21, the rest published for GH200; "
         "for documents of 200 tokens, 50% of all trained, as measured on this data; corrected by a probe of this model here"
     )
-
-
-def test_a_plan_that_was_saved_with_texts_is_read_and_shown() -> None:
-    """It was written by version 0.14 for two ranks on a machine without GPUs."""
-    saved = Path(__file__).with_name("plan_of_an_older_version.json").read_bytes()
-    plan = msgspec.json.decode(saved, type=Plan)
-    assert (
-        plan.reason_texts
-        == plan.reasons
-        == (
-            "needs 1.4 GiB of 22.6 GiB on host node 0",
-            "auto is superoffload on a machine without GPUs",
-        )
-    )
-    assert "exchange with the GPU" in [term.name for term in plan.breakdown]
-    assert {term.kind for term in plan.breakdown} == {TermKind.UNKNOWN}
-    assert "exchange with the GPU" in shown(render_plan(plan, QUAD), 120)
-    assert msgspec.json.decode(msgspec.json.encode(plan), type=Plan) == plan
-    tree = plan_tree(plan)
-    assert (tree["reasons"], tree["facts"], tree["speed"]) == (plan.reasons, [], None)
 
 
 def test_facts_are_beside_their_texts_in_json() -> None:

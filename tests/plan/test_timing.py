@@ -17,7 +17,7 @@ from so_tui.plan.fit import assess, target_of
 from so_tui.plan.notes import FasterAttention
 from so_tui.plan.placement import Placement
 from so_tui.plan.plan import Plan
-from so_tui.plan.rates import AttentionRate, Speed, SpeedSource, constants, published_speed, rate_at
+from so_tui.plan.rates import AttentionRate, Speed, constants, published_speed, rate_at
 from so_tui.plan.step_time import Pass, PassModel, Update, arrivals, weight_wait_s
 from so_tui.plan.workload import Workload
 from so_tui.spec import load_catalog, with_values
@@ -465,7 +465,7 @@ def test_unknown_hardware_has_no_prediction() -> None:
 def test_grace_hopper_predictions_say_where_they_come_from() -> None:
     plan = make_plan(with_values(SPEC, {"gpus": "1"}), superchips(1))
     assert plan.step_s is not None
-    assert isinstance(plan.speed_source, SpeedSource)
+    assert plan.speed_source is not None
     assert plan.speed_source.calibrated is None
     assert plan.speed_source.published.startswith("published for GH200")
 

@@ -28,12 +28,12 @@ def spec_of(name: str, **changes: str) -> RunSpec:
     )
 
 
-def facts_of(found: Iterable[Fact | str], kind: type[F]) -> list[F]:
+def facts_of(found: Iterable[Fact], kind: type[F]) -> list[F]:
     """Return the facts of one kind."""
     return [fact for fact in found if isinstance(fact, kind)]
 
 
-def only(found: Iterable[Fact | str], kind: type[F]) -> F:
+def only(found: Iterable[Fact], kind: type[F]) -> F:
     """Return the one fact of a kind."""
     (fact,) = facts_of(found, kind)
     return fact
