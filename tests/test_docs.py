@@ -12,10 +12,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from benchmarks import published
 from docs.make_codes import PAGE
 from docs.make_codes import page as codes
-from docs.make_published import PAGE as PUBLISHED
-from docs.make_published import page as published
 from docs.make_versions import PAGE as VERSIONS
 from docs.make_versions import page as versions
 from so_tui.commands import parser
@@ -99,8 +98,8 @@ def test_the_tested_versions_are_current() -> None:
 
 
 def test_published_figures_are_current() -> None:
-    assert PUBLISHED.read_text(encoding="utf-8") == published(), (
-        "run: python docs/make_published.py"
+    assert published.PAGE.read_text(encoding="utf-8") == published.page(published.compared()), (
+        "run: python -m benchmarks.published"
     )
 
 

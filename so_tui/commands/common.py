@@ -22,6 +22,7 @@ from so_tui.spec import (
     problems_in,
     with_values,
 )
+from so_tui.spec.errors import reject
 from so_tui.trust.streams import beneath, console
 from so_tui.trust.text import brief_message, printable_line, printable_source, so_tui_command
 
@@ -71,36 +72,23 @@ def chosen_changes(arguments: argparse.Namespace) -> dict[str, str]:
     if arguments.gpus is not None:
         given = given_gpus(arguments.gpus)
         if "gpus" in changes and parse_value(changes["gpus"], field_index()["gpus"]) != given:
-            message, remedy = (
+            raise reject(
+                "contradicting-options",
+                "--gpus",
+                arguments.gpus,
                 f"contradicts --set gpus={changes['gpus']}",
                 "Give only one of the two.",
-            )
-            raise InputError(
-                [
-                    Problem(
-                        code="contradicting-options",
-                        field="--gpus",
-                        value=arguments.gpus,
-                        message=message,
-                        remedy=remedy,
-                    )
-                ]
             )
         changes["gpus"] = str(given)
     for option, key in _SHORT_OPTIONS.items():
         value = getattr(arguments, option, None)
         if value is not None and changes.setdefault(key, value) != value:
-            message, remedy = f"contradicts --set {key}={changes[key]}", "Give only one of the two."
-            raise InputError(
-                [
-                    Problem(
-                        code="contradicting-options",
-                        field=f"--{option}",
-                        value=value,
-                        message=message,
-                        remedy=remedy,
-                    )
-                ]
+            raise reject(
+                "contradicting-options",
+                f"--{option}",
+                value,
+                f"contradicts --set {key}={changes[key]}",
+                "Give only one of the two.",
             )
     return changes
 
@@ -113,12 +101,12 @@ def given_gpus(text: str) -> int | list[int]:
     """
     words = re.sub(r"\s*,\s*", ",", text.strip())
     if not _GPUS.fullmatch(words):
-        message, remedy = (
+        raise reject(
+            "not-gpus",
+            "--gpus",
+            text,
             "is neither a number of GPUs nor a list of indices",
             "Give a number, or indices separated by commas: --gpus 0,2.",
-        )
-        raise InputError(
-            [Problem(code="not-gpus", field="--gpus", value=text, message=message, remedy=remedy)]
         )
     given = [int(index) for index in words.rstrip(",").split(",")] if "," in words else int(words)
     wrong = [problem for problem in problems_in({"gpus": given}) if problem.field == "gpus"]

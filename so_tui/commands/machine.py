@@ -24,6 +24,7 @@ from so_tui.machine.types import Machine
 from so_tui.plan.measured import Calibration, calibration_of
 from so_tui.spec import InputError, Problem
 from so_tui.spec.check import is_folder
+from so_tui.spec.errors import reject
 from so_tui.validation.report import Report
 
 # ``calibrate``: measure and store the rates that predictions of this machine's speed use.
@@ -97,20 +98,12 @@ def _another_machine(arguments: argparse.Namespace) -> Machine:
     """Return a machine by name, or from a file."""
     if arguments.sysroot or arguments.hostname:
         option = "--sysroot" if arguments.sysroot else "--hostname"
-        message, remedy = (
+        raise reject(
+            "unused-option",
+            "--machine",
+            arguments.machine,
             f"is a machine of its own, and {option} describes another",
             f"Leave one of --machine and {option} out.",
-        )
-        raise InputError(
-            [
-                Problem(
-                    code="unused-option",
-                    field="--machine",
-                    value=arguments.machine,
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
         )
     return chosen_machine(arguments)
 
@@ -131,20 +124,12 @@ def _inspected(arguments: argparse.Namespace) -> Machine:
         )
         raise InputError([problem])
     if arguments.hostname and sysroot is None:
-        message, remedy = (
+        raise reject(
+            "unused-option",
+            "--hostname",
+            arguments.hostname,
             "has an effect only with --sysroot",
             "Leave it out: this machine has a name.",
-        )
-        raise InputError(
-            [
-                Problem(
-                    code="unused-option",
-                    field="--hostname",
-                    value=arguments.hostname,
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
         )
     machine = inspect_machine(sysroot, hostname=arguments.hostname)
     if sysroot is None:
@@ -217,27 +202,18 @@ def doctor(arguments: argparse.Namespace) -> int:
     """Print the findings, worst first, and return 3 if one blocks a launch. With a preset, also check what that run needs."""
     from so_tui.commands.mpam import print_mpam_script
     from so_tui.folders import default_runs_dir
-    from so_tui.launch.supervisor.mpam import remove_leftovers
     from so_tui.machine.doctor import findings
     from so_tui.machine.show import render_findings, render_set
     from so_tui.machine.software import installed_set
 
     if (arguments.fix or arguments.mpam) and arguments.machine:
         option = "--fix" if arguments.fix else "--mpam"
-        message, remedy = (
+        raise reject(
+            "not-this-machine",
+            "--machine",
+            arguments.machine,
             f"is another machine, which {option} cannot reach",
             f"Leave {option} out, or run it on that machine.",
-        )
-        raise InputError(
-            [
-                Problem(
-                    code="not-this-machine",
-                    field="--machine",
-                    value=arguments.machine,
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
         )
     machine = chosen_machine(arguments)
     checkpoints, plan = arguments.runs_dir or default_runs_dir(), None
@@ -250,13 +226,6 @@ def doctor(arguments: argparse.Namespace) -> int:
         return print_mpam_script(machine, plan)
     if arguments.fix:
         _fix(arguments)
-    if not arguments.machine:
-        for name in remove_leftovers():
-            print_note(
-                arguments,
-                f"removed the resctrl group {name}, which a supervisor that has died left behind",
-                stderr=arguments.json,
-            )
     found = findings(machine, plan, checkpoints=checkpoints)
     if arguments.json:
         tested = installed_set(machine.software)

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from msgspec import Struct
 
 from so_tui.commands.common import print_json, print_note, usable_terminal
-from so_tui.spec import InputError, Problem
+from so_tui.spec import InputError
+from so_tui.spec.errors import reject
 from so_tui.spec.generation import (
     Answer,
     Ended,
@@ -115,15 +116,12 @@ def given_sampling(arguments: argparse.Namespace) -> Sampling:
 
 def _standard_input() -> str:
     if sys.stdin.isatty():
-        remedy = (
-            'Give one with --prompt "TEXT", or on standard input; `so-tui chat` asks on a screen.'
-        )
-        raise InputError(
-            [
-                Problem(
-                    code="missing", field="--prompt", value="", message="is missing", remedy=remedy
-                )
-            ]
+        raise reject(
+            "missing",
+            "--prompt",
+            "",
+            "is missing",
+            'Give one with --prompt "TEXT", or on standard input; `so-tui chat` asks on a screen.',
         )
     return sys.stdin.read(_LONGEST_INPUT).strip()
 

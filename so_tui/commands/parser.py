@@ -270,8 +270,6 @@ def _add_machine_commands(commands: _Commands) -> None:
         action="store_true",
         help="also write a report that names neither the host, nor you, nor any folder",
     )
-    text = "show published figures about SuperOffload beside what is planned for the same settings, and why they differ"
-    commands.add("published", "plan:published", text, json)
 
 
 def _add_plan(commands: _Commands) -> None:

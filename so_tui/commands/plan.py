@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-from msgspec import Struct
-
 from so_tui.commands.common import (
     chosen_changes,
     chosen_machine,
@@ -20,16 +18,8 @@ from so_tui.commands.common import (
 )
 from so_tui.machine.types import Machine
 from so_tui.plan.plan import Plan
-from so_tui.plan.published import Compared
-from so_tui.spec import (
-    InputError,
-    Problem,
-    field_index,
-    find_preset,
-    load_catalog,
-    parse_value,
-    problems_in,
-)
+from so_tui.spec import InputError, field_index, find_preset, load_catalog, parse_value, problems_in
+from so_tui.spec.errors import reject
 from so_tui.trust.text import so_tui_command
 from so_tui.units import plural, rate, thousands
 
@@ -50,22 +40,14 @@ def plan(arguments: argparse.Namespace) -> int:
 
     if arguments.probe and (arguments.machine or not arguments.preset):
         code = "not-this-machine" if arguments.machine else "preset-needed"
-        message = (
-            "a probe trains on this machine" if arguments.machine else "a probe needs a preset"
-        )
-        remedy = (
-            "Leave --machine out." if arguments.machine else "Name one: so-tui plan PRESET --probe."
-        )
-        raise InputError(
-            [
-                Problem(
-                    code=code,
-                    field="--probe",
-                    value=arguments.probe,
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
+        raise reject(
+            code,
+            "--probe",
+            arguments.probe,
+            "a probe trains on this machine" if arguments.machine else "a probe needs a preset",
+            "Leave --machine out."
+            if arguments.machine
+            else "Name one: so-tui plan PRESET --probe.",
         )
     if arguments.preset:
         spec = chosen_spec(arguments)
@@ -159,36 +141,23 @@ def _counts(arguments: argparse.Namespace) -> tuple[int, ...]:
         "",
     )
     if given:
-        remedy = f"Name one: so-tui plan PRESET {given} ..."
-        raise InputError(
-            [
-                Problem(
-                    code="preset-needed",
-                    field=given,
-                    value="",
-                    message="needs a preset",
-                    remedy=remedy,
-                )
-            ]
+        raise reject(
+            "preset-needed",
+            given,
+            "",
+            "needs a preset",
+            f"Name one: so-tui plan PRESET {given} ...",
         )
     if arguments.gpus is None:
         return ()
     count = given_gpus(arguments.gpus)
     if not isinstance(count, int):
-        message, remedy = (
+        raise reject(
+            "not-a-count",
+            "--gpus",
+            arguments.gpus,
             "is a list of GPUs",
             "Give a number for the table, or name a preset: so-tui plan PRESET --gpus 0,2.",
-        )
-        raise InputError(
-            [
-                Problem(
-                    code="not-a-count",
-                    field="--gpus",
-                    value=arguments.gpus,
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
         )
     return (count,)
 
@@ -262,26 +231,3 @@ def _probe(arguments: argparse.Namespace, chosen: Plan, machine: Machine) -> int
             render_plan(corrected, machine),
         )
     return 0 if corrected.fits else 3
-
-
-# ``published``: every published figure about SuperOffload beside what is planned for the same
-# settings.
-
-
-class PublishedFigures(Struct, frozen=True):
-    """What ``published --json`` prints."""
-
-    figures: tuple[Compared, ...]
-
-
-def published(arguments: argparse.Namespace) -> int:
-    """Print the figures with the reasons for differences."""
-    from so_tui.plan.published import compared
-    from so_tui.plan.show import render
-
-    found = compared()
-    if arguments.json:
-        print_json(PublishedFigures(found))
-    else:
-        print_rich(render(found))
-    return 0

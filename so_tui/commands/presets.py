@@ -16,7 +16,7 @@ from so_tui.commands.common import (
 )
 from so_tui.spec import InputError, Problem, check_user_name, delete_preset, load_catalog, spec_tree
 from so_tui.spec.check import path_fault
-from so_tui.spec.errors import shown
+from so_tui.spec.errors import reject, shown
 from so_tui.spec.presets import Origin
 from so_tui.trust.text import printable_line, printable_source, so_tui_command
 from so_tui.units import count, thousands
@@ -109,9 +109,12 @@ def presets(arguments: argparse.Namespace) -> int:
 def _delete(arguments: argparse.Namespace) -> int:
     """Delete one of the user's own presets."""
     if not arguments.model:
-        remedy = "Name one of your own: so-tui presets delete NAME."
-        raise InputError(
-            [Problem(code="missing", field="PRESET", value="", message="is missing", remedy=remedy)]
+        raise reject(
+            "missing",
+            "PRESET",
+            "",
+            "is missing",
+            "Name one of your own: so-tui presets delete NAME.",
         )
     print(printable_line(f"deleted {delete_preset(arguments.model)}"))
     return 0
@@ -149,22 +152,20 @@ def _add(arguments: argparse.Namespace) -> int:
     from so_tui.launch.helper_jobs import add_preset, describe_model
 
     if not arguments.model:
-        remedy = "Give a hub id such as Qwen/Qwen3-14B, or a folder: so-tui presets add MODEL."
-        raise InputError(
-            [Problem(code="missing", field="MODEL", value="", message="is missing", remedy=remedy)]
+        raise reject(
+            "missing",
+            "MODEL",
+            "",
+            "is missing",
+            "Give a hub id such as Qwen/Qwen3-14B, or a folder: so-tui presets add MODEL.",
         )
     if fault := path_fault(arguments.model):
-        remedy = "Give a hub id such as Qwen/Qwen3-14B, or a folder."
-        raise InputError(
-            [
-                Problem(
-                    code="invalid-path",
-                    field="MODEL",
-                    value=shown(arguments.model),
-                    message=fault,
-                    remedy=remedy,
-                )
-            ]
+        raise reject(
+            "invalid-path",
+            "MODEL",
+            shown(arguments.model),
+            fault,
+            "Give a hub id such as Qwen/Qwen3-14B, or a folder.",
         )
     if arguments.name:
         check_user_name(arguments.name, load_catalog().presets)

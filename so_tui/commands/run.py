@@ -29,7 +29,8 @@ from so_tui.launch.executors import executor_of
 from so_tui.launch.slurm.executor import SlurmExecutor
 from so_tui.launch.slurm.script import Draft, edited, for_run, kept
 from so_tui.runs import RunDirectory, find_run, read_spec, read_state
-from so_tui.spec import InputError, Problem, Refused, RunSpec, SoTuiError, with_values
+from so_tui.spec import Refused, RunSpec, SoTuiError, with_values
+from so_tui.spec.errors import reject
 from so_tui.trust.files import read_bounded
 from so_tui.trust.text import quoted
 
@@ -76,28 +77,20 @@ class ScriptChoice:
 def refuse_script(spec: RunSpec, option: str, *, dry_run: bool) -> None:
     """Raise InputError if an option of batch scripts is given and none will be submitted."""
     if dry_run:
-        message, remedy = (
+        raise reject(
+            "unused-option",
+            option,
+            "",
             "has no effect with --dry-run, which prints the script that so-tui would submit",
             "Leave one of them out.",
         )
-        raise InputError(
-            [Problem(code="unused-option", field=option, value="", message=message, remedy=remedy)]
-        )
     if executor_of(spec).here:
-        message, remedy = (
+        raise reject(
+            "nothing-to-edit",
+            option,
+            spec.name,
             "needs a batch script, and this run starts on this machine",
             "Name a partition with --partition.",
-        )
-        raise InputError(
-            [
-                Problem(
-                    code="nothing-to-edit",
-                    field=option,
-                    value=spec.name,
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
         )
 
 
@@ -106,17 +99,12 @@ def read_script(path: Path) -> str:
     try:
         return read_bounded(path, _MOST_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
-        message, remedy = f"cannot be read: {error}", "Name a batch script that --edit kept."
-        raise InputError(
-            [
-                Problem(
-                    code="script-unreadable",
-                    field="--script",
-                    value=str(path),
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
+        raise reject(
+            "script-unreadable",
+            "--script",
+            str(path),
+            f"cannot be read: {error}",
+            "Name a batch script that --edit kept.",
         ) from error
 
 
@@ -173,20 +161,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     spec = chosen_spec(arguments)
     if arguments.machine and executor_of(spec).here and not arguments.dry_run:
-        message, remedy = (
+        raise reject(
+            "not-this-machine",
+            "--machine",
+            arguments.machine,
             "is not used to start a run, which starts on this machine",
             "Add --dry-run, or start it on that machine.",
-        )
-        raise InputError(
-            [
-                Problem(
-                    code="not-this-machine",
-                    field="--machine",
-                    value=arguments.machine,
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
         )
     if option := "--edit" if arguments.edit else "--script" if arguments.script else "":
         refuse_script(spec, option, dry_run=arguments.dry_run)

@@ -32,9 +32,9 @@ from so_tui.runs.results import (
     results_of,
 )
 from so_tui.runs.state import read_state
-from so_tui.spec import InputError, Problem, RunSpec
+from so_tui.spec import InputError, RunSpec
 from so_tui.spec.check import path_fault
-from so_tui.spec.errors import shown
+from so_tui.spec.errors import reject, shown
 from so_tui.trust.streams import console
 from so_tui.trust.text import brief_line, brief_message, printable_line
 from so_tui.ui.form import values_of
@@ -139,17 +139,7 @@ def export_run_metrics(arguments: argparse.Namespace) -> int:
     run = find_run(arguments.run, arguments.runs_dir)
     target = arguments.to or f"{run.name}.csv"
     if fault := path_fault(target):
-        raise InputError(
-            [
-                Problem(
-                    code="invalid-path",
-                    field="--to",
-                    value=shown(target),
-                    message=fault,
-                    remedy="Give another name.",
-                )
-            ]
-        )
+        raise reject("invalid-path", "--to", shown(target), fault, "Give another name.")
     line = ProgressLine(shown=not arguments.quiet)
     line.show("reading the run")
     path = Path(target).expanduser()
@@ -431,17 +421,12 @@ def logs(arguments: argparse.Namespace) -> int:
     run = find_run(arguments.run, arguments.runs_dir)
     if arguments.attempt is not None and arguments.attempt not in run.attempts():
         known = ", ".join(map(str, run.attempts())) or "none yet"
-        message, remedy = "there is no such attempt", f"Attempts of {run.name}: {known}."
-        raise InputError(
-            [
-                Problem(
-                    code="unknown-attempt",
-                    field="--attempt",
-                    value=str(arguments.attempt),
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
+        raise reject(
+            "unknown-attempt",
+            "--attempt",
+            str(arguments.attempt),
+            "there is no such attempt",
+            f"Attempts of {run.name}: {known}.",
         )
     readers = log_readers(run, arguments.attempt)
     for reader in readers:

@@ -16,7 +16,6 @@ from msgspec import Struct
 
 from so_tui.commands.machine import Findings, KnownMachines, Measured
 from so_tui.commands.models import Generated
-from so_tui.commands.plan import PublishedFigures
 from so_tui.commands.presets import AddedPreset, Presets
 from so_tui.commands.run import StartedRun
 from so_tui.commands.runs import ComparedRuns, Runs
@@ -41,7 +40,6 @@ _TYPES = {
     "machines": KnownMachines,
     "doctor": Findings,
     "calibrate": Measured,
-    "published": PublishedFigures,
     "validate": Report,
     "presets": Presets,
     "preset": RunSpec,

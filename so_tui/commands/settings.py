@@ -24,7 +24,7 @@ from so_tui.settings import (
     load_settings,
     value_of,
 )
-from so_tui.spec.errors import InputError, Problem, nearest, shown
+from so_tui.spec.errors import InputError, Problem, nearest, reject, shown
 from so_tui.trust.text import HIDDEN, printable_line
 
 _NEW = "new"
@@ -50,18 +50,12 @@ def settings(arguments: argparse.Namespace) -> int:
     """
     key, equals, text = (arguments.setting or "").partition("=")
     if key and key not in KEYS:
-        remedy = f"{nearest(key, KEYS)}`so-tui settings` lists them all."
-        message = "there is no such setting"
-        raise InputError(
-            [
-                Problem(
-                    code="unknown-setting",
-                    field="settings",
-                    value=shown(key),
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
+        raise reject(
+            "unknown-setting",
+            "settings",
+            shown(key),
+            "there is no such setting",
+            f"{nearest(key, KEYS)}`so-tui settings` lists them all.",
         )
     if equals:
         change_settings({key: _value(key, text) if text else None})
@@ -116,20 +110,12 @@ def _value(key: str, text: str) -> Any:
     """Return a typed value: as TOML where it is some, and otherwise as text. Raises InputError for a secret."""
     if key in SECRET:
         if text != _NEW:
-            message, remedy = (
+            raise reject(
+                "secret-in-arguments",
+                key,
+                "",
                 "would be seen in the list of processes",
                 f"`{key}={_NEW}` makes one; or write it into the file.",
-            )
-            raise InputError(
-                [
-                    Problem(
-                        code="secret-in-arguments",
-                        field=key,
-                        value="",
-                        message=message,
-                        remedy=remedy,
-                    )
-                ]
             )
         return secrets.token_urlsafe(_TOKEN_BYTES)
     kind = next(setting.kind for setting in all_settings() if setting.key == key)

@@ -14,7 +14,6 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from so_tui.launch.launch import TOKEN_VARIABLE, Executor, JobStatus, SupervisorHandle
@@ -41,17 +40,13 @@ class LocalExecutor:
 
     here = True
 
-    def __init__(self, environment: Mapping[str, str] = MappingProxyType({})) -> None:
-        """``environment`` has what supervisors get beside, or in place of, this program's."""
-        self._environment = environment
-
     def start(self, run: RunDirectory, attempt: int, token: str) -> SupervisorHandle:
         """Start the supervisor detached from this program; see ``Executor.start``."""
-        return _started(run, attempt, {**os.environ, **self._environment, TOKEN_VARIABLE: token})
+        return _started(run, attempt, {**os.environ, TOKEN_VARIABLE: token})
 
     def attach(self, run: RunDirectory, attempt: int) -> None:
         """Start a supervisor for an attempt whose own has died. It starts nothing of the run. Raises OSError."""
-        _started(run, attempt, {**os.environ, **self._environment})
+        _started(run, attempt, os.environ)
 
     def unavailable(self, launch: Launch) -> tuple[Problem, ...]:
         return ()

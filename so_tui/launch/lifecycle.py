@@ -61,7 +61,6 @@ from so_tui.runs.lock import ended_state, record_end, run_lock
 from so_tui.runs.records import FINAL_STATES, OutcomeCode, RunState
 from so_tui.runs.state import read_state, write_spec, write_state_even_if_full
 from so_tui.spec import InputError, Problem, SoTuiError
-from so_tui.trust.files import close_to_others
 from so_tui.trust.text import printable_line, so_tui_command
 
 # The state of a run with what its executor knows: why it waits, on which node it starts, and how
@@ -300,7 +299,6 @@ def resume(run: RunDirectory, launch: Launch, *, executor: Executor | None = Non
     _check(launch, executor, saved=saved, runs_dir=run.path)
     for action in control.ACTIONS:
         control.clear(run, action)
-    close_to_others(run.path)  # a run of an older version may be open to them
     attempt = new_attempt(run)
     try:
         _start_attempt(run, attempt, launch, executor)

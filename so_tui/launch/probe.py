@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from so_tui.launch.executors import ensure_supervised
-from so_tui.launch.launch import Executor, Launch
+from so_tui.launch.launch import Launch
 from so_tui.launch.lifecycle import start, stop
 from so_tui.launch.supervisor.ending import request_stop
 from so_tui.machine.types import Machine
@@ -172,7 +172,6 @@ def run_to_end(
     runs_dir: Path,
     report: Callable[[MetricRecord], None],
     *,
-    executor: Executor | None = None,
     limit_s: float = 1800.0,
 ) -> RunDirectory:
     """Start a run and wait for its end.
@@ -181,14 +180,13 @@ def run_to_end(
         launch: From ``prepare``.
         runs_dir: Where to make the run directory.
         report: Receives every record.
-        executor: As for ``start``.
         limit_s: How long the run may take, in seconds.
 
     Raises:
         InputError, Refused: As for ``start``.
         SoTuiError: The run failed, or took too long and was stopped, or killed.
     """
-    run = start(launch, runs_dir=runs_dir, executor=executor)
+    run = start(launch, runs_dir=runs_dir)
     reader, begun, poll_s = RunReader(run), time.monotonic(), _POLL_S
     try:
         while True:

@@ -18,45 +18,16 @@ from so_tui.machine.system_files import SystemFiles
 from so_tui.machine.types import Gpu, NumaNode
 from so_tui.trust.decoding import decode_json
 
-# Names of AMD's GPUs by AMD's own tool, where it is installed; sysfs has none.
-#
-# ``amd-smi static --json`` prints a list with an object for each GPU, newer versions within
-# ``gpu_data``. ``N/A`` stands for any value or object that there is not.
-
-
-def names_by_amd_smi() -> dict[str, str]:
-    """Return product names by bus id; empty where the tool is not installed or fails."""
-    return names_in(output_of("amd-smi", "static", "--asic", "--bus", "--json") or "")
-
-
-def names_in(output: str) -> dict[str, str]:
-    """Return the product names in the tool's output, by bus id as sysfs writes it. What is not of that form is left out."""
-    try:
-        content: Any = decode_json(output.encode(), object)
-    except msgspec.DecodeError:
-        return {}
-    listed = content.get("gpu_data") if isinstance(content, dict) else content
-    found = {}
-    for gpu in listed if isinstance(listed, list) else ():
-        bus_id, name = _text_at(gpu, "bus", "bdf"), _text_at(gpu, "asic", "market_name")
-        if bus_id and name:
-            found[bus_id.lower()] = name
-    return found
-
-
-def _text_at(value: Any, *keys: str) -> str | None:
-    """Return the text at these keys; None where there is none."""
-    for key in keys:
-        value = value.get(key) if isinstance(value, dict) else None
-    return value if isinstance(value, str) and value not in ("", "N/A") else None
-
-
-# Read AMD's GPUs from the topology of the kernel's compute driver (KFD) in sysfs.
+# Read AMD's GPUs from the topology of the kernel's compute driver (KFD) in sysfs, and their names
+# by AMD's tool; sysfs has none.
 #
 # Each node of the topology is a processor: the cores of a NUMA node, or a GPU. Its files have a
 # name and a number on each line. Linux writes them in
 # ``drivers/gpu/drm/amd/amdkfd/kfd_topology.c``; ``include/uapi/linux/kfd_sysfs.h`` names the
 # constants.
+#
+# ``amd-smi static --json`` prints a list with an object for each GPU, newer versions within
+# ``gpu_data``. ``N/A`` stands for any value or object that there is not.
 
 
 _NODES = "/sys/class/kfd/kfd/topology/nodes"
@@ -161,6 +132,33 @@ def _numbers(files: SystemFiles, name: str) -> dict[str, int]:
     return {key: number for key, number in numbers.items() if number < 1 << 64}
 
 
+def names_by_amd_smi() -> dict[str, str]:
+    """Return product names by bus id; empty where the tool is not installed or fails."""
+    return names_in(output_of("amd-smi", "static", "--asic", "--bus", "--json") or "")
+
+
+def names_in(output: str) -> dict[str, str]:
+    """Return the product names in the tool's output, by bus id as sysfs writes it. What is not of that form is left out."""
+    try:
+        content: Any = decode_json(output.encode(), object)
+    except msgspec.DecodeError:
+        return {}
+    listed = content.get("gpu_data") if isinstance(content, dict) else content
+    found = {}
+    for gpu in listed if isinstance(listed, list) else ():
+        bus_id, name = _text(gpu, "bus", "bdf"), _text(gpu, "asic", "market_name")
+        if bus_id and name:
+            found[bus_id.lower()] = name
+    return found
+
+
+def _text(value: Any, *keys: str) -> str | None:
+    """Return the text at these keys; None where there is none."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value if isinstance(value, str) and value not in ("", "N/A") else None
+
+
 # Query NVML, where any call may be unsupported: coherent GPUs, MIG, containers and old drivers
 # each refuse some.
 
@@ -246,7 +244,7 @@ def query_nvml() -> NvmlAnswer:
         asker = Asker(pynvml)
         count = asker.ask("nvmlDeviceGetCount", read=int) or 0
         gpus = tuple(gpu for index in range(count) if (gpu := _query_gpu(asker, index)) is not None)
-        driver = asker.ask("nvmlSystemGetDriverVersion", read=_text)
+        driver = asker.ask("nvmlSystemGetDriverVersion", read=_nvml_text)
         return NvmlAnswer(
             answered=True, gpus=gpus, driver=driver, errors=tuple(dict.fromkeys(asker.errors))
         )
@@ -276,7 +274,7 @@ def _health(asker: Asker, nvml: Any, index: int) -> GpuHealth | None:
     bus_id = (
         None
         if handle is None
-        else asker.ask("nvmlDeviceGetPciInfo", handle, read=lambda info: _text(info.busId))
+        else asker.ask("nvmlDeviceGetPciInfo", handle, read=lambda info: _nvml_text(info.busId))
     )
     if bus_id is None:
         return None
@@ -309,7 +307,7 @@ def _query_gpu(asker: Asker, index: int) -> NvmlGpu | None:
     bus_id = (
         None
         if handle is None
-        else asker.ask("nvmlDeviceGetPciInfo", handle, read=lambda info: _text(info.busId))
+        else asker.ask("nvmlDeviceGetPciInfo", handle, read=lambda info: _nvml_text(info.busId))
     )
     if bus_id is None:
         asker.errors.append(f"GPU {index} does not respond and is left out.")
@@ -319,9 +317,9 @@ def _query_gpu(asker: Asker, index: int) -> NvmlGpu | None:
     )
     return NvmlGpu(
         index=index,
-        name=asker.ask("nvmlDeviceGetName", handle, read=_text) or "NVIDIA GPU",
+        name=asker.ask("nvmlDeviceGetName", handle, read=_nvml_text) or "NVIDIA GPU",
         bus_id=bus_id,
-        uuid=asker.ask("nvmlDeviceGetUUID", handle, read=_text),
+        uuid=asker.ask("nvmlDeviceGetUUID", handle, read=_nvml_text),
         memory_node=asker.ask("nvmlDeviceGetNumaNodeId", handle, read=_node),
         memory_total_bytes=memory[0] if memory else None,
         memory_used_bytes=memory[1] if memory else None,
@@ -333,7 +331,7 @@ def _query_gpu(asker: Asker, index: int) -> NvmlGpu | None:
     )
 
 
-def _text(value: str | bytes) -> str:
+def _nvml_text(value: str | bytes) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 

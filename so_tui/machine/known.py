@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from so_tui.machine.inspect import load_machine
 from so_tui.machine.types import Gpu, Machine, Mpam, Network, NumaNode, Software
-from so_tui.spec.errors import InputError, Problem, nearest, shown
+from so_tui.spec.errors import nearest, reject, shown
 
 _LOG = logging.getLogger(__name__)
 _MIB = 1 << 20
@@ -160,18 +160,12 @@ def named_machine(name: str) -> Machine:
     if name in MACHINES:
         _LOG.info("machine %s as published: %s", name, MACHINES[name].source)
         return _machine(name, MACHINES[name])
-    remedy = f"{nearest(name, tuple(MACHINES))}Names: {', '.join(MACHINES)}. Or give a file that `so-tui inspect --json > FILE` wrote there."
-    message = "is no machine that is known by name, and no file"
-    raise InputError(
-        [
-            Problem(
-                code="unknown-machine",
-                field="--machine",
-                value=shown(name),
-                message=message,
-                remedy=remedy,
-            )
-        ]
+    raise reject(
+        "unknown-machine",
+        "--machine",
+        shown(name),
+        "is no machine that is known by name, and no file",
+        f"{nearest(name, tuple(MACHINES))}Names: {', '.join(MACHINES)}. Or give a file that `so-tui inspect --json > FILE` wrote there.",
     )
 
 

@@ -354,8 +354,6 @@ class RankPlacement(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """NUMA node -> bytes of both, files not counted."""
     nice: int = 0
     """The lowest priority of both; 20 stands for the scheduling class ``idle``."""
-    mpam_groups: tuple[str, ...] = ()
-    """resctrl groups of the training process and of its Adam worker; empty where they are in the default group."""
 
 
 # Records of a host, which its supervisor appends as lines of JSON. As with ``records``, readers

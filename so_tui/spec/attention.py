@@ -42,7 +42,7 @@ FORMER_NAMES: dict[str, AttentionBackend] = {
     "flash_attention_2": "flash-attn-2",
     "flash_attention_3": "flash-attn-3",
 }
-"""Names in presets of earlier versions."""
+"""Names in runs of version 0.1.0, which are continued."""
 
 MASKED_BACKENDS: tuple[AttentionBackend, ...] = ("sdpa", "eager")
 """Backends that take a mask instead of the boundaries of documents."""

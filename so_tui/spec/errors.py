@@ -76,6 +76,32 @@ class InputError(SoTuiError):
         return type(self), (self.problems,)
 
 
+def reject(
+    code: str,
+    field: str,
+    value: str,
+    message: str,
+    remedy: str,
+    *,
+    default: str = "",
+    file: str = "",
+) -> InputError:
+    """Return the error of one problem, to raise; see ``Problem``."""
+    return InputError(
+        [
+            Problem(
+                code=code,
+                field=field,
+                value=value,
+                message=message,
+                remedy=remedy,
+                default=default,
+                file=file,
+            )
+        ]
+    )
+
+
 class Refused(SoTuiError):  # noqa: N818 - the documented name of this exit status
     """The run does not fit or cannot run here: exit code 3. ``forceable`` means that starting it anyway might succeed."""
 

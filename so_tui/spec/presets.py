@@ -29,7 +29,7 @@ from msgspec.structs import replace
 
 from so_tui.folders import builtin_folder, user_folder
 from so_tui.spec.check import check_tree, exists, is_folder, path_fault
-from so_tui.spec.errors import InputError, Problem, nearest, set_option, shown, some
+from so_tui.spec.errors import InputError, Problem, nearest, reject, set_option, shown, some
 from so_tui.spec.merge import Tree, complete_tree, differences, merged, spec_tree
 from so_tui.spec.model_table import table_text
 from so_tui.spec.run_spec import DataSource, Preset, RunSpec
@@ -57,20 +57,12 @@ def as_published(spec: RunSpec) -> RunSpec:
         InputError: The 4 sequences cannot be divided among the GPUs (code ``not-as-published``).
     """
     if EXAMPLE_SEQUENCES % spec.ranks:
-        message, remedy = (
+        raise reject(
+            "not-as-published",
+            "gpus",
+            str(spec.ranks),
             "does not divide the 4 sequences of a step in DeepSpeed's examples",
             "Use 1, 2 or 4 GPUs.",
-        )
-        raise InputError(
-            [
-                Problem(
-                    code="not-as-published",
-                    field="gpus",
-                    value=str(spec.ranks),
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
         )
     large = spec.name.startswith("gpt-oss")
     offload = replace(
@@ -379,32 +371,21 @@ def find_preset(name_or_path: str, catalog: Catalog | None = None, *, table: boo
         return msgspec.structs.replace(preset, spec=as_published(preset.spec))
     fault = path_fault(name_or_path)
     if Path(name_or_path).suffix.lower() in _DATA_SUFFIXES:
-        remedy = f"To train on your own rows, name a preset as well: tiny {set_option('data.source', name_or_path)}"
-        message = "is a data file, not a preset"
-        raise InputError(
-            [
-                Problem(
-                    code="data-not-preset",
-                    field="preset",
-                    value=shown(name_or_path),
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
+        raise reject(
+            "data-not-preset",
+            "preset",
+            shown(name_or_path),
+            "is a data file, not a preset",
+            f"To train on your own rows, name a preset as well: tiny {set_option('data.source', name_or_path)}",
         )
     if "/" in name_or_path or name_or_path.endswith(".toml"):
         if fault:
-            remedy = "`so-tui presets` lists the presets by name."
-            raise InputError(
-                [
-                    Problem(
-                        code="invalid-path",
-                        field="preset",
-                        value=shown(name_or_path),
-                        message=fault,
-                        remedy=remedy,
-                    )
-                ]
+            raise reject(
+                "invalid-path",
+                "preset",
+                shown(name_or_path),
+                fault,
+                "`so-tui presets` lists the presets by name.",
             )
         source = read_source(Path(name_or_path).expanduser(), "file")
         if not table and isinstance(source.tree.get("model"), dict):
@@ -469,31 +450,17 @@ def check_user_name(name: str, presets: Mapping[str, Preset], folder: Path | Non
         InputError: If the name is invalid, built in, or taken by a file that cannot be read.
     """
     if not _NAME.fullmatch(name):
-        remedy = "Use up to 64 lower-case letters, digits, '.', '_' and '-', starting with a letter or digit."
-        raise InputError(
-            [
-                Problem(
-                    code="invalid-name",
-                    field="name",
-                    value=shown(name),
-                    message="is not a valid name",
-                    remedy=remedy,
-                )
-            ]
+        raise reject(
+            "invalid-name",
+            "name",
+            shown(name),
+            "is not a valid name",
+            "Use up to 64 lower-case letters, digits, '.', '_' and '-', starting with a letter or digit.",
         )
     older = presets.get(name)
     if older and older.origin == "built-in":
-        message = "is a built-in preset"
-        raise InputError(
-            [
-                Problem(
-                    code="builtin-name",
-                    field="name",
-                    value=shown(name),
-                    message=message,
-                    remedy="Choose another name.",
-                )
-            ]
+        raise reject(
+            "builtin-name", "name", shown(name), "is a built-in preset", "Choose another name."
         )
     path = (folder or user_folder()) / f"{name}.toml"
     if older is None and exists(path):  # a preset that cannot be read must not be overwritten
@@ -514,17 +481,12 @@ def delete_preset(name: str, *, user_dir: Path | None = None) -> Path:
         own = tuple(known for known, other in presets.items() if other.origin == "user")
         raise InputError([_unknown_preset("preset", name, own)])
     if preset.origin != "user":
-        message, remedy = "is a built-in preset", "Only presets of your own can be deleted."
-        raise InputError(
-            [
-                Problem(
-                    code="builtin-name",
-                    field="preset",
-                    value=shown(name),
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
+        raise reject(
+            "builtin-name",
+            "preset",
+            shown(name),
+            "is a built-in preset",
+            "Only presets of your own can be deleted.",
         )
     below = [
         other
@@ -533,35 +495,22 @@ def delete_preset(name: str, *, user_dir: Path | None = None) -> Path:
         and read_source(Path(known.path), "user").tree.get("extends") == name
     ]
     if below:
-        message, remedy = (
+        raise reject(
+            "preset-in-use",
+            "preset",
+            shown(name),
             f"is extended by {some(below)}",
             "Delete those first, or save them as complete presets.",
-        )
-        raise InputError(
-            [
-                Problem(
-                    code="preset-in-use",
-                    field="preset",
-                    value=shown(name),
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
         )
     try:
         Path(preset.path).unlink()
     except OSError as error:
-        message, remedy = f"cannot be deleted: {error.strerror}", "Check the rights of its folder."
-        raise InputError(
-            [
-                Problem(
-                    code="not-deletable",
-                    field="preset",
-                    value=preset.path,
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
+        raise reject(
+            "not-deletable",
+            "preset",
+            preset.path,
+            f"cannot be deleted: {error.strerror}",
+            "Check the rights of its folder.",
         ) from None
     return Path(preset.path)
 
@@ -645,18 +594,7 @@ def _extended(source: Source, sources: Mapping[str, Source], seen: tuple[str, ..
             "Extend a preset with fewer presets below it.",
         )
         code = "long-extends"
-        raise InputError(
-            [
-                Problem(
-                    code=code,
-                    field="extends",
-                    value=shown(base),
-                    message=message,
-                    remedy=remedy,
-                    file=source.path,
-                )
-            ]
-        )
+        raise reject(code, "extends", shown(base), message, remedy, file=source.path)
     if base in seen:
         chain = " -> ".join((*seen, base))
         remedy = "Extend a preset that does not itself extend this one."

@@ -232,7 +232,6 @@ def is_shared(folder: Path) -> bool:
     Raises:
         OSError: There is no such folder.
     """
-    # Exactly this mode: folders of older versions have whatever the umask of their time gave.
     return stat.S_IMODE(folder.stat().st_mode) == _SHARED_FOLDER
 
 
@@ -246,16 +245,6 @@ def make_run_folder(folder: Path, *, shared: bool) -> None:
     folder.mkdir(mode=0o700)
     if shared:
         folder.chmod(_SHARED_FOLDER)
-
-
-def close_to_others(folder: Path) -> None:
-    """Remove the rights of others on a run folder of an older version. A shared folder stays shared with its group.
-
-    Raises:
-        OSError: The folder belongs to somebody else, or is gone.
-    """
-    if not is_shared(folder):
-        folder.chmod(0o700)
 
 
 def umask_of(folder: Path) -> int:

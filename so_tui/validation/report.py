@@ -18,7 +18,7 @@ from so_tui.machine.types import Machine, Software
 from so_tui.plan.measured import Figures, Rates
 from so_tui.plan.workload import Workload
 from so_tui.spec.check import write_atomic
-from so_tui.spec.errors import InputError, Problem
+from so_tui.spec.errors import reject
 from so_tui.trust.decoding import prepare, read_json
 
 SCHEMA = 1
@@ -136,8 +136,6 @@ class TrainingFound(Struct, frozen=True, kw_only=True, tag="training"):
     """By the formula of DeepSpeed's example script, summed over GPUs."""
     losses: tuple[float | None, ...]
     """Of all steps, warm-up included; None where it is not finite."""
-    partitioned: bool = False
-    """Whether cache and memory bandwidth were partitioned between its main and Adam cores."""
     phases: PhaseSeconds | None = None
     """None in reports of older versions."""
     losses_only: bool = False
@@ -279,20 +277,12 @@ def read(folder: Path) -> Report | None:
     except FileNotFoundError:
         return None
     except (OSError, msgspec.DecodeError) as error:
-        message, remedy = (
+        raise reject(
+            "not-a-report",
+            "--out",
+            str(path),
             f"is no report of this version of so-tui: {error}",
             "Choose another folder with --out.",
-        )
-        raise InputError(
-            [
-                Problem(
-                    code="not-a-report",
-                    field="--out",
-                    value=str(path),
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
         ) from error
 
 

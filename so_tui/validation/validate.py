@@ -25,7 +25,6 @@ from msgspec.structs import replace
 
 from so_tui import __version__
 from so_tui.folders import probes_dir
-from so_tui.launch.executors import LocalExecutor
 from so_tui.launch.helper import Cancel, stream_tool
 from so_tui.launch.helper_jobs import gpus_taken, measure_rates, request_of
 from so_tui.launch.launch import launch_of, usable_machine, visible_machine
@@ -35,10 +34,8 @@ from so_tui.launch.probe import (
     measured_of,
     probe_of,
     probe_spec,
-    records_and_samples,
     run_to_end,
 )
-from so_tui.launch.supervisor import mpam
 from so_tui.machine.doctor import Finding, findings
 from so_tui.machine.host import distance
 from so_tui.machine.types import Machine, NumaNode
@@ -46,15 +43,13 @@ from so_tui.model.shape import architecture
 from so_tui.plan import make_plan
 from so_tui.plan import measured as calibration
 from so_tui.plan.plan import DeepSpeedBinding, MemoryPolicy, Plan, RankBinding
-from so_tui.plan.published import with_layers
-from so_tui.runs import RunDirectory, delete_run
+from so_tui.runs import delete_run
 from so_tui.runs.records import MetricRecord, PhaseRecord, StepRecord
 from so_tui.runs.state import read_state
 from so_tui.spec import RunSpec, find_preset, with_values
 from so_tui.spec import SoTuiError as spec_SoTuiError
-from so_tui.spec.errors import InputError, Problem, SoTuiError, first_line
+from so_tui.spec.errors import SoTuiError, first_line, reject
 from so_tui.spec.presets import EXAMPLE_SEQUENCES, as_published
-from so_tui.trust.text import so_tui_command
 from so_tui.validation import report, show
 from so_tui.validation.report import (
     CopiesFound,
@@ -438,8 +433,6 @@ class Part(Struct, frozen=True, kw_only=True):
     """With the settings of DeepSpeed's SuperOffload examples."""
     losses_only: bool = False
     """Many steps of ``tiny`` in place of a few of the shape: for its losses, not for its speed."""
-    partitioned: bool = False
-    """With partitions of cache and memory bandwidth for main and Adam cores."""
 
     @property
     def needs_deepspeeds_adam(self) -> bool:
@@ -472,23 +465,35 @@ def shape_for(machine: Machine) -> RunSpec:
     )
 
 
+def with_layers(spec: RunSpec, layers: int) -> RunSpec:
+    """Return a spec of the same shape with another number of layers."""
+    model = spec.model
+    old = architecture(model.config).layers
+    blocks = tuple(
+        replace(block, repeat=layers) if block.repeat == old else block
+        for block in model.parameters
+    )
+    return replace(
+        spec,
+        model=replace(
+            model, config=model.config | {"num_hidden_layers": layers}, parameters=blocks
+        ),
+    )
+
+
 def shape_name(spec: RunSpec) -> str:
     """Return the shape in words."""
     return f"{spec.name}, {architecture(spec.model.config).layers} layers"
 
 
-def parts_of(machine: Machine, gpus: int, *, partitions: bool = False) -> Iterator[Part]:
+def parts_of(machine: Machine, gpus: int) -> Iterator[Part]:
     """Yield the training parts for a machine, the most telling first.
 
     Args:
         machine: Where.
         gpus: The most GPUs that a run may have.
-        partitions: Whether runs may partition cache and memory bandwidth here.
     """
     yield from _parts(machine, gpus) if machine.gpus else _parts_without_gpus()
-    if partitions:
-        title = "our engine, cache and memory bandwidth partitioned"
-        yield Part(key="ours-partitioned", title=title, settings=_PLAIN, partitioned=True)
 
 
 def _parts_without_gpus() -> Iterator[Part]:
@@ -659,12 +664,6 @@ def _usable_nodes(machine: Machine) -> list[NumaNode]:
     return [node for node in machine.cpu_nodes if allowed.intersection(node.cpus)]
 
 
-def can_partition(machine: Machine, shape: RunSpec) -> bool:
-    """Return whether runs of our engine may partition cache and memory bandwidth here."""
-    plan = make_plan(with_values(shape, _PLAIN), usable_machine(machine, os.environ))
-    return mpam.possible(plan.binding)
-
-
 def training_measurements(
     machine: Machine, shape: RunSpec, parts: Sequence[Part], cpu_adam: CpuAdam
 ) -> list[Measurement]:
@@ -725,21 +724,15 @@ def _measure(
         elif isinstance(record, PhaseRecord):
             tell(f"{part.title}: {record.phase}")
 
-    executor = LocalExecutor({mpam.VARIABLE: "on" if part.partitioned else "off"})
     run = run_to_end(
         launch_of(plan, usable),
         probes_dir(),
         report,
-        executor=executor,
         limit_s=deadline - time.monotonic(),
     )
-    if part.partitioned and not _was_partitioned(run):
-        raise spec_SoTuiError(
-            f"the partitions were not made: `{so_tui_command('logs', str(run.path))}` shows why"
-        )
     measured = measured_of(run, plan)
     found = probe_of(measured, plan, usable)
-    if part.placed == "bound" and not (part.published or part.partitioned or part.losses_only):
+    if part.placed == "bound" and not (part.published or part.losses_only):
         calibration.store(machine, probe=found)
     state = read_state(run)
     with suppress(OSError):  # what is left of it is below the probes, where nothing lists it
@@ -758,7 +751,6 @@ def _measure(
         clipping=plan.spec.train.gradient_clipping,
         steps=len(counted),
         held_back_steps=measured.held_back_steps,
-        partitioned=part.partitioned,
         measured=found.actual,
         predicted=found.predicted,
         workload=found.workload,
@@ -770,11 +762,6 @@ def _measure(
         losses_only=part.losses_only,
         phases=phases,
     )
-
-
-def _was_partitioned(run: RunDirectory) -> bool:
-    _, samples = records_and_samples(run)
-    return any(place.mpam_groups for sample in samples for place in sample.placement)
 
 
 SHARED = "shared"
@@ -804,7 +791,7 @@ def validate(
     usable = usable_machine(machine, os.environ)
     gpus = min(gpus, len(usable.gpus))
     shape = shape_for(usable)
-    parts = list(parts_of(usable, gpus, partitions=can_partition(machine, shape)))
+    parts = list(parts_of(usable, gpus))
     begun = _begun(machine, folder, gpus, shape_name(shape))
 
     def write(found: Report) -> None:
@@ -844,17 +831,11 @@ def _begun(machine: Machine, folder: Path, gpus: int, shape: str) -> Report:
         new.gpus,
         new.shape,
     ):
-        message = f"has a report of {found.host or 'a shared one'}, so-tui {found.so_tui}, {found.gpus} GPUs, {found.shape}"
-        remedy = "Name another folder with --out, or delete that report."
-        raise InputError(
-            [
-                Problem(
-                    code="another-report",
-                    field="--out",
-                    value=str(folder),
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
+        raise reject(
+            "another-report",
+            "--out",
+            str(folder),
+            f"has a report of {found.host or 'a shared one'}, so-tui {found.so_tui}, {found.gpus} GPUs, {found.shape}",
+            "Name another folder with --out, or delete that report.",
         )
     return found

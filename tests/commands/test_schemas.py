@@ -23,7 +23,6 @@ PRINTED = [
     ("inspect", ["inspect"]),
     ("inspect", ["machines", "gh200-quad-120"]),
     ("machines", ["machines"]),
-    ("published", ["published"]),
     ("doctor", ["doctor"]),
     ("doctor", ["doctor", "qwen3-14b", "--machine", "gh200-480"]),
     ("presets", ["presets"]),

@@ -128,19 +128,6 @@ def test_a_resume_onto_a_full_disk_is_refused_and_leaves_no_attempt(
     assert run.attempts() == (1,)
 
 
-@pytest.mark.parametrize(("before", "after"), [(0o755, 0o700), (0o711, 0o700), (0o750, 0o750)])
-def test_a_resume_closes_a_run_of_an_older_version_and_leaves_a_shared_one(
-    before: int, after: int, tmp_path: Path, two_ranks: RunSpec, machine: Machine
-) -> None:
-    run = start(prepare(two_ranks, machine, force=True), runs_dir=tmp_path, executor=Recording())
-    write_state(run, msgspec.structs.replace(read_state(run), state="stopped"))
-    run.path.chmod(before)
-    again = prepare_resume(run, machine, force=True)
-    assert run.path.stat().st_mode & 0o777 == before  # reading changes nothing
-    resume(run, again, executor=Recording())
-    assert run.path.stat().st_mode & 0o777 == after
-
-
 def test_an_interrupted_start_leaves_nothing_or_stops_what_lives_already(
     tmp_path: Path, two_ranks: RunSpec, machine: Machine
 ) -> None:

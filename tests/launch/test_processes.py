@@ -111,10 +111,8 @@ def test_an_alert_command_that_was_seen_before_its_environment_is_no_process_of_
             process.kill()
 
 
-@pytest.mark.parametrize(
-    "script", ["/lib/superoffload/worker.py", "/lib/so_tui_trainer/offload/worker.py"]
-)
-def test_the_adam_worker_is_recognised_also_in_a_run_of_an_older_version(script: str) -> None:
+def test_the_adam_worker_is_recognised() -> None:
+    script = "/lib/superoffload/worker.py"
     assert role_of(("python", "-P", script, "3"), "rank") == "adam"
     assert role_of(("python", "-P", script, "3"), "other") == "other"
 

@@ -6,12 +6,13 @@ from string import Formatter
 
 import pytest
 
+from benchmarks.published import _EVIDENCE, NOTABLE, Compared, compared, published
 from so_tui.machine.known import named_machine
 from so_tui.plan import make_plan
 from so_tui.plan.plan import Plan
-from so_tui.plan.published import _EVIDENCE, NOTABLE, Compared, compared, published, with_layers
 from so_tui.plan.resources import example_tflops
 from so_tui.spec import load_catalog, with_values
+from so_tui.validation.validate import with_layers
 
 LLAMA = load_catalog().presets["llama-3.1-8b"].spec
 GH200 = named_machine("gh200-480")

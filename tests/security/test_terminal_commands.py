@@ -44,7 +44,6 @@ COMMANDS: dict[str, list[list[str]]] = {
         ["validate", "--minutes", HOSTILE],
         ["validate", "--out", "REPORT"],
     ],
-    "published": [["published"], ["published", "--json"], ["published", HOSTILE]],
     "plan": [
         ["plan", "--machine", "MACHINE"],
         ["plan", "hostile", "--machine", "MACHINE"],

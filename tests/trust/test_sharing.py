@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.trust.files import close_to_others, is_shared, make_run_folder, umask_of, wanted
+from so_tui.trust.files import is_shared, make_run_folder, umask_of, wanted
 
 
 @pytest.fixture(params=[0o000, 0o022, 0o077])
@@ -23,16 +23,6 @@ def test_the_mode_of_a_run_folder_does_not_depend_on_the_umask_and_is_found_agai
     make_run_folder(tmp_path / "run", shared=shared)
     assert (tmp_path / "run").stat().st_mode & 0o777 == mode
     assert (is_shared(tmp_path / "run"), umask_of(tmp_path / "run")) == (shared, umask)
-
-
-def test_a_folder_of_an_older_version_is_closed_and_a_shared_one_stays(tmp_path: Path) -> None:
-    old, shared = tmp_path / "old", tmp_path / "shared"
-    old.mkdir()
-    old.chmod(0o775)
-    make_run_folder(shared, shared=True)
-    for folder in (old, shared):
-        close_to_others(folder)
-    assert [folder.stat().st_mode & 0o777 for folder in (old, shared)] == [0o700, 0o750]
 
 
 def test_only_one_value_shares() -> None:

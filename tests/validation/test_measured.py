@@ -86,7 +86,7 @@ def test_what_was_measured_is_planned(path: Path) -> None:
     store(machine, rates=rates.rates)
     shape = shape_for(machine)
     assert shape_name(shape) == report.shape
-    parts = {part.key: part for part in parts_of(machine, report.gpus, partitions=True)}
+    parts = {part.key: part for part in parts_of(machine, report.gpus)}
     wrong = []
     for outcome, found in trained(report.outcomes):
         # Plans are for bound ranks. A model so small that its speed says nothing is not predicted by it.

@@ -133,14 +133,6 @@ def test_the_most_telling_parts_come_first_and_the_compiler_works_beside_losses(
     assert keys[compiled - 1] == "losses-1"
 
 
-def test_partitions_are_a_part_where_runs_may_make_them() -> None:
-    added = [
-        one for one in parts_of(QUAD, 4, partitions=True) if one not in list(parts_of(QUAD, 4))
-    ]
-    assert [(one.key, one.partitioned) for one in added] == [("ours-partitioned", True)]
-    assert spec_of(SHAPE, added[0]) == spec_of(SHAPE, part("ours"))
-
-
 def test_as_published_means_deepspeeds_block_with_and_without_a_clipping_key() -> None:
     left_out, explicit = (
         ds_config(make_plan(spec_of(SHAPE, part(key)), QUAD))

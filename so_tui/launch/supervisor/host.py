@@ -26,7 +26,6 @@ from so_tui.launch.launch import Launch, indented
 from so_tui.launch.supervisor import host_check
 from so_tui.launch.supervisor.ending import Evidence, Shutdown
 from so_tui.launch.supervisor.host_check import refuse_different_host, software_differences
-from so_tui.launch.supervisor.mpam import Partitioning
 from so_tui.launch.supervisor.processes import (
     FirstLoss,
     ProcessTree,
@@ -37,7 +36,6 @@ from so_tui.launch.supervisor.processes import (
 from so_tui.launch.supervisor.samples import Sampler, oom_kills
 from so_tui.launch.supervisor.slowness import NetworkWatch
 from so_tui.machine import inspect_machine
-from so_tui.machine.host import cpu_ranges
 from so_tui.machine.software import make_code_folders
 from so_tui.machine.types import Gpu
 from so_tui.plan.plan import Plan, RankBinding
@@ -226,7 +224,6 @@ class Job:
         self._rendezvous: Path | None = None
         self._locks: tuple[host_check.Lock, ...] = ()
         self._runner: subprocess.Popen[bytes] | None = None
-        self._partitioning = Partitioning()
 
     def start(self) -> None:
         """Take the GPUs, fill in the placeholders, and start DeepSpeed's launcher.
@@ -262,8 +259,6 @@ class Job:
                 os.write(
                     log, f"so-tui: warning: {difference.message} ({difference.code})\n".encode()
                 )
-            for line in self._partitioned():
-                os.write(log, f"so-tui: {line}\n".encode())
             with _ignored_by_children(signal.SIGUSR1):
                 self._runner = subprocess.Popen(
                     launch.argv,
@@ -316,8 +311,6 @@ class Job:
                     lost.append(str(error))
             except OSError as error:
                 lost.append(str(error))
-        for line in self._partitioned():
-            print(line, flush=True)
         if lost:
             raise OSError("; ".join(lost))
 
@@ -360,18 +353,6 @@ class Job:
         for lock in self._locks:
             lock.release()
         self._locks = ()
-        try:
-            self._partitioning.remove()
-        except OSError as error:
-            print(f"resctrl groups: {error}", file=sys.stderr, flush=True)
-
-    def _partitioned(self) -> Iterator[str]:
-        """Partition memory bandwidth and cache where that is possible, and yield lines that say so. Training goes on without it."""
-        try:
-            for made in self._partitioning.apply(self.launch.plan.binding):
-                yield f"{made.role} cores {cpu_ranges(made.cpus)} have their own partition: {', '.join(made.schemata)}"
-        except OSError as error:
-            yield f"warning: memory bandwidth could not be partitioned: {error}"
 
     def _gpus(self) -> list[Gpu]:
         chosen = {rank.gpu for rank in self.launch.plan.binding}

@@ -143,8 +143,7 @@ _LEADING: tuple[Role, ...] = ("runner", "launcher", "rank")
 """What the others follow. Each starts once in an attempt."""
 _MOST_GONE = 1000
 """So many ended processes are remembered: a run of days may start and end any number, such as data-loader workers."""
-_WORKER_SCRIPTS = ("/superoffload/worker.py", "/so_tui_trainer/offload/worker.py")
-"""The second is the path in earlier versions: a run that they started may live through an upgrade."""
+_WORKER_SCRIPT = "/superoffload/worker.py"
 
 
 def send(process: Process, signum: signal.Signals) -> None:
@@ -409,7 +408,7 @@ def role_of(command: tuple[str, ...], parent: Role | None) -> Role:
         return "rank"
     # Our engine's worker is a script; DeepSpeed's is a spawned Python process.
     if parent == "rank" and any(
-        argument == "--multiprocessing-fork" or argument.endswith(_WORKER_SCRIPTS)
+        argument == "--multiprocessing-fork" or argument.endswith(_WORKER_SCRIPT)
         for argument in command
     ):
         return "adam"

@@ -19,7 +19,6 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from so_tui.launch.supervisor.processes import ProcessLoad, ProcessLoads, ProcessTree
 from so_tui.machine.host import caught_up, sole_memory_node
-from so_tui.machine.resctrl import read_groups, resctrl_mount
 from so_tui.machine.system_files import SystemFiles
 from so_tui.machine.types import Gpu, Machine, NumaNode
 from so_tui.runs.records import (
@@ -492,7 +491,6 @@ def read_mark(root: Path, pid: int) -> Mark | None:
 
 
 _KIB = 1024
-_FILES = SystemFiles()
 IDLE_NICE = 20
 """Stands for SCHED_IDLE, which gives way to every nice value."""
 _FILE = re.compile(rb" file=(?!/dev/shm/|/memfd:)")
@@ -506,37 +504,25 @@ def read_placements(processes: Iterable[Process]) -> tuple[RankPlacement, ...]:
 
     The kernel walks their page tables for it: milliseconds a gigabyte of small pages.
     """
-    mount = resctrl_mount(_FILES)
-    groups = read_groups(_FILES, mount[0]) if mount is not None else {}
     by_rank: dict[int, list[Process]] = {}
     for process in processes:
         if process.role in ("rank", "adam") and process.rank is not None:
             by_rank.setdefault(process.rank, []).append(process)
-    return tuple(_placement(rank, own, groups) for rank, own in sorted(by_rank.items()))
+    return tuple(_placement(rank, own) for rank, own in sorted(by_rank.items()))
 
 
-def _placement(
-    rank: int, processes: Sequence[Process], groups: dict[str, tuple[int, ...]]
-) -> RankPlacement:
+def _placement(rank: int, processes: Sequence[Process]) -> RankPlacement:
     sizes: Counter[int] = Counter()
     for process in processes:
         with contextlib.suppress(OSError):  # it has just ended, or is another user's
             sizes.update(node_bytes(Path(f"/proc/{process.pid}/numa_maps").read_bytes()))
-    cpus = _cpus(process for process in processes if process.role == "rank")
-    adam_cpus = _cpus(process for process in processes if process.role == "adam")
     return RankPlacement(
         rank=rank,
-        cpus=cpus,
-        adam_cpus=adam_cpus,
+        cpus=_cpus(process for process in processes if process.role == "rank"),
+        adam_cpus=_cpus(process for process in processes if process.role == "adam"),
         node_bytes=dict(sizes),
         nice=max(map(_nice, processes)),
-        mpam_groups=tuple(group for each in (cpus, adam_cpus) if (group := group_of(each, groups))),
     )
-
-
-def group_of(cpus: Sequence[int], groups: dict[str, tuple[int, ...]]) -> str:
-    """Return the resctrl group that all these CPUs belong to; empty for the default group."""
-    return next((name for name, own in groups.items() if cpus and set(cpus) <= set(own)), "")
 
 
 def node_bytes(numa_maps: bytes) -> dict[int, int]:

@@ -323,7 +323,7 @@ _REMEDIES = {
     "foreign-load": "End the other processes on its cores (`top`), or give the run a node of its own.",
     "clocks": "`nvidia-smi -q -d PERFORMANCE` says what limits the clock: heat, power or a setting.",
     "copies": "`so-tui doctor` checks the link between GPU and host; `so-tui calibrate` measures it once the GPU is idle.",
-    "adam": "`so-tui doctor` looks for limits of cores and memory; without `SO_TUI_MPAM=on`, a run has no partition for them.",
+    "adam": "`so-tui doctor` looks for limits of cores and memory.",
     "data": "Put the data and so-tui's cache on a faster disk, and look for other load on this host (`top`).",
 }
 

@@ -596,21 +596,11 @@ def _line(place: RankPlacement, planned: _Planned) -> Content:
         node = max(place.node_bytes, key=lambda node: place.node_bytes[node])
         share = place.node_bytes[node] / max(1, sum(place.node_bytes.values()))
         parts += [("  memory ", "$faint"), f"node {node} {percent(share)}"]
-    if place.mpam_groups:
-        parts += [
-            ("  MPAM ", "$faint"),
-            shorten(" + ".join(map(_group, place.mpam_groups[:2])), LONGEST_LIST),
-        ]
     if place.nice > 0:
         parts.append(
             (f"  {f'nice {place.nice}' if place.nice < IDLE_NICE else 'idle priority'}", "$warning")
         )
     return Content.assemble(*parts)
-
-
-def _group(name: str) -> str:
-    """Return the name of a group without what says who made it: ``so-tui-adam-4026531836-812-99`` is ``so-tui-adam``."""
-    return "-".join(name.split("-", 3)[:3]) if name.startswith("so-tui-") else name
 
 
 def _name(rank: int, gpu: int | None) -> str:

@@ -1,8 +1,11 @@
-"""Published figures about SuperOffload as data (``published.toml``), and what the planner says for the same settings."""
+"""Write ``docs/published.md``: every published figure about SuperOffload (``published.toml``) beside what is planned for the same settings.
+
+python -m benchmarks.published
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from string import Formatter
@@ -10,13 +13,11 @@ from typing import Literal
 
 import msgspec
 from msgspec import Struct
-from msgspec.structs import replace
 
 from so_tui.machine.known import named_machine
 from so_tui.machine.types import Machine
 from so_tui.model.flops import hw_flops
 from so_tui.model.profile import in_tiles, profile_of
-from so_tui.model.shape import architecture
 from so_tui.plan import step_time
 from so_tui.plan.plan import Plan
 from so_tui.plan.planner import make_plan
@@ -24,8 +25,24 @@ from so_tui.plan.rates import published_speed
 from so_tui.plan.resources import example_tflops
 from so_tui.plan.step_time import ADAM_BYTES
 from so_tui.spec import RunSpec, load_catalog, with_values
+from so_tui.validation.validate import with_layers
 
 PATH = Path(__file__).with_name("published.toml")
+PAGE = Path(__file__).resolve().parents[1] / "docs/published.md"
+_INTRODUCTION = """\
+# Published figures beside ours
+
+<!-- Written by `python -m benchmarks.published`; a test keeps it current. -->
+
+You see every published figure about SuperOffload that we know of, what so-tui plans for the same settings, and why the two differ where
+they do by more than 15 %. The figures are data: `benchmarks/published.toml`.
+
+Ours are predictions. so-tui has not run on a Grace machine; what pageable copies cost there is assumed, and measured by
+`so-tui calibrate`. TFLOPS are by the formula of DeepSpeed's example script (`seed_tflops_total` in [metrics](metrics.md)), and "plain
+kernels" are those of the model as transformers has it. What is said of DeepSpeed's versions was read in their sources.
+
+"""
+_HEADINGS = ("published", "figure", "ours", "difference")
 NOTABLE = 0.15
 """A difference above which a figure needs a reason."""
 _MOST_LAYERS = 400
@@ -183,22 +200,6 @@ def _adam_s(machine: str) -> float:
     return ADAM_BYTES * 1e9 / speed.adam_bytes_per_s(len(found.cpu_nodes[0].cpus), 1)
 
 
-def with_layers(spec: RunSpec, layers: int) -> RunSpec:
-    """Return a spec of the same shape with another number of layers."""
-    model = spec.model
-    old = architecture(model.config).layers
-    blocks = tuple(
-        replace(block, repeat=layers) if block.repeat == old else block
-        for block in model.parameters
-    )
-    return replace(
-        spec,
-        model=replace(
-            model, config=model.config | {"num_hidden_layers": layers}, parameters=blocks
-        ),
-    )
-
-
 def _largest(figure: Published, use: Setting) -> float:
     """Return the billions of parameters of the largest model of this shape that fits, with one sequence in a micro-batch."""
     spec = with_values(_preset(figure.preset), _settings(figure, use, train__micro_batch="1"))
@@ -304,3 +305,58 @@ _EVIDENCE: dict[str, Callable[[Published], float | str]] = {
 def _filled_in(figure: Published) -> str:
     names = {name for _, name, _, _ in Formatter().parse(figure.reason) if name}
     return figure.reason.format(**{name: _EVIDENCE[name](figure) for name in names})
+
+
+def page(found: Sequence[Compared]) -> str:
+    """Return the page: the table, the reasons and the settings."""
+    lines = [
+        _INTRODUCTION + "| " + " | ".join((*_HEADINGS, "source")) + " |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [
+        " | ".join(("| " + one.published.claim, *_figures(one), one.published.source + " |"))
+        for one in found
+    ]
+    lines += [
+        "",
+        "## Why they differ",
+        "",
+        *(line for one in found if one.reason for line in _reason(one)),
+    ]
+    lines += [
+        "## Settings",
+        "",
+        *(line for one in found if one.settings for line in _command(one)),
+    ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _figures(one: Compared) -> tuple[str, str, str]:
+    unit = one.published.unit
+    if one.published.quantity == "fits":
+        return "fits", "fits" if one.predicted else "does not fit", ""
+    predicted = "—" if one.predicted is None else _number(one.predicted, unit)
+    value = _number(one.published.value, unit) if one.published.value else ""
+    return value, predicted, "" if one.difference is None else f"{100 * one.difference:+.0f} %"
+
+
+def _number(value: float, unit: str) -> str:
+    return f"{value:.3g} {unit}".strip()
+
+
+def _reason(one: Compared) -> Iterator[str]:
+    yield f"- **{one.published.claim}**: {one.reason}"
+    yield ""
+
+
+def _command(one: Compared) -> Iterator[str]:
+    figure = one.published
+    against = f", over those of `{figure.against}`" if figure.against else ""
+    changes = " ".join(
+        f"--set {key}={value}" for key, value in one.settings.items() if key != "gpus"
+    )
+    yield f"- {figure.claim}{against}: `so-tui plan {figure.preset} --machine {figure.machine} --as-given --gpus {figure.gpus} {changes}`"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(compared()), encoding="utf-8")
