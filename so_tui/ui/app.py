@@ -1,4 +1,4 @@
-"""The application: five screens, and what is known of them. What they share is in ``shared_app``.
+"""The application: the five screens, starting and leaving. What the screens share is in ``shared_app``.
 
 Nothing is computed before the first paint. Named workers compute presets, machine, plans and runs in threads.
 """
@@ -24,12 +24,13 @@ from textual.worker import Worker
 
 from so_tui.machine import Machine as machine_Machine
 from so_tui.machine.known import MACHINES, machine_of
+from so_tui.trust.text import printable_line, so_tui_command
 from so_tui.ui import messages
 from so_tui.ui.page import PAGES, Page
 from so_tui.ui.preset_actions import go_back, start_launch
 from so_tui.ui.shared_app import Checking, SharedApp, StartRun
-from so_tui.ui.text import PlainCharacters
 from so_tui.ui.textual_fixes import settle, terminal_lost
+from so_tui.units import plural
 
 if TYPE_CHECKING:
     from so_tui.launch import Launch
@@ -173,8 +174,6 @@ class SoTuiApp(SharedApp):
             self.set_reactive(
                 SoTuiApp.checking, Checking(launch.spec.label, time.monotonic(), "dashboard")
             )
-        if self.glyphs == "ascii":
-            self._filters.append(PlainCharacters())
 
     def on_mount(self) -> None:
         self.call_after_refresh(self._after_first_paint)
@@ -274,9 +273,40 @@ class SoTuiApp(SharedApp):
 
     async def action_quit(self) -> None:
         """Quit. Ask first where unsaved edits in Configure would be lost."""
-        from so_tui.ui.configure.screen import ask_to_leave
+        from so_tui.ui.configure.screen import ConfigureScreen
+        from so_tui.ui.dialogs import QuitQuestion
 
-        ask_to_leave(self)
+        try:
+            bottom = self.get_screen_stack("configure")[:1]
+        except KeyError:  # never opened
+            bottom = []
+        unsaved = bottom[0].unsaved() if bottom and isinstance(bottom[0], ConfigureScreen) else {}
+        if not unsaved:
+            self._leave()
+        elif not isinstance(self.screen, QuitQuestion):
+            lines = [
+                f"Configure: {plural(count, 'change')} to preset {preset}, not saved"
+                for preset, count in unsaved.items()
+            ]
+            question = QuitQuestion(
+                "Quit and lose unsaved changes?", lines, yes="Quit", no="No, stay"
+            )
+            self.push_screen(question, lambda yes: self._leave() if yes else None)
+
+    def _leave(self) -> None:
+        """Leave the application, and say what goes on."""
+        live = [row.run.name for row in self.runs if row.live]
+        lines = []
+        if live:
+            names = printable_line(", ".join(live))
+            goes_on = "continues" if len(live) == 1 else "continue"
+            lines.append(
+                f"{names} {goes_on} training. `{so_tui_command('watch', live[0])}` shows it again."
+            )
+        if self.starting:
+            lines.append(f"{self.starting} is still being started. `so-tui watch latest` shows it.")
+        self.announcer.restore_title()
+        self.exit(message="\n".join(lines) or None)
 
     def open_chat(self, load: LoadModel) -> None:
         from so_tui.spec.generation import Sampling

@@ -13,7 +13,7 @@ import msgspec
 
 from so_tui.folders import state_home
 from so_tui.runs.index import EMA_WEIGHTS
-from so_tui.runs.records import GpuSample
+from so_tui.runs.records import GpuSample, StepRecord
 from so_tui.spec.check import write_atomic
 from so_tui.trust.decoding import read_json
 from so_tui.ui.charts.chart import Chart, Look, look_of
@@ -33,7 +33,7 @@ def whole(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One chart."""
+    """One chart, and what its heading says."""
 
     key: str
     """How the user's layout names it."""
@@ -63,11 +63,29 @@ class Metric:
     """Number of the samples that those above stay below."""
     marked: str = ""
     """Number of the samples whose presence is marked on the axis."""
+    leads: bool = False
+    """Whether this chart says what holds for all: what is being read, the range, evaluations, and steps whose loss is not a number."""
+    narrow_title: str = ""
+    """Instead of ``title`` where there is little room."""
+    notes: Callable[[StepRecord | None, bool, bool], list[str]] = lambda latest, on_gpus, roomy: []
+    """Notes behind the values, of the newest step (None while a cursor shows another), on GPUs or not, with room for words or not."""
 
     @property
     def shown_in(self) -> tuple[float, str]:
         """What values are divided by before they are written, and the unit that they have then."""
         return memory_unit() if self.in_bytes else (self.per, self.unit)
+
+
+def _learning_rate(latest: StepRecord | None, on_gpus: bool, roomy: bool) -> list[str]:
+    return [] if latest is None else [f"learning rate {significant(latest.learning_rate)}"]
+
+
+def _speed(latest: StepRecord | None, on_gpus: bool, roomy: bool) -> list[str]:
+    unit = f"TFLOPS/{'GPU' if on_gpus else 'rank'}"
+    if latest is None:
+        return [unit]
+    mfu = [] if latest.mfu is None else [f"MFU {100 * latest.mfu:.1f} %"]
+    return [unit if roomy else "TFLOPS", f"{rate(latest.useful_tokens_per_s_total)} tok/s", *mfu]
 
 
 STEP_METRICS: tuple[Metric, ...] = (
@@ -77,6 +95,7 @@ STEP_METRICS: tuple[Metric, ...] = (
         "mean cross-entropy of the trained tokens, with evaluations",
         ("loss",),
         smoothing="mean",
+        leads=True,
     ),
     Metric(
         "throughput",
@@ -85,8 +104,17 @@ STEP_METRICS: tuple[Metric, ...] = (
         ("model_tflops_per_gpu",),
         zero=True,
         role="gpu",
+        narrow_title="speed",
+        notes=_speed,
     ),
-    Metric("norm", "gradient norm", "before clipping", ("gradient_norm",), smoothing="mean"),
+    Metric(
+        "norm",
+        "gradient norm",
+        "before clipping",
+        ("gradient_norm",),
+        smoothing="mean",
+        notes=_learning_rate,
+    ),
     Metric(
         "learning-rate",
         "learning rate",
@@ -585,7 +613,7 @@ def chart_of(metric: Metric, glyphs: GlyphName) -> Chart:
         per=per,
         zero=metric.zero,
         ceiling=metric.ceiling,
-        mark_gaps=metric.key == "loss",
+        mark_gaps=metric.leads,
         glyphs=glyphs,
         id=metric.key,
     )

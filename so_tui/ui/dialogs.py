@@ -25,8 +25,8 @@ from so_tui.settings import Settings, all_settings, choices, value_of
 from so_tui.spec.errors import InputError
 from so_tui.ui.form import problem_text
 from so_tui.ui.text import Content, shorten_path
+from so_tui.ui.textual_fixes import Entry
 from so_tui.ui.themes import THEMES
-from so_tui.ui.widgets import Entry
 
 if TYPE_CHECKING:
     from so_tui.launch import Launch

@@ -33,13 +33,13 @@ from so_tui.ui.charts.drawing import (
     joined,
     plot_key,
     plot_rows,
-    repaint,
+    role_css,
     with_cursor,
 )
 from so_tui.ui.charts.series import Axis, Line
 from so_tui.ui.snapshot import CORES, MEMORY, GpuView, Inspected, NodeView
 from so_tui.ui.text import GlyphName, shorten
-from so_tui.ui.textual_fixes import DrawsPrintable, KeptVertical
+from so_tui.ui.textual_fixes import DrawnRowsMixin, KeptVertical
 from so_tui.ui.widgets import SIDE, Rule, framed
 from so_tui.units import memory_of, memory_unit, plural
 from so_tui.units import memory_size as memory
@@ -285,52 +285,38 @@ def node_columns(nodes: int, width: int) -> int:
     return 2 if nodes > 1 and width >= TWO_COLUMNS else 1
 
 
-class NumaNodes(DrawsPrintable, can_focus=True):
+class NumaNodes(DrawnRowsMixin, can_focus=True):
     """Nodes in one or two columns, each with a heading, ``plot_height`` rows of history and a row of cores, above the x axis."""
 
     ALLOW_MAXIMIZE = True
-    ROLES = (
-        "band",
-        "main",
-        "memory",
-        "gpu",
-        "axis",
-        "label",
-        "note",
-        "title",
-        "value",
-        "adam",
-        "main-core",
-        "other",
-        "sign",
-        "empty",
-        "cursor",
-        "stale",
-        "full",
-    )
+    ROLES: ClassVar[dict[str, str]] = {
+        "band": "color: $raw-line",
+        "main": "color: $adam",
+        "memory": "color: $memory",
+        "gpu": "color: $gpu",
+        "axis": "color: $rule",
+        "label": "color: $faint",
+        "note": "color: $faint",
+        "title": "text-style: bold",
+        "value": "text-style: bold",
+        "adam": "color: $adam",
+        "main-core": "color: $main-core",
+        "other": "color: $other-core",
+        "sign": "color: $faint",
+        "empty": "",
+        "cursor": "color: $warning",
+        "stale": "color: $warning",
+        "full": "color: $warning; text-style: bold",
+    }
     COMPONENT_CLASSES: ClassVar[set[str]] = {f"nodes--{role}" for role in ROLES}
-    DEFAULT_CSS = """
-    NumaNodes {
-        height: auto;
-        .nodes--band { color: $raw-line; }
-        .nodes--main { color: $adam; }
-        .nodes--memory { color: $memory; }
-        .nodes--gpu { color: $gpu; }
-        .nodes--axis { color: $rule; }
-        .nodes--label { color: $faint; }
-        .nodes--note { color: $faint; }
-        .nodes--title { text-style: bold; }
-        .nodes--value { text-style: bold; }
-        .nodes--adam { color: $adam; }
-        .nodes--main-core { color: $main-core; }
-        .nodes--other { color: $other-core; }
-        .nodes--sign { color: $faint; }
-        .nodes--cursor { color: $warning; }
-        .nodes--stale { color: $warning; }
-        .nodes--full { color: $warning; text-style: bold; }
+    DEFAULT_CSS = (
+        "NumaNodes { height: auto;"
+        + role_css("nodes", ROLES)
+        + """
         &:focus .nodes--title { color: $accent; text-style: bold underline; }
     }
     """
+    )
 
     def __init__(self, *, glyphs: GlyphName = "braille", id: str | None = None) -> None:
         super().__init__(id=id)
@@ -340,8 +326,6 @@ class NumaNodes(DrawsPrintable, can_focus=True):
         self.cursor: float | None = None
         self.plot_height = 2
         self.plot: NodePlot = "load"
-        self._strips: list[Strip] = []
-        self._drawn: tuple[object, ...] = ()
         self._role_styles = RoleStyles("nodes", self.ROLES)
         self._plots: dict[tuple[str, int], tuple[tuple[object, ...], list[list[Segment]]]] = {}
 
@@ -351,29 +335,19 @@ class NumaNodes(DrawsPrintable, can_focus=True):
         """Show new data."""
         rows = len(self.pictures)
         self.pictures, self.axis, self.cursor = pictures, axis, cursor
-        if rows != len(pictures) or self._drawn != self._render_key():
-            self._drawn = ()
-            self.refresh(layout=rows != len(pictures))
-            return
-        before, self._strips = self._strips, self._draw()
-        repaint(self, before, self._strips)
+        if rows != len(pictures):
+            self.redraw(layout=True)
+        else:
+            self.repaint()
 
-    def _render_key(self) -> tuple[object, ...]:
-        """Return what strips depend on besides the data."""
-        return (
-            self.outer_size,
-            self.has_focus,
-            self.app.theme,
-            self.glyphs,
-            self.plot_height,
-            self.plot,
-        )
+    def row_key(self) -> tuple[object, ...]:
+        return *super().row_key(), self.glyphs, self.plot_height, self.plot
 
     def set_plot_height(self, rows: int) -> None:
         """Set the rows of history of each node."""
         if rows != self.plot_height:
-            self.plot_height, self._drawn = rows, ()
-            self.refresh(layout=True)
+            self.plot_height = rows
+            self.redraw(layout=True)
 
     def get_content_height(self, container: object, viewport: object, width: int) -> int:
         return max(
@@ -382,21 +356,7 @@ class NumaNodes(DrawsPrintable, can_focus=True):
             + (1 if self.plot_height else 0),
         )
 
-    def notify_style_update(self) -> None:
-        self._drawn = ()
-        super().notify_style_update()
-
-    def draw_line(self, y: int) -> Strip:
-        key = self._render_key()
-        if key != self._drawn:
-            self._strips, self._drawn = self._draw(), key
-        return (
-            self._strips[y]
-            if y < len(self._strips)
-            else Strip.blank(self.size.width, self.rich_style)
-        )
-
-    def _draw(self) -> list[Strip]:
+    def draw_rows(self) -> list[Strip]:
         styles = self._role_styles.get(self)
         base = styles["base"]
         if not self.pictures:

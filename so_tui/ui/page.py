@@ -14,7 +14,7 @@ from textual.worker import Worker
 
 from so_tui.ui.shared_app import SharedApp
 from so_tui.ui.text import Content, shorten
-from so_tui.ui.textual_fixes import KeepsLines, StylesFocus
+from so_tui.ui.textual_fixes import CachedLinesMixin, StylesFocus
 from so_tui.ui.widgets import Grip, KeyLine, machine_facts
 from so_tui.units import plural
 
@@ -43,7 +43,7 @@ OTHER_MACHINE = Binding(
 )
 
 
-class TopLine(KeepsLines):
+class TopLine(CachedLinesMixin):
     """Host, machine and live runs, on every screen."""
 
     DEFAULT_CSS = """
@@ -112,7 +112,7 @@ class TopLine(KeepsLines):
         return left + " " * max(1, width - left.cell_length - right.cell_length) + right
 
 
-class Navigation(KeepsLines):
+class Navigation(CachedLinesMixin):
     """The five screens with their keys; the one that is shown is marked."""
 
     DEFAULT_CSS = """
@@ -149,7 +149,7 @@ class Navigation(KeepsLines):
         return Content.from_markup(" ".join(pieces))
 
 
-class Page(StylesFocus[None], KeepsLines):
+class Page(StylesFocus[None], CachedLinesMixin):
     """One of the five screens."""
 
     app = getters.app(SharedApp)

@@ -1,6 +1,6 @@
-"""The part of the application that owns what its screens share: presets, machine, runs, and what is being started.
+"""What the screens share with the application above them: settings, presets, machine, runs, alerts, and what is being started.
 
-Screens know this class. They do not know the application above it, which knows the screens.
+Screens know SharedApp. They do not know the application above it (``app``), which knows the screens.
 """
 
 from __future__ import annotations
@@ -9,19 +9,26 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from textual import work
+from textual.binding import Binding, BindingType
 from textual.reactive import var
+from textual.theme import Theme
+from textual.widgets import DataTable
 from textual.worker import Worker, WorkerState
 
-from so_tui.settings import AlertSettings
+from so_tui import units
+from so_tui.settings import AlertSettings, Settings
 from so_tui.trust.files import distrust_of_folder
 from so_tui.ui import messages
-from so_tui.ui.settings import SettingsApp
-from so_tui.ui.text import Content, GlyphName
+from so_tui.ui.text import Content, GlyphName, PlainCharacters, chosen_glyphs, environment_at_start
+from so_tui.ui.textual_fixes import FixedApp
+from so_tui.ui.themes import DARK, THEMES, fallback_variables
 from so_tui.units import plural
 
 if TYPE_CHECKING:
@@ -32,40 +39,216 @@ if TYPE_CHECKING:
     from so_tui.runs.records import Alert
     from so_tui.settings import Loaded
     from so_tui.spec import Catalog, RunSpec
+    from so_tui.spec.errors import Problem
     from so_tui.spec.generation import LoadModel
     from so_tui.ui.run_rows import RunLister, RunRow
 
 
-# The part of the application that announces alerts of the user's own runs: bell, desktop
-# notification, and the terminal's title.
-#
-# What the terminal gets is fixed words, numbers and names without control characters, whatever a
-# run's folder says.
+VIM_KEYS = {
+    "j": "down",
+    "k": "up",
+    "g": "home",
+    "G": "end",
+    "ctrl+d": "pagedown",
+    "ctrl+u": "pageup",
+}
+"""What each key of vim does, as the key that every widget knows. Where a screen has a command of its own on a key, that one wins."""
+COMPACT = (
+    [(0, "-narrow"), (1 << 20, "-medium"), (1 << 20, "-wide")],
+    [(0, "-short"), (1 << 20, "-tall"), (1 << 20, "-very-tall")],
+)
 
 
-Result = TypeVar("Result")
+DASHBOARD_POLLS = 3
+"""Times as long between two readings of the list while the dashboard is shown."""
+StartRun = Callable[..., "RunDirectory"]
 _KEPT = 20
 """Alerts of a run that are looked at, the newest: a stranger's state may hold any number."""
 _SAVE_TITLE, _RESTORE_TITLE = "\x1b[22;2t", "\x1b[23;2t"
 _SHOWS_777 = ("foot", "rxvt")
 
 
-class News(NamedTuple):
-    """An alert that was not there when the list was read before."""
+class SettingsApp(FixedApp[None]):
+    """An application whose user changes its settings in it: it applies them, keeps changes, and adds vim's keys."""
 
-    row: RunRow
-    alert: Alert
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding(
+            "comma",
+            "settings",
+            "Settings",
+            key_display=",",
+            show=False,
+            id="settings",
+            tooltip="Theme, keys, units and alerts, kept",
+        ),
+        *(Binding(key, f"vim('{moves}')", show=False) for key, moves in VIM_KEYS.items()),
+    ]
+
+    settings: var[Settings] = var(Settings())
+    glyphs: var[GlyphName] = var[GlyphName]("braille")
+
+    def __init__(self, loaded: Loaded | None = None) -> None:
+        self._found_themes: dict[str, Theme | None] = {}
+        self._writer = ThreadPoolExecutor(max_workers=1)  # changes are written in their order
+        super().__init__()
+        self._settings_problems: tuple[Problem, ...] = loaded.problems if loaded is not None else ()
+        for theme in THEMES:
+            self.register_theme(theme)
+        self.set_reactive(
+            SettingsApp.settings, loaded.settings if loaded is not None else Settings()
+        )
+        screen = self.settings.screen
+        units.show_memory_in(screen.units)
+        self.theme = screen.theme if screen.theme in self.available_themes else DARK.name
+        if screen.layout == "compact":
+            self.HORIZONTAL_BREAKPOINTS, self.VERTICAL_BREAKPOINTS = (
+                COMPACT  # Textual reads them from the instance
+            )
+        self.set_keymap(self.settings.keys.bindings)
+        # By the environment, else the settings, else what locale and terminal can show.
+        glyphs = chosen_glyphs(environment_at_start(), preferred=screen.glyphs)
+        self.set_reactive(SettingsApp.glyphs, glyphs)
+        if self.glyphs == "ascii":
+            self._filters.append(PlainCharacters())
+
+    def get_theme(self, theme_name: str) -> Theme | None:
+        """Return a theme by its name. Textual copies all themes for a look-up, and looks up sixty in a frame."""
+        if theme_name not in self._found_themes:
+            self._found_themes[theme_name] = super().get_theme(theme_name)
+        return self._found_themes[theme_name]
+
+    def register_theme(self, theme: Theme) -> None:
+        self._found_themes.clear()
+        super().register_theme(theme)
+
+    def get_theme_variable_defaults(self) -> dict[str, str]:
+        return fallback_variables(self.current_theme.to_color_system().generate())
+
+    def report_settings(self) -> None:
+        """Say what is wrong in the settings file, and keep the theme from now on, however it is changed."""
+        for problem in self._settings_problems:
+            self.notify(
+                str(problem), title="Settings", severity="warning", timeout=20, markup=False
+            )
+        theme = self.settings.screen.theme
+        if theme not in self.available_themes:
+            text = f"There is no theme {theme}: {DARK.name} is used. Press , to choose another."
+            self.notify(text, title="Settings", severity="warning", timeout=20, markup=False)
+        self.theme_changed_signal.subscribe(self, lambda changed: self._theme_changed(changed.name))
+
+    def _theme_changed(self, name: str) -> None:
+        if name != self.settings.screen.theme:
+            self.keep({"screen.theme": name})
+
+    def keep(self, changes: Mapping[str, Any]) -> None:
+        """Apply changes of settings, by dotted key, and write them to the user's file."""
+        from so_tui.settings import change_settings
+
+        self.apply(changes)
+        self.write_later(partial(change_settings, dict(changes)))
+
+    def apply(self, changes: Mapping[str, Any]) -> None:
+        """Apply changes of settings, by dotted key, until the application is left."""
+        from msgspec.structs import replace
+
+        settings = self.settings
+        for key, value in changes.items():
+            table, _, name = key.partition(".")
+            settings = replace(
+                settings, **{table: replace(getattr(settings, table), **{name: value})}
+            )
+        self.settings = settings
+
+    def watch_settings(self, settings: Settings) -> None:
+        units.show_memory_in(settings.screen.units)
+        if settings.screen.theme in self.available_themes and self.theme != settings.screen.theme:
+            self.theme = settings.screen.theme
+        self.set_keymap(settings.keys.bindings)
+        self.refresh(layout=True)
+
+    def write_later(self, write: Callable[[], object]) -> None:
+        """Write what the user changed in a thread, since a file system may be slow, and after earlier changes."""
+        self._writer.submit(write).add_done_callback(self._written)
+
+    def _written(self, writing: Future[object]) -> None:
+        """Report a change that could not be written. Runs in the thread that writes."""
+        from so_tui.spec.errors import InputError
+
+        error = writing.exception()
+        if isinstance(error, InputError):
+            title = "The settings hold only until so-tui is left"
+            self.post_message(messages.Failed(title, tuple(map(str, error.problems))))
+        elif error is not None:
+            text = f"{type(error).__name__}: {error}"
+            self.notify(text, title="Not remembered", severity="error", markup=False)
+
+    # Commands.
+
+    def action_settings(self) -> None:
+        from so_tui.ui.dialogs import SettingsDialog
+
+        self.push_screen(
+            SettingsDialog(self.settings, self.available_themes),
+            lambda changes: self.keep(changes) if changes else None,
+        )
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        if action == "vim":
+            return self.settings.keys.style == "vim"
+        return super().check_action(action, parameters)
+
+    def action_vim(self, moves: str) -> None:
+        """Move as another key does."""
+        whole = moves in ("home", "end") and isinstance(
+            self.focused, DataTable
+        )  # there, home and end move along the row
+        self.simulate_key(f"ctrl+{moves}" if whole else moves)
 
 
-class Announcements:
-    """Remembers which alerts are known, so that each is announced once. Those of the first list are old."""
+def notification(text: str, how: str, environ: Mapping[str, str]) -> str:
+    """Return the control sequence that has a terminal show a desktop notification; empty if it has none.
 
-    def __init__(self) -> None:
+    Args:
+        text: One line without control characters.
+        how: ``AlertSettings.notify``.
+        environ: The environment, which says what terminal it is.
+    """
+    term = environ.get("TERM", "")
+    if how == "off" or term in ("linux", "dumb", ""):
+        return ""
+    if how == "auto":
+        how = "osc777" if term.startswith(_SHOWS_777) or "VTE_VERSION" in environ else "osc9"
+    sequence = f"\x1b]777;notify;so-tui;{text}\x1b\\" if how == "osc777" else f"\x1b]9;{text}\x1b\\"
+    if "TMUX" in environ:  # passed on where tmux has allow-passthrough, and otherwise dropped
+        sequence = "\x1bPtmux;" + sequence.replace("\x1b", "\x1b\x1b") + "\x1b\\"
+    return sequence
+
+
+class Announcer:
+    """Announces alerts of the user's own runs, each once: by the bell, a desktop notification, and the terminal's title.
+
+    What the terminal gets is fixed words, numbers and names without control characters, whatever a run's folder says.
+    """
+
+    def __init__(self, app: SettingsApp) -> None:
+        self._app = app
         self._known: dict[Path, set[tuple[int, str, float]]] | None = None
         self._live: dict[Path, bool] = {}
+        self._title: str | None = None
+        self._alert_title = ""
 
-    def update(self, rows: Iterable[RunRow]) -> list[News]:
-        """Return what is new since the last list. Of a run that cannot be read now, nothing is known."""
+    def update(self, runs: tuple[RunRow, ...]) -> None:
+        """Announce what is new, and keep the terminal's title true."""
+        if self._known is None and not runs:
+            return  # nothing was read yet
+        settings = self._app.settings.alerts
+        for row, alert in self._news(runs):
+            self._announce(row, alert, settings)
+        if settings.title:
+            self._show_title(self._alert_title or _live_title(runs))
+
+    def _news(self, rows: Iterable[RunRow]) -> list[tuple[RunRow, Alert]]:
+        """Return alerts that are new since the last list; those of the first are old. Of a run that cannot be read now, nothing is known."""
         from so_tui.runs.records import Alert
 
         first = self._known is None
@@ -93,49 +276,10 @@ class Announcements:
                 alert for alert in alerts if (alert.attempt, alert.kind, alert.time) not in before
             ]
             if new and not first and distrust_of_folder(path) is None:
-                found += [News(row, alert) for alert in new]
+                found += [(row, alert) for alert in new]
             before.update((alert.attempt, alert.kind, alert.time) for alert in new)
             self._live[path] = row.live
         return found
-
-
-def notification(text: str, how: str, environ: Mapping[str, str]) -> str:
-    """Return the control sequence that has a terminal show a desktop notification; empty if it has none.
-
-    Args:
-        text: One line without control characters.
-        how: ``AlertSettings.notify``.
-        environ: The environment, which says what terminal it is.
-    """
-    term = environ.get("TERM", "")
-    if how == "off" or term in ("linux", "dumb", ""):
-        return ""
-    if how == "auto":
-        how = "osc777" if term.startswith(_SHOWS_777) or "VTE_VERSION" in environ else "osc9"
-    sequence = f"\x1b]777;notify;so-tui;{text}\x1b\\" if how == "osc777" else f"\x1b]9;{text}\x1b\\"
-    if "TMUX" in environ:  # passed on where tmux has allow-passthrough, and otherwise dropped
-        sequence = "\x1bPtmux;" + sequence.replace("\x1b", "\x1b\x1b") + "\x1b\\"
-    return sequence
-
-
-class AnnouncingApp(SettingsApp[Result]):
-    """An application that announces what happens to the runs in its list."""
-
-    _announcements: Announcements | None = None
-    _title: str | None = None
-    _alert_title = ""
-
-    def watch_runs(self, runs: tuple[RunRow, ...]) -> None:
-        """Announce what is new, and keep the terminal's title true."""
-        if self._announcements is None:
-            if not runs:
-                return  # nothing was read yet
-            self._announcements = Announcements()
-        settings = self.settings.alerts
-        for row, alert in self._announcements.update(runs):
-            self._announce(row, alert, settings)
-        if settings.title:
-            self._show_title(self._alert_title or _live_title(runs))
 
     def _announce(self, row: RunRow, alert: Alert, settings: AlertSettings) -> None:
         from so_tui.launch.supervisor.alerts import alert_text, known
@@ -143,7 +287,7 @@ class AnnouncingApp(SettingsApp[Result]):
         kind, text = known(alert), alert_text(alert, row.run.name, row.state)
         if kind is None or kind not in settings.on:
             return
-        self.notify(
+        self._app.notify(
             text.removeprefix("so-tui: "),
             severity="information" if kind == "ended" else "warning",
             timeout=15,
@@ -169,9 +313,10 @@ class AnnouncingApp(SettingsApp[Result]):
 
     def write_to_terminal(self, sequence: str) -> None:
         """Write a control sequence that draws nothing."""
-        if sequence and self._driver is not None and not self.is_headless:
-            self._driver.write(sequence)
-            self._driver.flush()
+        driver = self._app._driver
+        if sequence and driver is not None and not self._app.is_headless:
+            driver.write(sequence)
+            driver.flush()
 
 
 def _live_title(runs: Iterable[RunRow]) -> str:
@@ -181,9 +326,6 @@ def _live_title(runs: Iterable[RunRow]) -> str:
     if len(live) == 1:
         return f"so-tui: {run_name_text(live[0].run.name)}"
     return f"so-tui: {plural(len(live), 'run')} live" if live else "so-tui"
-
-
-# A launch that is being checked, as the dashboard shows it until its run exists.
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,12 +360,7 @@ class Checking:
         return Content.assemble((self.label, "bold"), "\n\n", timeline_lines(stages, width))
 
 
-DASHBOARD_POLLS = 3
-"""Times as long between two readings of the list while the dashboard is shown."""
-StartRun = Callable[..., "RunDirectory"]
-
-
-class SharedApp(AnnouncingApp[None]):
+class SharedApp(SettingsApp):
     """``catalog`` and ``machine`` are loaded once ``load`` is called, where they are not given."""
 
     catalog: var[Catalog | None] = var(None)
@@ -235,7 +372,6 @@ class SharedApp(AnnouncingApp[None]):
     runs: var[tuple[RunRow, ...]] = var(())
     doctor_line: var[str] = var("")
     findings: var[tuple[Finding, ...] | None] = var(None)
-    glyphs: var[GlyphName] = var[GlyphName]("braille")
     starting: var[str] = var("")
     """What is being started, which takes seconds. Starts wait for each other, because the thread of a start cannot be cancelled."""
     checking: var[Checking | None] = var(None)
@@ -259,9 +395,9 @@ class SharedApp(AnnouncingApp[None]):
         self._listing: Worker[None] | None = None
         self._listing_due = asyncio.Event()
         self._polls = 0
+        self.announcer = Announcer(self)
         super().__init__(settings)
         self.set_reactive(SharedApp.machine_file, machine_file)
-        self.set_reactive(SharedApp.glyphs, self.glyphs_at_start())
 
     # Presets and machine.
 
@@ -325,6 +461,9 @@ class SharedApp(AnnouncingApp[None]):
         self.catalog = load_catalog()
 
     # Runs.
+
+    def watch_runs(self, runs: tuple[RunRow, ...]) -> None:
+        self.announcer.update(runs)
 
     def list_runs(self) -> None:
         """Request another reading of the list of runs. A reading under way, as on a slow file system, is completed first."""

@@ -1,7 +1,8 @@
-"""Keys act one after the other, however many arrive at once: over a slow connection, or while the machine is busy.
+"""Everything here works around Textual, so that the rest of the screen is written as if it needed no help.
 
-Textual sends a key to the widget with the focus, from where an unused one comes back through all widgets around it before it is a command.
-Letters that were typed after a ``/`` have then gone to the screen, too: they would be lost, or be commands themselves.
+Each class and function says what Textual does and what that costs. All were needed with Textual 8.2.8, and no released version makes one
+of them unnecessary. ``_set_dirty``, ``_update_focus_styles``, ``_check_bindings`` and ``_on_key`` are private to Textual, which is why
+pyproject.toml allows no newer major version.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import select
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TextIO, TypeVar
 
-from rich.cells import get_character_cell_size
+from rich.cells import cell_len, get_character_cell_size
 from rich.segment import Segment
+from rich.text import Text
 from textual import events
 from textual.app import App
 from textual.binding import Binding
@@ -26,19 +28,23 @@ from textual.message_pump import MessagePump
 from textual.screen import Screen
 from textual.strip import Strip
 from textual.widget import Widget
+from textual.widgets import DataTable, Input
 
 from so_tui.trust.streams import console
 from so_tui.trust.text import printable, same_cells
 
-# Keep the finished lines of widgets that do not change.
-#
-# Textual asks every widget on the screen for all of its lines whenever a cell of the screen is
-# painted. It caches their content, but looks up their colours, sizes and filters each time, for
-# containers as well: on the dashboard that was a sixth of the time of a frame.
+Result = TypeVar("Result")
+
+# Drawing: lines that are kept, checked, and repainted in part.
 
 
-class KeepsLines(Widget):
-    """A widget whose lines are made again only once it was refreshed, resized or styled anew, wholly or in part."""
+class CachedLinesMixin(Widget):
+    """A widget whose lines are made again only once it was refreshed, resized or styled anew, wholly or in part.
+
+    Textual asks every widget on the screen for all of its lines whenever a cell of the screen is painted. It caches their content, but
+    looks up their colours, sizes and filters each time, for containers as well: on the dashboard that was a sixth of the time of a frame.
+    Unnecessary once Textual caches finished lines.
+    """
 
     _kept: tuple[Region, list[Strip]] | None = None
     """Part of the widget that was asked for last, and its lines."""
@@ -55,95 +61,19 @@ class KeepsLines(Widget):
         return kept[1]
 
 
-class KeptVertical(Vertical, KeepsLines):
+class KeptVertical(Vertical, CachedLinesMixin):
     """A container of widgets under each other."""
 
 
-class KeptScroll(VerticalScroll, KeepsLines):
+class KeptScroll(VerticalScroll, CachedLinesMixin):
     """The same, which scrolls."""
 
 
-# Memory: what lives as long as the application, and what was freed and is kept by the C library
-# for later.
-
-
-_THRESHOLDS = (10_000, 20, 20)
-"""A frame makes hundreds of objects, nearly all of which are freed without the collector. With Python's own 700 it took 7 % of the time."""
-
-
-def settle() -> None:
-    """Keep the garbage collector from what exists by now, which lives as long as the application.
-
-    Looking through all of it every eight seconds took 14 % of the time of a dashboard.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*_THRESHOLDS)
-    give_back()
-
-
-def give_back() -> None:
-    """Return freed memory to the system, where the C library can: glibc keeps what reading a long run took for a moment."""
-    import ctypes  # takes a mebibyte, and short runs do without
-
-    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-        trim(0)
-
-
-# Style what changed. Textual styles more, which in a form of five hundred widgets takes longer
-# than all the rest of a key press.
-
-
-Result = TypeVar("Result")
-
-
-class StylesMounted(App[Result]):
-    """An application that styles widgets once they are mounted.
-
-    Textual does so as well each time that one gets a class while it is made, a few times for each field of the form.
-    """
-
-    def update_styles(self, node: DOMNode, animate: bool = True) -> None:
-        if node.parent is not None or not isinstance(node, Widget):
-            super().update_styles(node, animate)
-
-
-class StylesFocus(Screen[Result]):
-    """A screen that styles anew, where the focus goes, what rules with ``:focus-within`` are about.
-
-    Textual styles the whole panel, or both panels.
-    """
-
-    def _update_focus_styles(
-        self, focused: Widget | None = None, blurred: Widget | None = None
-    ) -> None:
-        paths = [
-            widget.ancestors_with_self[-2::-1] if widget is not None else []
-            for widget in (focused, blurred)
-        ]  # from the screen on
-        shared = sum(
-            1 for one, other in zip(*paths, strict=False) if one is other
-        )  # have the focus within them as before
-        changed = {
-            node
-            for path in paths
-            for top in path[shared : shared + 1]
-            for node in top.walk_children(with_self=True)
-        }
-        self.app.stylesheet.update_nodes(
-            [node for node in changed if node._has_focus_within], animate=True
-        )
-
-
-# Let only printable characters reach the terminal and the clipboard, whatever text from elsewhere
-# contains.
-
-
-class DrawsPrintable(KeepsLines):
+class DrawsPrintable(CachedLinesMixin):
     """A widget that makes its lines itself, and not of ``Content``. They are checked once more, and copied only where they are unsafe.
 
     Its colours are those of a theme. A line filter of Textual would check all widgets, but it copies each line: the dashboard cost 1.7
-    times as much with one.
+    times as much with one. Unnecessary once Textual draws no control characters.
     """
 
     def draw_line(self, y: int) -> Strip:
@@ -174,20 +104,121 @@ def _replaced(segments: Iterable[Segment]) -> list[Segment]:
     ]
 
 
-class PrintableApp(StylesMounted[Result]):
-    """An application whose lines, clipboard and last words hold only printable text.
+class DrawnRowsMixin(DrawsPrintable):
+    """A widget that draws all of its rows once for each change, and then repaints only the cells that differ.
 
-    ``Content`` of so_tui.ui.text spells out unsafe characters in what its widgets show.
+    Textual repaints whole widgets, which costs more than drawing them, and a terminal may be far away. Unnecessary once Textual compares
+    what it paints with what is on the screen.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.error_console = console(stderr=True)
+    _strips: Sequence[Strip] = ()
+    _drawn: tuple[object, ...] = ()
+    """What the strips were drawn for; empty before they are drawn again."""
 
-    def copy_to_clipboard(self, text: str) -> None:
-        """Copy a text as it is shown: pasted into a terminal, a control character would act there."""
-        super().copy_to_clipboard(printable(text))
+    def draw_rows(self) -> list[Strip]:
+        """Return all rows of the content."""
+        raise NotImplementedError
 
+    def row_key(self) -> tuple[object, ...]:
+        """Return what the rows depend on besides the data."""
+        return self.outer_size, self.has_focus, self.app.theme
+
+    @property
+    def drawn(self) -> bool:
+        """Whether the rows were drawn for the present size, theme and focus."""
+        return self._drawn == self.row_key()
+
+    def repaint(self) -> None:
+        """Draw other data now, and repaint the cells that changed."""
+        if not self.drawn:
+            self.redraw()
+            return
+        before, self._strips = self._strips, self.draw_rows()
+        width = self._strips[0].cell_length if self._strips else self.size.width
+        if regions := changed_parts(before, self._strips, width):
+            self.refresh(*regions)  # without a region, everything would be painted
+
+    def redraw(self, *, layout: bool = False) -> None:
+        """Draw and paint everything again."""
+        self._drawn = ()
+        self.refresh(layout=layout)
+
+    def notify_style_update(self) -> None:
+        self._drawn = ()
+        super().notify_style_update()
+
+    def draw_line(self, y: int) -> Strip:
+        if not self.drawn:
+            self._strips, self._drawn = self.draw_rows(), self.row_key()
+        if y < len(self._strips):
+            return self._strips[y]
+        return Strip.blank(self.size.width, self.rich_style)
+
+
+def changed_parts(before: Sequence[Strip], after: Sequence[Strip], width: int) -> list[Region]:
+    """Return of each row that differs the part from its first to its last cell that does; everything where the number of rows differs."""
+    if len(before) != len(after):
+        return [Region(0, 0, width, max(len(before), len(after)))]
+    regions = []
+    for row, (old, new) in enumerate(zip(before, after, strict=True)):
+        if old is not new and old != new:
+            start = _same_cells(old, new)
+            end = max(start + 1, width - _same_cells(old, new, -1))
+            regions.append(Region(start, row, end - start, 1))
+    return regions
+
+
+def _same_cells(old: Strip, new: Strip, step: int = 1) -> int:
+    """Return how many cells two rows have in common at their beginning, or with ``step`` -1 at their end."""
+    same = 0
+    for was, now in zip(list(old)[::step], list(new)[::step], strict=False):
+        if was != now:
+            text = _common(was.text[::step], now.text[::step]) if was.style == now.style else ""
+            return same + cell_len(text)
+        same += now.cell_length
+    return same
+
+
+def _common(old: str, new: str) -> str:
+    """Return the common beginning of two texts."""
+    for at, (was, now) in enumerate(zip(old, new, strict=False)):
+        if was != now:
+            return new[:at]
+    return min(old, new, key=len)
+
+
+# Styles.
+
+
+class StylesFocus(Screen[Result]):
+    """A screen that styles anew, where the focus goes, what rules with ``:focus-within`` are about.
+
+    Textual styles the whole panel, or both panels: in a form of five hundred widgets that takes longer than all the rest of a key press.
+    Unnecessary once Textual finds the nodes that such rules are about.
+    """
+
+    def _update_focus_styles(
+        self, focused: Widget | None = None, blurred: Widget | None = None
+    ) -> None:
+        paths = [
+            widget.ancestors_with_self[-2::-1] if widget is not None else []
+            for widget in (focused, blurred)
+        ]  # from the screen on
+        shared = sum(
+            1 for one, other in zip(*paths, strict=False) if one is other
+        )  # have the focus within them as before
+        changed = {
+            node
+            for path in paths
+            for top in path[shared : shared + 1]
+            for node in top.walk_children(with_self=True)
+        }
+        self.app.stylesheet.update_nodes(
+            [node for node in changed if node._has_focus_within], animate=True
+        )
+
+
+# The application: styles, keys in their order, printable text.
 
 LONGEST_WAIT_S = 2.0
 """For a widget that is busy: then the next key acts, even if that one has not acted yet."""
@@ -201,11 +232,30 @@ async def _caught_up(pump: MessagePump) -> None:
             await asyncio.wait_for(done.wait(), LONGEST_WAIT_S)
 
 
-class KeysInOrder(PrintableApp[Result]):
-    """An application in which each key finds what those before it have done: the screen that they opened, the field that they went to."""
+class FixedApp(App[Result]):
+    """An application that draws printable text, styles each widget once, and lets keys act one after the other.
+
+    ``Content`` of so_tui.ui.text spells out unsafe characters in what its widgets show.
+    """
 
     _settled_screen: Screen[object] | None = None
     """The screen that has opened, and has given the focus to its first widget."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error_console = console(stderr=True)  # its last words are printable, too
+
+    def copy_to_clipboard(self, text: str) -> None:
+        """Copy a text as it is shown: pasted into a terminal, a control character would act there."""
+        super().copy_to_clipboard(printable(text))
+
+    def update_styles(self, node: DOMNode, animate: bool = True) -> None:
+        """Style widgets once they are mounted.
+
+        Textual does so as well each time that one gets a class while it is made, a few times for each field of a form.
+        """
+        if node.parent is not None or not isinstance(node, Widget):
+            super().update_styles(node, animate)
 
     def get_key_display(self, binding: Binding) -> str:
         """Return a key as keyboards name it: F5."""
@@ -213,6 +263,12 @@ class KeysInOrder(PrintableApp[Result]):
         return shown.upper() if shown[1:].isdecimal() else shown
 
     async def on_event(self, event: events.Event) -> None:
+        """Let each key find what those before it have done: the screen that they opened, the field that they went to.
+
+        Many arrive at once over a slow connection, or while the machine is busy. Textual sends a key to the widget with the focus, from where
+        an unused one comes back through all widgets around it before it is a command. Letters that were typed after a ``/`` have then gone to
+        the screen, too: they would be lost, or be commands themselves. Unnecessary once Textual handles one key at a time.
+        """
         if isinstance(event, events.Key) and not event.is_forwarded:
             await self._take(event)
         else:
@@ -248,11 +304,85 @@ class KeysInOrder(PrintableApp[Result]):
             await _caught_up(widget)  # with what the key made the field say: that it was submitted
 
 
-# Whether the terminal of the screen is still there.
+# Widgets.
+
+
+class Entry(Input):
+    """An Input that handles its own keys directly.
+
+    Textual sends a key that is bound (backspace, arrows) up to the screen and back, while letters go straight into the field: of a burst,
+    as a slow connection delivers it, the letters arrive first and are deleted by the backspaces that were typed before them. Unnecessary for the same reason.
+    """
+
+    async def _on_key(self, event: events.Key) -> None:
+        for binding in (
+            () if event.is_printable else self._bindings.key_to_bindings.get(event.key, ())
+        ):
+            if await self.app.run_action(binding.action, self):
+                event.stop()
+                event.prevent_default()
+                return
+
+
+class FittedTable(DataTable[Text]):
+    """A table whose columns are as wide as what is in them from the first drawing on.
+
+    Textual measures columns when it is idle, and goes on showing rows that were drawn before that, as wide as the titles. Unnecessary once
+    it draws them again.
+    """
+
+    def fill(
+        self,
+        titles: Sequence[str],
+        rows: Iterable[tuple[str, Sequence[Text]]],
+        widths: Mapping[str, int] | None = None,
+    ) -> None:
+        """Show other columns and rows.
+
+        Args:
+            titles: Title of each column.
+            rows: Key and cells of each row.
+            widths: Least cells of columns, by title; what is in them is never cut.
+        """
+        kept = list(rows)
+        self.clear(columns=True)
+        for index, title in enumerate(titles):
+            fitting = max([cell_len(title), *(cells[index].cell_len for _, cells in kept)])
+            self.add_column(title, width=max(fitting, (widths or {}).get(title, 0)))
+        for key, cells in kept:
+            self.add_row(*cells, key=key)
+
+
+# Memory and terminal.
+
+_THRESHOLDS = (10_000, 20, 20)
+"""A frame makes hundreds of objects, nearly all of which are freed without the collector. With Python's own 700 it took 7 % of the time."""
+
+
+def settle() -> None:
+    """Keep the garbage collector from what exists by now, which lives as long as the application.
+
+    Looking through all of it every eight seconds took 14 % of the time of a dashboard.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_THRESHOLDS)
+    give_back()
+
+
+def give_back() -> None:
+    """Return freed memory to the system, where the C library can: glibc keeps what reading a long run took for a moment."""
+    import ctypes  # takes a mebibyte, and short runs do without
+
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
 
 
 def terminal_lost(terminal: TextIO | None) -> bool:
-    """Return whether nobody holds the other end of a terminal any more: its window was closed, or its connection lost."""
+    """Return whether nobody holds the other end of a terminal any more: its window was closed, or its connection lost.
+
+    Textual then reads it for ever where no SIGHUP ends the program.
+    """
     if terminal is None or terminal.closed:
         return True
     watch = select.poll()

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
-from rich.cells import cell_len
 from rich.segment import Segment
-from rich.text import Text
 from textual import events
 from textual.binding import Binding, BindingType
 from textual.keys import REPLACED_KEYS, key_to_character
@@ -17,10 +15,10 @@ from textual.message import Message
 from textual.screen import Screen
 from textual.strip import Strip
 from textual.widget import Widget
-from textual.widgets import DataTable, Input
+from textual.widgets import Input
 
 from so_tui.ui.text import Content
-from so_tui.ui.textual_fixes import KeepsLines
+from so_tui.ui.textual_fixes import CachedLinesMixin, Entry
 from so_tui.units import memory_size as memory
 from so_tui.units import plural
 
@@ -94,26 +92,6 @@ def machine_facts(machine: Machine) -> list[str]:
     return facts
 
 
-# Text fields that take keys in the order they were typed.
-
-
-class Entry(Input):
-    """An Input that handles its own keys directly.
-
-    Textual sends a key that is bound (backspace, arrows) up to the screen and back, while letters go straight into the field: of a burst,
-    as a slow connection delivers it, the letters arrive first and are deleted by the backspaces that were typed before them.
-    """
-
-    async def _on_key(self, event: events.Key) -> None:
-        for binding in (
-            () if event.is_printable else self._bindings.key_to_bindings.get(event.key, ())
-        ):
-            if await self.app.run_action(binding.action, self):
-                event.stop()
-                event.prevent_default()
-                return
-
-
 # The field that ``/`` opens: for the text that a table is filtered by, or that a log is searched
 # for.
 
@@ -155,38 +133,10 @@ class FindField(Entry):
         return was_open
 
 
-# A table whose columns are as wide as what is in them from the first drawing on.
-
-
-class FittedTable(DataTable[Text]):
-    """Textual measures columns when it is idle, and goes on showing rows that were drawn before that, as wide as the titles."""
-
-    def fill(
-        self,
-        titles: Sequence[str],
-        rows: Iterable[tuple[str, Sequence[Text]]],
-        widths: Mapping[str, int] | None = None,
-    ) -> None:
-        """Show other columns and rows.
-
-        Args:
-            titles: Title of each column.
-            rows: Key and cells of each row.
-            widths: Least cells of columns, by title; what is in them is never cut.
-        """
-        kept = list(rows)
-        self.clear(columns=True)
-        for index, title in enumerate(titles):
-            fitting = max([cell_len(title), *(cells[index].cell_len for _, cells in kept)])
-            self.add_column(title, width=max(fitting, (widths or {}).get(title, 0)))
-        for key, cells in kept:
-            self.add_row(*cells, key=key)
-
-
 # Lines between panels that are pulled with the mouse.
 
 
-class Grip(KeepsLines):
+class Grip(CachedLinesMixin):
     """A line that says how far it is pulled; the screen, which owns the sizes of panels, answers."""
 
     ALLOW_SELECT = False
@@ -235,7 +185,7 @@ class Divider(Grip):
 GAP = 2
 
 
-class KeyLine(KeepsLines):
+class KeyLine(CachedLinesMixin):
     """Keys in force, as many as fit; each can be clicked. The palette, which has them all, is always there."""
 
     DEFAULT_CSS = """

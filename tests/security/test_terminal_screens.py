@@ -28,7 +28,7 @@ from so_tui.ui.dialogs import Notice, Question
 from so_tui.ui.numa_nodes import NumaNodes
 from so_tui.ui.page import PAGES
 from so_tui.ui.text import Content, shorten, shorten_path
-from so_tui.ui.textual_fixes import DrawsPrintable, PrintableApp
+from so_tui.ui.textual_fixes import DrawsPrintable, FixedApp
 from tests.support.hostile import HOSTILE, SURROGATE, HostileWorld, hostile_world
 from tests.support.make_run import write_run
 from tests.support.screen import Driver, opened, wait_for_what_runs
@@ -120,7 +120,7 @@ async def test_notifications_questions_and_notices_show_only_printable_character
         assert_only_text(driver)
 
 
-class Widgets(PrintableApp[None]):
+class Widgets(FixedApp[None]):
     """Textual's own widgets, given what so-tui never gives them unguarded."""
 
     def compose(self) -> ComposeResult:
@@ -244,7 +244,7 @@ class Careless(DrawsPrintable):
         return Strip([Segment(HOSTILE), Segment(SURROGATE)]).adjust_cell_length(self.size.width)
 
 
-class FrequentlyDrawn(PrintableApp[None]):
+class FrequentlyDrawn(FixedApp[None]):
     """The widgets of the dashboard that draw every second stand behind the same check."""
 
     def compose(self) -> ComposeResult:

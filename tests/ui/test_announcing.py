@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from so_tui.runs import read_state, write_state
 from so_tui.runs.records import Alert
 from so_tui.settings import AlertSettings, Settings
-from so_tui.ui.shared_app import AnnouncingApp, notification
+from so_tui.ui.shared_app import Announcer, notification
 from tests.support.make_run import write_run
 from tests.support.screen import opened
 
@@ -25,7 +25,7 @@ CONTROLS = re.compile(
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     written: list[str] = []
     monkeypatch.setattr(
-        AnnouncingApp, "write_to_terminal", lambda self, sequence: written.append(sequence)
+        Announcer, "write_to_terminal", lambda self, sequence: written.append(sequence)
     )
     monkeypatch.setattr("so_tui.ui.app.RUNS_POLL_S", 0.1)
     for name in ("TMUX", "VTE_VERSION"):

@@ -18,7 +18,7 @@ from so_tui.ui.app import key_groups
 from so_tui.ui.charts.chart import Chart
 from so_tui.ui.charts.drawing import StyledLines
 from so_tui.ui.dashboard.panels import LogView
-from so_tui.ui.dashboard.screen import PanelledPage
+from so_tui.ui.dashboard.screen import DashboardScreen
 from so_tui.ui.numa_nodes import NumaNodes
 from tests.support.make_run import quad_machine, write_run
 from tests.support.screen import SIZES, Driver, opened
@@ -159,7 +159,7 @@ async def test_time_left_and_newest_values_are_shown_only_while_the_run_trains(
 
 def known_detail(ui: Driver) -> str:
     """Return what the state of the run that is drawn says of itself."""
-    snapshot = ui.screen.snapshot if isinstance(ui.screen, PanelledPage) else None
+    snapshot = ui.screen.snapshot if isinstance(ui.screen, DashboardScreen) else None
     return snapshot.state.detail if snapshot is not None and snapshot.state is not None else ""
 
 

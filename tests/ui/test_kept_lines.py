@@ -6,10 +6,10 @@ import pytest
 from textual.app import App, ComposeResult
 from textual.widgets import Static
 
-from so_tui.ui.textual_fixes import KeepsLines, KeptVertical
+from so_tui.ui.textual_fixes import CachedLinesMixin, KeptVertical
 
 
-class Box(Static, KeepsLines):
+class Box(Static, CachedLinesMixin):
     """Some text in some colours."""
 
     DEFAULT_CSS = """

@@ -29,10 +29,11 @@ from so_tui.ui.charts.canvas import (
     time_values,
 )
 from so_tui.ui.charts.chart import Figure, arranged
-from so_tui.ui.charts.drawing import Mark, axis_row, changed_parts, gutter_text, plot_rows, x_text
+from so_tui.ui.charts.drawing import Mark, axis_row, gutter_text, plot_rows, x_text
 from so_tui.ui.charts.series import Axis, Line, Series, TrailingMean
 from so_tui.ui.run_rows import spark
 from so_tui.ui.text import GlyphName
+from so_tui.ui.textual_fixes import changed_parts
 from so_tui.units import significant
 
 

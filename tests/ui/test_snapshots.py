@@ -23,7 +23,7 @@ from so_tui.ui.dashboard.screen import DashboardScreen
 from so_tui.ui.machine.screen import MachineScreen
 from so_tui.ui.presets.screen import PresetsScreen
 from so_tui.ui.runs.screen import RunsScreen
-from so_tui.ui.widgets import FittedTable
+from so_tui.ui.textual_fixes import FittedTable
 from tests.support import pictured
 from tests.support.machines import x86
 from tests.support.make_run import quad_machine

@@ -65,8 +65,8 @@ __all__ = [
     "optimizer_folder",
     "read_manifest",
     "save",
-    "set_aside",
     "set_all_aside",
+    "set_aside",
 ]
 
 Result = TypeVar("Result")

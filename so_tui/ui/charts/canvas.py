@@ -133,32 +133,29 @@ def fit_scale(
 
     ``log`` is given up where no value is positive. A ``robust`` scale leaves outliers out.
     """
-    drawn = [span for line in lines for span in line if span is not None]
-    low = min((span[0] for span in drawn), default=0.0)
-    high = max((span[1] for span in drawn), default=1.0)
-    logarithmic = log and high > 0
-    if robust and drawn:
-        values = [value for span in drawn for value in span]
-        if logarithmic:
-            powers = _without_outliers(
-                [math.log10(min(LARGEST, value)) for value in values if value > 0]
-            )
-            low, high = (10**power for power in powers)
-        else:
-            low, high = _without_outliers(values)
+    values = [value for line in lines for span in line if span is not None for value in span]
+    if log and max(values, default=1.0) > 0:
+        return _log_scale([value for value in values if value > 0], robust=robust)
+    return _linear_scale(values, zero=zero, ceiling=ceiling, robust=robust)
+
+
+def _log_scale(positive: list[float], *, robust: bool) -> Scale:
+    """Return a logarithmic scale of positive values; without any: 1."""
+    low, high = min(positive, default=1.0), max(positive, default=1.0)
+    if robust and positive:
+        powers = _without_outliers([math.log10(min(LARGEST, value)) for value in positive])
+        low, high = (10**power for power in powers)
+    low, high = (min(LARGEST, max(SMALLEST, value)) for value in (low, high))
+    if math.log10(low) == math.log10(high):  # as of values that differ in their last digit only
+        return Scale(high / 2, high * 2, log=True)
+    return Scale(low, high, log=True)
+
+
+def _linear_scale(values: list[float], *, zero: bool, ceiling: float | None, robust: bool) -> Scale:
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    if robust and values:
+        low, high = _without_outliers(values)
     low, high = (min(LARGEST, max(-LARGEST, value)) for value in (low, high))
-    if logarithmic:
-        positive = (
-            low
-            if robust and drawn
-            else min((value for span in drawn for value in span if value > 0), default=high)
-        )
-        positive, high = (min(LARGEST, max(SMALLEST, value)) for value in (positive, high))
-        if math.log10(positive) == math.log10(
-            high
-        ):  # as of values that differ in their last digit only
-            return Scale(high / 2, high * 2, log=True)
-        return Scale(positive, high, log=True)
     if zero:
         low = min(0.0, low)
     if ceiling is not None:

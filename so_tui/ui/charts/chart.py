@@ -12,7 +12,6 @@ from rich.style import Style
 from textual import events
 from textual.message import Message
 from textual.strip import Strip
-from textual.widget import Widget
 
 from so_tui.ui.charts.canvas import GLYPHS, Scale, beyond, fit_scale, spans
 from so_tui.ui.charts.drawing import (
@@ -23,14 +22,14 @@ from so_tui.ui.charts.drawing import (
     gutter_text,
     plot_key,
     plot_rows,
-    repaint,
+    role_css,
     value_at,
     with_cursor,
     x_text,
 )
 from so_tui.ui.charts.series import Axis, Line
 from so_tui.ui.text import GlyphName
-from so_tui.ui.textual_fixes import DrawsPrintable
+from so_tui.ui.textual_fixes import DrawnRowsMixin
 from so_tui.ui.widgets import SIDE, framed
 from so_tui.units import plural, significant
 
@@ -190,7 +189,7 @@ class Drag:
         return self.moved or abs(self.at - self.start) >= DRAGGED_CELLS
 
 
-class AxisMouse(Widget):
+class AxisMouse(DrawnRowsMixin):
     """A widget with an x axis right of its gutter. What the mouse asks for is posted; the screen, which owns the axis, answers."""
 
     ALLOW_SELECT = False  # dragging zooms
@@ -230,10 +229,6 @@ class AxisMouse(Widget):
             self.share = share
             super().__init__()
 
-    def draw_again(self) -> None:
-        """Draw anew after a change of the chosen range."""
-        raise NotImplementedError
-
     @property
     def chosen(self) -> tuple[int, int] | None:
         """First cell and end of the range that is being dragged over."""
@@ -272,7 +267,7 @@ class AxisMouse(Widget):
         moved = replace(drag, at=min(first + self.columns, max(first, event.x)))
         if not moved.pans:
             self._drag = moved
-            self.draw_again()
+            self.repaint()
         elif moved.far:
             self._dragged = True
             self.post_message(self.Panned((drag.start - moved.at) / max(1, self.columns)))
@@ -291,7 +286,7 @@ class AxisMouse(Widget):
             )
             if low is not None and high is not None:
                 self.post_message(self.Ranged(low, high))
-            self.draw_again()
+            self.repaint()
 
     def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
         self._wheel(event, 0.7)
@@ -327,74 +322,46 @@ LEAST_FRAMED, LEAST_FRAMED_ROWS = 24, 5
 LEAST_COLUMNS = 4
 
 
-class Chart(AxisMouse, DrawsPrintable, can_focus=True):
+class Chart(AxisMouse, can_focus=True):
     """One titled plot. Data comes whole through ``show``; nothing is computed while lines are drawn."""
 
     ALLOW_MAXIMIZE = True
-    ROLES = (
-        "raw",
-        "main",
-        "second",
-        "third",
-        "fourth",
-        "gpu",
-        "memory",
-        "adam",
-        "data",
-        "forward",
-        "backward",
-        "exposed",
-        *RUN_ROLES,
-        "band",
-        "axis",
-        "frame",
-        "label",
-        "mark",
-        "bad",
-        "limit",
-        "cursor",
-        "title",
-        "note",
-        "empty",
-    )
+    ROLES: ClassVar[dict[str, str]] = {
+        "raw": "color: $raw-line",
+        "main": "color: $accent",
+        "second": "color: $secondary",
+        "third": "color: $exposed",
+        "fourth": "color: $success",
+        "gpu": "color: $gpu",
+        "memory": "color: $memory",
+        "adam": "color: $adam",
+        "data": "color: $data-part",
+        "forward": "color: $forward",
+        "backward": "color: $backward",
+        "exposed": "color: $exposed",
+        **{role: f"color: ${role}" for role in RUN_ROLES},
+        "band": "color: $raw-line",
+        "axis": "color: $rule",
+        "frame": "color: $rule",
+        "label": "color: $faint",
+        "mark": "color: $success",
+        "bad": "color: $error",
+        "limit": "color: $warning",
+        "cursor": "color: $warning",
+        "title": "text-style: bold",
+        "note": "color: $faint",
+        "empty": "",
+    }
     COMPONENT_CLASSES: ClassVar[set[str]] = {f"chart--{role}" for role in ROLES}
-    DEFAULT_CSS = """
-    Chart {
-        height: 1fr; width: 1fr;
-        .chart--raw { color: $raw-line; }
-        .chart--main { color: $accent; }
-        .chart--second { color: $secondary; }
-        .chart--third { color: $exposed; }
-        .chart--fourth { color: $success; }
-        .chart--gpu { color: $gpu; }
-        .chart--memory { color: $memory; }
-        .chart--adam { color: $adam; }
-        .chart--data { color: $data-part; }
-        .chart--forward { color: $forward; }
-        .chart--backward { color: $backward; }
-        .chart--exposed { color: $exposed; }
-        .chart--run-1 { color: $run-1; }
-        .chart--run-2 { color: $run-2; }
-        .chart--run-3 { color: $run-3; }
-        .chart--run-4 { color: $run-4; }
-        .chart--run-5 { color: $run-5; }
-        .chart--run-6 { color: $run-6; }
-        .chart--run-7 { color: $run-7; }
-        .chart--run-8 { color: $run-8; }
-        .chart--band { color: $raw-line; }
-        .chart--axis { color: $rule; }
-        .chart--frame { color: $rule; }
-        .chart--label { color: $faint; }
-        .chart--mark { color: $success; }
-        .chart--bad { color: $error; }
-        .chart--limit { color: $warning; }
-        .chart--cursor { color: $warning; }
-        .chart--title { text-style: bold; }
-        .chart--note { color: $faint; }
+    DEFAULT_CSS = (
+        "Chart { height: 1fr; width: 1fr;"
+        + role_css("chart", ROLES)
+        + """
         &:focus .chart--title { color: $accent; text-style: bold underline; }
         &:focus .chart--frame { color: $accent; }
     }
     """
+    )
 
     def __init__(
         self,
@@ -433,8 +400,6 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
         """Lines that are not drawn, but whose values are marked on the axis."""
         self.cursor: float | None = None
         self.waiting = "waiting for the first step"
-        self._strips: list[Strip] = []
-        self._drawn: tuple[object, ...] = ()
         self._shown: tuple[object, ...] = ()
         self._role_styles = RoleStyles("chart", self.ROLES)
         self._body_key: tuple[object, ...] = ()
@@ -489,7 +454,7 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
         )
         if shown != self._shown:
             self._shown = shown
-            self.draw_again()
+            self.repaint()
 
     class PageTurned(Message):
         """The number of the page was clicked."""
@@ -505,35 +470,8 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
             event.prevent_default()
             self.post_message(self.PageTurned())
 
-    def draw_again(self) -> None:
-        """Draw now, and repaint only rows that changed: painting a row costs more than drawing it."""
-        if self._drawn != self._render_key():
-            self.redraw()
-            return
-        before, self._strips = self._strips, self._draw()
-        repaint(self, before, self._strips)
-
-    def _render_key(self) -> tuple[object, ...]:
-        """Return what strips depend on besides the data."""
-        return self.outer_size, self.has_focus, self.app.theme, self.glyphs
-
-    def redraw(self) -> None:
-        self._drawn = ()
-        self.refresh()
-
-    def draw_line(self, y: int) -> Strip:
-        key = self._render_key()
-        if key != self._drawn:
-            self._strips, self._drawn = self._draw(), key
-        return (
-            self._strips[y]
-            if y < len(self._strips)
-            else Strip.blank(self.size.width, self.rich_style)
-        )
-
-    def notify_style_update(self) -> None:
-        self._drawn = ()
-        super().notify_style_update()
+    def row_key(self) -> tuple[object, ...]:
+        return *super().row_key(), self.glyphs
 
     @property
     def heading_room(self) -> int:
@@ -546,7 +484,7 @@ class Chart(AxisMouse, DrawsPrintable, can_focus=True):
         )
         return width - (6 if self.inset else 0)
 
-    def _draw(self) -> list[Strip]:
+    def draw_rows(self) -> list[Strip]:
         width, height = self.size
         room = self.heading_room
         columns = width - 2 * self.inset - GUTTER

@@ -1,17 +1,15 @@
-"""Parts of charts: rows of a plot, the x axis, the gutter of y labels, and repainting of what changed."""
+"""Parts of charts: rows of a plot, the x axis, the gutter of y labels, and the styles of roles."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from rich.cells import cell_len
 from rich.segment import Segment
 from rich.style import Style
 from textual.content import Span
-from textual.geometry import Region
 from textual.strip import Strip
 from textual.style import Style as VisualStyle
 from textual.widget import Widget
@@ -19,7 +17,7 @@ from textual.widget import Widget
 from so_tui.ui.charts.canvas import Canvas, Glyphs, Scale, round_values, spans, ticks, time_values
 from so_tui.ui.charts.series import Axis, Line
 from so_tui.ui.text import Content
-from so_tui.ui.textual_fixes import DrawsPrintable
+from so_tui.ui.textual_fixes import DrawnRowsMixin
 from so_tui.units import mark_duration, thousands
 
 # Bars made of text: how full something is, and the parts of a whole. Pure functions that return
@@ -358,52 +356,16 @@ def _label(value: float, text: str) -> str:
     return next((way for way in ways if len(way) < GUTTER), "")
 
 
-def changed_parts(before: Sequence[Strip], after: Sequence[Strip], width: int) -> list[Region]:
-    """Return of each row that differs the part from its first to its last cell that does; everything where the number of rows differs."""
-    if len(before) != len(after):
-        return [Region(0, 0, width, max(len(before), len(after)))]
-    regions = []
-    for row, (old, new) in enumerate(zip(before, after, strict=True)):
-        if old is not new and old != new:
-            start = _same_cells(old, new)
-            end = max(start + 1, width - _same_cells(old, new, -1))
-            regions.append(Region(start, row, end - start, 1))
-    return regions
-
-
-def _same_cells(old: Strip, new: Strip, step: int = 1) -> int:
-    """Return how many cells two rows have in common at their beginning, or with ``step`` -1 at their end."""
-    same = 0
-    for was, now in zip(list(old)[::step], list(new)[::step], strict=False):
-        if was != now:
-            text = _common(was.text[::step], now.text[::step]) if was.style == now.style else ""
-            return same + cell_len(text)
-        same += now.cell_length
-    return same
-
-
-def _common(old: str, new: str) -> str:
-    """Return the common beginning of two texts."""
-    for at, (was, now) in enumerate(zip(old, new, strict=False)):
-        if was != now:
-            return new[:at]
-    return min(old, new, key=len)
-
-
-def repaint(widget: Widget, before: Sequence[Strip], after: Sequence[Strip]) -> None:
-    """Repaint the cells that differ, if any: painting a row costs more than drawing it, and a terminal may be far away."""
-    width = after[0].cell_length if after else widget.size.width
-    if regions := changed_parts(
-        before, after, width
-    ):  # without a region, everything would be painted
-        widget.refresh(*regions)
+def role_css(prefix: str, roles: Mapping[str, str]) -> str:
+    """Return the rules of a widget's component classes: a style for each role."""
+    return "".join(f".{prefix}--{role} {{ {style}; }}\n" for role, style in roles.items() if style)
 
 
 class RoleStyles:
     """A widget's component styles by role, looked up again only when theme or focus changed: looking them up costs as much as drawing."""
 
-    def __init__(self, prefix: str, roles: Sequence[str]) -> None:
-        self._prefix, self._roles = prefix, roles
+    def __init__(self, prefix: str, roles: Iterable[str]) -> None:
+        self._prefix, self._roles = prefix, tuple(roles)
         self._key: tuple[object, ...] = ()
         self._styles: dict[str, Style] = {}
 
@@ -474,7 +436,7 @@ def _beside_each_other(plain: str, spans: Sequence[Span]) -> Iterator[tuple[str,
         yield rest, ()
 
 
-class StyledLines(DrawsPrintable):
+class StyledLines(DrawnRowsMixin):
     """One row for each line of ``content``; text that does not fit is cut."""
 
     DEFAULT_CSS = """
@@ -484,8 +446,6 @@ class StyledLines(DrawsPrintable):
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
         self.content = Content("")
-        self._strips: list[Strip] = []
-        self._drawn: tuple[object, ...] = ()
         self._styles_of: dict[Styles, Style] = {}
 
     @property
@@ -502,15 +462,11 @@ class StyledLines(DrawsPrintable):
         if self.rows != rows:
             # Not left to `auto`: of two changes between which the screen is laid out, as in a resize, Textual misses the second.
             self.styles.height = self.rows
-        elif self._drawn != self._render_key():
-            self.refresh()
+            self._drawn = ()
         else:
-            before, self._strips = self._strips, self._draw()
-            repaint(self, before, self._strips)
-            return
-        self._drawn = ()
+            self.repaint()
 
-    def _render_key(self) -> tuple[object, ...]:
+    def row_key(self) -> tuple[object, ...]:
         return (
             self.size,
             self.app.theme,
@@ -520,20 +476,10 @@ class StyledLines(DrawsPrintable):
         return self.rows
 
     def notify_style_update(self) -> None:
-        self._styles_of, self._drawn = {}, ()
+        self._styles_of = {}
         super().notify_style_update()
 
-    def draw_line(self, y: int) -> Strip:
-        key = self._render_key()
-        if key != self._drawn:
-            self._strips, self._drawn = self._draw(), key
-        return (
-            self._strips[y]
-            if y < len(self._strips)
-            else Strip.blank(self.size.width, self._style(()))
-        )
-
-    def _draw(self) -> list[Strip]:
+    def draw_rows(self) -> list[Strip]:
         width, base = self.size.width, self._style(())
         rows: list[list[Segment]] = [[]]
         for text, styles in pieces(self.content):

@@ -15,7 +15,6 @@ from textual.screen import Screen
 from textual.widgets import Input, Static
 from textual.worker import Worker, WorkerState
 
-from so_tui.settings import Loaded as settings_Loaded
 from so_tui.spec import InputError, Problem
 from so_tui.spec.errors import SoTuiError
 from so_tui.spec.generation import (
@@ -33,14 +32,16 @@ from so_tui.spec.generation import (
     Side,
     Turn,
 )
-from so_tui.ui.settings import SettingsApp
-from so_tui.ui.text import Content, PlainCharacters, shorten
-from so_tui.ui.widgets import Entry, KeyLine, Rule
+from so_tui.ui.shared_app import SettingsApp
+from so_tui.ui.text import Content, shorten
+from so_tui.ui.textual_fixes import Entry
+from so_tui.ui.widgets import KeyLine, Rule
 from so_tui.units import duration, plural, thousands
 
 if TYPE_CHECKING:
     from so_tui.launch.helper import Cancel
     from so_tui.launch.helper_jobs import ModelProcess
+    from so_tui.settings import Loaded as LoadedSettings
 
 
 # What was said so far to each model. Models are asked the same, and each goes on from its own
@@ -365,11 +366,8 @@ class ChatScreen(Screen[None]):
             column.scroll_relative(y=direction * (column.size.height - 1), animate=False)
 
 
-# ``so-tui chat``: the application that has only the screen of a conversation.
-
-
-class ChatApp(SettingsApp[None]):
-    """Leaves when the conversation is left."""
+class ChatApp(SettingsApp):
+    """The application of ``so-tui chat``, which has only this screen."""
 
     TITLE = "so-tui chat"
     CSS_PATH = "../app.tcss"
@@ -379,12 +377,10 @@ class ChatApp(SettingsApp[None]):
         load: LoadModel,
         sampling: Sampling,
         system: str = "",
-        settings: settings_Loaded | None = None,
+        settings: LoadedSettings | None = None,
     ) -> None:
         self._chat = ChatScreen(load, sampling, system)
         super().__init__(settings)
-        if self.glyphs_at_start() == "ascii":
-            self._filters.append(PlainCharacters())
 
     def on_mount(self) -> None:
         self.report_settings()

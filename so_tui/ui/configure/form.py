@@ -28,7 +28,8 @@ from so_tui.ui.form import (
     next_text,
 )
 from so_tui.ui.text import Content
-from so_tui.ui.widgets import Entry, FindField
+from so_tui.ui.textual_fixes import Entry
+from so_tui.ui.widgets import FindField
 
 # ``−`` and ``+`` beside the number of the selected field, for the mouse.
 

@@ -174,21 +174,15 @@ def strip_lines(strip: Strip, width: int, *, marked: bool) -> list[Content]:
         [math.nan if choice.step_s is None else choice.step_s for choice in strip.choices]
     )
     pieces: list[tuple[str, str]] = []
-    for index, (choice, height) in enumerate(zip(strip.choices, heights, strict=True)):
-        style = STYLES[choice.verdict]
-        shown = (
-            SIGNS[choice.verdict]
-            if choice.verdict == "does not fit"
-            else UNKNOWN
-            if choice.step_s is None
-            else height
-        )
-        pieces.append(
-            (
-                f"▸{shown}◂" if index == strip.at else shown,
-                f"bold {style}" if index == strip.at else style,
-            )
-        )
+    for choice, height in zip(strip.choices, heights, strict=True):
+        sign, style = height, STYLES[choice.verdict]
+        if choice.verdict == "does not fit":
+            sign = SIGNS[choice.verdict]
+        elif choice.step_s is None:
+            sign = UNKNOWN
+        if choice is strip.choices[strip.at]:
+            sign, style = f"▸{sign}◂", f"bold {style}"
+        pieces.append((sign, style))
     low, high = strip.choices[0].value, strip.choices[-1].value
     line = Content.assemble(
         ("▸ " if marked else "  ", "$accent"),

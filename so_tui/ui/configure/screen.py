@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, ClassVar
@@ -17,11 +17,10 @@ from textual.widgets import Button, Static
 from textual.worker import get_current_worker
 
 from so_tui.spec import InputError, Problem, Refused, RunSpec, with_values
-from so_tui.trust.text import printable_line, so_tui_command
+from so_tui.trust.text import printable_line
 from so_tui.ui import plan_view, preset_actions
 from so_tui.ui.configure.form import FieldRow, FormPanel
 from so_tui.ui.configure.plan_pane import PlanPanel, WhatIf
-from so_tui.ui.dialogs import QuitQuestion
 from so_tui.ui.form import (
     GROUPS,
     LENGTH,
@@ -225,44 +224,6 @@ def partition_note(partitions: Sequence[Partition], chosen: str, *, slurm: bool)
         f"at most {found.time_limit}" if found.time_limit else "",
     ]
     return printable_line(", ".join(filter(None, parts)))
-
-
-# The plan of what is in Configure, made in a worker and answered with messages.
-
-
-def plan_answers(
-    serial: int,
-    base: RunSpec,
-    edits: dict[str, str],
-    machine: Machine,
-    described: bool,
-    cancelled: Callable[[], bool],
-) -> Iterator[Planned | Compared]:
-    """Yield the plan, or what is wrong with the values, and then what other values would do, unless that is not wanted any more.
-
-    ``described`` machines are planned for as they are; this one as the run finds it.
-    """
-    from so_tui.launch import machine_of, preview
-
-    try:
-        spec = with_values(base, edits)
-        planned_for = machine if described else machine_of(spec, machine)
-        plan, launch = preview(spec, planned_for)
-    except InputError as error:
-        yield Planned(serial, None, error.problems)
-        return
-    except Refused as error:
-        problems = (
-            Problem(
-                code=error.codes[0], field="gpus", value="", message=error.reasons[0], remedy=""
-            ),
-        )
-        yield Planned(serial, None, problems)
-        return
-    yield Planned(serial, plan, (), launch)
-    strips = strips_for(plan, planned_for, cancelled)
-    if strips is not None:
-        yield Compared(serial, strips)
 
 
 # What was changed in Configure: its title, the list of what differs from the preset, and the way
@@ -511,13 +472,29 @@ class ConfigureScreen(ResizablePage):
 
     @work(thread=True, exclusive=True, group="plan", name="plan this run", exit_on_error=False)
     def _plan(self, serial: int, base: RunSpec, edits: dict[str, str]) -> None:
+        """Plan in a thread: post the plan, or what is wrong with the values, and then what other values would do, if still wanted."""
         machine = self.app.machine
         assert machine is not None
+        from so_tui.launch import machine_of, preview
+
+        try:
+            spec = with_values(base, edits)
+            # A machine that a file describes is planned for as it is; this one as the run finds it.
+            machine = machine if self.app.machine_file else machine_of(spec, machine)
+            plan, launch = preview(spec, machine)
+        except InputError as error:
+            self.post_message(Planned(serial, None, error.problems))
+            return
+        except Refused as error:
+            code, reason = error.codes[0], error.reasons[0]
+            problem = Problem(code=code, field="gpus", value="", message=reason, remedy="")
+            self.post_message(Planned(serial, None, (problem,)))
+            return
+        self.post_message(Planned(serial, plan, (), launch))
         worker = get_current_worker()
-        for answer in plan_answers(
-            serial, base, edits, machine, bool(self.app.machine_file), lambda: worker.is_cancelled
-        ):
-            self.post_message(answer)
+        strips = strips_for(plan, machine, lambda: worker.is_cancelled)
+        if strips is not None:
+            self.post_message(Compared(serial, strips))
 
     @work(thread=True, group="partitions", name="ask Slurm for its partitions", exit_on_error=False)
     def _ask_for_partitions(self) -> None:
@@ -737,41 +714,3 @@ class ConfigureScreen(ResizablePage):
     @on(Button.Pressed)
     async def _button(self, event: Button.Pressed) -> None:
         await self.run_action(event.button.id or "")
-
-
-# Leave the application: ask where something would be lost, and say what goes on.
-
-
-def ask_to_leave(app: SharedApp) -> None:
-    """Leave. Ask first where unsaved edits in Configure would be lost."""
-    try:
-        bottom = app.get_screen_stack("configure")[:1]
-    except KeyError:  # never opened
-        bottom = []
-    unsaved = bottom[0].unsaved() if bottom and isinstance(bottom[0], ConfigureScreen) else {}
-    if not unsaved:
-        _leave(app)
-    elif not isinstance(app.screen, QuitQuestion):
-        lines = [
-            f"Configure: {plural(count, 'change')} to preset {preset}, not saved"
-            for preset, count in unsaved.items()
-        ]
-        question = QuitQuestion("Quit and lose unsaved changes?", lines, yes="Quit", no="No, stay")
-        app.push_screen(question, lambda yes: _leave(app) if yes else None)
-
-
-def _leave(app: SharedApp) -> None:
-    live = [row.run.name for row in app.runs if row.live]
-    lines = []
-    if live:
-        names, goes_on = (
-            printable_line(", ".join(live)),
-            "continues" if len(live) == 1 else "continue",
-        )
-        lines.append(
-            f"{names} {goes_on} training. `{so_tui_command('watch', live[0])}` shows it again."
-        )
-    if app.starting:
-        lines.append(f"{app.starting} is still being started. `so-tui watch latest` shows it.")
-    app.restore_title()
-    app.exit(message="\n".join(lines) or None)

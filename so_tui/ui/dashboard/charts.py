@@ -34,8 +34,8 @@ from so_tui.ui.charts.series import Axis, Line, approximate_name
 from so_tui.ui.dashboard.view import Overlaid, View
 from so_tui.ui.snapshot import Snapshot
 from so_tui.ui.text import Content, GlyphName, distinct, reading_text
-from so_tui.ui.textual_fixes import KeepsLines
-from so_tui.units import rate, significant, thousands
+from so_tui.ui.textual_fixes import CachedLinesMixin
+from so_tui.units import thousands
 
 EVALUATION_CELLS = 17
 """What the newest evaluation takes in a heading."""
@@ -64,7 +64,7 @@ class Shown:
         )
 
 
-class ChartPanel(Container, KeepsLines):
+class ChartPanel(Container, CachedLinesMixin):
     """Draws the metrics of a snapshot. What the mouse asks of the axis leaves it as messages of ``Chart``."""
 
     KEYS: ClassVar[tuple[BindingType, ...]] = (
@@ -314,9 +314,12 @@ class ChartPanel(Container, KeepsLines):
             for other, look in zip(shown.overlays, looks, strict=True)
             for line in other.lines(metric, *look)
         ]
-        own = _own_notes(metric, chart, shown)
+        roomy = chart.heading_room >= ROOMY
+        if metric.narrow_title:
+            chart.title = metric.title if roomy else metric.narrow_title
+        latest = snapshot.latest if shown.view.cursor is None else None
+        own = metric.notes(latest, snapshot.on_gpus, roomy)
         chart.per, chart.unit = metric.shown_in
-        loss = metric.key == "loss"
         chart.show(
             [line for line, _ in (*pairs, *others)],
             [name for _, name in (*pairs, *others)],
@@ -324,18 +327,17 @@ class ChartPanel(Container, KeepsLines):
             marks=marks,
             marked=marked_lines(metric, snapshot.sampled),
             cursor=shown.view.cursor,
-            notes=[*(shown.view.range_notes if loss else ()), *own],
-            alarm=_nan_text(snapshot) if loss else "",
-            progress=reading_text(snapshot.unread_share) if loss else "",
+            notes=[*(shown.view.range_notes if metric.leads else ()), *own],
+            alarm=_nan_text(snapshot) if metric.leads else "",
+            progress=reading_text(snapshot.unread_share) if metric.leads else "",
         )
 
 
 def _lines(metric: Metric, chart: Chart, shown: Shown, *, coloured: bool) -> list[tuple[Line, str]]:
     """Return the lines of a metric with their names in the heading. Where nothing is ``coloured``, parts of a step have signs."""
     snapshot, axis = shown.snapshot, shown.axis
-    crowded = (
-        metric.key == "throughput" and chart.heading_room < ROOMY
-    )  # MFU says more than that the run has ended
+    roomy = chart.heading_room >= ROOMY
+    crowded = metric.narrow_title and not roomy  # MFU says more than that the run has ended
     newest = "." if snapshot.training or shown.view.cursor is not None or crowded else "last"
     evaluations = [] if snapshot.evaluations is None else [snapshot.evaluations]
     if metric.key == EVALUATIONS:
@@ -359,32 +361,11 @@ def _lines(metric: Metric, chart: Chart, shown: Shown, *, coloured: bool) -> lis
             (snapshot.line(field, "raw", axis), newest),
             (snapshot.mean_line(field, metric.role, axis), _mean_name(chart, shown)),
         ]
-    if metric.key != "loss":
+    if not metric.leads:
         return pairs
     if snapshot.training and shown.view.cursor is None:
         pairs[0] = pairs[0][0], "now"
-    return [
-        *pairs,
-        *((line, "evaluation" if chart.heading_room >= ROOMY else "eval") for line in evaluations),
-    ]
-
-
-def _own_notes(metric: Metric, chart: Chart, shown: Shown) -> list[str]:
-    """Return what stands behind the values of some charts."""
-    snapshot, latest = shown.snapshot, shown.snapshot.latest
-    here = latest is not None and shown.view.cursor is None
-    if metric.key == "norm" and latest is not None and here:
-        return [f"learning rate {significant(latest.learning_rate)}"]
-    if metric.key != "throughput":
-        return []
-    roomy = chart.heading_room >= ROOMY
-    chart.title = "throughput" if roomy else "speed"
-    per = "GPU" if snapshot.on_gpus else "rank"
-    if latest is None or not here:
-        return [f"TFLOPS/{per}"]
-    tokens = rate(latest.useful_tokens_per_s_total)
-    mfu = [] if latest.mfu is None else [f"MFU {100 * latest.mfu:.1f} %"]
-    return [f"TFLOPS/{per}" if roomy else "TFLOPS", f"{tokens} tok/s", *mfu]
+    return [*pairs, *((line, "evaluation" if roomy else "eval") for line in evaluations)]
 
 
 def _mean_name(chart: Chart, shown: Shown) -> str:

@@ -40,7 +40,7 @@ from so_tui.ui.run_actions import PICTURE, WROTE_S, new_path
 from so_tui.ui.run_rows import RunRow
 from so_tui.ui.snapshot import Sampled, Snapshot
 from so_tui.ui.text import Content, shorten
-from so_tui.ui.widgets import Entry
+from so_tui.ui.textual_fixes import Entry
 from so_tui.units import duration, plural, thousands
 
 if TYPE_CHECKING:

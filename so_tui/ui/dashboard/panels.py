@@ -27,7 +27,7 @@ from so_tui.runs.records import RankBindingReport, RankPlacement, StepRecord
 from so_tui.trust.text import brief_message
 from so_tui.ui import run_status
 from so_tui.ui.chart_metrics import STEP_METRICS
-from so_tui.ui.charts.drawing import StyledLines
+from so_tui.ui.charts.drawing import RoleStyles, StyledLines, role_css
 from so_tui.ui.snapshot import Snapshot
 from so_tui.ui.text import Content, shorten, shows_ascii
 from so_tui.ui.textual_fixes import DrawsPrintable, KeptVertical
@@ -151,13 +151,14 @@ class LogView(ScrollView, DrawsPrintable, can_focus=True):
     """The newest MOST_LINES lines, newest last. Long lines scroll where the log is maximised and are cut elsewhere."""
 
     ALLOW_MAXIMIZE = True
-    COMPONENT_CLASSES: ClassVar[set[str]] = {
-        "log--line",
-        "log--match",
-        "log--found",
-        "log--partial",
-        "log--bad",
+    ROLES: ClassVar[dict[str, str]] = {
+        "line": "color: $foreground",
+        "match": "background: $block-cursor-blurred-background; color: $foreground",
+        "found": "background: $block-cursor-background; color: $block-cursor-foreground",
+        "partial": "color: $faint",
+        "bad": "color: $error",
     }
+    COMPONENT_CLASSES: ClassVar[set[str]] = {f"log--{role}" for role in ROLES}
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("end", "follow", "Follow", show=False),
         Binding(
@@ -177,16 +178,7 @@ class LogView(ScrollView, DrawsPrintable, can_focus=True):
             tooltip="Line before with the searched text",
         ),
     ]
-    DEFAULT_CSS = """
-    LogView {
-        height: 1fr; background: $background;
-        .log--line { color: $foreground; }
-        .log--partial { color: $faint; }
-        .log--bad { color: $error; }
-        .log--match { background: $block-cursor-blurred-background; color: $foreground; }
-        .log--found { background: $block-cursor-background; color: $block-cursor-foreground; }
-    }
-    """
+    DEFAULT_CSS = "LogView { height: 1fr; background: $background;" + role_css("log", ROLES) + "}"
 
     following = reactive(True)
     needle = reactive("")
@@ -200,11 +192,7 @@ class LogView(ScrollView, DrawsPrintable, can_focus=True):
         self.partial = ""
         self._widest = 0
         self._found = -1
-        self._styles: dict[str, Style] = {}
-
-    def notify_style_update(self) -> None:
-        self._styles = {}
-        super().notify_style_update()
+        self._role_styles = RoleStyles("log", self.ROLES)
 
     def clear(self) -> None:
         """Forget every line, for another run, which is followed from its end."""
@@ -318,26 +306,21 @@ class LogView(ScrollView, DrawsPrintable, can_focus=True):
         scroll_x, scroll_y = self.scroll_offset
         index = scroll_y + y
         width = self.size.width - self.scrollbar_size_vertical
-        if not self._styles:
-            self._styles = {
-                name: self.get_component_rich_style(name) for name in self.COMPONENT_CLASSES
-            } | {"base": self.rich_style}
-        base = self._styles["base"]
+        styles = self._role_styles.get(self)
+        base = styles["base"]
         if index < len(self.lines):
             text = self.lines[index]
             low = text.lower()
-            style = self._styles[
-                "log--bad" if "error" in low or "traceback" in low else "log--line"
-            ]
-            strip = Strip(self._marked(text, low, index, style))
+            role = "bad" if "error" in low or "traceback" in low else "line"
+            strip = Strip(self._marked(text, low, index, styles[role]))
         elif index == len(self.lines) and self.partial:
-            strip = Strip([Segment(self.partial, self._styles["log--partial"])])
+            strip = Strip([Segment(self.partial, styles["partial"])])
         else:
             return Strip.blank(width, base)
         if self.is_maximized:
             return strip.crop(scroll_x, scroll_x + width).extend_cell_length(width, base)
         if strip.cell_length > width:
-            strip = Strip([*strip.crop(0, width - 1), Segment("…", self._styles["log--partial"])])
+            strip = Strip([*strip.crop(0, width - 1), Segment("…", styles["partial"])])
         return strip.adjust_cell_length(width, base)
 
     def _marked(self, text: str, low: str, index: int, style: Style) -> list[Segment]:
@@ -345,7 +328,7 @@ class LogView(ScrollView, DrawsPrintable, can_focus=True):
         wanted = self.needle.lower()
         segments: list[Segment] = []
         at = 0
-        mark = self._styles["log--found" if index == self._found else "log--match"]
+        mark = self._role_styles.get(self)["found" if index == self._found else "match"]
         while wanted and (found := low.find(wanted, at)) >= 0:
             segments += [
                 Segment(text[at:found], style),

@@ -1,7 +1,8 @@
-"""A page with the panels of a run: their places, and what they draw. The screen that follows a run builds on it.
+"""Dashboard: one run, live or past, on one axis: loss, throughput, the step's anatomy, the NUMA nodes, the GPUs, the log.
 
-It owns what the panels share: the view, the axis, and the rows and columns of the terminal. A panel owns its widgets and draws the
-snapshots that it is handed. A wide terminal has the details of a step and the log at the right, others have the log below.
+The screen follows the run and hands snapshots to its panels. It owns what they share: the view, the axis, and the rows and columns of
+the terminal. A panel owns its widgets and draws the snapshots that it is handed. A wide terminal has the details of a step and the log
+at the right, others have the log below.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import PurePath
 from typing import ClassVar
 
@@ -41,234 +43,11 @@ from so_tui.ui.dashboard.view import (
     side_columns,
 )
 from so_tui.ui.numa_nodes import NumaPanel
-from so_tui.ui.page import Page, ResizablePage, Size
-from so_tui.ui.settings import OrderedWrites
+from so_tui.ui.page import ResizablePage, Size
 from so_tui.ui.snapshot import Position, Snapshot
 from so_tui.ui.text import Content
 from so_tui.ui.textual_fixes import KeptScroll, KeptVertical
 from so_tui.ui.widgets import BOTTOM, SIDE, Divider, FindField, framed
-
-# A page with charts over one axis: moving along it, and what the charts show. The screen that
-# follows a run builds on it.
-
-
-class ChartedPage(Page):
-    """Owns the view, the axis and the runs that are laid over the one that is shown."""
-
-    KEYS: ClassVar[tuple[BindingType, ...]] = (
-        Binding("x", "axis", "Axis", id="axis", tooltip="Steps or time on the axis of all charts"),
-        Binding(
-            "z,plus",
-            "zoom(0.5)",
-            "Zoom",
-            key_display="z",
-            id="zoom",
-            tooltip="Zoom in (also + and the wheel)",
-        ),
-        Binding(
-            "Z,minus",
-            "zoom(2)",
-            "Zoom out",
-            key_display="Z",
-            show=False,
-            id="zoom-out",
-            tooltip="Also -",
-        ),
-        Binding("0", "whole", "Whole run", show=False, id="whole"),
-        Binding(
-            "i",
-            "inspect",
-            "Inspect",
-            id="inspect",
-            tooltip="A cursor on all charts; arrows move it, shift by ten",
-        ),
-        Binding("left", "point(-1)", "Cursor left", show=False),
-        Binding("right", "point(1)", "Cursor right", show=False),
-        Binding("shift+left", "point(-10)", "Cursor far left", show=False),
-        Binding("shift+right", "point(10)", "Cursor far right", show=False),
-    )
-    """Keys of the axis; the screen that builds on this one places them among its own."""
-
-    view: var[View] = var(View())
-    charts = getters.query_one(ChartPanel)
-    legend = getters.query_one(RunLegend)
-
-    def __init__(self) -> None:
-        self.snapshot: Snapshot | None = None
-        """What is shown."""
-        self.axis: Axis | None = None
-        self.run_shown: RunDirectory | None = None
-        self.chosen: tuple[RunDirectory, ...] = ()
-        """Runs to lay over it."""
-        self.overlays: tuple[Overlaid, ...] = ()
-        """What is known of them."""
-        self._layouts = OrderedWrites(save_layout)
-        super().__init__()
-
-    def tick(self) -> None:
-        """Have the run polled."""
-        raise NotImplementedError
-
-    def show_again(self) -> None:
-        """Draw what is known anew."""
-        raise NotImplementedError
-
-    def show_charts(self, snapshot: Snapshot) -> None:
-        """Draw the charts, and the legend where runs lie over each other."""
-        if self.charts.learn_of_gpus(snapshot.on_gpus):
-            self.call_later(self._arrange, self.charts.chart_layout)
-        self.charts.show(snapshot, self.view, self.axis, self.overlays)
-        if self.overlays or self.legend.display:
-            self.legend.show(
-                snapshot, self.overlays, self.charts.metric, self.axis, self.view.cursor
-            )
-
-    # The view.
-
-    def _extent(self) -> tuple[float, float] | None:
-        return (
-            extent_of(self.snapshot, self.view.unit, self.overlays)
-            if self.snapshot is not None
-            else None
-        )
-
-    def _standing(self, view: View) -> View:
-        """Return the view with its cursor at a position whose values are known."""
-        if self.snapshot is None or view.cursor is None:
-            return view
-        return replace(view, cursor=self.snapshot.standing(view.cursor, view.unit))
-
-    def action_axis(self) -> None:
-        self.view = View(unit="time" if self.view.unit == "step" else "step")
-
-    def action_zoom(self, factor: float) -> None:
-        if (extent := self._extent()) is not None:
-            self.view = self.view.zoomed(factor, extent)
-
-    def action_whole(self) -> None:
-        self.view = View(unit=self.view.unit)
-
-    def action_inspect(self) -> None:
-        extent = self._extent()
-        if self.view.cursor is not None:
-            self.view = replace(self.view, cursor=None)
-        elif extent is not None:
-            self.view = self._standing(self.view.at(self.view.resolved(extent)[1], extent))
-            self.charts.focus_first()
-
-    def action_point(self, columns: int) -> None:
-        extent = self._extent()
-        if extent is None:
-            return
-        if self.view.cursor is None:
-            self.view = self.view.panned(0.25 if columns > 0 else -0.25, extent)
-        else:
-            self.view = self._standing(self.view.pointed(columns, extent, self.charts.columns))
-
-    @on(Chart.CursorMoved)
-    def _pointed(self, message: Chart.CursorMoved) -> None:
-        if (extent := self._extent()) is not None:
-            self.view = self._standing(self.view.at(message.x, extent))
-
-    @on(Chart.Zoomed)
-    def _wheel(self, message: Chart.Zoomed) -> None:
-        if (extent := self._extent()) is not None:
-            self.view = self.view.zoomed(message.factor, extent, message.x)
-
-    @on(Chart.Ranged)
-    def _dragged(self, message: Chart.Ranged) -> None:
-        if (extent := self._extent()) is not None:
-            self.view = self.view.ranged(message.low, message.high, extent)
-
-    @on(Chart.Panned)
-    def _pushed(self, message: Chart.Panned) -> None:
-        if (extent := self._extent()) is not None:
-            self.view = self.view.panned(message.share, extent)
-
-    # What the charts show.
-
-    async def _arrange(self, layout: ChartLayout, turned: int = 0) -> None:
-        """Show and remember another layout of charts."""
-        if layout != self.charts.chart_layout:
-            self._layouts.add(layout)
-            self._remember()
-        await self.charts.change(layout, turned)
-        self.show_again()
-        self.tick()
-
-    @work(thread=True, group="remember", name="remember the charts", exit_on_error=False)
-    def _remember(self) -> None:
-        self._layouts.write_added()
-
-    async def action_log_scale(self) -> None:
-        await self._arrange(self.charts.toggled("log"))
-
-    async def action_robust_scale(self) -> None:
-        await self._arrange(self.charts.toggled("robust"))
-
-    async def action_grid(self) -> None:
-        await self._arrange(self.charts.chart_layout.next_grid(self.charts.room))
-
-    async def action_page(self, turned: int) -> None:
-        await self._arrange(self.charts.chart_layout, turned)
-
-    @on(Chart.PageTurned)
-    async def _page_turned(self) -> None:
-        await self.action_page(1)
-
-    async def action_hardware(self) -> None:
-        """Show what GPUs and nodes did instead of the metrics that the user chose, or these again."""
-        if self.snapshot is not None:
-            self.charts.instead = (
-                ()
-                if self.charts.instead
-                else hardware_keys(view.sample for view in self.snapshot.gpus)
-            )
-            await self._arrange(self.charts.chart_layout, turned=-self.charts.page.number)
-
-    async def action_smooth(self, direction: int) -> None:
-        await self._arrange(self.charts.chart_layout.smoother(direction))
-
-    def action_metrics(self) -> None:
-        listed = self.charts.wanted_layout
-
-        async def chosen(layout: ChartLayout | None) -> None:
-            if layout is None:
-                return
-            if (
-                layout.shown == listed.shown
-            ):  # what stands for metrics of GPUs is not chosen for runs that have them
-                layout = structs.replace(layout, shown=self.charts.chart_layout.shown)
-            await self._arrange(layout)
-
-        from so_tui.ui.dashboard.dialogs import ChooseMetrics
-
-        self.app.push_screen(ChooseMetrics(listed), chosen)
-
-    def action_export(self) -> None:
-        if self.snapshot is not None and (chart := self.charts.focused) is not None:
-            from so_tui.ui.dashboard.dialogs import ask_to_export_chart, drawn
-
-            metric = self.charts.metric
-            ask_to_export_chart(
-                self, self.snapshot, metric, drawn(metric, chart, self.snapshot, self.overlays)
-            )
-
-    def action_overlay(self) -> None:
-        def chosen(runs: tuple[RunDirectory, ...] | None) -> None:
-            if runs is not None:
-                self.chosen = runs
-                self.tick()
-
-        from so_tui.ui.dashboard.dialogs import ChooseRuns
-
-        rows = [
-            row
-            for row in self.app.runs
-            if self.run_shown is None or row.run.path != self.run_shown.path
-        ]
-        self.app.push_screen(ChooseRuns(rows, self.chosen), chosen)
-
 
 LEAST_PLOT = 2
 """Rows of a node below which there is no room for its cores or its memory over time."""
@@ -276,231 +55,47 @@ RESERVED_ROWS = 12
 """Rows that stay for the other panels, however large one is made."""
 OTHER_ROWS = 3
 """Rows of the screen that no panel gets: its top line, the tabs and the line of keys."""
-
-
-class PanelledPage(ResizablePage, ChartedPage):
-    """Draws snapshots and divides the terminal between the panels."""
-
-    SIZES: ClassVar[tuple[str, ...]] = ("charts", "nodes", "side")
-
-    panels = getters.query_one("#panels", KeptScroll)
-    side = getters.query_one("#side", KeptVertical)
-    divider = getters.query_one(Divider)
-    header = getters.query_one(RunHeader)
-    step = getters.query_one(StepPanel)
-    numa = getters.query_one(NumaPanel)
-    placement = getters.query_one(PlacementPanel)
-    details = getters.query_one(StepDetails)
-    log_panel = getters.query_one(LogPanel)
-    search = getters.query_one("#search", FindField)
-
-    def __init__(self) -> None:
-        self._rows = Rows(0, 0, 0)
-        """As they were divided last."""
-        self._side_columns = 0
-        self._placed = (0, 0)
-        """Columns of the terminal, and those of the panels at the right, for which the panels stand in their places."""
-        super().__init__()
-
-    def body(self) -> Iterable[Widget]:
-        glyphs = self.app.glyphs
-        yield Static(id="empty")
-        yield RunHeader()
-        with KeptScroll(id="panels", can_focus=False):
-            with KeptVertical(id="main"):
-                yield ChartPanel(load_layout(), glyphs=glyphs)
-                yield RunLegend()
-                yield StepPanel()
-                yield NumaPanel(PlacementPanel(), glyphs=glyphs)
-            yield Divider()
-            with KeptVertical(id="side"):
-                yield StepDetails()
-                yield LogPanel()
-        yield FindField(
-            "search the log: enter and n go back through the matches, esc ends", id="search"
-        )
-
-    def _show(self, snapshot: Snapshot) -> None:
-        whole_width = self.size.width - 2
-        side = self._set_side()
-        width = (self.panels.scrollable_content_region.width or whole_width) - side
-        self.axis = axis_of(snapshot, self.view, self.axis, self.overlays)
-        now = time.time()
-        self.header.show(snapshot, now, whole_width)
-        self.step.show(snapshot, now, width)
-        self.log_panel.show(snapshot)
-        self.legend.room = width
-        self.show_charts(snapshot)
-        self.numa.show(snapshot, self.axis, width, self.view.cursor)
-        self.placement.show(snapshot, self.numa.inner(width), self.size.height)
-        if side:
-            self.details.show(snapshot, side - 2 - 2 * SIDE)
-        self._share_rows(self.numa.node_rows(width), log_below=not side)
-
-    def _set_side(self) -> int:
-        """Give the panels at the right their columns, or stand them below the others; return the columns."""
-        settings = self.app.settings
-        side = (
-            side_columns(self.size.width, settings.panels.side)
-            if settings.screen.layout == "auto"
-            else 0
-        )
-        if (self.size.width, side) == self._placed:
-            return side
-        self._placed = self.size.width, side
-        self._side_columns = side
-        self.set_class(bool(side), "-beside")
-        self.side.styles.width = side - 1 if side else "100%"
-        self.details.display = self.divider.display = bool(side)
-        self.charts.room = self.size.width - side
-        return side
-
-    def _share_rows(self, nodes: int, *, log_below: bool) -> None:
-        """Divide the height of the terminal between the panels; ``nodes`` NUMA nodes stand above each other."""
-        height = self.size.height - OTHER_ROWS
-        crowded = height < 12 + 3 * nodes
-        frame = BOTTOM if framed(self) else 0
-        lines = (0 if crowded else 1 + frame) + (1 + frame if log_below else 0)
-        around = self.header.rows + self.step.rows + lines
-        fixed = (
-            around + self.placement.shown_rows + (self.legend.rows if self.legend.display else 0)
-        )
-        sizes = self.app.settings.panels
-        rows = rows_for(
-            height, nodes, self.numa.gpu_rows, fixed, self.charts.least_rows, log=log_below
-        )
-        self._rows = rows = rows.resized(nodes, sizes.charts, sizes.nodes)
-        self.charts.set_rows(rows.charts)
-        self.numa.set_rows(rows.plot, heading=not crowded)
-        log = rows.log if log_below else height - self.header.rows - self.details.rows - 1 - frame
-        self.log_panel.set_rows(
-            max(1, log - int(self.search.display))
-        )  # the search bar takes its row from the log alone
-
-    async def on_resize(self) -> None:
-        # Lines that wrap beside a scroll bar can be what keeps it there: whether there is one must not depend on the size before.
-        self.panels.show_vertical_scrollbar = False
-        self._set_side()
-        await self.charts.change(self.charts.chart_layout)
-        self.show_again()
-
-    def watch_maximized(self) -> None:
-        self.refresh_bindings()
-        self.show_again()
-
-    def show_again(self) -> None:
-        if self.snapshot is not None:
-            self._show(replace(self.snapshot, log_lines=()))
-
-    def watch_view(self) -> None:
-        self.axis = None
-        if (snapshot := self.snapshot) is not None:
-            self.axis = axis_of(snapshot, self.view, overlays=self.overlays)
-            self.show_charts(snapshot)
-            self.numa.show_nodes(snapshot, self.axis, self.view.cursor)
-            at = self._cursor_position()
-            self.log_panel.show_step(None if at is None else at[0])
-            if self.view.window is not None or at is not None or snapshot.inspected is not None:
-                self.tick()  # the range that was zoomed to is read in more detail, and what was at the cursor
-
-    # The panels.
-
-    def action_follow(self) -> None:
-        self.log_panel.follow_end()
-
-    def action_find(self) -> None:
-        self.search.open()
-        self.show_again()
-
-    @on(Input.Changed, "#search")
-    def _search_typed(self, event: Input.Changed) -> None:
-        self.log_panel.search(event.value)
-
-    @on(Input.Submitted, "#search")
-    def _search_submitted(self) -> None:
-        self.log_panel.go_to_newest_match()
-
-    def action_node_plot(self) -> None:
-        """Show load, heat of cores or memory of the nodes over time: on the whole screen where they have no room for it."""
-        self.numa.next_plot()
-        nodes = self.numa.nodes
-        if nodes.plot != "load" and nodes.plot_height < LEAST_PLOT and not nodes.is_maximized:
-            self.maximize(nodes)
-        elif nodes.plot == "load" and nodes.is_maximized:
-            self.minimize()
-        self.show_again()
-        self.tick()
-
-    def action_maximise(self, whole: bool) -> None:
-        """Show only the panel with the focus, or all of them again."""
-        if whole:
-            focused = self.focused
-            shown = (
-                focused if focused is not None and focused.allow_maximize else self.charts.focused
-            )
-            if shown is not None:
-                self.maximize(shown)
-        else:
-            self.minimize()
-        self.call_after_refresh(self.watch_view)
-
-    def action_leave_field(self) -> None:
-        if self.maximized is not None:
-            self.minimize()
-        elif self.search.close():
-            self.charts.focus_first()
-            self.show_again()
-        elif self.view.cursor is not None:
-            self.view = replace(self.view, cursor=None)
-        else:
-            self.charts.focus_first()
-
-    def _cursor_position(self) -> Position | None:
-        """Return step and time of the cursor."""
-        cursor, axis = self.view.cursor, self.axis
-        return None if cursor is None or axis is None else axis.position(cursor)
-
-    # Sizes.
-
-    def size_of(self, panel: Widget | None) -> Size | None:
-        count = max(1, self.numa.node_rows(self.numa.size.width))
-        most = self.size.height - RESERVED_ROWS
-        charts = Size("charts", self._rows.charts, 4, most)
-        nodes = Size("nodes", self._rows.plot, 0, most // count, count=count)
-        side = Size(
-            "side", self._side_columns, 30, self.size.width - LEAST_MAIN, towards=-1, step=4
-        )
-        log = self.log_panel
-        if panel is self.divider:
-            return side
-        if panel is log.lines:
-            return (
-                side if self._side_columns else replace(charts, step=-1)
-            )  # below the others, it has what they leave
-        if panel is log.heading:
-            return None if self._side_columns else nodes
-        return (
-            None if panel is self.details.heading else nodes if panel is self.numa.nodes else charts
-        )
-
-    def sizes_changed(self) -> None:
-        self.call_later(self.on_resize)
-
-
-# Dashboard: one run, live or past, on one axis: loss, throughput, the step's anatomy, the NUMA
-# nodes, the GPUs, the log.
-#
-# The screen follows the run and hands snapshots to its panels.
-
-
 POLL_S = 1.0
 EMPTY = (
     "No run yet. This is where a run is watched: its loss and speed, where the time of a step goes, every NUMA node, GPU and core.\n\n"
     "Press [$accent]1[/] and then [$accent]l[/] to launch a preset, or [$accent]4[/] to choose a run."
 )
+AXIS_KEYS: tuple[BindingType, ...] = (
+    Binding("x", "axis", "Axis", id="axis", tooltip="Steps or time on the axis of all charts"),
+    Binding(
+        "z,plus",
+        "zoom(0.5)",
+        "Zoom",
+        key_display="z",
+        id="zoom",
+        tooltip="Zoom in (also + and the wheel)",
+    ),
+    Binding(
+        "Z,minus",
+        "zoom(2)",
+        "Zoom out",
+        key_display="Z",
+        show=False,
+        id="zoom-out",
+        tooltip="Also -",
+    ),
+    Binding("0", "whole", "Whole run", show=False, id="whole"),
+    Binding(
+        "i",
+        "inspect",
+        "Inspect",
+        id="inspect",
+        tooltip="A cursor on all charts; arrows move it, shift by ten",
+    ),
+    Binding("left", "point(-1)", "Cursor left", show=False),
+    Binding("right", "point(1)", "Cursor right", show=False),
+    Binding("shift+left", "point(-10)", "Cursor far left", show=False),
+    Binding("shift+right", "point(10)", "Cursor far right", show=False),
+)
+"""Keys of the axis."""
 
 
-class DashboardScreen(PanelledPage):
+class DashboardScreen(ResizablePage):
     PAGE = "dashboard"
     CSS_PATH: ClassVar[list[str | PurePath]] = [
         "screen.tcss",
@@ -536,7 +131,7 @@ class DashboardScreen(PanelledPage):
             id="resume",
             tooltip="Continue from the last checkpoint of a run that has ended",
         ),
-        *ChartedPage.KEYS,
+        *AXIS_KEYS,
         Binding("m", "maximise(False)", "Back", id="restore", tooltip="All panels again"),
         Binding(
             "m",
@@ -570,12 +165,59 @@ class DashboardScreen(PanelledPage):
         ),
     ]
 
+    SIZES: ClassVar[tuple[str, ...]] = ("charts", "nodes", "side")
+
+    view: var[View] = var(View())
+    charts = getters.query_one(ChartPanel)
+    legend = getters.query_one(RunLegend)
+    panels = getters.query_one("#panels", KeptScroll)
+    side = getters.query_one("#side", KeptVertical)
+    divider = getters.query_one(Divider)
+    header = getters.query_one(RunHeader)
+    step = getters.query_one(StepPanel)
+    numa = getters.query_one(NumaPanel)
+    placement = getters.query_one(PlacementPanel)
+    details = getters.query_one(StepDetails)
+    log_panel = getters.query_one(LogPanel)
+    search = getters.query_one("#search", FindField)
+
     def __init__(self) -> None:
+        self.snapshot: Snapshot | None = None
+        """What is shown."""
+        self.axis: Axis | None = None
+        self.run_shown: RunDirectory | None = None
+        self.chosen: tuple[RunDirectory, ...] = ()
+        """Runs to lay over it."""
+        self.overlays: tuple[Overlaid, ...] = ()
+        """What is known of them."""
+        self._rows = Rows(0, 0, 0)
+        """As they were divided last."""
+        self._side_columns = 0
+        self._placed = (0, 0)
+        """Columns of the terminal, and those of the panels at the right, for which the panels stand in their places."""
         self._follower: RunFollower | None = None
         self._worker: Worker[None] | None = None
         self._due = asyncio.Event()
         self._overlay_reader = Overlays()
         super().__init__()
+
+    def body(self) -> Iterable[Widget]:
+        glyphs = self.app.glyphs
+        yield Static(id="empty")
+        yield RunHeader()
+        with KeptScroll(id="panels", can_focus=False):
+            with KeptVertical(id="main"):
+                yield ChartPanel(load_layout(), glyphs=glyphs)
+                yield RunLegend()
+                yield StepPanel()
+                yield NumaPanel(PlacementPanel(), glyphs=glyphs)
+            yield Divider()
+            with KeptVertical(id="side"):
+                yield StepDetails()
+                yield LogPanel()
+        yield FindField(
+            "search the log: enter and n go back through the matches, esc ends", id="search"
+        )
 
     def on_mount(self) -> None:
         self.watch(self.app, "checking", self._checks_changed)
@@ -687,6 +329,325 @@ class DashboardScreen(PanelledPage):
         self._show(snapshot)
         if before is None or (before.live, before.deleted) != (snapshot.live, snapshot.deleted):
             self.refresh_bindings()
+
+    # Drawing, and dividing the terminal between the panels.
+
+    def _show(self, snapshot: Snapshot) -> None:
+        whole_width = self.size.width - 2
+        side = self._set_side()
+        width = (self.panels.scrollable_content_region.width or whole_width) - side
+        self.axis = axis_of(snapshot, self.view, self.axis, self.overlays)
+        now = time.time()
+        self.header.show(snapshot, now, whole_width)
+        self.step.show(snapshot, now, width)
+        self.log_panel.show(snapshot)
+        self.legend.room = width
+        self.show_charts(snapshot)
+        self.numa.show(snapshot, self.axis, width, self.view.cursor)
+        self.placement.show(snapshot, self.numa.inner(width), self.size.height)
+        if side:
+            self.details.show(snapshot, side - 2 - 2 * SIDE)
+        self._share_rows(self.numa.node_rows(width), log_below=not side)
+
+    def _set_side(self) -> int:
+        """Give the panels at the right their columns, or stand them below the others; return the columns."""
+        settings = self.app.settings
+        side = (
+            side_columns(self.size.width, settings.panels.side)
+            if settings.screen.layout == "auto"
+            else 0
+        )
+        if (self.size.width, side) == self._placed:
+            return side
+        self._placed = self.size.width, side
+        self._side_columns = side
+        self.set_class(bool(side), "-beside")
+        self.side.styles.width = side - 1 if side else "100%"
+        self.details.display = self.divider.display = bool(side)
+        self.charts.room = self.size.width - side
+        return side
+
+    def _share_rows(self, nodes: int, *, log_below: bool) -> None:
+        """Divide the height of the terminal between the panels; ``nodes`` NUMA nodes stand above each other."""
+        height = self.size.height - OTHER_ROWS
+        crowded = height < 12 + 3 * nodes
+        frame = BOTTOM if framed(self) else 0
+        lines = (0 if crowded else 1 + frame) + (1 + frame if log_below else 0)
+        around = self.header.rows + self.step.rows + lines
+        fixed = (
+            around + self.placement.shown_rows + (self.legend.rows if self.legend.display else 0)
+        )
+        sizes = self.app.settings.panels
+        rows = rows_for(
+            height, nodes, self.numa.gpu_rows, fixed, self.charts.least_rows, log=log_below
+        )
+        self._rows = rows = rows.resized(nodes, sizes.charts, sizes.nodes)
+        self.charts.set_rows(rows.charts)
+        self.numa.set_rows(rows.plot, heading=not crowded)
+        log = rows.log if log_below else height - self.header.rows - self.details.rows - 1 - frame
+        self.log_panel.set_rows(
+            max(1, log - int(self.search.display))
+        )  # the search bar takes its row from the log alone
+
+    async def on_resize(self) -> None:
+        # Lines that wrap beside a scroll bar can be what keeps it there: whether there is one must not depend on the size before.
+        self.panels.show_vertical_scrollbar = False
+        self._set_side()
+        await self.charts.change(self.charts.chart_layout)
+        self.show_again()
+
+    def watch_maximized(self) -> None:
+        self.refresh_bindings()
+        self.show_again()
+
+    def show_again(self) -> None:
+        if self.snapshot is not None:
+            self._show(replace(self.snapshot, log_lines=()))
+
+    def watch_view(self) -> None:
+        self.axis = None
+        if (snapshot := self.snapshot) is not None:
+            self.axis = axis_of(snapshot, self.view, overlays=self.overlays)
+            self.show_charts(snapshot)
+            self.numa.show_nodes(snapshot, self.axis, self.view.cursor)
+            at = self._cursor_position()
+            self.log_panel.show_step(None if at is None else at[0])
+            if self.view.window is not None or at is not None or snapshot.inspected is not None:
+                self.tick()  # the range that was zoomed to is read in more detail, and what was at the cursor
+
+    def show_charts(self, snapshot: Snapshot) -> None:
+        """Draw the charts, and the legend where runs lie over each other."""
+        if self.charts.learn_of_gpus(snapshot.on_gpus):
+            self.call_later(self._arrange, self.charts.chart_layout)
+        self.charts.show(snapshot, self.view, self.axis, self.overlays)
+        if self.overlays or self.legend.display:
+            self.legend.show(
+                snapshot, self.overlays, self.charts.metric, self.axis, self.view.cursor
+            )
+
+    # The view.
+
+    def _extent(self) -> tuple[float, float] | None:
+        return (
+            extent_of(self.snapshot, self.view.unit, self.overlays)
+            if self.snapshot is not None
+            else None
+        )
+
+    def _standing(self, view: View) -> View:
+        """Return the view with its cursor at a position whose values are known."""
+        if self.snapshot is None or view.cursor is None:
+            return view
+        return replace(view, cursor=self.snapshot.standing(view.cursor, view.unit))
+
+    def action_axis(self) -> None:
+        self.view = View(unit="time" if self.view.unit == "step" else "step")
+
+    def action_zoom(self, factor: float) -> None:
+        if (extent := self._extent()) is not None:
+            self.view = self.view.zoomed(factor, extent)
+
+    def action_whole(self) -> None:
+        self.view = View(unit=self.view.unit)
+
+    def action_inspect(self) -> None:
+        extent = self._extent()
+        if self.view.cursor is not None:
+            self.view = replace(self.view, cursor=None)
+        elif extent is not None:
+            self.view = self._standing(self.view.at(self.view.resolved(extent)[1], extent))
+            self.charts.focus_first()
+
+    def action_point(self, columns: int) -> None:
+        extent = self._extent()
+        if extent is None:
+            return
+        if self.view.cursor is None:
+            self.view = self.view.panned(0.25 if columns > 0 else -0.25, extent)
+        else:
+            self.view = self._standing(self.view.pointed(columns, extent, self.charts.columns))
+
+    @on(Chart.CursorMoved)
+    def _pointed(self, message: Chart.CursorMoved) -> None:
+        if (extent := self._extent()) is not None:
+            self.view = self._standing(self.view.at(message.x, extent))
+
+    @on(Chart.Zoomed)
+    def _wheel(self, message: Chart.Zoomed) -> None:
+        if (extent := self._extent()) is not None:
+            self.view = self.view.zoomed(message.factor, extent, message.x)
+
+    @on(Chart.Ranged)
+    def _dragged(self, message: Chart.Ranged) -> None:
+        if (extent := self._extent()) is not None:
+            self.view = self.view.ranged(message.low, message.high, extent)
+
+    @on(Chart.Panned)
+    def _pushed(self, message: Chart.Panned) -> None:
+        if (extent := self._extent()) is not None:
+            self.view = self.view.panned(message.share, extent)
+
+    # What the charts show.
+
+    async def _arrange(self, layout: ChartLayout, turned: int = 0) -> None:
+        """Show and remember another layout of charts."""
+        if layout != self.charts.chart_layout:
+            self.app.write_later(partial(save_layout, layout))
+        await self.charts.change(layout, turned)
+        self.show_again()
+        self.tick()
+
+    async def action_log_scale(self) -> None:
+        await self._arrange(self.charts.toggled("log"))
+
+    async def action_robust_scale(self) -> None:
+        await self._arrange(self.charts.toggled("robust"))
+
+    async def action_grid(self) -> None:
+        await self._arrange(self.charts.chart_layout.next_grid(self.charts.room))
+
+    async def action_page(self, turned: int) -> None:
+        await self._arrange(self.charts.chart_layout, turned)
+
+    @on(Chart.PageTurned)
+    async def _page_turned(self) -> None:
+        await self.action_page(1)
+
+    async def action_hardware(self) -> None:
+        """Show what GPUs and nodes did instead of the metrics that the user chose, or these again."""
+        if self.snapshot is not None:
+            self.charts.instead = (
+                ()
+                if self.charts.instead
+                else hardware_keys(view.sample for view in self.snapshot.gpus)
+            )
+            await self._arrange(self.charts.chart_layout, turned=-self.charts.page.number)
+
+    async def action_smooth(self, direction: int) -> None:
+        await self._arrange(self.charts.chart_layout.smoother(direction))
+
+    def action_metrics(self) -> None:
+        listed = self.charts.wanted_layout
+
+        async def chosen(layout: ChartLayout | None) -> None:
+            if layout is None:
+                return
+            if (
+                layout.shown == listed.shown
+            ):  # what stands for metrics of GPUs is not chosen for runs that have them
+                layout = structs.replace(layout, shown=self.charts.chart_layout.shown)
+            await self._arrange(layout)
+
+        from so_tui.ui.dashboard.dialogs import ChooseMetrics
+
+        self.app.push_screen(ChooseMetrics(listed), chosen)
+
+    def action_export(self) -> None:
+        if self.snapshot is not None and (chart := self.charts.focused) is not None:
+            from so_tui.ui.dashboard.dialogs import ask_to_export_chart, drawn
+
+            metric = self.charts.metric
+            ask_to_export_chart(
+                self, self.snapshot, metric, drawn(metric, chart, self.snapshot, self.overlays)
+            )
+
+    def action_overlay(self) -> None:
+        def chosen(runs: tuple[RunDirectory, ...] | None) -> None:
+            if runs is not None:
+                self.chosen = runs
+                self.tick()
+
+        from so_tui.ui.dashboard.dialogs import ChooseRuns
+
+        rows = [
+            row
+            for row in self.app.runs
+            if self.run_shown is None or row.run.path != self.run_shown.path
+        ]
+        self.app.push_screen(ChooseRuns(rows, self.chosen), chosen)
+
+    # The panels.
+
+    def action_follow(self) -> None:
+        self.log_panel.follow_end()
+
+    def action_find(self) -> None:
+        self.search.open()
+        self.show_again()
+
+    @on(Input.Changed, "#search")
+    def _search_typed(self, event: Input.Changed) -> None:
+        self.log_panel.search(event.value)
+
+    @on(Input.Submitted, "#search")
+    def _search_submitted(self) -> None:
+        self.log_panel.go_to_newest_match()
+
+    def action_node_plot(self) -> None:
+        """Show load, heat of cores or memory of the nodes over time: on the whole screen where they have no room for it."""
+        self.numa.next_plot()
+        nodes = self.numa.nodes
+        if nodes.plot != "load" and nodes.plot_height < LEAST_PLOT and not nodes.is_maximized:
+            self.maximize(nodes)
+        elif nodes.plot == "load" and nodes.is_maximized:
+            self.minimize()
+        self.show_again()
+        self.tick()
+
+    def action_maximise(self, whole: bool) -> None:
+        """Show only the panel with the focus, or all of them again."""
+        if whole:
+            focused = self.focused
+            shown = (
+                focused if focused is not None and focused.allow_maximize else self.charts.focused
+            )
+            if shown is not None:
+                self.maximize(shown)
+        else:
+            self.minimize()
+        self.call_after_refresh(self.watch_view)
+
+    def action_leave_field(self) -> None:
+        if self.maximized is not None:
+            self.minimize()
+        elif self.search.close():
+            self.charts.focus_first()
+            self.show_again()
+        elif self.view.cursor is not None:
+            self.view = replace(self.view, cursor=None)
+        else:
+            self.charts.focus_first()
+
+    def _cursor_position(self) -> Position | None:
+        """Return step and time of the cursor."""
+        cursor, axis = self.view.cursor, self.axis
+        return None if cursor is None or axis is None else axis.position(cursor)
+
+    # Sizes.
+
+    def size_of(self, panel: Widget | None) -> Size | None:
+        count = max(1, self.numa.node_rows(self.numa.size.width))
+        most = self.size.height - RESERVED_ROWS
+        charts = Size("charts", self._rows.charts, 4, most)
+        nodes = Size("nodes", self._rows.plot, 0, most // count, count=count)
+        side = Size(
+            "side", self._side_columns, 30, self.size.width - LEAST_MAIN, towards=-1, step=4
+        )
+        log = self.log_panel
+        if panel is self.divider:
+            return side
+        if panel is log.lines:
+            return (
+                side if self._side_columns else replace(charts, step=-1)
+            )  # below the others, it has what they leave
+        if panel is log.heading:
+            return None if self._side_columns else nodes
+        return (
+            None if panel is self.details.heading else nodes if panel is self.numa.nodes else charts
+        )
+
+    def sizes_changed(self) -> None:
+        self.call_later(self.on_resize)
 
     # The run.
 

@@ -22,7 +22,8 @@ from so_tui.ui.page import OTHER_MACHINE, Page
 from so_tui.ui.plan_view import SIGNS, STYLES
 from so_tui.ui.preset_actions import ask_to_delete, is_own
 from so_tui.ui.text import Content, shorten, shows_ascii
-from so_tui.ui.widgets import FindField, FittedTable, framed
+from so_tui.ui.textual_fixes import FittedTable
+from so_tui.ui.widgets import FindField, framed
 from so_tui.units import count, plural, rate, thousands
 
 if TYPE_CHECKING:

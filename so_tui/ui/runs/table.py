@@ -17,7 +17,7 @@ from so_tui.ui.charts.chart import Look
 from so_tui.ui.run_rows import LossCurve, RunRow
 from so_tui.ui.run_status import SIGNS
 from so_tui.ui.text import shorten
-from so_tui.ui.widgets import FittedTable
+from so_tui.ui.textual_fixes import FittedTable
 from so_tui.units import age, thousands
 from so_tui.units import memory_size as memory
 
