@@ -36,10 +36,12 @@ import msgspec
 from benchmarks.architecture_models import NAMES, SAVED_STEP, STEPS, small_spec
 from benchmarks.architecture_tables import Row, full_table, table
 from benchmarks.device_memory import DeviceMemory
-from so_tui.launch import command, prepare
-from so_tui.launch.launch import write_launch
+from so_tui.launch import command
+from so_tui.launch.command import Placeholder
+from so_tui.launch.launch import prepare, write_launch
 from so_tui.launch.supervisor.host import init_method, make_rendezvous
 from so_tui.launch.supervisor.host_check import lock_folder
+from so_tui.launch.supervisor.processes import known_id
 from so_tui.machine import Machine, inspect_machine
 from so_tui.plan.plan import Plan
 from so_tui.runs import RunDirectory, create_run, new_attempt
@@ -310,9 +312,12 @@ def _attempt(
     attempt = new_attempt(run)
     write_launch(run, attempt, launch)
     here = launch.resolved(
-        run=run.path,
-        attempt=attempt,
-        rendezvous=init_method(make_rendezvous(lock_folder(), run.path, attempt)),
+        {
+            Placeholder.RUN: str(run.path),
+            Placeholder.RUN_ID: known_id(run),
+            Placeholder.ATTEMPT: str(attempt),
+            Placeholder.RENDEZVOUS: init_method(make_rendezvous(lock_folder(), run.path, attempt)),
+        }
     )
     env = command.apply(here.environment, os.environ)
     log = run.log_path(attempt, "here")

@@ -202,7 +202,7 @@ def _seconds(run: Callable[[], object]) -> float:
 
 def _steps(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a row for each shape and backend."""
-    from so_tui.launch import prepare
+    from so_tui.launch.launch import prepare
     from so_tui.machine import inspect_machine
     from so_tui_trainer import binding
 
@@ -219,7 +219,7 @@ def _steps(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
     import superoffload
     from benchmarks.speed import steps_of
-    from so_tui.plan import make_plan
+    from so_tui.plan.planner import make_plan
     from so_tui.plan.workload import Workload
     from so_tui.spec import with_values
     from so_tui_trainer.engine_settings import engine_settings

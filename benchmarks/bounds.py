@@ -28,9 +28,9 @@ from benchmarks.planner_sweep import measured_by_forks
 from benchmarks.speed import with_layers
 from so_tui.machine import inspect_machine
 from so_tui.machine.types import Machine
-from so_tui.plan import make_plan
 from so_tui.plan.fit import Candidates, in_mode, target_of
 from so_tui.plan.plan import Plan
+from so_tui.plan.planner import make_plan
 from so_tui.plan.search import at_fastest_ratio, policies, rate, with_policy
 from so_tui.spec import find_preset, with_values
 from so_tui.spec.run_spec import RunSpec

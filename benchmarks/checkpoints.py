@@ -38,7 +38,8 @@ from typing import Any
 import msgspec
 
 from benchmarks.planner_settings import SHAPES
-from so_tui.launch import prepare, start
+from so_tui.launch.launch import prepare
+from so_tui.launch.lifecycle import start
 from so_tui.machine import inspect_machine
 from so_tui.plan.plan import Plan
 from so_tui.runs import RunDirectory, alive, read_state

@@ -20,8 +20,8 @@ from statistics import median
 
 from msgspec.structs import replace
 
-from so_tui.launch import prepare, start, stop
-from so_tui.launch.launch import read_launch
+from so_tui.launch.launch import prepare, read_launch
+from so_tui.launch.lifecycle import start, stop
 from so_tui.launch.supervisor.alerts import alert_text
 from so_tui.launch.supervisor.slowness import SlowWatch, slowdown_text
 from so_tui.machine import inspect_machine
@@ -70,7 +70,7 @@ def main() -> int:
         else trained(60 * given.minutes, given.folder)
     )
     state = read_state(run)
-    launch = read_launch(run, state.attempt, state.host)
+    launch = read_launch(run, state.attempt)
     records = [
         record for line in lines(run.metrics_dir) if (record := decode_metric(line)) is not None
     ]

@@ -24,12 +24,12 @@ from typing import Any
 import msgspec
 
 from benchmarks.speed import with_layers
-from so_tui.launch import prepare
+from so_tui.launch.launch import prepare
 from so_tui.launch.probe import measured_of, predicted_of, probe_spec, run_to_end, settings_text
 from so_tui.machine import inspect_machine
 from so_tui.machine.types import Machine
-from so_tui.plan import make_plan
 from so_tui.plan.plan import Plan
+from so_tui.plan.planner import make_plan
 from so_tui.runs.records import MetricRecord, StepRecord
 from so_tui.spec import SoTuiError, find_preset, with_values
 from so_tui.spec.run_spec import RunSpec

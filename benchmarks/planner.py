@@ -42,7 +42,7 @@ from benchmarks.planner_settings import (
     seconds_of,
 )
 from benchmarks.planner_sweep import measured_by_forks
-from so_tui.launch import prepare
+from so_tui.launch.launch import prepare
 from so_tui.launch.probe import (
     WARMUP_STEPS,
     measured_of,
@@ -53,8 +53,8 @@ from so_tui.launch.probe import (
 )
 from so_tui.machine import inspect_machine
 from so_tui.machine.types import Machine
-from so_tui.plan import make_plan, recommend
 from so_tui.plan.plan import Plan
+from so_tui.plan.planner import make_plan, recommend
 from so_tui.plan.rates import digest
 from so_tui.plan.resources import Resources, resources_of
 from so_tui.plan.workload import Workload

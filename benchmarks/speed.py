@@ -173,7 +173,7 @@ class Ready(NamedTuple):
 
 def ready(spec: Any, machine: Any, *, use_gpu: bool) -> Ready:
     """Bind the process and prepare data, model and engine as the trainer does. Needs the environment of ``one_rank``."""
-    from so_tui.launch import prepare
+    from so_tui.launch.launch import prepare
     from so_tui_trainer import binding
 
     launch = prepare(spec, machine, force=True)

@@ -21,7 +21,7 @@ from typing import Any, get_args
 import msgspec
 
 from benchmarks.planner_settings import SHAPES
-from so_tui.launch import prepare
+from so_tui.launch.launch import prepare
 from so_tui.launch.probe import run_to_end
 from so_tui.machine import inspect_machine
 from so_tui.machine.types import Machine

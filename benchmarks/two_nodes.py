@@ -21,7 +21,8 @@ from pathlib import Path
 import msgspec
 
 from so_tui.launch import command
-from so_tui.launch.launch import Launch, prepare, visible_machine, write_launch, write_node_launch
+from so_tui.launch.command import Placeholder
+from so_tui.launch.launch import prepare, visible_machine, write_launch
 from so_tui.launch.supervisor.host import (
     ALONE,
     Nodes,
@@ -32,9 +33,11 @@ from so_tui.launch.supervisor.host import (
     numbered,
 )
 from so_tui.launch.supervisor.host_check import lock_folder
+from so_tui.launch.supervisor.processes import known_id
 from so_tui.machine import inspect_machine
 from so_tui.machine.software import make_code_folders
 from so_tui.machine.types import Machine
+from so_tui.plan.plan import Launch
 from so_tui.runs import RunDirectory, create_run, new_attempt
 from so_tui.runs.metrics import MetricsReader
 from so_tui.spec import RunSpec, find_preset, with_values
@@ -118,7 +121,7 @@ def train(spec: RunSpec, hosts: list[Machine], folder: Path) -> RunDirectory:
         if nodes.first:
             write_launch(run, attempt, launch)
         else:
-            write_node_launch(run, attempt, node, launch)
+            write_launch(run, attempt, launch, node)
         launchers.append(_start(run, attempt, nodes, launch))
     failed = [launcher.wait(TIMEOUT_S) for launcher in launchers]
     if any(failed):
@@ -137,7 +140,15 @@ def _start(
         listed = run.hostfile_path(attempt, nodes.node)
         listed.write_text(hostfile(nodes, launch.plan))
         meeting, others = nodes.init_method, node_values(nodes, launch.plan, str(listed))
-    here = launch.resolved(run=run.path, attempt=attempt, rendezvous=meeting, others=others)
+    here = launch.resolved(
+        {
+            **others,
+            Placeholder.RUN: str(run.path),
+            Placeholder.RUN_ID: known_id(run),
+            Placeholder.ATTEMPT: str(attempt),
+            Placeholder.RENDEZVOUS: meeting,
+        }
+    )
     simulated = {
         "NCCL_HOSTID": f"node{nodes.node}",
         "NCCL_SOCKET_IFNAME": "lo",

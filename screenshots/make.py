@@ -46,7 +46,9 @@ def save(app: App[None], name: str) -> None:
 
 async def draw(runs_dir: Path) -> None:
     """Start the run, wait until there is something to see, and save a picture of every page."""
-    from so_tui.launch import preflight, prepare, start, stop
+    from so_tui.launch.checks import preflight
+    from so_tui.launch.launch import prepare
+    from so_tui.launch.lifecycle import start, stop
     from so_tui.machine import inspect_machine
     from so_tui.runs import state_with_truth
     from so_tui.runs.records import FINAL_STATES

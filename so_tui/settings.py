@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import stat
 import tomllib
 from collections.abc import Mapping
@@ -153,22 +152,12 @@ class AlertSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class PrometheusSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Figures of live runs for Prometheus, on the host that trains."""
 
-    enabled: Annotated[
-        bool, Meta(description="let supervisors of new attempts answer on 127.0.0.1")
-    ] = False
-    port: Annotated[
-        int,
-        Meta(
-            ge=1024,
-            le=65_500,
-            description="first port; with several runs on a host, the next free one of sixteen",
-        ),
-    ] = 9464
-    token: Annotated[
+    folder: Annotated[
         str,
         Meta(
-            max_length=200,
-            description="secret of at least 16 characters that a request must carry as a bearer token",
+            pattern=r"^(/[^\0]*)?\Z",
+            max_length=4000,
+            description="folder that node_exporter's textfile collector reads; supervisors keep a file of each live run there",
         ),
     ] = ""
 
@@ -189,24 +178,17 @@ prepare(Settings)
 
 # Read and change ``settings.toml``, which only its owner may write.
 #
-# Where it is wrong, that is reported and the default holds. The alerts' command and the token
-# decide what runs in the user's name and who may ask: they count only if nobody else can even read
-# the file.
+# Where it is wrong, that is reported and the default holds. The alerts' command decides what runs
+# in the user's name: it counts only if nobody else can even read the file.
 #
 # Problem codes: settings-not-own: The file or its folder is another user's, or others can write
-# it. Nothing of it is used. settings-readable: Others can read the file, so the command and the
-# token in it are not used. settings-unreadable, settings-invalid-toml: It cannot be read, is too
-# large, or is not TOML. Nothing of it is used. unknown-setting, invalid-setting: A key does not
-# exist, or a value is none that it takes. The default is used. settings-not-writable: It cannot be
-# written.
+# it. Nothing of it is used. settings-readable: Others can read the file, so the command in it is
+# not used. settings-unreadable, settings-invalid-toml: It cannot be read, is too large, or is not
+# TOML. Nothing of it is used. unknown-setting, invalid-setting: A key does not exist, or a value
+# is none that it takes. The default is used. settings-not-writable: It cannot be written.
 
 
 LARGEST_BYTES = 1 << 16
-SECRET = ("prometheus.token",)
-"""Settings whose values are never shown."""
-_OWN_EYES_ONLY = ("alerts.command", "prometheus.token")
-_LEAST_TOKEN = 16
-_TOKEN = re.compile(f"[!-~]{{{_LEAST_TOKEN},}}")
 _TABLES: dict[str, type[Struct]] = {
     field.name: field.type for field in msgspec.structs.fields(Settings)
 }
@@ -410,19 +392,13 @@ def _others_can_read(path: Path) -> bool:
 
 def _without_secrets(found: Loaded, path: Path) -> Loaded:
     """Return the settings without what only the user's own eyes may have seen, and say so if there was any."""
-    settings = found.settings
-    given = [key for key in _OWN_EYES_ONLY if value_of(settings, key)]
-    if not given:
+    if not found.settings.alerts.command:
         return found
-    settings = msgspec.structs.replace(
-        settings,
-        alerts=msgspec.structs.replace(settings.alerts, command=()),
-        prometheus=msgspec.structs.replace(settings.prometheus, token=""),
-    )
-    message = f"can be read by other users, so {' and '.join(given)} in it {'is' if len(given) == 1 else 'are'} not used"
+    alerts = msgspec.structs.replace(found.settings.alerts, command=())
+    settings = msgspec.structs.replace(found.settings, alerts=alerts)
     problem = _problem(
         "settings-readable",
-        message,
+        "can be read by other users, so alerts.command in it is not used",
         f"Close it to others: `{quoted('chmod', '600', str(path))}`.",
         path,
     )
@@ -441,10 +417,6 @@ def _converted(key: str, given: Any, kind: Any) -> Any:
     ):
         raise _UnusableError(
             "is no argument list: its first argument names a program, and none has a NUL character"
-        )
-    if key == "prometheus.token" and value and not _TOKEN.fullmatch(value):
-        raise _UnusableError(
-            f"is shorter than {_LEAST_TOKEN} characters, or has others than printable ASCII"
         )
     return value
 
@@ -466,7 +438,7 @@ def _unknown(key: str, value: Any, known: tuple[str, ...], path: Path) -> Proble
     return Problem(
         code=code,
         field=key,
-        value=_shown_value(key, value),
+        value=shown(value),
         message=message,
         remedy=remedy,
         file=str(path),
@@ -484,12 +456,8 @@ def _invalid(key: str, value: Any, message: str, path: Path) -> Problem:
     return Problem(
         code=code,
         field=key,
-        value=_shown_value(key, value),
+        value=shown(value),
         message=message.rstrip("."),
         remedy=remedy,
         file=str(path),
     )
-
-
-def _shown_value(key: str, value: Any) -> str:
-    return "(hidden)" if key in SECRET else shown(value)

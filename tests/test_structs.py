@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from so_tui.machine import inspect_machine
-from so_tui.plan import make_plan
+from so_tui.plan.planner import make_plan
 from so_tui.runs.records import RunState
 from so_tui.spec import find_preset
 

@@ -16,8 +16,8 @@ from benchmarks.comparison.figures import Step
 from benchmarks.comparison.ground import Ground
 from benchmarks.comparison.parts import Part, Shape, spec_changes
 from so_tui.machine import inspect_machine
-from so_tui.plan import make_plan
 from so_tui.plan.plan import Plan
+from so_tui.plan.planner import make_plan
 from so_tui.runs import RunDirectory, RunReader
 from so_tui.runs.records import EndRecord, MetricRecord, StepRecord, WarningRecord
 from so_tui.spec import Refusal, Refused, find_preset, with_values

@@ -128,7 +128,7 @@ def chosen_machine(arguments: argparse.Namespace) -> Machine:
 
 def machine_for(spec: RunSpec, arguments: argparse.Namespace) -> Machine:
     """Return the machine to plan a spec for: that of ``--machine FILE``, or of the place where the spec runs."""
-    from so_tui.launch import machine_of
+    from so_tui.launch.places import machine_of
 
     return chosen_machine(arguments) if arguments.machine else machine_of(spec)
 

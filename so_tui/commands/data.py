@@ -28,7 +28,7 @@ def convert(arguments: argparse.Namespace) -> int:
     Raises:
         InputError: There is no such run or checkpoint, or the target holds something else.
     """
-    from so_tui.launch import writable
+    from so_tui.launch.checks import writable
     from so_tui.launch.helper_jobs import from_deepspeed, to_deepspeed
 
     def tell(message: str) -> None:

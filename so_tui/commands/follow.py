@@ -37,7 +37,7 @@ STEP_LINE_S = 2.0
 
 def exit_code_of(run: RunDirectory) -> int | None:
     """Return the exit code of a run that has ended; None while it is live."""
-    from so_tui.launch import current_state
+    from so_tui.launch.lifecycle import current_state
 
     return EXIT_CODES.get(current_state(run).state)
 
@@ -53,7 +53,8 @@ def follow(run: RunDirectory, *, owner: bool, quiet: bool = False) -> int:
         SoTuiError: The run directory was deleted.
         OSError: It cannot be read at all. Later it may be away for a while.
     """
-    from so_tui.launch import current_state, ensure_supervised
+    from so_tui.launch.executors import ensure_supervised
+    from so_tui.launch.lifecycle import current_state
 
     received: list[signal.Signals] = []
     if owner:

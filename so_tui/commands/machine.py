@@ -218,7 +218,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     machine = chosen_machine(arguments)
     checkpoints, plan = arguments.runs_dir or default_runs_dir(), None
     if arguments.preset:
-        from so_tui.plan import make_plan
+        from so_tui.plan.planner import make_plan
 
         plan = make_plan(chosen_spec(arguments), machine)
         checkpoints = Path(plan.spec.checkpoint.folder or checkpoints)

@@ -26,17 +26,14 @@ from so_tui.units import plural, rate, thousands
 
 def plan(arguments: argparse.Namespace) -> int:
     """Print the table of models and GPU counts of a machine, or one plan with all its figures."""
-    from so_tui.plan import (
+    from so_tui.plan.planner import (
         best_number_of_gpus,
-        command_of,
         make_plan,
         plan_table,
-        plans_json,
         recommend,
-        settings_of,
         unplannable,
     )
-    from so_tui.plan.show import render_plan, render_table
+    from so_tui.plan.show import command_of, plans_json, render_plan, render_table, settings_of
 
     if arguments.probe and (arguments.machine or not arguments.preset):
         code = "not-this-machine" if arguments.machine else "preset-needed"
@@ -177,8 +174,7 @@ def _probe(arguments: argparse.Namespace, chosen: Plan, machine: Machine) -> int
     import msgspec
 
     from so_tui.folders import probes_dir
-    from so_tui.launch import prepare
-    from so_tui.launch.launch import plan_refused
+    from so_tui.launch.launch import plan_refused, prepare
     from so_tui.launch.probe import (
         compared,
         measured_of,
@@ -187,9 +183,10 @@ def _probe(arguments: argparse.Namespace, chosen: Plan, machine: Machine) -> int
         run_to_end,
         write_rows,
     )
-    from so_tui.plan import make_plan, plans_json, workload
+    from so_tui.plan import workload
     from so_tui.plan.measured import store
-    from so_tui.plan.show import render_comparison, render_plan
+    from so_tui.plan.planner import make_plan
+    from so_tui.plan.show import plans_json, render_comparison, render_plan
     from so_tui.runs import delete_run
     from so_tui.runs.records import PhaseRecord, StepRecord
 

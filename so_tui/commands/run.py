@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import signal
 import sys
 from functools import partial
@@ -24,10 +23,11 @@ from so_tui.commands.common import (
     usable_terminal,
 )
 from so_tui.commands.follow import exit_code_of, follow
-from so_tui.launch import Launch, start
 from so_tui.launch.executors import executor_of
+from so_tui.launch.lifecycle import start
 from so_tui.launch.slurm.executor import SlurmExecutor
 from so_tui.launch.slurm.script import Draft, edited, for_run, kept
+from so_tui.plan.plan import Launch
 from so_tui.runs import RunDirectory, find_run, read_spec, read_state
 from so_tui.spec import Refused, RunSpec, SoTuiError, with_values
 from so_tui.spec.errors import reject
@@ -156,7 +156,7 @@ class StartedRun(Struct, frozen=True):
 
 def run(arguments: argparse.Namespace) -> int:
     """Start a run, show it, and return its exit code."""
-    from so_tui.launch import missing_inputs, preflight
+    from so_tui.launch.checks import missing_inputs, preflight
     from so_tui.launch.executors import executor_of
 
     spec = chosen_spec(arguments)
@@ -207,7 +207,7 @@ def _note_check(arguments: argparse.Namespace, check: Check) -> None:
 def _start(launch: Launch, arguments: argparse.Namespace) -> RunDirectory:
     """Start a run, with the batch script that the user gives or changes."""
     if not (arguments.edit or arguments.script):
-        from so_tui.launch import start
+        from so_tui.launch.lifecycle import start
 
         return start(launch, runs_dir=arguments.runs_dir)
 
@@ -217,7 +217,7 @@ def _start(launch: Launch, arguments: argparse.Namespace) -> RunDirectory:
 
 def _prepared(spec: RunSpec, arguments: argparse.Namespace) -> Launch:
     """Plan a spec for the machine of its place. Raises as ``prepare``, with how to describe a partition's machine."""
-    from so_tui.launch import prepare
+    from so_tui.launch.launch import prepare
     from so_tui.launch.places import with_remedy
 
     machine = machine_for(spec, arguments)
@@ -254,8 +254,10 @@ def _report_warnings(arguments: argparse.Namespace, warnings: tuple[str, ...]) -
 
 def resume(arguments: argparse.Namespace) -> int:
     """Start another attempt of a run from its last checkpoint, with changed settings if some are given."""
-    from so_tui.launch import current_state, machine_of, prepare_resume
-    from so_tui.launch import resume as resume_run
+    from so_tui.launch.launch import prepare_resume
+    from so_tui.launch.lifecycle import current_state
+    from so_tui.launch.lifecycle import resume as resume_run
+    from so_tui.launch.places import machine_of
 
     target = find_run(arguments.run, arguments.runs_dir)
     current_state(
@@ -282,7 +284,7 @@ def watch(arguments: argparse.Namespace) -> int:
     Raises:
         InputError: The run is damaged, so that its end could not be seen.
     """
-    from so_tui.launch import ensure_supervised
+    from so_tui.launch.executors import ensure_supervised
 
     target = find_run(arguments.run, arguments.runs_dir)
     read_state(target)
@@ -315,15 +317,13 @@ def _exit_code(target: RunDirectory | None) -> int:
 
 def supervise(arguments: argparse.Namespace) -> int:
     """Supervise a run: the body of the supervisor's process."""
-    from so_tui.launch import supervise as supervise_run
-    from so_tui.launch.launch import take_token
+    from so_tui.launch.supervisor.run import supervise as supervise_run
 
-    token = take_token(os.environ)  # before anything is started, which would inherit it
     if arguments.in_job:
         from so_tui.launch.in_job import supervise_in_job
 
-        return supervise_in_job(RunDirectory(arguments.run), arguments.attempt, token)
-    return supervise_run(RunDirectory(arguments.run), arguments.attempt, token)
+        return supervise_in_job(RunDirectory(arguments.run), arguments.attempt)
+    return supervise_run(RunDirectory(arguments.run), arguments.attempt)
 
 
 # ``so-tui`` without a command: the screen.

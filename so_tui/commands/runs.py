@@ -206,7 +206,8 @@ _ROOM_FOR_REASONS = 110
 
 def runs(arguments: argparse.Namespace) -> int:
     """Print every known run, in the order that is asked for."""
-    from so_tui.launch import OwnProcesses, ensure_supervised
+    from so_tui.launch.executors import ensure_supervised
+    from so_tui.launch.supervisor.processes import OwnProcesses
     from so_tui.settings import load_settings
 
     listed = []
@@ -344,7 +345,7 @@ def _why(state: RunState) -> str:
 
 def _state(run: RunDirectory) -> RunState:
     """Return the run's state; for a damaged run a lost state with the problem as its reason."""
-    from so_tui.launch import current_state
+    from so_tui.launch.lifecycle import current_state
 
     try:
         return current_state(run)
@@ -374,8 +375,8 @@ def stop(arguments: argparse.Namespace) -> int:
         Refused: It is another user's run.
         InputError: Its processes cannot be seen from here, and it did not end in time (code ``run-may-be-live``).
     """
-    from so_tui.launch import current_state
-    from so_tui.launch import stop as stop_run
+    from so_tui.launch.lifecycle import current_state
+    from so_tui.launch.lifecycle import stop as stop_run
 
     run = find_run(arguments.run, arguments.runs_dir)
     state = current_state(run)
@@ -415,7 +416,7 @@ def logs(arguments: argparse.Namespace) -> int:
     Raises:
         InputError: There is no such run (codes of ``listing``) or no such attempt.
     """
-    from so_tui.launch import current_state
+    from so_tui.launch.lifecycle import current_state
     from so_tui.runs import log_readers
 
     run = find_run(arguments.run, arguments.runs_dir)
@@ -445,7 +446,7 @@ def logs(arguments: argparse.Namespace) -> int:
 
 def export(arguments: argparse.Namespace) -> int:
     """Write the last checkpoint as a folder that ``AutoModelForCausalLM.from_pretrained`` loads."""
-    from so_tui.launch import writable
+    from so_tui.launch.checks import writable
     from so_tui.launch.helper_jobs import export_model, in_steps
 
     run = find_run(arguments.run, arguments.runs_dir)

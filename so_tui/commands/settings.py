@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import secrets
 import sys
 import tomllib
 from typing import Any
@@ -15,7 +14,6 @@ from so_tui.commands.common import print_json, print_rich
 from so_tui.folders import settings_file
 from so_tui.settings import (
     KEYS,
-    SECRET,
     Setting,
     Settings,
     all_settings,
@@ -25,11 +23,7 @@ from so_tui.settings import (
     value_of,
 )
 from so_tui.spec.errors import InputError, Problem, nearest, reject, shown
-from so_tui.trust.text import HIDDEN, printable_line
-
-_NEW = "new"
-"""In place of a secret: have one made."""
-_TOKEN_BYTES = 32
+from so_tui.trust.text import printable_line
 
 
 class ShownSettings(Struct, frozen=True):
@@ -37,7 +31,7 @@ class ShownSettings(Struct, frozen=True):
 
     file: str
     settings: Settings
-    """In force; the token is hidden."""
+    """In force."""
     problems: tuple[Problem, ...]
     """What is wrong in the file, for which the defaults hold."""
 
@@ -63,7 +57,7 @@ def settings(arguments: argparse.Namespace) -> int:
     for problem in loaded.problems:
         print(f"so-tui: {problem}", file=sys.stderr)
     if arguments.json:
-        print_json(ShownSettings(str(settings_file()), _hidden(loaded.settings), loaded.problems))
+        print_json(ShownSettings(str(settings_file()), loaded.settings, loaded.problems))
     elif key:
         print(_text(key, value_of(loaded.settings, key)))
     else:
@@ -95,8 +89,6 @@ def _about(setting: Setting) -> str:
 
 def _text(key: str, value: Any) -> str:
     """Return a value as it is typed; ``-`` for none."""
-    if key in SECRET and value:
-        return HIDDEN
     if value is None or value == ():
         return "-"
     if isinstance(value, tuple):
@@ -107,17 +99,7 @@ def _text(key: str, value: Any) -> str:
 
 
 def _value(key: str, text: str) -> Any:
-    """Return a typed value: as TOML where it is some, and otherwise as text. Raises InputError for a secret."""
-    if key in SECRET:
-        if text != _NEW:
-            raise reject(
-                "secret-in-arguments",
-                key,
-                "",
-                "would be seen in the list of processes",
-                f"`{key}={_NEW}` makes one; or write it into the file.",
-            )
-        return secrets.token_urlsafe(_TOKEN_BYTES)
+    """Return a typed value: as TOML where it is some, and otherwise as text."""
     kind = next(setting.kind for setting in all_settings() if setting.key == key)
     if choices(kind) or key == "screen.theme":
         return text
@@ -125,12 +107,3 @@ def _value(key: str, text: str) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except (tomllib.TOMLDecodeError, ValueError, RecursionError):
         return text
-
-
-def _hidden(found: Settings) -> Settings:
-    """Return the settings without the token."""
-    if not found.prometheus.token:
-        return found
-    return msgspec.structs.replace(
-        found, prometheus=msgspec.structs.replace(found.prometheus, token=HIDDEN)
-    )

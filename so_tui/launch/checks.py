@@ -15,7 +15,6 @@ from msgspec.structs import replace
 from so_tui.folders import default_runs_dir
 from so_tui.launch.executors import executor_of
 from so_tui.launch.helper import call_tool, problem_of
-from so_tui.launch.launch import Launch
 from so_tui.launch.places import left_out_profiles
 from so_tui.launch.supervisor import host_check
 from so_tui.machine.doctor import findings
@@ -23,7 +22,7 @@ from so_tui.machine.doctor.software import has_adam_kernel
 from so_tui.machine.software import INSTALL_TRAINING
 from so_tui.machine.system_files import SystemFiles
 from so_tui.machine.types import Gpu, Machine
-from so_tui.plan.plan import Plan
+from so_tui.plan.plan import Launch, Plan
 from so_tui.spec import InputError, Problem, Refusal, Refused, RunSpec, resolve_source, spec_tree
 from so_tui.spec.check import exists
 from so_tui.spec.presets import missing_paths

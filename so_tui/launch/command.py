@@ -14,14 +14,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 
-import msgspec
-from msgspec import Struct
-
 from so_tui.machine.gpus import ROCM_VISIBLE_DEVICES
 from so_tui.machine.software import code_folders
 from so_tui.machine.types import Machine, Software, version_numbers
 from so_tui.plan.binding import core_list, uses_numactl
-from so_tui.plan.plan import Plan
+from so_tui.plan.plan import Plan, Variable
 from so_tui.spec.run_spec import RunSpec
 from so_tui.trust.text import brief_message, without_credentials
 
@@ -194,8 +191,6 @@ MEANINGS: dict[Placeholder, str] = {
     Placeholder.DEVICES: "the GPUs of each node",
 }
 
-_BY_TEXT = {placeholder.value: placeholder for placeholder in Placeholder}
-
 
 def used(texts: Iterable[str | None]) -> tuple[Placeholder, ...]:
     """Return the placeholders among ``texts``, each once, in the order of ``Placeholder``."""
@@ -203,20 +198,10 @@ def used(texts: Iterable[str | None]) -> tuple[Placeholder, ...]:
     return tuple(placeholder for placeholder in Placeholder if placeholder.value in present)
 
 
-def resolve(text: str, values: Mapping[Placeholder, str]) -> str:
-    """Return the value of a placeholder, and any other text unchanged.
-
-    Raises:
-        KeyError: ``text`` is a placeholder without a value.
-    """
-    placeholder = _BY_TEXT.get(text)
-    return text if placeholder is None else values[placeholder]
-
-
 TRAINER_MODULE = "so_tui_trainer"
 
 
-def argv(plan: Plan, *, start_over: bool = False) -> tuple[str, ...]:
+def argv(plan: Plan) -> tuple[str, ...]:
     """Return the arguments that start DeepSpeed's launcher with the trainer, with placeholders for the host's values."""
     return (
         sys.executable,
@@ -233,15 +218,7 @@ def argv(plan: Plan, *, start_over: bool = False) -> tuple[str, ...]:
             Placeholder.ATTEMPT.value,
         ),
         *(("--node", Placeholder.NODE.value) if plan.spec.nodes > 1 else ()),
-        *(("--start-over",) if start_over else ()),
     )
-
-
-def resolve_arguments(
-    arguments: Sequence[str], values: Mapping[Placeholder, str]
-) -> tuple[str, ...]:
-    """Return the arguments with the host's values in place of the placeholders."""
-    return tuple(resolve(argument, values) for argument in arguments)
 
 
 def _one_node(plan: Plan) -> Sequence[str]:
@@ -289,14 +266,6 @@ RENDEZVOUS = "SO_TUI_RENDEZVOUS"
 _PINNED_LIMIT_MB = 64
 
 
-class Variable(Struct, frozen=True, kw_only=True):
-    """One change to the environment. A value of None removes the variable."""
-
-    name: str
-    value: str | None
-    reason: str
-
-
 def variables(plan: Plan, machine: Machine, inherited: Mapping[str, str]) -> tuple[Variable, ...]:
     """Return the changes for a plan on a machine, given the inherited environment; values may be placeholders."""
     return (
@@ -320,18 +289,6 @@ def variables(plan: Plan, machine: Machine, inherited: Mapping[str, str]) -> tup
         *_threads(plan, inherited),
         *(_gpu(plan, machine, inherited) if machine.gpus else _cpu_only()),
         *_hub(plan.spec),
-    )
-
-
-def resolve_variables(
-    changes: tuple[Variable, ...], values: Mapping[Placeholder, str]
-) -> tuple[Variable, ...]:
-    """Return the changes with the host's values in place of the placeholders."""
-    return tuple(
-        change
-        if change.value is None
-        else msgspec.structs.replace(change, value=resolve(change.value, values))
-        for change in changes
     )
 
 

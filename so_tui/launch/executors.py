@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from so_tui.launch.launch import TOKEN_VARIABLE, Executor, JobStatus, SupervisorHandle
+from so_tui.launch.launch import Executor, JobStatus, SupervisorHandle
 from so_tui.launch.supervisor.processes import OwnProcesses, markers
 from so_tui.runs.directory import RunDirectory, not_own
 from so_tui.runs.liveness import host_of, sees_processes_of, supervised, this_host
@@ -26,7 +26,7 @@ from so_tui.spec import InputError, Problem, RunSpec
 from so_tui.trust.text import quoted
 
 if TYPE_CHECKING:
-    from so_tui.launch.launch import Launch
+    from so_tui.plan.plan import Launch
 
 
 # Supervisors as processes of this machine.
@@ -40,13 +40,9 @@ class LocalExecutor:
 
     here = True
 
-    def start(self, run: RunDirectory, attempt: int, token: str) -> SupervisorHandle:
+    def start(self, run: RunDirectory, attempt: int) -> SupervisorHandle:
         """Start the supervisor detached from this program; see ``Executor.start``."""
-        return _started(run, attempt, {**os.environ, TOKEN_VARIABLE: token})
-
-    def attach(self, run: RunDirectory, attempt: int) -> None:
-        """Start a supervisor for an attempt whose own has died. It starts nothing of the run. Raises OSError."""
-        _started(run, attempt, os.environ)
+        return _started(run, attempt, os.environ)
 
     def unavailable(self, launch: Launch) -> tuple[Problem, ...]:
         return ()
@@ -129,7 +125,7 @@ def ensure_supervised(run: RunDirectory, own_processes: OwnProcesses | None = No
         ):
             return False
         with contextlib.suppress(OSError):  # a full disk: the next call tries again
-            LocalExecutor().attach(run, state.attempt)
+            LocalExecutor().start(run, state.attempt)
             return True
     return False
 

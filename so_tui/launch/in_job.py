@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 from msgspec import Struct
 
-from so_tui.launch.launch import Launch, prepare, read_launch, write_launch, write_node_launch
+from so_tui.launch.launch import prepare, read_launch, write_launch
 from so_tui.launch.places import keep_network, remember, with_measured_network
 from so_tui.launch.slurm import client
 from so_tui.launch.slurm.executor import Restarted, SlurmExecutor, Submission, read_submission
@@ -35,6 +35,7 @@ from so_tui.launch.supervisor.processes import become_subreaper
 from so_tui.launch.supervisor.run import supervise
 from so_tui.machine import inspect_machine
 from so_tui.machine.types import Machine
+from so_tui.plan.plan import Launch
 from so_tui.runs.directory import RunDirectory, write_run_file
 from so_tui.runs.liveness import identify, this_host
 from so_tui.runs.lock import run_lock
@@ -90,9 +91,7 @@ def restarts(environ: Mapping[str, str]) -> int:
     return int(environ.get("SLURM_RESTART_COUNT") or 0)
 
 
-def attempt_of_restart(
-    run: RunDirectory, submitted: int, token: str, machine: Machine, count: int
-) -> int:
+def attempt_of_restart(run: RunDirectory, submitted: int, machine: Machine, count: int) -> int:
     """Return the attempt that a job makes when it starts again: the next one, or its own if that was never begun.
 
     Called on the first node, which tells the others.
@@ -100,7 +99,6 @@ def attempt_of_restart(
     Args:
         run: The run.
         submitted: The attempt that the job was submitted for.
-        token: The starter's token that the job was given.
         machine: The node that the job has now.
         count: How often Slurm has started the job before.
 
@@ -109,7 +107,7 @@ def attempt_of_restart(
     """
     attempt = None
     try:
-        attempt = _made_attempt(run, submitted, token, machine)
+        attempt = _made_attempt(run, submitted, machine)
     finally:
         write_run_file(
             run, run.restart_path(submitted, count), msgspec.json.encode(Restart(attempt=attempt))
@@ -163,7 +161,7 @@ def told_attempt(
         return told.attempt
 
 
-def _made_attempt(run: RunDirectory, submitted: int, token: str, machine: Machine) -> int:
+def _made_attempt(run: RunDirectory, submitted: int, machine: Machine) -> int:
     from so_tui.launch.launch import prepare_resume
     from so_tui.launch.lifecycle import resume
 
@@ -187,9 +185,7 @@ def _made_attempt(run: RunDirectory, submitted: int, token: str, machine: Machin
             ]
         )
     _leave_queue(run)
-    executor = SlurmExecutor(
-        restarted=Restarted(job_id=_this_job(), works_in=submitted, token=token)
-    )
+    executor = SlurmExecutor(restarted=Restarted(job_id=_this_job(), works_in=submitted))
     return resume(run, prepare_resume(run, machine, assume_dead=True), executor=executor)
 
 
@@ -233,7 +229,7 @@ def _leave_queue(run: RunDirectory) -> None:
             write_state_even_if_full(run, left_queue(state))
 
 
-def supervise_in_job(run: RunDirectory, attempt: int, token: str | None) -> int:
+def supervise_in_job(run: RunDirectory, attempt: int) -> int:
     """Plan the attempt for this node, supervise it to its end, and submit its successor if the time limit ended it.
 
     Of a job on several nodes, the first one's supervisor does what concerns the whole run.
@@ -241,7 +237,6 @@ def supervise_in_job(run: RunDirectory, attempt: int, token: str | None) -> int:
     Args:
         run: A run of this user.
         attempt: An attempt that was submitted.
-        token: The starter's token, from the job's environment.
 
     Returns:
         The run's exit code.
@@ -252,7 +247,7 @@ def supervise_in_job(run: RunDirectory, attempt: int, token: str | None) -> int:
     """
     admission.refuse_unknown_attempt(run, attempt)
     submission = read_submission(run, attempt)
-    if submission is None or token is None:
+    if submission is None:
         message, remedy = "was not submitted with this job", "Start runs with `so-tui run`."
         raise InputError(
             [
@@ -265,35 +260,33 @@ def supervise_in_job(run: RunDirectory, attempt: int, token: str | None) -> int:
                 )
             ]
         )
-    admission.refuse_wrong_token(run, attempt, token)
     os.umask(umask_of(run.path))
     nodes = nodes_of_job(os.environ)
     machine = with_measured_network(submission.cluster, submission.partition, inspect_machine())
     if again := restarts(os.environ):
         attempt = (
-            attempt_of_restart(run, attempt, token, machine, again)
+            attempt_of_restart(run, attempt, machine, again)
             if nodes.first
             else told_attempt(run, attempt, again)
         )
         submission = read_submission(run, attempt) or submission
     if nodes.first:
-        return _supervise_run(run, attempt, token, submission, machine, nodes)
-    return _supervise_node(run, attempt, submission, machine, nodes)
+        return _supervise_run(run, attempt, submission, machine, nodes)
+    return _supervise_node(run, attempt, machine, nodes)
 
 
 def _supervise_run(
     run: RunDirectory,
     attempt: int,
-    token: str,
     submission: Submission,
     machine: Machine,
     nodes: Nodes,
 ) -> int:
     """Plan the attempt for the first node, supervise the run, and have it continued. Return the run's exit code."""
     before = read_state(run)
-    admission.refuse_start(run, attempt, before, token)
+    admission.refuse_start(run, attempt, before)
     remember(submission.cluster, submission.partition, machine)
-    submitted = read_launch(run, attempt, submission.planned_for)
+    submitted = read_launch(run, attempt)
     try:
         launch = planned_here(submitted, machine)
         write_launch(run, attempt, launch)
@@ -315,7 +308,7 @@ def _supervise_run(
         if continues and warned() and not requeued():
             _submit_successor(run, machine)
 
-    code = supervise(run, attempt, token, nodes, ended)
+    code = supervise(run, attempt, nodes, ended)
     if (
         continues
         and (warned() or lost_a_node(run, before, start_over=submitted.start_over))
@@ -328,14 +321,14 @@ def _supervise_run(
 def planned_here(submitted: Launch, machine: Machine, node: int = 0) -> Launch:
     """Return a submitted launch planned again for this host, a node of the job. Raises InputError or Refused, as ``prepare``."""
     here = prepare(submitted.spec, machine, force=submitted.forced)
-    argv = (*here.argv, "--start-over") if submitted.start_over else here.argv
     return msgspec.structs.replace(
-        here,
+        submitted,
         plan=msgspec.structs.replace(here.plan, binding=numbered(here.plan.binding, node)),
-        argv=argv,
-        changes=submitted.changes,
-        start_over=submitted.start_over,
-        assume_dead=submitted.assume_dead,
+        machine=here.machine,
+        ds_config=here.ds_config,
+        argv=here.argv,
+        environment=here.environment,
+        checks_s=None,  # the checks were made before the job waited
     )
 
 
@@ -375,11 +368,9 @@ def _saved_more(state: RunState, before: RunState, *, start_over: bool) -> bool:
     return (state.saved_step or 0) > (0 if start_over else before.saved_step or 0)
 
 
-def _supervise_node(
-    run: RunDirectory, attempt: int, submission: Submission, machine: Machine, nodes: Nodes
-) -> int:
+def _supervise_node(run: RunDirectory, attempt: int, machine: Machine, nodes: Nodes) -> int:
     """Plan the attempt for another node than the first, and supervise it there. Return 0 if it did not fail here."""
-    submitted = read_launch(run, attempt, submission.planned_for)
+    submitted = read_launch(run, attempt)
     try:
         launch = planned_here(submitted, machine, nodes.node)
     except SoTuiError as error:
@@ -389,7 +380,7 @@ def _supervise_node(
             run, attempt, nodes.node, NodeState(host=machine.hostname, ended=True, outcome=outcome)
         )
         return outcome.run_exit_code
-    write_node_launch(run, attempt, nodes.node, launch)
+    write_launch(run, attempt, launch, nodes.node)
     become_subreaper()
     return NodeSupervisor(run, attempt, launch, nodes).watch()
 
@@ -407,7 +398,7 @@ def _refused_here(run: RunDirectory, attempt: int, submitted: Launch, error: SoT
                 this_host(),
                 identify(os.getpid(), "supervisor"),
                 before,
-                forced=submitted.forced,
+                submitted,
             )
             text = outcome_text(outcome, RunFacts(name=run.name, saved_step=before.saved_step))
             write_state_even_if_full(

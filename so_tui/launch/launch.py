@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import hmac
 import os
 import socket
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,12 +13,11 @@ import msgspec
 from msgspec import Struct
 
 from so_tui.launch import command
-from so_tui.launch.command import Placeholder, Variable
 from so_tui.launch.ds_config import ds_config
 from so_tui.machine.gpus import hiding_variable, visible_gpus
 from so_tui.machine.types import Machine
-from so_tui.plan import make_plan
-from so_tui.plan.plan import Plan
+from so_tui.plan.plan import Launch, Plan
+from so_tui.plan.planner import make_plan
 from so_tui.runs.directory import (
     RunDirectory,
     missing_checkpoints,
@@ -42,10 +38,136 @@ from so_tui.spec import (
     with_values,
 )
 from so_tui.spec.presets import with_absolute_paths
-from so_tui.trust.decoding import decode_json
+from so_tui.trust.decoding import LARGEST_FILE_BYTES, decode_json
 from so_tui.trust.files import read_bounded, read_own
 from so_tui.trust.text import so_tui_command
 from so_tui.units import thousands
+
+# ``launch.json``: the launch from which supervisor and trainer start, written once, and
+# ``ds_config.json`` for people and tools.
+
+
+def write_launch(run: RunDirectory, attempt: int, launch: Launch, node: int = 0) -> None:
+    """Write the launch of a node. Raises OSError."""
+    if node == 0:
+        write_run_file(run, run.ds_config_path(attempt), indented(launch.ds_config))
+    write_run_file(run, run.launch_path(attempt, node), indented(launch))
+
+
+def read_launch(run: RunDirectory, attempt: int, *, own: bool = True) -> Launch:
+    """Read the launch of an attempt.
+
+    Args:
+        run: The run.
+        attempt: The attempt.
+        own: Accept only files of this user that others cannot write: what they say will be executed.
+
+    Raises:
+        NotOwnError: A file is not this user's own.
+        OSError: A file is missing or cannot be read.
+        msgspec.DecodeError: A file is damaged.
+    """
+
+    def read(path: Path) -> bytes:
+        return read_own(path) if own else read_bounded(path, LARGEST_FILE_BYTES)
+
+    content = read(run.launch_path(attempt))
+    try:
+        return decode_json(content, Launch)
+    except msgspec.ValidationError:
+        record = decode_json(content, dict[str, Any])
+        if record.get("v") != 1:
+            raise
+    # Until 0.1.0 plan, machine and DeepSpeed's config had files of their own. A job replaced the machine it was submitted for.
+    files = {
+        "plan": run.plan_path(attempt),
+        "ds_config": run.ds_config_path(attempt),
+        "machine": max(
+            run.attempt_dir(attempt).glob("machine.*.json"),
+            key=lambda path: path.stat().st_mtime,
+            default=run.attempt_dir(attempt) / "machine.json",
+        ),
+    }
+    parts = {name: decode_json(read(path), dict[str, Any]) for name, path in files.items()}
+    return decode_json(msgspec.json.encode(record | parts), Launch)
+
+
+def indented(value: object) -> bytes:
+    """Encode a value as JSON that people can read."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=1)
+
+
+# What starts supervisors, and what it knows of their jobs.
+
+
+class SupervisorHandle(Protocol):
+    """A supervisor that an executor has started on this machine."""
+
+    def exit_code(self) -> int | None:
+        """Return its exit code once it has ended; None while it runs."""
+
+
+class JobPhase(StrEnum):
+    """Where a job is, as its scheduler knows."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    COMPLETING = "completing"
+    ENDED = "ended"
+    UNKNOWN = "unknown"
+    """The scheduler did not answer, or has not been asked since the job was submitted."""
+
+
+class JobStatus(Struct, frozen=True, kw_only=True):
+    """What a scheduler knows of the job of an attempt."""
+
+    job_id: str
+    phase: JobPhase
+    waits_for: str = ""
+    """The scheduler's own word for why a queued job waits (``Priority``, ``Resources`` ...)."""
+    expected_start: float | None = None
+    """When the scheduler expects to start a queued job, in seconds since the epoch."""
+    nodes: str = ""
+    end: OutcomeCode | None = None
+    """How a job ended that the scheduler ended, or that failed by itself; None where only the run directory can say."""
+    output: str = ""
+    """The last lines that a job wrote which ended before its supervisor had started."""
+
+
+class Executor(Protocol):
+    """Starts supervisors, and knows what becomes of them until they write the run's state."""
+
+    @property
+    def here(self) -> bool:
+        """Whether runs start on this machine, so that what can be seen here decides whether they can."""
+
+    def start(self, run: RunDirectory, attempt: int) -> SupervisorHandle | None:
+        """Start the supervisor of an attempt so that it outlives this program, its terminal and its session.
+
+        Args:
+            run: The run.
+            attempt: An attempt whose files are written.
+
+        Returns:
+            The supervisor; None if it starts later and the run's state says ``queued``.
+
+        Raises:
+            OSError: It cannot be started.
+            SoTuiError: A scheduler refused it; nothing is left of it.
+        """
+
+    def unavailable(self, launch: Launch) -> tuple[Problem, ...]:
+        """Return a problem for each thing that a run could not get, or execute, where it starts, as far as that can be known here."""
+
+    def preview(self, launch: Launch) -> str:
+        """Return the batch script that a start would submit; empty if there is none."""
+
+    def status(self, run: RunDirectory, attempt: int) -> JobStatus | None:
+        """Return what a scheduler knows of an attempt; None where there is no scheduler. Cheap enough to be called every second."""
+
+    def cancel(self, run: RunDirectory, attempt: int) -> bool:
+        """Take an attempt out of a queue, or end its job. Return whether there was one. Raises SoTuiError if it cannot be done."""
+
 
 _FIXED_FOR_A_RUN = (
     "name",
@@ -55,70 +177,6 @@ _FIXED_FOR_A_RUN = (
     "model.tokenizer",
     "checkpoint.folder",
 )
-
-
-class Launch(Struct, frozen=True, kw_only=True):
-    """Everything that a start needs. What is shown and confirmed is this value, and the supervisor starts from it.
-
-    ``argv`` and ``environment`` contain placeholders for values that exist only on the host (see ``placeholders``).
-    """
-
-    plan: Plan
-    machine: Machine
-    """The machine that was planned for, with the GPUs that this program may use."""
-    ds_config: dict[str, Any]
-    """The content of ``ds_config.json``, which DeepSpeed reads."""
-    argv: tuple[str, ...]
-    environment: tuple[Variable, ...]
-    """Changes to the inherited environment."""
-    forced: bool = False
-    """The user insisted: neither a plan that does not fit nor a forceable check stops the start."""
-    changes: dict[str, str] = {}
-    """For a resume: dotted keys and values that differ from the run's spec so far."""
-    start_over: bool = False
-    """For a resume: train from step 0, whatever was saved."""
-    assume_dead: bool = False
-    """For a resume: the user says that the previous attempt has ended, although its host cannot be asked."""
-    called: str = ""
-    """What the user calls the run; empty: the name of its preset."""
-    checks_s: float | None = None
-    """Duration of ``preflight``; None if the user did without it."""
-
-    @property
-    def spec(self) -> RunSpec:
-        """The spec that is trained, with nothing left to choose."""
-        return self.plan.spec
-
-    def resolved(
-        self,
-        *,
-        run: Path,
-        attempt: int,
-        rendezvous: str,
-        run_id: str = "",
-        others: Mapping[Placeholder, str] | None = None,
-    ) -> Launch:
-        """Return the launch with the host's values in place of the placeholders.
-
-        Args:
-            run: The run directory.
-            attempt: The attempt's number.
-            rendezvous: Where the ranks meet, as torch's ``init_method`` (``file:///...``).
-            run_id: The id of the run; empty for a run of an older version.
-            others: The values of the placeholders of several nodes.
-        """
-        values = {
-            **(others or {}),
-            Placeholder.RUN: str(run),
-            Placeholder.RUN_ID: run_id,
-            Placeholder.ATTEMPT: str(attempt),
-            Placeholder.RENDEZVOUS: rendezvous,
-        }
-        argv, changes = (
-            command.resolve_arguments(self.argv, values),
-            command.resolve_variables(self.environment, values),
-        )
-        return msgspec.structs.replace(self, argv=argv, environment=changes)
 
 
 def prepare(
@@ -258,9 +316,8 @@ def prepare_resume(
         )
     _refuse_trained_length(values, before)
     launch = prepare(spec, machine, force=force or before.forced, inherited=inherited)
-    arguments = command.argv(launch.plan, start_over=start_over)
     return msgspec.structs.replace(
-        launch, argv=arguments, changes=dict(values), start_over=start_over, assume_dead=assume_dead
+        launch, changes=dict(values), start_over=start_over, assume_dead=assume_dead
     )
 
 
@@ -345,215 +402,3 @@ def _refuse_trained_length(values: Mapping[str, str], before: RunState) -> None:
                 )
             ]
         )
-
-
-# The files in an attempt's folder from which its supervisor starts: written once from a launch,
-# and read back as the same launch.
-
-
-SCHEMA = 1
-
-
-class _Start(Struct, frozen=True, kw_only=True):
-    """``launch.json``: what the other files of the attempt do not hold."""
-
-    v: int = SCHEMA
-    argv: tuple[str, ...] = ()
-    environment: tuple[Variable, ...] = ()
-    forced: bool = False
-    changes: dict[str, str] = {}
-    start_over: bool = False
-    assume_dead: bool = False
-    checks_s: float | None = None
-
-
-def write_launch(run: RunDirectory, attempt: int, launch: Launch) -> None:
-    """Write ``machine.<host>.json``, ``plan.json``, ``ds_config.json`` and ``launch.json``.
-
-    Raises:
-        OSError: The run directory cannot be written.
-    """
-    start = _Start(
-        argv=launch.argv,
-        environment=launch.environment,
-        forced=launch.forced,
-        changes=launch.changes,
-        start_over=launch.start_over,
-        assume_dead=launch.assume_dead,
-        checks_s=launch.checks_s,
-    )
-    write_run_file(
-        run, run.machine_path(attempt, launch.machine.hostname), indented(launch.machine)
-    )
-    write_run_file(run, run.plan_path(attempt), indented(launch.plan))
-    write_run_file(run, run.ds_config_path(attempt), indented(launch.ds_config))
-    write_run_file(run, run.launch_path(attempt), indented(start))
-
-
-def write_node_launch(run: RunDirectory, attempt: int, node: int, launch: Launch) -> None:
-    """Write what another node than the first adds: its ``machine.<host>.json``, and the plan that its ranks read. Raises OSError."""
-    write_run_file(
-        run, run.machine_path(attempt, launch.machine.hostname), indented(launch.machine)
-    )
-    write_run_file(run, run.plan_path(attempt, node), indented(launch.plan))
-
-
-def read_launch(run: RunDirectory, attempt: int, host: str) -> Launch:
-    """Read the launch of an attempt. Attempts of older versions have no ``launch.json``: their ``argv`` is empty.
-
-    Raises:
-        NotOwnError: A file is not this user's own. What it says would be executed.
-        OSError: A file is missing or cannot be read.
-        msgspec.DecodeError: A file is damaged.
-    """
-    start = _Start()
-    with contextlib.suppress(FileNotFoundError):
-        start = decode_json(read_own(run.launch_path(attempt)), _Start)
-    return Launch(
-        plan=decode_json(read_own(run.plan_path(attempt)), Plan),
-        machine=decode_json(read_own(run.machine_path(attempt, host)), Machine),
-        ds_config=_ds_config(run, attempt),
-        argv=start.argv,
-        environment=start.environment,
-        forced=start.forced,
-        changes=start.changes,
-        start_over=start.start_over,
-        assume_dead=start.assume_dead,
-        checks_s=start.checks_s,
-    )
-
-
-def indented(value: object) -> bytes:
-    """Encode a value as JSON that people can read."""
-    return msgspec.json.format(msgspec.json.encode(value), indent=1)
-
-
-def _ds_config(run: RunDirectory, attempt: int) -> dict[str, Any]:
-    return decode_json(read_own(run.ds_config_path(attempt)), dict[str, Any])
-
-
-# What starts supervisors, and what it knows of their jobs.
-
-
-class SupervisorHandle(Protocol):
-    """A supervisor that an executor has started on this machine."""
-
-    def exit_code(self) -> int | None:
-        """Return its exit code once it has ended; None while it runs."""
-
-
-class JobPhase(StrEnum):
-    """Where a job is, as its scheduler knows."""
-
-    QUEUED = "queued"
-    RUNNING = "running"
-    COMPLETING = "completing"
-    ENDED = "ended"
-    UNKNOWN = "unknown"
-    """The scheduler did not answer, or has not been asked since the job was submitted."""
-
-
-class JobStatus(Struct, frozen=True, kw_only=True):
-    """What a scheduler knows of the job of an attempt."""
-
-    job_id: str
-    phase: JobPhase
-    waits_for: str = ""
-    """The scheduler's own word for why a queued job waits (``Priority``, ``Resources`` ...)."""
-    expected_start: float | None = None
-    """When the scheduler expects to start a queued job, in seconds since the epoch."""
-    nodes: str = ""
-    end: OutcomeCode | None = None
-    """How a job ended that the scheduler ended, or that failed by itself; None where only the run directory can say."""
-    output: str = ""
-    """The last lines that a job wrote which ended before its supervisor had started."""
-
-
-class Executor(Protocol):
-    """Starts supervisors, and knows what becomes of them until they write the run's state."""
-
-    @property
-    def here(self) -> bool:
-        """Whether runs start on this machine, so that what can be seen here decides whether they can."""
-
-    def start(self, run: RunDirectory, attempt: int, token: str) -> SupervisorHandle | None:
-        """Start the supervisor of an attempt so that it outlives this program, its terminal and its session.
-
-        Args:
-            run: The run.
-            attempt: An attempt whose files are written.
-            token: The starter's token, which the supervisor gets in its environment.
-
-        Returns:
-            The supervisor; None if it starts later and the run's state says ``queued``.
-
-        Raises:
-            OSError: It cannot be started.
-            SoTuiError: A scheduler refused it; nothing is left of it.
-        """
-
-    def unavailable(self, launch: Launch) -> tuple[Problem, ...]:
-        """Return a problem for each thing that a run could not get, or execute, where it starts, as far as that can be known here."""
-
-    def preview(self, launch: Launch) -> str:
-        """Return the batch script that a start would submit; empty if there is none."""
-
-    def status(self, run: RunDirectory, attempt: int) -> JobStatus | None:
-        """Return what a scheduler knows of an attempt; None where there is no scheduler. Cheap enough to be called every second."""
-
-    def cancel(self, run: RunDirectory, attempt: int) -> bool:
-        """Take an attempt out of a queue, or end its job. Return whether there was one. Raises SoTuiError if it cannot be done."""
-
-
-# The starter's token: what lets a supervisor start an attempt.
-#
-# ``start`` and ``resume`` make a token for each attempt and pass it in the supervisor's
-# environment, also through a scheduler. The attempt's folder holds only a keyed hash of its
-# number, so a folder that was copied, unpacked or written by somebody else starts nothing.
-
-
-TOKEN_VARIABLE = "SO_TUI_STARTER_TOKEN"
-"""Passes the token from ``start`` to the supervisor; never in an argument list, which every user of the host can read."""
-
-_TOKEN_BYTES = 32
-_LARGEST_BYTES = 4096
-
-
-class Starter(Struct, frozen=True, kw_only=True):
-    """``starter.json``: what the token of an attempt is checked against."""
-
-    v: int = 1
-    sha256: str
-    """HMAC-SHA256 of the attempt's number, with the token as its key."""
-
-
-def new_token() -> str:
-    """Return a token that nobody can guess."""
-    return os.urandom(_TOKEN_BYTES).hex()
-
-
-def record_token(run: RunDirectory, attempt: int, token: str) -> None:
-    """Let this token start an attempt. Raises OSError if the attempt's folder cannot be written."""
-    write_run_file(
-        run,
-        run.starter_path(attempt),
-        msgspec.json.encode(Starter(sha256=_keyed_hash(token, attempt))),
-    )
-
-
-def may_start(run: RunDirectory, attempt: int, token: str) -> bool:
-    """Return whether a token was made for this attempt."""
-    try:
-        recorded = decode_json(read_bounded(run.starter_path(attempt), _LARGEST_BYTES), Starter)
-    except (OSError, msgspec.DecodeError):
-        return False
-    return hmac.compare_digest(recorded.sha256.encode(), _keyed_hash(token, attempt).encode())
-
-
-def take_token(environ: MutableMapping[str, str]) -> str | None:
-    """Remove the token from an environment, so that no process started with it inherits the token, and return it."""
-    return environ.pop(TOKEN_VARIABLE, None)
-
-
-def _keyed_hash(token: str, attempt: int) -> str:
-    return hmac.new(token.encode(), str(attempt).encode(), hashlib.sha256).hexdigest()

@@ -21,16 +21,7 @@ from so_tui.launch.executors import (
     executor_of_attempt,
     supervisor_log,
 )
-from so_tui.launch.launch import (
-    Executor,
-    JobPhase,
-    JobStatus,
-    Launch,
-    SupervisorHandle,
-    new_token,
-    record_token,
-    write_launch,
-)
+from so_tui.launch.launch import Executor, JobPhase, JobStatus, SupervisorHandle, write_launch
 from so_tui.launch.supervisor.ending import (
     Outcome,
     RunFacts,
@@ -39,6 +30,7 @@ from so_tui.launch.supervisor.ending import (
     request_stop,
 )
 from so_tui.machine.types import Machine
+from so_tui.plan.plan import Launch
 from so_tui.runs import state as control
 from so_tui.runs.directory import (
     RunDirectory,
@@ -409,10 +401,8 @@ def _leave_queue(run: RunDirectory, state: RunState, *, assume_dead: bool) -> Ru
 def _start_attempt(run: RunDirectory, attempt: int, launch: Launch, executor: Executor) -> None:
     try:
         write_launch(run, attempt, launch)
-        token = new_token()
-        record_token(run, attempt, token)
         _LOG.info("%s starts attempt %d of %s", type(executor).__name__, attempt, run.path)
-        handle = executor.start(run, attempt, token)
+        handle = executor.start(run, attempt)
     except OSError as error:
         message, remedy = (
             f"cannot be written: {error.strerror}",

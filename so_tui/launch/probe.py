@@ -16,17 +16,16 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from so_tui.launch.executors import ensure_supervised
-from so_tui.launch.launch import Launch
 from so_tui.launch.lifecycle import start, stop
 from so_tui.launch.supervisor.ending import request_stop
 from so_tui.machine.types import Machine
 from so_tui.model.flops import flops_of
-from so_tui.plan import make_plan
 from so_tui.plan.fit import assess, fetching_of, step_model, target_of
 from so_tui.plan.host_memory import load_bytes, steady_bytes
 from so_tui.plan.measured import STEP_PARTS, Figures, Passes, Probe, model_key
 from so_tui.plan.placement import keeps_weights_on_host
-from so_tui.plan.plan import Plan
+from so_tui.plan.plan import Launch, Plan
+from so_tui.plan.planner import make_plan
 from so_tui.plan.rates import digest
 from so_tui.plan.workload import Workload, seen
 from so_tui.runs import RunDirectory, RunReader

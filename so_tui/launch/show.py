@@ -12,11 +12,10 @@ from rich.text import Text
 
 from so_tui.launch import command
 from so_tui.launch.executors import executor_of
-from so_tui.launch.launch import Launch
 from so_tui.machine import cpu_ranges
-from so_tui.plan import plan_tree
 from so_tui.plan.binding import deepspeed_text
-from so_tui.plan.plan import DeepSpeedBinding, MemoryPolicy, RankBinding
+from so_tui.plan.plan import DeepSpeedBinding, Launch, MemoryPolicy, RankBinding, Variable
+from so_tui.plan.show import plan_tree
 from so_tui.trust.text import printable, printable_line, quoted
 from superoffload.ds_config import Override, overrides
 
@@ -148,7 +147,7 @@ def _binding(ranks: tuple[RankBinding, ...]) -> Table:
     return table
 
 
-def _environment(changes: tuple[command.Variable, ...]) -> Table:
+def _environment(changes: tuple[Variable, ...]) -> Table:
     table = _table("environment")
     for heading in ("variable", "value", "why"):
         table.add_column(heading, overflow="fold")

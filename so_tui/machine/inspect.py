@@ -136,6 +136,11 @@ def load_machine(path: Path | str) -> Machine:
         raise _problem("not-a-machine", path, f"is not a machine file ({error})") from error
     except msgspec.DecodeError as error:
         raise _problem("not-json", path, f"is not JSON ({error})") from error
+    return checked_machine(machine, path)
+
+
+def checked_machine(machine: Machine, path: Path | str) -> Machine:
+    """Return a machine that a file describes, unless no machine can be so. Raises InputError, which names the file."""
     if (size := _too_large(machine)) is not None:
         raise _problem("out-of-range", path, f"has {size}, more than any machine")
     if machine.schema != SCHEMA:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
+from so_tui.machine.types import Machine
 from so_tui.plan.notes import Caution, NeverRun, Reason, Remedy, Shortage
 from so_tui.plan.rates import SpeedSource, StepError
 from so_tui.plan.terms import MemoryTerm
@@ -195,9 +198,6 @@ class Plan(Struct, frozen=True, kw_only=True):
         return tuple(warning.message for warning in self.warnings)
 
 
-prepare(Plan)
-
-
 class PlanRow(Struct, frozen=True, kw_only=True):
     """One line of the models x GPU counts table."""
 
@@ -211,3 +211,57 @@ class PlanRow(Struct, frozen=True, kw_only=True):
     """GPU count of each host (ranks on a machine without GPUs) -> the best plan there; ``recommended`` marks at most one of them."""
     nodes: int = 1
     """Hosts."""
+
+
+class Variable(Struct, frozen=True, kw_only=True):
+    """One change to the environment. A value of None removes the variable."""
+
+    name: str
+    value: str | None
+    reason: str
+
+
+class Launch(Struct, frozen=True, kw_only=True):
+    """Everything that a start needs: shown and confirmed, written as ``launch.json``, read by supervisor and trainer.
+
+    ``argv`` and ``environment`` contain placeholders for values that exist only on the host (see ``so_tui.launch.command``).
+    """
+
+    v: int = 2
+    plan: Plan
+    machine: Machine
+    """The machine that was planned for, with the GPUs that this program may use."""
+    ds_config: dict[str, Any]
+    """The content of ``ds_config.json``, which DeepSpeed reads."""
+    argv: tuple[str, ...]
+    environment: tuple[Variable, ...]
+    """Changes to the inherited environment."""
+    forced: bool = False
+    """The user insisted: neither a plan that does not fit nor a forceable check stops the start."""
+    changes: dict[str, str] = {}
+    """For a resume: dotted keys and values that differ from the run's spec so far."""
+    start_over: bool = False
+    """For a resume: train from step 0, whatever was saved."""
+    assume_dead: bool = False
+    """For a resume: the user says that the previous attempt has ended, although its host cannot be asked."""
+    called: str = ""
+    """What the user calls the run; empty: the name of its preset."""
+    checks_s: float | None = None
+    """Duration of ``preflight``; None if the user did without it."""
+
+    @property
+    def spec(self) -> RunSpec:
+        """The spec that is trained, with nothing left to choose."""
+        return self.plan.spec
+
+    def resolved(self, values: Mapping[str, str]) -> Launch:
+        """Return the launch with the host's values in place of the placeholders, which ``values`` maps to them."""
+        environment = tuple(
+            replace(change, value=values.get(change.value or "", change.value))
+            for change in self.environment
+        )
+        argv = tuple(values.get(argument, argument) for argument in self.argv)
+        return replace(self, argv=argv, environment=environment)
+
+
+prepare(Launch)

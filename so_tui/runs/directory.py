@@ -1,8 +1,8 @@
 """Paths of all files of a run. A RunDirectory may be created for a folder that does not exist yet.
 
 RUN/ run.json  spec.json  state.json  notes.json  answers.json
-     attempts/001/ machine.<host>.json plan.json ds_config.json launch.json command.json output.<host>.log
-                   node1.json plan.node1.json command.node1.json ... of the other nodes of a run on several
+     attempts/001/ launch.json ds_config.json command.json output.<host>.log
+                   node1.json launch.node1.json command.node1.json ... of the other nodes of a run on several
      metrics/  samples.<host>/  control/  checkpoints/
 """
 
@@ -106,18 +106,15 @@ class RunDirectory:
     def attempt_dir(self, attempt: int) -> Path:
         return self.attempts_dir / f"{attempt:03d}"
 
-    def plan_path(self, attempt: int, node: int = 0) -> Path:
-        return self.attempt_dir(attempt) / f"plan{_of_node(node)}.json"
+    def plan_path(self, attempt: int) -> Path:
+        """The plan of an attempt of 0.1.0; since then ``launch.json`` has it."""
+        return self.attempt_dir(attempt) / "plan.json"
 
     def ds_config_path(self, attempt: int) -> Path:
         return self.attempt_dir(attempt) / "ds_config.json"
 
-    def launch_path(self, attempt: int) -> Path:
-        return self.attempt_dir(attempt) / "launch.json"
-
-    def starter_path(self, attempt: int) -> Path:
-        """What the token that starts the attempt is checked against."""
-        return self.attempt_dir(attempt) / "starter.json"
+    def launch_path(self, attempt: int, node: int = 0) -> Path:
+        return self.attempt_dir(attempt) / f"launch{_of_node(node)}.json"
 
     def submission_path(self, attempt: int) -> Path:
         """What a scheduler was given, if the attempt was submitted to one."""
@@ -144,9 +141,6 @@ class RunDirectory:
     def hostfile_path(self, attempt: int, node: int) -> Path:
         """The list of nodes that DeepSpeed's launcher reads on a node."""
         return self.attempt_dir(attempt) / f"hostfile.node{node}"
-
-    def machine_path(self, attempt: int, host: str) -> Path:
-        return self.attempt_dir(attempt) / f"machine.{_in_name(host)}.json"
 
     def log_path(self, attempt: int, host: str) -> Path:
         return self.attempt_dir(attempt) / f"{_OUTPUT}{_in_name(host)}{_LOG}"

@@ -395,25 +395,9 @@ def _by_heartbeat(
 def _age_s(run: RunDirectory) -> float | None:
     """Return the seconds since the state was written; None if its file system is away."""
     try:
-        return now_of(run) - run.state_path.stat().st_mtime
+        return time.time() - run.state_path.stat().st_mtime
     except OSError:
         return None
-
-
-def now_of(run: RunDirectory) -> float:
-    """Return the time by the clock that dates the files of a run: its file server's, if a file may be made there."""
-    if distrust_of_folder(run.path) is None:
-        path = run.path / f".clock.{os.urandom(4).hex()}"
-        try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        except OSError:  # read-only or full
-            return time.time()
-        try:
-            return os.fstat(descriptor).st_mtime
-        finally:
-            os.close(descriptor)
-            path.unlink(missing_ok=True)
-    return time.time()
 
 
 def _hidden_from_us(run: RunDirectory) -> bool:

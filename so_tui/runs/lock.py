@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import itertools
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,7 +29,6 @@ from so_tui.runs.liveness import (
     alive,
     concluded,
     identify,
-    now_of,
     sees_processes_of,
     sighting,
     state_with_truth,
@@ -148,7 +148,7 @@ class OwnerFiles:
 
     def silent(self, path: Path) -> bool:
         """Return whether a file that shows a living owner is so old that the owner counts as gone. Raises OSError."""
-        return now_of(self._run) - path.stat().st_mtime > (STALE_S if self._assume_dead else OLD_S)
+        return time.time() - path.stat().st_mtime > (STALE_S if self._assume_dead else OLD_S)
 
 
 @contextlib.contextmanager

@@ -33,8 +33,8 @@ from so_tui.ui.textual_fixes import settle, terminal_lost
 from so_tui.units import plural
 
 if TYPE_CHECKING:
-    from so_tui.launch import Launch
     from so_tui.machine.types import Machine
+    from so_tui.plan.plan import Launch
     from so_tui.runs import RunDirectory
     from so_tui.settings import Loaded
     from so_tui.spec import Catalog, RunSpec, SoTuiError
@@ -155,7 +155,7 @@ class SoTuiApp(SharedApp):
             launch: What a command wants started: its checks are shown at once, and a refusal ends the application.
             machine_file: File that describes ``machine``, where that is another one.
             settings: The user's settings; the defaults if absent.
-            start: Replaces ``so_tui.launch.start`` in tests whose subject is not the launch.
+            start: Replaces ``so_tui.launch.lifecycle.start`` in tests whose subject is not the launch.
         """
         self._launch = launch
         self.launched: RunDirectory | None = None

@@ -29,8 +29,8 @@ from so_tui.ui.textual_fixes import Entry
 from so_tui.ui.themes import THEMES
 
 if TYPE_CHECKING:
-    from so_tui.launch import Launch
     from so_tui.launch.slurm.script import Draft
+    from so_tui.plan.plan import Launch
 
 
 Answer = TypeVar("Answer")

@@ -470,7 +470,7 @@ def strips_for(
 
 def _choice(plan: Plan, machine: Machine, path: str, value: float) -> Choice | None:
     """Return the plan with another value; None where this run cannot have it."""
-    from so_tui.plan import make_plan
+    from so_tui.plan.planner import make_plan
 
     try:
         other = make_plan(

@@ -13,12 +13,11 @@ from so_tui.trust.text import quoted
 if TYPE_CHECKING:
     from textual.message_pump import MessagePump
 
-    from so_tui.launch import Launch
     from so_tui.launch.checks import Check
     from so_tui.launch.slurm.client import Partition
     from so_tui.machine.doctor import Finding
     from so_tui.machine.types import Machine
-    from so_tui.plan.plan import Plan
+    from so_tui.plan.plan import Launch, Plan
     from so_tui.runs import RunDirectory
     from so_tui.spec import Catalog, Problem, SoTuiError
     from so_tui.ui.form import Strip

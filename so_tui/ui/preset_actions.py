@@ -14,10 +14,10 @@ from so_tui.ui.page import Page
 from so_tui.ui.shared_app import Checking
 
 if TYPE_CHECKING:
-    from so_tui.launch import Launch
     from so_tui.launch.checks import Check
     from so_tui.launch.launch import Executor
     from so_tui.launch.slurm.script import Draft
+    from so_tui.plan.plan import Launch
     from so_tui.spec import RunSpec
     from so_tui.ui.shared_app import SharedApp
 
@@ -109,7 +109,8 @@ def _launch(app: SharedApp, launch: Launch, draft: Draft | None) -> None:
     """Run the preflight checks, then hand the run to its supervisor. A refusal is shown with its reasons. Runs in a thread."""
     from msgspec import structs
 
-    from so_tui.launch import preflight, start
+    from so_tui.launch.checks import preflight
+    from so_tui.launch.lifecycle import start
     from so_tui.spec.errors import Refused, SoTuiError
 
     def begins(check: Check) -> None:

@@ -95,7 +95,7 @@ def _ask_to_leave_the_queue(app: SharedApp, run: RunDirectory, state: RunState) 
 
 
 def _leave_queue(run: RunDirectory, *, assume_dead: bool) -> None:
-    from so_tui.launch import stop
+    from so_tui.launch.lifecycle import stop
 
     stop(run, assume_dead=assume_dead)
 
@@ -209,7 +209,7 @@ def _leave_request(
     app: SharedApp, run: RunDirectory, action: control.Action, confirmation: str
 ) -> None:
     """Write a request into the run's folder, where rank 0 looks for it between steps. Runs in a thread."""
-    from so_tui.launch import ensure_supervised
+    from so_tui.launch.executors import ensure_supervised
 
     try:
         control.request(run, action, reason="asked on the screen")
@@ -312,7 +312,9 @@ def _ask_to_resume_anyway(
 
 def _resume(app: SharedApp, run: RunDirectory, *, start_over: bool, assume_dead: bool) -> None:
     """Start another attempt of ``run`` where its spec says. Runs in a thread."""
-    from so_tui.launch import machine_of, prepare_resume, resume
+    from so_tui.launch.launch import prepare_resume
+    from so_tui.launch.lifecycle import resume
+    from so_tui.launch.places import machine_of
 
     try:
         resume(
@@ -613,7 +615,7 @@ def _export_metrics(screen: Page, run: RunDirectory, path: Path) -> str:
 
 
 def _export_model(screen: Page, run: RunDirectory, path: Path) -> str:
-    from so_tui.launch import writable
+    from so_tui.launch.checks import writable
     from so_tui.launch.helper_jobs import export_model
 
     writable(path, "folder")

@@ -22,7 +22,7 @@ from so_tui.ui.charts.series import FollowedSteps, Line, Series, mean_of
 from so_tui.ui.text import reading_text
 
 if TYPE_CHECKING:
-    from so_tui.launch import OwnProcesses
+    from so_tui.launch.supervisor.processes import OwnProcesses
 
 
 # Every run as a row: read in a worker, and only again where something changed.
@@ -67,7 +67,7 @@ class RunLister:
 
     def rows(self) -> tuple[RunRow, ...]:
         """Return all runs, newest first."""
-        from so_tui.launch import OwnProcesses
+        from so_tui.launch.supervisor.processes import OwnProcesses
 
         rows = []
         own_processes = OwnProcesses()
@@ -87,7 +87,7 @@ class RunLister:
 
     def _keep_supervised(self, run: RunDirectory, own_processes: OwnProcesses) -> None:
         """Make sure that a live run of this user has a supervisor, at intervals, because one needs a moment to take over."""
-        from so_tui.launch import ensure_supervised
+        from so_tui.launch.executors import ensure_supervised
 
         now = time.monotonic()
         if now - self._supervision_checked.get(run.path, -SUPERVISION_S) >= SUPERVISION_S:
@@ -95,7 +95,7 @@ class RunLister:
             ensure_supervised(run, own_processes)
 
     def _row(self, run: RunDirectory) -> RunRow:
-        from so_tui.launch import current_state
+        from so_tui.launch.lifecycle import current_state
 
         readable = True
         try:

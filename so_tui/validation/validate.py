@@ -40,9 +40,9 @@ from so_tui.machine.doctor import Finding, findings
 from so_tui.machine.host import distance
 from so_tui.machine.types import Machine, NumaNode
 from so_tui.model.shape import architecture
-from so_tui.plan import make_plan
 from so_tui.plan import measured as calibration
 from so_tui.plan.plan import DeepSpeedBinding, MemoryPolicy, Plan, RankBinding
+from so_tui.plan.planner import make_plan
 from so_tui.runs import delete_run
 from so_tui.runs.records import MetricRecord, PhaseRecord, StepRecord
 from so_tui.runs.state import read_state

@@ -10,7 +10,7 @@ import pytest
 from so_tui.cli import main
 from so_tui.machine import inspect_machine, load_machine
 from so_tui.machine.known import machine_of
-from so_tui.plan import make_plan, plan_table
+from so_tui.plan.planner import make_plan, plan_table
 from so_tui.spec import find_preset, load_catalog
 from tests.support import sysroots
 

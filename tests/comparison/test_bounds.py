@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import bounds
 from benchmarks.checkpoints import work_during
-from so_tui.plan import make_plan
+from so_tui.plan.planner import make_plan
 from so_tui.runs.records import CheckpointRecord
 from so_tui.spec import find_preset, with_values
 from tests.support.machines import x86

@@ -8,17 +8,14 @@ import os
 import subprocess
 import sys
 import time
-import urllib.request
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
 from so_tui.folders import settings_file
-from so_tui.launch import prepare
 from so_tui.launch.command import AlertCommand
-from so_tui.launch.launch import new_token, record_token, write_launch
+from so_tui.launch.launch import prepare, write_launch
 from so_tui.launch.supervisor.alerts import (
     KEPT,
     AlertWatch,
@@ -261,7 +258,7 @@ def test_nothing_of_a_run_spec_or_preset_sets_a_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever somebody writes alerts and tokens into what others get: only the user's own file has them."""
-    planted = "[alerts]\ncommand = ['/bin/touch', '/tmp/planted']\n[prometheus]\nenabled = true\ntoken = '0123456789abcdef'\n"
+    planted = "[alerts]\ncommand = ['/bin/touch', '/tmp/planted']\n[prometheus]\nfolder = '/tmp'\n"
     preset = tmp_path / "p.toml"
     preset.write_text(f"extends = 'tiny'\n{planted}")
     with pytest.raises(InputError) as caught:
@@ -281,7 +278,7 @@ def test_nothing_of_a_run_spec_or_preset_sets_a_command(
     monkeypatch.chdir(folder)
     settings = OwnSettings().current()
     assert settings.alerts.command == ()
-    assert not settings.prometheus.enabled
+    assert not settings.prometheus.folder
     assert not any("command" in field for field in Alert.__struct_fields__)
 
 
@@ -316,10 +313,11 @@ def test_an_announcer_tells_of_the_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_real_supervisor_runs_the_command_without_a_screen_and_answers_prometheus(
+def test_a_real_supervisor_runs_the_command_without_a_screen_and_writes_figures(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = tmp_path / "told"
+    out, figures = tmp_path / "told", tmp_path / "figures"
+    figures.mkdir()
     script = (
         'echo "$SO_TUI_ALERT_KIND $SO_TUI_ALERT_STATE" >> ' + f"{out}; exec sleep 60"
     )  # it outlives the run, until its time is over
@@ -328,35 +326,29 @@ def test_a_real_supervisor_runs_the_command_without_a_screen_and_answers_prometh
             "alerts.command": ["/bin/sh", "-c", script],
             "alerts.command_timeout_s": 2,
             "alerts.loss_above": 1.5,
-            "prometheus.enabled": True,
-            "prometheus.port": 19_464,
-            "prometheus.token": "0123456789abcdef",
+            "prometheus.folder": str(figures),
         }
     )
     monkeypatch.setenv("FAKE_TRAINER", "steps=10 held")
     run = runs.start()
     wait_for(run, lambda state: state.step >= 10)
     log = next(run.attempt_dir(1).glob("supervisor.*.log"))
-    wait_until(lambda: " http://127.0.0.1:" in log.read_text())
-    address = next(word for word in log.read_text().split() if word.startswith("http://127.0.0.1:"))
-    request: Any = urllib.request.Request(
-        address, headers={"Authorization": "Bearer 0123456789abcdef"}
-    )
-    with urllib.request.urlopen(request, timeout=10) as answer:
-        figures = answer.read().decode()
-    assert 'state="training"' in figures
+    (host,) = run.logs(1)
+    path = figures / f"so-tui-{run.name}-{host}.prom"
+    wait_until(lambda: path.exists() and 'state="training"' in path.read_text())
     release(run)
     last = wait_for(run, ended)
     assert (last.state, last.exit_code) == ("finished", 0)
     assert [alert.kind for alert in last.alerts] == ["loss", "ended"]
     wait_until(lambda: out.read_text() == "loss training\nended finished\n")
     assert "took too long" in log.read_text()
+    wait_until(lambda: not path.exists())
 
 
 SUPERVISED = """
 import sys
 from pathlib import Path
-from so_tui.launch import supervise
+from so_tui.launch.supervisor.run import supervise
 from so_tui.runs import RunDirectory
 from so_tui.runs.lock import run_lock
 from so_tui.runs.state import read_state
@@ -366,9 +358,9 @@ run = RunDirectory(sys.argv[1])
 def ended():
     with run_lock(run) as lock:
         free = lock is not None
-    Path(sys.argv[3]).write_text(f"{read_state(run).state} {'free' if free else 'locked'}")
+    Path(sys.argv[2]).write_text(f"{read_state(run).state} {'free' if free else 'locked'}")
 
-sys.exit(supervise(run, 1, sys.argv[2], ended=ended))
+sys.exit(supervise(run, 1, ended=ended))
 """
 
 
@@ -385,11 +377,9 @@ def test_a_run_that_has_ended_is_continued_before_the_command_that_tells_of_it_h
     run = create_run(launch.spec, runs.folder)
     runs.adopt(run)
     write_launch(run, new_attempt(run), launch)
-    token = new_token()
-    record_token(run, 1, token)
     assert (
         subprocess.run(
-            [sys.executable, "-c", SUPERVISED, str(run.path), token, str(continued)],
+            [sys.executable, "-c", SUPERVISED, str(run.path), str(continued)],
             timeout=100,
             check=False,
         ).returncode

@@ -11,12 +11,13 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from so_tui.launch import helper, prepare, start
+from so_tui.launch import helper
 from so_tui.launch.checks import preflight, quick_checks
-from so_tui.launch.launch import Launch
+from so_tui.launch.launch import prepare
+from so_tui.launch.lifecycle import start
 from so_tui.machine.known import named_machine
 from so_tui.machine.types import Software
-from so_tui.plan.plan import Plan
+from so_tui.plan.plan import Launch, Plan
 from so_tui.spec import (
     CheckpointSpec,
     DataSource,

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from so_tui.launch.ds_config import ds_config, published_config
-from so_tui.plan import make_plan
+from so_tui.plan.planner import make_plan
 from so_tui.spec import find_preset
 from so_tui.spec.presets import as_published
 from so_tui.spec.run_spec import Mode, OffloadSpec, TrainSpec

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from so_tui.launch import prepare
-from so_tui.launch.launch import write_launch
+from so_tui.launch.launch import prepare, write_launch
 from so_tui.launch.supervisor.host_check import (
     HostDiffersError,
     refuse_different_host,

@@ -21,9 +21,10 @@ from so_tui.runs.directory import RunDirectory
 def test_a_hostile_launch_file_is_a_damaged_one(name: str, content: bytes, tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.attempt_dir(1).mkdir(parents=True)
+    run.launch_path(1).write_bytes(b'{"v":1}')
     (run.attempt_dir(1) / name).write_bytes(content)
     with pytest.raises(msgspec.DecodeError):
-        read_launch(run, 1, "host")
+        read_launch(run, 1)
 
 
 def test_a_launch_file_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
@@ -31,7 +32,7 @@ def test_a_launch_file_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     run.attempt_dir(1).mkdir(parents=True)
     os.mkfifo(run.launch_path(1))
     with pytest.raises(OSError, match="wrong-kind"):
-        read_launch(run, 1, "host")
+        read_launch(run, 1)
 
 
 @pytest.mark.parametrize("answer", ["[" * 100_000, '{"rows":' + "9" * 5000 + "}", "", "7"])

@@ -9,10 +9,10 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.launch.checks import checks_elsewhere
-from so_tui.launch.launch import Launch
 from so_tui.launch.slurm import client
 from so_tui.launch.slurm.executor import not_cached
 from so_tui.launch.slurm.script import batch_script, load_site, user_sites
+from so_tui.plan.plan import Launch
 from so_tui.spec import DataSource, InputError, RunSpec
 from tests.support.launching import tiny
 from tests.support.planning import CATALOG, QUAD

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,9 +10,9 @@ import msgspec
 import pytest
 
 from so_tui.launch import launch as preparation
-from so_tui.launch import prepare, prepare_resume, resume, start
 from so_tui.launch.executors import LocalExecutor
-from so_tui.launch.launch import SupervisorHandle, read_launch
+from so_tui.launch.launch import SupervisorHandle, prepare, prepare_resume, read_launch
+from so_tui.launch.lifecycle import resume, start
 from so_tui.machine import Machine
 from so_tui.runs import RunDirectory, read_spec, read_state, state, write_state
 from so_tui.runs.liveness import identify
@@ -27,7 +26,7 @@ class Interrupted(LocalExecutor):
     def __init__(self, *, too_late: bool) -> None:
         self._too_late = too_late
 
-    def start(self, run: RunDirectory, attempt: int, token: str) -> SupervisorHandle:
+    def start(self, run: RunDirectory, attempt: int) -> SupervisorHandle:
         self._run = run
         return self
 
@@ -50,9 +49,9 @@ class Interrupted(LocalExecutor):
 class Recording(LocalExecutor):
     """An executor that reads what was written, and answers as a supervisor that took over."""
 
-    def start(self, run: RunDirectory, attempt: int, token: str) -> SupervisorHandle:
+    def start(self, run: RunDirectory, attempt: int) -> SupervisorHandle:
         self.run = run
-        self.launch = read_launch(self.run, attempt, socket.gethostname())
+        self.launch = read_launch(self.run, attempt)
         supervisor = identify(os.getpid(), "supervisor")
         write_state(
             self.run,
@@ -67,8 +66,8 @@ class Recording(LocalExecutor):
 class Unreadable(LocalExecutor):
     """An executor whose supervisor takes over while the file system answers nobody here."""
 
-    def start(self, run: RunDirectory, attempt: int, token: str) -> SupervisorHandle:
-        Recording().start(run, attempt, token)
+    def start(self, run: RunDirectory, attempt: int) -> SupervisorHandle:
+        Recording().start(run, attempt)
         self.written = run.state_path.read_bytes()
         run.state_path.write_bytes(self.written[:10])
         return self
@@ -103,9 +102,9 @@ def test_a_resume_needs_what_the_run_saved_or_the_wish_to_start_over(
         prepare_resume(run, machine, force=True)
     assert caught.value.codes == ("checkpoint-missing",)
     again = prepare_resume(run, machine, force=True, start_over=True)
-    assert (again.start_over, again.argv[-1]) == (True, "--start-over")
+    assert again.start_over
     assert resume(run, again, executor=Recording()) == 2
-    assert read_launch(run, 2, socket.gethostname()) == again
+    assert read_launch(run, 2) == again
     (run.checkpoints_dir / "step-000009").mkdir(parents=True)
     assert not prepare_resume(run, machine, force=True).start_over
 

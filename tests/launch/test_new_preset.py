@@ -13,7 +13,7 @@ import pytest
 from so_tui.cli import main
 from so_tui.folders import user_folder
 from so_tui.launch.helper_jobs import add_preset, describe_model, preset_name
-from so_tui.plan import make_plan
+from so_tui.plan.planner import make_plan
 from so_tui.spec import InputError, check_tree, create_preset, find_preset
 from tests.support.machines import superchips
 from tests.support.models import IN_ROWS, OTHERS, RECURRENT, another, known

@@ -13,8 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from so_tui.launch import prepare
-from so_tui.launch.launch import TOKEN_VARIABLE, new_token, record_token, write_launch
+from so_tui.launch.launch import prepare, write_launch
 from so_tui.launch.slurm.executor import Submission, write_submission
 from so_tui.launch.supervisor.node import NodeState
 from so_tui.machine import Machine
@@ -51,9 +50,8 @@ def run(tmp_path: Path, machine: Machine) -> Iterator[RunDirectory]:
     """A run of one rank on each of two nodes, whose supervisors have just been started."""
     spec = msgspec.structs.replace(find_preset("tiny").spec, gpus=1, nodes=2)
     run = create_run(spec, tmp_path)
-    attempt, token = new_attempt(run), new_token()
+    attempt = new_attempt(run)
     write_launch(run, attempt, prepare(spec, machine, force=True))
-    record_token(run, attempt, token)
     submitted = Submission(
         job_id="7",
         cluster="none",
@@ -61,14 +59,12 @@ def run(tmp_path: Path, machine: Machine) -> Iterator[RunDirectory]:
         site="generic",
         poll_s=1,
         submitted=time.time(),
-        planned_for=machine.hostname,
     )
     write_submission(run, attempt, submitted)
     job = {
         "SLURM_NNODES": "2",
         "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1",
         "SLURM_JOB_ID": "7",
-        TOKEN_VARIABLE: token,
     }
     supervisors = []
     for node, host in enumerate(HOSTS):

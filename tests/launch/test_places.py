@@ -11,7 +11,8 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.cli import main
-from so_tui.launch import preflight, prepare
+from so_tui.launch.checks import preflight
+from so_tui.launch.launch import prepare
 from so_tui.launch.places import (
     keep_network,
     machine_of,

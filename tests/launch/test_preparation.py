@@ -10,9 +10,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from so_tui.launch import launch_of, prepare, preview
 from so_tui.launch.command import Placeholder
-from so_tui.launch.launch import read_launch, visible_machine, write_launch
+from so_tui.launch.launch import (
+    launch_of,
+    prepare,
+    preview,
+    read_launch,
+    visible_machine,
+    write_launch,
+)
 from so_tui.launch.show import shown_launch
 from so_tui.machine.types import Gpu, Software
 from so_tui.runs import create_run, new_attempt
@@ -97,7 +103,12 @@ def test_a_machine_without_gpus_takes_a_number_of_ranks(tiny: RunSpec) -> None:
 def test_without_a_working_numactl_the_launcher_is_not_told_to_bind() -> None:
     launch = launch_with(plan_of(spec_of()))
     resolved = launch.resolved(
-        run=Path("/runs/a"), attempt=2, rendezvous="file:///tmp/meeting/store"
+        {
+            Placeholder.RUN: "/runs/a",
+            Placeholder.RUN_ID: "",
+            Placeholder.ATTEMPT: "2",
+            Placeholder.RENDEZVOUS: "file:///tmp/meeting/store",
+        }
     )
     command = resolved.argv
     assert "--bind_cores_to_rank" not in command
@@ -201,9 +212,21 @@ def test_a_launch_is_read_back_as_it_was_written(tiny: RunSpec, tmp_path: Path) 
     run = create_run(launch.spec, tmp_path)
     attempt = new_attempt(run)
     write_launch(run, attempt, launch)
-    assert read_launch(run, attempt, "quad") == launch
-    run.launch_path(attempt).unlink()  # as in a run directory of an older version
-    assert read_launch(run, attempt, "quad").argv == ()
+    assert read_launch(run, attempt) == launch
+
+
+def test_launch_files_of_the_first_version_are_read(tiny: RunSpec, tmp_path: Path) -> None:
+    launch = prepare(tiny, quad_gh200(), inherited={}, force=True)
+    run = create_run(launch.spec, tmp_path)
+    attempt = new_attempt(run)
+    parts = msgspec.to_builtins(launch)
+    files = {"plan": "plan", "machine": "machine.quad", "ds_config": "ds_config"}
+    for part, name in files.items():
+        (run.attempt_dir(attempt) / f"{name}.json").write_bytes(
+            msgspec.json.encode(parts.pop(part))
+        )
+    run.launch_path(attempt).write_bytes(msgspec.json.encode(parts | {"v": 1}))
+    assert msgspec.structs.replace(read_launch(run, attempt), v=launch.v) == launch
 
 
 def test_software_of_another_machine_decides_about_the_environment(tiny: RunSpec) -> None:

@@ -19,8 +19,8 @@ from so_tui.launch.probe import (
 )
 from so_tui.machine.types import Gpu, Machine
 from so_tui.model.flops import flops_of, model_flops
-from so_tui.plan import make_plan
 from so_tui.plan.measured import Figures, Probe, calibration_of, store
+from so_tui.plan.planner import make_plan
 from so_tui.plan.workload import Workload
 from so_tui.runs import MetricsWriter, RunDirectory, SampleWriter
 from so_tui.runs.records import PhaseRecord, Sample

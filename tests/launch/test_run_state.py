@@ -27,6 +27,7 @@ from so_tui.runs.records import (
     RunState,
 )
 from so_tui.runs.records import MetricRecord as Record
+from tests.support.plans import launch_with, plan_of, spec_of
 from tests.support.records import step_record
 
 
@@ -166,5 +167,5 @@ def test_attempts_add_up_over_queues_and_waiting_does_not_count() -> None:
     assert stopped.took_s == 100
     queued = queued_state(stopped)
     assert left_queue(queued).took_s == pytest.approx(100)
-    again = first_state("r", 2, host, None, queued, forced=False)
+    again = first_state("r", 2, host, None, queued, launch_with(plan_of(spec_of())))
     assert again.earlier_s == 100

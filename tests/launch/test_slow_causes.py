@@ -24,9 +24,9 @@ from so_tui.launch.supervisor.slowness import (
     slowdown_remedy,
     slowdown_text,
 )
-from so_tui.plan import make_plan
 from so_tui.plan.binding import bind_ranks
 from so_tui.plan.plan import Plan, PlannedRates, StepTime
+from so_tui.plan.planner import make_plan
 from so_tui.runs.records import (
     Cause,
     CheckpointRecord,

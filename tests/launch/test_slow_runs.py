@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from so_tui.launch import prepare, start
+from so_tui.launch.launch import prepare
+from so_tui.launch.lifecycle import start
 from so_tui.launch.supervisor.samples import read_placements
 from so_tui.launch.supervisor.slowness import Measured, Planned, measured_of, ranked_causes
 from so_tui.machine import Machine

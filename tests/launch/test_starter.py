@@ -1,4 +1,4 @@
-"""Who may start an attempt: the program that made its token, once."""
+"""Who may start an attempt, and that it starts once."""
 
 from __future__ import annotations
 
@@ -9,15 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.launch import prepare, supervise
-from so_tui.launch.launch import (
-    TOKEN_VARIABLE,
-    may_start,
-    new_token,
-    record_token,
-    take_token,
-    write_launch,
-)
+from so_tui.launch.launch import prepare, write_launch
+from so_tui.launch.supervisor.run import supervise
 from so_tui.machine import Machine
 from so_tui.runs import RunDirectory, create_run, new_attempt, read_state, write_state
 from so_tui.runs.liveness import identify
@@ -43,11 +36,11 @@ def run(tmp_path: Path, two_ranks: RunSpec, machine: Machine) -> RunDirectory:
     return made
 
 
-def code_of(run: RunDirectory, attempt: int, token: str | None = None) -> str:
+def code_of(run: RunDirectory, attempt: int) -> str:
     """Return the code for which a supervisor is refused."""
     before = read_state(run)
     with pytest.raises(InputError) as caught:
-        supervise(run, attempt, token)
+        supervise(run, attempt)
     assert read_state(run) == before, "a refused supervisor writes nothing"
     assert not run.command_path(1).exists()
     assert caught.value.exit_code == 2
@@ -64,55 +57,14 @@ def started(run: RunDirectory, **values: object) -> None:
     )
 
 
-def test_a_token_starts_only_the_attempt_that_it_was_made_for(run: RunDirectory) -> None:
-    one, two = new_token(), new_token()
-    record_token(run, 1, one)
-    second = new_attempt(run)
-    record_token(run, second, two)
-    assert [
-        may_start(run, attempt, token) for attempt in (1, second) for token in (one, two, "")
-    ] == [
-        True,
-        False,
-        False,
-        False,
-        True,
-        False,
-    ]
-    run.starter_path(1).replace(run.starter_path(second))
-    assert not may_start(run, second, one), "not even with the other's record"
-
-
-def test_the_token_is_not_written_and_not_inherited(run: RunDirectory) -> None:
-    token = new_token()
-    record_token(run, 1, token)
-    assert not [
-        path
-        for path in run.path.rglob("*")
-        if path.is_file() and token.encode() in path.read_bytes()
-    ]
-    environ = {TOKEN_VARIABLE: token, "PATH": "/bin"}
-    assert (take_token(environ), environ) == (token, {"PATH": "/bin"})
-    assert take_token(environ) is None
-
-
 @pytest.mark.parametrize("attempt", [-1, 0, 2, 999_999])
 def test_an_attempt_that_was_never_made_is_refused(run: RunDirectory, attempt: int) -> None:
     assert code_of(run, attempt) == "no-such-attempt"
-    assert code_of(run, attempt, new_token()) == "no-such-attempt"
-
-
-def test_without_its_token_an_attempt_is_not_started(run: RunDirectory) -> None:
-    assert code_of(run, 1) == "not-started-by-hand"
-    assert code_of(run, 1, new_token()) == "wrong-starter-token"
 
 
 def test_an_attempt_is_started_once(run: RunDirectory) -> None:
-    token = new_token()
-    record_token(run, 1, token)
-    for attempt in (1, 2):
-        started(run, attempt=attempt)
-        assert code_of(run, 1, token) == "attempt-already-started"
+    started(run, attempt=2)
+    assert code_of(run, 1) == "attempt-already-started"
 
 
 def test_a_supervisor_attaches_only_here_and_only_to_living_processes(run: RunDirectory) -> None:
@@ -126,12 +78,10 @@ def test_a_supervisor_attaches_only_here_and_only_to_living_processes(run: RunDi
     "name", ["", "attempts", "attempts/001", "attempts/001/launch.json", "state.json"]
 )
 def test_a_run_that_others_can_write_is_refused(run: RunDirectory, name: str) -> None:
-    token = new_token()
-    record_token(run, 1, token)
     path = run.path / name
     path.chmod(path.stat().st_mode | 0o020)
     with pytest.raises(Refused) as caught:
-        supervise(run, 1, token)
+        supervise(run, 1)
     assert caught.value.codes == ("others-can-write",)
     assert f"chmod -R go-w {run.path}" in str(caught.value)
 
@@ -140,9 +90,9 @@ def test_files_are_checked_again_when_they_are_opened(run: RunDirectory, machine
     """The folder above a run may be another user's, who exchanges files after the first check."""
     from so_tui.launch.launch import read_launch
 
-    run.plan_path(1).chmod(0o666)
+    run.launch_path(1).chmod(0o666)
     with pytest.raises(NotOwnError) as caught:
-        read_launch(run, 1, machine.hostname)
+        read_launch(run, 1)
     assert caught.value.distrust == Distrust.OTHERS_CAN_WRITE
 
 
@@ -155,7 +105,6 @@ def test_no_umask_makes_a_run_that_others_can_write(
         launch = prepare(two_ranks, machine, force=True)
         made = create_run(launch.spec, tmp_path / "runs")
         write_launch(made, new_attempt(made), launch)
-        record_token(made, 1, new_token())
     finally:
         os.umask(before)
     assert not [path for path in (made.path, *made.path.rglob("*")) if path.stat().st_mode & 0o022]

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.launch import prepare, supervise
 from so_tui.launch.executors import supervisor_log
-from so_tui.launch.launch import new_token, record_token, write_launch
+from so_tui.launch.launch import prepare, write_launch
 from so_tui.launch.supervisor import run as supervision
-from so_tui.launch.supervisor.run import Supervisor
+from so_tui.launch.supervisor.run import Supervisor, supervise
 from so_tui.machine import Machine
 from so_tui.runs import create_run, new_attempt
 from so_tui.runs.lock import RunLock
@@ -38,8 +37,6 @@ def test_the_command_that_tells_of_the_end_is_waited_for_although_the_lock_canno
     launch = prepare(two_ranks, machine, force=True)
     run = create_run(launch.spec, tmp_path / "runs")
     write_launch(run, new_attempt(run), launch)
-    token = new_token()
-    record_token(run, 1, token)
 
     def fail(*_: object) -> None:
         raise InputError(
@@ -64,7 +61,7 @@ def test_the_command_that_tells_of_the_end_is_waited_for_although_the_lock_canno
     umask = os.umask(0o022)
     try:
         with pytest.raises(OSError, match=os.strerror(errno.EIO)):
-            supervise(run, 1, token)
+            supervise(run, 1)
     finally:
         os.umask(umask)
     assert told.read_text() == "told\n"

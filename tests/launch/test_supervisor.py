@@ -16,15 +16,10 @@ from typing import Any
 
 import pytest
 
-from so_tui.launch import (
-    EXIT_GRACE_S,
-    ensure_supervised,
-    prepare,
-    prepare_resume,
-    resume,
-    start,
-    stop,
-)
+from so_tui.launch import EXIT_GRACE_S
+from so_tui.launch.executors import ensure_supervised
+from so_tui.launch.launch import prepare, prepare_resume
+from so_tui.launch.lifecycle import resume, start, stop
 from so_tui.launch.supervisor.ending import request_stop, stop_request
 from so_tui.launch.supervisor.processes import pids
 from so_tui.launch.supervisor.samples import MEMORY_INTERVAL_S
@@ -109,8 +104,6 @@ def test_a_run_to_its_end(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     files = {path.name for path in run.attempt_dir(1).iterdir()}
     host = last.host
     assert {
-        f"machine.{host}.json",
-        "plan.json",
         "ds_config.json",
         "launch.json",
         "command.json",
@@ -393,7 +386,7 @@ def test_two_runs_at_once_and_a_resume(runs: Runs, machine: Machine) -> None:
             late = pool.submit(
                 resume, one, prepare_resume(one, machine, values={"train.learning_rate": "1e-3"})
             )
-            while not one.plan_path(2).exists() and not late.done():
+            while not one.launch_path(2).exists() and not late.done():
                 time.sleep(0.01)
             write_spec(
                 one, with_values(read_spec(one), {"train.learning_rate": "1e-4"})
@@ -406,7 +399,7 @@ def test_two_runs_at_once_and_a_resume(runs: Runs, machine: Machine) -> None:
     again = wait_for(one, lambda state: state.attempt == 2 and state.state == "training")
     assert (again.started, again.ended, again.earlier_s) == (stopped.started, None, stopped.took_s)
     assert {path.name for path in one.attempt_dir(2).iterdir()} >= {
-        "plan.json",
+        "launch.json",
         "ds_config.json",
         "command.json",
     }
@@ -418,7 +411,8 @@ def test_two_runs_at_once_and_a_resume(runs: Runs, machine: Machine) -> None:
 def test_it_goes_on_when_the_program_that_started_it_is_killed(runs: Runs, tmp_path: Path) -> None:
     script = (
         "import msgspec, sys, time\n"
-        "from so_tui.launch import prepare, start\n"
+        "from so_tui.launch.lifecycle import start\n"
+        "from so_tui.launch.launch import prepare\n"
         "from so_tui.machine import inspect_machine\n"
         "from so_tui.spec import find_preset\n"
         "machine = msgspec.structs.replace(inspect_machine(), gpus=())\n"

@@ -13,8 +13,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from so_tui.launch import prepare
-from so_tui.launch.launch import write_launch
+from so_tui.launch.launch import prepare, write_launch
 from so_tui.launch.supervisor import ending, host, host_check
 from so_tui.launch.supervisor.ending import Outcome
 from so_tui.launch.supervisor.host_check import Holder, LockTakenError

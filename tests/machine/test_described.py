@@ -10,8 +10,8 @@ import pytest
 from so_tui.cli import main
 from so_tui.machine import load_machine, machine_json
 from so_tui.machine.known import MACHINES, machine_of, named_machine
-from so_tui.plan import make_plan, recommend
 from so_tui.plan.notes import Note
+from so_tui.plan.planner import make_plan, recommend
 from so_tui.spec import InputError
 from tests.support.planning import spec_of
 

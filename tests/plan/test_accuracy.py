@@ -11,7 +11,8 @@ from msgspec.structs import replace
 
 from benchmarks import planner_errors
 from benchmarks.planner_errors import Row, errors, pairs, quantile, ratio_error
-from so_tui.plan import make_plan, plans_json, rates
+from so_tui.plan import rates
+from so_tui.plan.planner import make_plan
 from so_tui.plan.rates import (
     Calibrated,
     Speed,
@@ -21,7 +22,7 @@ from so_tui.plan.rates import (
     step_error,
     surely_faster,
 )
-from so_tui.plan.show import render_plan
+from so_tui.plan.show import plans_json, render_plan
 from so_tui.ui.plan_view import headline
 from tests.support.machines import x86
 from tests.support.planning import QUAD, shown, spec_of

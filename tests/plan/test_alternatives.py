@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from so_tui.model.profile import profile_of
-from so_tui.plan import make_plan
 from so_tui.plan.notes import Change, FitsHere, MemorySaving
 from so_tui.plan.plan import GivenMemory, OptionalMemory
+from so_tui.plan.planner import make_plan
 from so_tui.plan.remedies import less_gpu_memory, less_host_memory, memory_advice
 from so_tui.plan.search import batch_splits, more_gpus, shorter_sequences, smaller_batches
 from so_tui.spec import with_values

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from so_tui.plan import make_plan, recommend
 from so_tui.plan.measured import (
     STEP_PARTS,
     Figures,
@@ -17,6 +16,7 @@ from so_tui.plan.measured import (
     store,
 )
 from so_tui.plan.plan import Plan
+from so_tui.plan.planner import make_plan, recommend
 from so_tui.plan.rates import Calibrated, SpeedSource, digest, published_speed
 from so_tui.plan.show import speed_source_text
 from so_tui.plan.terms import TermKind

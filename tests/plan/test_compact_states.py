@@ -6,8 +6,8 @@ import pytest
 
 from so_tui.machine import Machine
 from so_tui.model.profile import profile_of
-from so_tui.plan import make_plan, recommend
 from so_tui.plan.notes import CompactStatesFit, FasterStates, MoreGpusFit
+from so_tui.plan.planner import make_plan, recommend
 from so_tui.plan.rates import ALIKE, SURE
 from so_tui.plan.terms import TermKind
 from so_tui.spec import with_values

@@ -7,9 +7,9 @@ import pytest
 from so_tui.machine.types import Machine
 from so_tui.model.profile import profile_of
 from so_tui.model.sharding import copied, copy_bytes
-from so_tui.plan import make_plan, recommend
 from so_tui.plan.notes import SavesBehind, StepsEarly
 from so_tui.plan.plan import Plan
+from so_tui.plan.planner import make_plan, recommend
 from so_tui.plan.reasons import DISK_BYTES_PER_S
 from so_tui.plan.terms import TermKind
 from so_tui.spec import with_values

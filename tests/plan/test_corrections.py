@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from so_tui.plan import make_plan
 from so_tui.plan.fit import assess, fetching_of, step_model, target_of
 from so_tui.plan.measured import STEP_PARTS, Figures, Passes, Probe, Rates, model_key, store
 from so_tui.plan.plan import Plan, StepTime
+from so_tui.plan.planner import make_plan
 from so_tui.plan.rates import SpeedSource, digest
 from so_tui.plan.show import speed_source_text
 from so_tui.plan.workload import Workload

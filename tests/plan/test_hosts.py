@@ -7,9 +7,9 @@ from msgspec.structs import replace
 
 from so_tui.machine.known import named_machine
 from so_tui.machine.types import Machine, Network
-from so_tui.plan import make_plan, plan_table, recommend
 from so_tui.plan.notes import AcrossHosts
 from so_tui.plan.plan import Plan
+from so_tui.plan.planner import make_plan, plan_table, recommend
 from so_tui.plan.show import render_table
 from tests.support.planning import CATALOG, QUAD, facts_of, only, shown, spec_of
 

@@ -8,10 +8,10 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.model.profile import attention_bytes, block_input_bytes, offloaded_bytes, profile_of
-from so_tui.plan import make_plan, recommend
 from so_tui.plan.fit import Target, assess, target_of
 from so_tui.plan.gpu_memory import all_terms
 from so_tui.plan.notes import InputsOnHost, MemoryAdvice
+from so_tui.plan.planner import make_plan, recommend
 from so_tui.plan.remedies import memory_advice
 from so_tui.plan.search import with_policy
 from so_tui.plan.terms import MemoryTerm, TermKind

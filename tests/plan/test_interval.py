@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from so_tui.plan import make_plan
 from so_tui.plan.notes import CheckpointInterval
+from so_tui.plan.planner import make_plan
 from so_tui.plan.reasons import GPU_HOURS_BETWEEN_FAILURES, best_interval_s
 from tests.support.planning import BIG, CPU_ONLY, QUAD, facts_of, only, spec_of
 

@@ -13,10 +13,10 @@ from so_tui.model.profile import (
     stored_bytes,
 )
 from so_tui.model.shape import Parameter, StateLayout, architecture, layout_of
-from so_tui.plan import make_plan
 from so_tui.plan.gpu_memory import all_terms, memory_terms, phase_bytes
 from so_tui.plan.host_memory import GradientBlocks, gradient_blocks
 from so_tui.plan.placement import Placement
+from so_tui.plan.planner import make_plan
 from so_tui.plan.terms import MemoryTerm, TermKind
 from so_tui.spec import RunSpec, load_catalog, with_values
 from tests.support.machines import superchips, x86

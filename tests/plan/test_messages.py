@@ -8,7 +8,6 @@ import msgspec
 import pytest
 
 from so_tui.machine.types import Network
-from so_tui.plan import plan_tree, recommend
 from so_tui.plan.notes import (
     AnyFact,
     AutoMode,
@@ -29,8 +28,9 @@ from so_tui.plan.notes import (
     TooFewGpus,
 )
 from so_tui.plan.plan import Plan
+from so_tui.plan.planner import recommend
 from so_tui.plan.rates import Calibrated, SpeedSource
-from so_tui.plan.show import speed_source_text
+from so_tui.plan.show import plan_tree, speed_source_text
 from so_tui.plan.terms import TERM_NAMES, Formula, TermKind
 from so_tui.plan.workload import Workload
 from so_tui.spec import Problem

@@ -11,10 +11,10 @@ import pytest
 from so_tui.cli import main
 from so_tui.machine import load_machine
 from so_tui.machine.known import named_machine
-from so_tui.plan import make_plan
 from so_tui.plan.fit import assess, in_mode, target_of
 from so_tui.plan.notes import AmdGpu, AutoMode, DeepSpeedNvidiaOnly, NeverRun, OneMemory
 from so_tui.plan.plan import Plan
+from so_tui.plan.planner import make_plan
 from so_tui.plan.resources import usable_bytes
 from so_tui.plan.terms import TermKind
 from so_tui.units import GIB

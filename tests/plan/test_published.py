@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.published import _EVIDENCE, NOTABLE, Compared, compared, published
 from so_tui.machine.known import named_machine
-from so_tui.plan import make_plan
 from so_tui.plan.plan import Plan
+from so_tui.plan.planner import make_plan
 from so_tui.plan.resources import example_tflops
 from so_tui.spec import load_catalog, with_values
 from so_tui.validation.validate import with_layers

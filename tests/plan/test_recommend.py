@@ -8,7 +8,6 @@ from msgspec.structs import replace
 
 from so_tui.machine.known import named_machine
 from so_tui.machine.types import Machine
-from so_tui.plan import command_of, make_plan, plan_table, plans_json, recommend
 from so_tui.plan.fit import RATIOS, assess, in_mode, target_of
 from so_tui.plan.notes import (
     AdamCoresChosen,
@@ -28,10 +27,12 @@ from so_tui.plan.notes import (
     TokensReached,
 )
 from so_tui.plan.plan import Plan
+from so_tui.plan.planner import make_plan, plan_table, recommend
 from so_tui.plan.rates import ALIKE, Calibrated, SpeedSource, about_as_fast, clearly_faster
 from so_tui.plan.reasons import choices
 from so_tui.plan.resources import resources_of
 from so_tui.plan.search import best_settings, rate
+from so_tui.plan.show import command_of, plans_json
 from so_tui.plan.workload import Seen, Workload, path_of, remember
 from so_tui.spec import with_values
 from tests.support.machines import x86

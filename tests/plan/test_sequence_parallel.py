@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from so_tui.plan import make_plan, recommend
 from so_tui.plan.fit import assess, target_of
 from so_tui.plan.gpu_memory import all_terms
 from so_tui.plan.notes import FitsHere, SequencesNotShareable, SequencesShared
+from so_tui.plan.planner import make_plan, recommend
 from so_tui.plan.resources import exchanged_bytes, more_sharing
 from so_tui.plan.terms import TermKind
 from so_tui.spec import InputError, RunSpec, problems_in, spec_tree

@@ -7,10 +7,10 @@ from functools import cache
 import pytest
 from msgspec.structs import replace
 
-from so_tui.plan import make_plan
 from so_tui.plan.fit import assess, target_of
 from so_tui.plan.notes import StepsEarly
 from so_tui.plan.plan import Plan, StepTime
+from so_tui.plan.planner import make_plan
 from so_tui.plan.step_time import choose
 from tests.support.machines import x86
 from tests.support.planning import spec_of

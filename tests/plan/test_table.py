@@ -11,16 +11,9 @@ from so_tui import units
 from so_tui.cli import main
 from so_tui.machine.known import named_machine
 from so_tui.machine.types import Machine
-from so_tui.plan import (
-    best_number_of_gpus,
-    make_plan,
-    plan_table,
-    plans_json,
-    rank_counts,
-    recommend,
-    unplannable,
-)
-from so_tui.plan.show import cell, rates_text, render_plan, render_table, workload_text
+from so_tui.plan.planner import best_number_of_gpus, make_plan, plan_table, recommend, unplannable
+from so_tui.plan.resources import rank_counts
+from so_tui.plan.show import cell, plans_json, rates_text, render_plan, render_table, workload_text
 from so_tui.plan.workload import Workload
 from tests.support.machines import x86
 from tests.support.planning import BIG, CATALOG, CPU_ONLY, QUAD, shown, spec_of

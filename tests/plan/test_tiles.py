@@ -7,10 +7,10 @@ import pytest
 
 from so_tui.model.profile import MLP_TILE_TOKENS, tile_bytes
 from so_tui.model.shape import architecture
-from so_tui.plan import make_plan, recommend
 from so_tui.plan.fit import assess, target_of
 from so_tui.plan.gpu_memory import all_terms
 from so_tui.plan.notes import InputsOnHost, MlpTiled
+from so_tui.plan.planner import make_plan, recommend
 from so_tui.plan.terms import TermKind
 from so_tui.spec import InputError, RunSpec
 from so_tui.spec.run_spec import ParameterBlock

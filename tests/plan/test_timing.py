@@ -12,11 +12,11 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.model.profile import profile_of
-from so_tui.plan import make_plan
 from so_tui.plan.fit import assess, target_of
 from so_tui.plan.notes import FasterAttention
 from so_tui.plan.placement import Placement
 from so_tui.plan.plan import Plan
+from so_tui.plan.planner import make_plan
 from so_tui.plan.rates import AttentionRate, Speed, constants, published_speed, rate_at
 from so_tui.plan.step_time import Pass, PassModel, Update, arrivals, weight_wait_s
 from so_tui.plan.workload import Workload

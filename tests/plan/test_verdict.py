@@ -6,7 +6,6 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.machine.types import Machine
-from so_tui.plan import make_plan, plan_table, recommend
 from so_tui.plan.fit import Demand, best, judge, target_of
 from so_tui.plan.notes import (
     AllOnGpu,
@@ -29,6 +28,7 @@ from so_tui.plan.notes import (
     Shortage,
     TooFewGpus,
 )
+from so_tui.plan.planner import make_plan, plan_table, recommend
 from so_tui.plan.resources import Supply
 from so_tui.plan.workload import Workload
 from so_tui.spec import InputError, with_values

@@ -9,10 +9,10 @@ from msgspec.structs import replace
 
 from so_tui.launch.ds_config import ds_config, published_config
 from so_tui.model.sharding import live_parameters, run_ahead_parameters
-from so_tui.plan import make_plan, recommend
 from so_tui.plan.fit import Assessment, Target, assess, target_of
 from so_tui.plan.gpu_memory import all_terms
 from so_tui.plan.notes import AutoMode, MemoryAdvice, WeightsOnHost
+from so_tui.plan.planner import make_plan, recommend
 from so_tui.plan.remedies import memory_advice
 from so_tui.plan.show import settings_of
 from so_tui.plan.terms import TermKind

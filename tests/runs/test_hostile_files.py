@@ -205,7 +205,7 @@ def test_a_state_that_is_no_small_regular_file_is_the_usual_error(
 
 @pytest.mark.parametrize("host", ["../../../etc/x", "/etc/passwd", "a\0b"])
 def test_a_hosts_name_leads_nowhere_out_of_the_run(host: str, run: RunDirectory) -> None:
-    for path in (run.machine_path(1, host), run.log_path(1, host), run.samples_dir(host)):
+    for path in (run.log_path(1, host), run.samples_dir(host)):
         assert run.path in path.parents
         assert ".." not in path.parts
         assert not path.exists()

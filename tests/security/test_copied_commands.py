@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from so_tui.launch.supervisor.ending import Outcome, RunFacts, outcome_text
-from so_tui.plan import command_of, make_plan
+from so_tui.plan.planner import make_plan
+from so_tui.plan.show import command_of
 from so_tui.runs.records import OutcomeCode
 from so_tui.spec import find_preset
 from so_tui.trust.text import so_tui_command

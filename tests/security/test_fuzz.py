@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from so_tui.cli import main
 from so_tui.launch.launch import read_launch
 from so_tui.machine import load_machine, machine_json
-from so_tui.plan import make_plan
+from so_tui.plan.planner import make_plan
 from so_tui.runs import RunDirectory, RunReader, read_spec, read_state, state, state_with_truth
 from so_tui.runs.directory import run_id
 from so_tui.spec import InputError, SoTuiError, find_preset, spec_tree
@@ -166,7 +166,7 @@ def read_all(run: RunDirectory) -> None:
     for action in state.ACTIONS:
         answered(partial(state.details, run, action))
     with bounded(), contextlib.suppress(OSError, ValueError):
-        read_launch(run, 1, next(iter(run.logs(1)), "host"))
+        read_launch(run, 1)
     with bounded():
         reader = RunReader(run)
         while reader.poll().more:

@@ -208,7 +208,15 @@ def test_a_copied_run_whose_processes_are_gone_is_lost_and_starts_nothing(scene:
 
 @pytest.mark.parametrize(
     "part",
-    ["", "state.json", "attempts", "attempts/001", "attempts/001/plan.json", "control", "metrics"],
+    [
+        "",
+        "state.json",
+        "attempts",
+        "attempts/001",
+        "attempts/001/launch.json",
+        "control",
+        "metrics",
+    ],
 )
 @pytest.mark.parametrize("trick", ["another-users", "link", "writable"])
 def test_a_run_with_a_part_that_others_control_is_not_acted_upon(

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.launch import prepare
-from so_tui.launch import start as start_run
+from so_tui.launch.launch import prepare
+from so_tui.launch.lifecycle import start as start_run
 from so_tui.launch.supervisor.host import make_rendezvous, remove_rendezvous, rendezvous_path
 from so_tui.launch.supervisor.host_check import lock_folder
 from so_tui.machine import inspect_machine

@@ -14,7 +14,7 @@ MAKE_A_RUN = """
 import os, sys
 from pathlib import Path
 import msgspec
-from so_tui.launch import prepare
+from so_tui.launch.launch import prepare
 from so_tui.launch.launch import write_launch
 from so_tui.machine import inspect_machine
 from so_tui.runs import MetricsWriter, create_run, new_attempt, write_state

@@ -50,8 +50,8 @@ def test_without_a_file_the_defaults_hold() -> None:
         ("[alerts]\ncommand = 'rm -rf /'", "invalid-setting", "alerts.command"),
         ("[alerts]\ncommand = ['']", "invalid-setting", "alerts.command"),
         ('[alerts]\ncommand = ["a\\u0000b"]', "invalid-setting", "alerts.command"),
-        ("[prometheus]\ntoken = 'short'", "invalid-setting", "prometheus.token"),
-        ("[prometheus]\nport = 80", "invalid-setting", "prometheus.port"),
+        ("[prometheus]\nfolder = 'relative'", "invalid-setting", "prometheus.folder"),
+        ("[prometheus]\nport = 9464", "unknown-setting", "prometheus.port"),
     ],
 )
 def test_a_wrong_key_is_named_and_spoils_no_other(text: str, code: str, field: str) -> None:
@@ -112,15 +112,14 @@ def test_another_users_file_is_not_used(tmp_path: Path) -> None:
     assert codes() == [("settings-not-own", "settings")]
 
 
-def test_a_command_and_a_token_that_others_can_read_are_not_used() -> None:
+def test_a_command_that_others_can_read_is_not_used() -> None:
     written(
-        "[keys]\nstyle = 'vim'\n[alerts]\ncommand = ['x']\n[prometheus]\ntoken = '0123456789abcdef'\n",
+        "[keys]\nstyle = 'vim'\n[alerts]\ncommand = ['x']\n",
         mode=0o644,
     )
     found = load_settings()
     assert found.settings.keys.style == "vim"
     assert found.settings.alerts.command == ()
-    assert found.settings.prometheus.token == ""
     assert codes() == [("settings-readable", "settings")]
 
 
@@ -143,22 +142,15 @@ def test_changes_keep_comments_and_the_rest_and_close_the_file_to_others(tmp_pat
     assert load_settings().settings.runs.sort == "loss"
 
 
-def test_the_command_shows_and_changes_settings_and_never_the_token(
+def test_the_command_shows_and_changes_settings(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["settings", "prometheus.token=new"]) == 0
     assert main(["settings", "alerts.stall_s=120"]) == 0
-    token = load_settings().settings.prometheus.token
-    assert len(token) > 30
     assert main(["settings"]) == 0
     assert main(["settings", "--json"]) == 0
     out = capsys.readouterr().out
-    assert token not in out
     assert "120.0" in out
     assert valid("settings", out[out.index("{\n") :])["settings"]["alerts"]["stall_s"] == 120
-    assert (
-        main(["settings", "prometheus.token=chosen-in-a-shell-1234"]) == 2
-    )  # every user sees the arguments of commands
     assert main(["settings", "screen.glyph"]) == 2
     assert "screen.glyphs" in capsys.readouterr().err
     written("[screen]\nglyphs = 7\n")

@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from so_tui.launch import current_state, machine_of, prepare, start
+from so_tui.launch.launch import prepare
+from so_tui.launch.lifecycle import current_state, start
+from so_tui.launch.places import machine_of
 from so_tui.runs import RunDirectory
 from so_tui.runs.records import FINAL_STATES, RunState
 from tests.support.launching import tiny

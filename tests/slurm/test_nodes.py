@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.launch import machine_of, prepare_resume, resume, stop
-from so_tui.launch.places import seen_machine
+from so_tui.launch.launch import prepare_resume
+from so_tui.launch.lifecycle import resume, stop
+from so_tui.launch.places import machine_of, seen_machine
 from so_tui.launch.slurm.executor import read_submission
 from so_tui.launch.supervisor.node import NodeState
 from so_tui.runs import RunDirectory

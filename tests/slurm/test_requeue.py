@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.launch import stop
+from so_tui.launch.lifecycle import stop
 from so_tui.launch.slurm.executor import read_submission
 from so_tui.runs import RunDirectory
 from so_tui.runs.records import ResumedRecord, RunState, StepRecord

@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from so_tui.launch import current_state, prepare, start, stop
 from so_tui.launch.executors import executor_of_attempt
-from so_tui.launch.launch import JobPhase
+from so_tui.launch.launch import JobPhase, prepare, read_launch
+from so_tui.launch.lifecycle import current_state, start, stop
 from so_tui.launch.places import seen_machine
 from so_tui.launch.slurm import client
 from so_tui.launch.slurm.client import Job, SlurmError, queue
@@ -37,7 +37,7 @@ def test_a_run_trains_on_another_host_and_is_planned_for_it(
     assert current_state(run).state == "queued"
     state = wait_for(run, ended)
     assert (state.state, state.step, state.host) == ("finished", 4, "n1")
-    assert run.machine_path(1, "n1").exists()
+    assert read_launch(run, 1).machine.hostname == "n1"
     seen = seen_machine("simulated", "main")
     assert seen is not None
     assert seen.machine.hostname == "n1"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.launch import current_state
+from so_tui.launch.lifecycle import current_state
 from tests.slurm.cluster import Cluster
 from tests.slurm.submitting import submit, wait_for
 from tests.support.screen import opened

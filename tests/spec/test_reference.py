@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from so_tui.spec import FieldInfo, RunSpec, keys
+from so_tui.spec import FieldInfo, RunSpec, fields
 from so_tui.spec.keys import field_index
 from so_tui.spec.reference import reference
 
@@ -25,8 +25,8 @@ def test_the_page_is_current() -> None:
 
 def test_every_key_of_the_types_is_described() -> None:
     sections = {field.name: field.type for field in msgspec.structs.fields(RunSpec)}
-    assert {info.path.split(".")[0] for info in keys()} == set(sections)
-    assert all(info.description.endswith(".") for info in keys())
+    assert {info.path.split(".")[0] for info in fields()} == set(sections)
+    assert all(info.description.endswith(".") for info in fields())
 
 
 @pytest.mark.parametrize(

@@ -66,12 +66,15 @@ def test_twenty_steps_are_those_of_float32_adamw(
 
 
 def test_norm_is_of_the_gradients_of_all_ranks() -> None:
+    def add_other_ranks(squares: torch.Tensor) -> None:
+        squares.add_(11.0)
+
     group = SubGroup(torch.zeros(2), 0, ("weight",), (0,), on_gpu=True)
     norm = GradientNorm(
         (group,),
         torch.device("cpu"),
         HostTransfers(),
-        all_reduce=lambda squares: squares.add_(11.0),  # what other ranks have
+        all_reduce=add_other_ranks,
         poisons=False,
     )
     norm.add([Gradient(sub_group=0, member=0, values=torch.tensor([1.0, 2.0]))])

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.launch import prepare, start
+from so_tui.launch.launch import prepare
+from so_tui.launch.lifecycle import start
 from so_tui.machine import Machine
 from so_tui.runs import RunDirectory, alive, read_state
 from so_tui.runs.listing import remove_leftovers

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from so_tui.launch import prepare
-from so_tui.launch.launch import write_launch
+from so_tui.launch.launch import prepare, write_launch
 from so_tui.launch.supervisor.ending import request_stop
 from so_tui.machine import inspect_machine
 from so_tui.runs import RunDirectory, create_run, new_attempt, write_state

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import msgspec
 
-from so_tui.launch import command, prepare
-from so_tui.launch.launch import write_launch
+from so_tui.launch import command
+from so_tui.launch.command import Placeholder
+from so_tui.launch.launch import prepare, write_launch
 from so_tui.launch.supervisor.host import init_method, make_rendezvous
 from so_tui.launch.supervisor.host_check import lock_folder
 from so_tui.machine import inspect_machine
@@ -35,9 +36,12 @@ def start(
     attempt = new_attempt(run)
     write_launch(run, attempt, launch)
     here = launch.resolved(
-        run=run.path,
-        attempt=attempt,
-        rendezvous=init_method(make_rendezvous(lock_folder(), run.path, attempt)),
+        {
+            Placeholder.RUN: str(run.path),
+            Placeholder.RUN_ID: "",
+            Placeholder.ATTEMPT: str(attempt),
+            Placeholder.RENDEZVOUS: init_method(make_rendezvous(lock_folder(), run.path, attempt)),
+        }
     )
     env = command.apply(here.environment, os.environ) | dict(extra or {})
     with run.log_path(attempt, "here").open("wb") as log:

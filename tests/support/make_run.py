@@ -11,10 +11,10 @@ from pathlib import Path
 import msgspec
 
 from so_tui.folders import state_home
-from so_tui.machine import machine_json
+from so_tui.launch.launch import write_launch
 from so_tui.machine.types import Gpu, Machine, Mpam, NumaNode, Software
-from so_tui.plan import make_plan
-from so_tui.plan.plan import Plan, RankBinding
+from so_tui.plan.plan import Launch, Plan, RankBinding
+from so_tui.plan.planner import make_plan
 from so_tui.runs import (
     MetricsWriter,
     RunDirectory,
@@ -166,8 +166,8 @@ def write_run(
     attempt = new_attempt(run)
     now = time.time() if now is None else now
     began = now - steps * STEP_S - 42
-    run.plan_path(attempt).write_bytes(msgspec.json.encode(plan))
-    run.machine_path(attempt, machine.hostname).write_bytes(machine_json(machine))
+    launch = Launch(plan=plan, machine=machine, ds_config={}, argv=(), environment=())
+    write_launch(run, attempt, launch)
 
     metrics = MetricsWriter(run, attempt)
     _write_start(metrics, attempt, machine, plan, total, began)

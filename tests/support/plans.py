@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from so_tui.launch.launch import Launch, launch_of
+from so_tui.launch.launch import launch_of
 from so_tui.machine.types import Gpu, Machine, Mpam, NumaNode, Software
-from so_tui.plan.plan import DeepSpeedBinding, MemoryPolicy, Plan, RankBinding
+from so_tui.plan.plan import DeepSpeedBinding, Launch, MemoryPolicy, Plan, RankBinding
 from so_tui.spec import find_preset
 from so_tui.spec.run_spec import DataSpec, Mode, RunSpec, TrainSpec
 

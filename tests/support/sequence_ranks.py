@@ -22,7 +22,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 import superoffload
 from so_tui.launch.ds_config import ds_config
 from so_tui.machine import inspect_machine
-from so_tui.plan import make_plan
+from so_tui.plan.planner import make_plan
 from so_tui.plan.terms import TermKind
 from so_tui.spec.run_spec import ModelSpec, RunSpec
 from so_tui_trainer.data.batches import Batch, Batches

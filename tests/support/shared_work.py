@@ -13,8 +13,8 @@ from textual.css.stylesheet import Stylesheet
 
 from so_tui.folders import state_home
 from so_tui.machine.types import Machine
-from so_tui.plan import plan_table
 from so_tui.plan.plan import PlanRow
+from so_tui.plan.planner import plan_table
 from so_tui.spec.run_spec import Preset
 
 _rules: dict[frozenset[tuple[str, str]], LRUCache[tuple[Any, ...], list[RuleSet]]] = {}
@@ -36,7 +36,7 @@ def share_work(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(Stylesheet, "__init__", begin_sharing)
     patch.setattr(Stylesheet, "set_variables", go_on_sharing)
-    patch.setattr("so_tui.plan.plan_table", _planned)
+    patch.setattr("so_tui.plan.planner.plan_table", _planned)
 
 
 def _share_rules(sheet: Stylesheet, variables: dict[str, str]) -> None:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
-from so_tui.launch.launch import TOKEN_VARIABLE, new_token, record_token
 from so_tui.runs import RunDirectory
 
 
@@ -15,8 +14,6 @@ def supervise_to_end(
     run: RunDirectory, attempt: int = 1, environ: Mapping[str, str] = os.environ
 ) -> int:
     """Start the attempt under a supervisor, wait for its end, and return the supervisor's exit code."""
-    token = new_token()
-    record_token(run, attempt, token)
     command = [
         sys.executable,
         "-m",
@@ -26,6 +23,4 @@ def supervise_to_end(
         "--attempt",
         str(attempt),
     ]
-    return subprocess.run(
-        command, timeout=60, check=False, env={**environ, TOKEN_VARIABLE: token}
-    ).returncode
+    return subprocess.run(command, timeout=60, check=False, env=environ).returncode

@@ -14,9 +14,9 @@ import superoffload
 from benchmarks.architecture_models import of_kind
 from so_tui.launch.ds_config import ds_config
 from so_tui.machine import inspect_machine
-from so_tui.plan import make_plan
 from so_tui.plan.notes import IndexersUntrained
 from so_tui.plan.plan import Plan
+from so_tui.plan.planner import make_plan
 from so_tui_trainer.data.batches import Batches
 from so_tui_trainer.engine_settings import engine_settings
 from so_tui_trainer.model.build import build

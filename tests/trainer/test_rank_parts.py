@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from so_tui.machine import inspect_machine
-from so_tui.plan import make_plan
+from so_tui.plan.planner import make_plan
 from so_tui.runs import MetricsWriter, RunDirectory
 from so_tui.runs.records import (
     EndRecord,

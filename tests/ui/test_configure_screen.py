@@ -10,7 +10,7 @@ import pytest
 from textual import events
 from textual.widgets import Button, Input, Static
 
-from so_tui.launch import Launch
+from so_tui.plan.plan import Launch
 from so_tui.ui.configure.form import FieldRow
 from so_tui.ui.configure.screen import ConfigureScreen
 from tests.support.screen import Driver, opened

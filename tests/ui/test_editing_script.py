@@ -10,10 +10,11 @@ import pytest
 from textual.drivers.headless_driver import HeadlessDriver
 
 from so_tui.folders import state_home
-from so_tui.launch import Launch, prepare
+from so_tui.launch.launch import prepare
 from so_tui.launch.slurm import client
 from so_tui.launch.slurm.client import SlurmError
 from so_tui.machine import inspect_machine
+from so_tui.plan.plan import Launch
 from so_tui.runs import RunDirectory
 from so_tui.ui.dialogs import JobQuestion, Notice
 from so_tui.ui.preset_actions import ask_to_launch

@@ -12,7 +12,7 @@ from textual.widgets import DataTable, Input, Static
 
 from so_tui.machine import Machine, inspect_machine, machine_json
 from so_tui.machine.known import MACHINES
-from so_tui.plan import plan_table
+from so_tui.plan.planner import plan_table
 from so_tui.runs import RunDirectory, create_run
 from so_tui.spec import Catalog, RunSpec, load_catalog
 from so_tui.ui import messages
@@ -193,7 +193,7 @@ async def test_no_key_is_offered_before_it_can_do_anything(
         planned.wait(LIMIT_S)
         return plan_table(*given)
 
-    monkeypatch.setattr("so_tui.plan.plan_table", slowly)
+    monkeypatch.setattr("so_tui.plan.planner.plan_table", slowly)
     async with opened(runs_dir, machine=CPU_ONLY, start=never) as ui:
         await ui.until(lambda: "no GPU" in ui.shown("#about-machine"))
         for key in ("enter Configure", "l Launch", "d Data"):

@@ -11,8 +11,9 @@ import pytest
 from msgspec.structs import replace
 from textual.widgets import Button, DataTable, Static
 
-from so_tui.launch import Launch, prepare
 from so_tui.launch.checks import Check
+from so_tui.launch.launch import prepare
+from so_tui.plan.plan import Launch
 from so_tui.runs import RunDirectory, read_state, write_state
 from so_tui.runs.state import pending
 from so_tui.spec import Refusal, Refused, RunSpec, find_preset
@@ -77,9 +78,9 @@ async def test_a_run_is_launched_stopped_and_resumed_from_the_screen(
         write_state(run, replace(read_state(run), state="training", attempt=2))
 
     monkeypatch.setattr(
-        "so_tui.launch.prepare_resume", lambda run, *_, **__: f"attempt 2 of {run.name}"
+        "so_tui.launch.launch.prepare_resume", lambda run, *_, **__: f"attempt 2 of {run.name}"
     )
-    monkeypatch.setattr("so_tui.launch.resume", resume)
+    monkeypatch.setattr("so_tui.launch.lifecycle.resume", resume)
     start = Starter(runs_dir)
     async with opened(runs_dir, start=start) as ui:
         await ui.presets()
@@ -299,8 +300,8 @@ async def test_a_command_shows_the_checks_at_once_and_then_the_run(
         ready.wait(LIMIT_S)
         return launch, ()
 
-    monkeypatch.setattr("so_tui.launch.preflight", check)
-    monkeypatch.setattr("so_tui.launch.start", Starter(runs_dir))
+    monkeypatch.setattr("so_tui.launch.checks.preflight", check)
+    monkeypatch.setattr("so_tui.launch.lifecycle.start", Starter(runs_dir))
     app = SoTuiApp(runs_dir=runs_dir, launch=tiny_launch)
     assert app.checking is not None, "the first paint shows it"
     async with app.run_test(size=(80, 24)) as pilot:

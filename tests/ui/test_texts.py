@@ -19,7 +19,7 @@ from textual.scrollbar import ScrollBarRender
 
 from so_tui.machine.doctor import Finding
 from so_tui.machine.known import named_machine
-from so_tui.plan import make_plan
+from so_tui.plan.planner import make_plan
 from so_tui.runs import RunDirectory
 from so_tui.spec import field_index, find_preset, with_values
 from so_tui.ui import plan_view

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from so_tui.launch.probe import Measured, predicted_for, probe_spec
 from so_tui.machine.types import Gpu, Machine, Mpam, NumaNode
-from so_tui.plan import make_plan
 from so_tui.plan.measured import store
+from so_tui.plan.planner import make_plan
 from so_tui.trust.decoding import read_json
 from so_tui.validation import report as reports
 from so_tui.validation import show

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from so_tui.launch.ds_config import ds_config
 from so_tui.launch.launch import launch_of
 from so_tui.machine.known import named_machine
-from so_tui.plan import make_plan
+from so_tui.plan.planner import make_plan
 from so_tui.spec import find_preset
 from so_tui.validation.validate import (
     CpuAdam,

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from so_tui.plan.plan import Plan
+from so_tui.plan.plan import Launch, Plan
 from so_tui.runs import MetricsWriter, RunDirectory
 from so_tui.runs.records import PhaseRecord, RankBindingReport
 from so_tui.trust.decoding import read_json
@@ -35,16 +35,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
     binding.die_with_parent()
     run = RunDirectory(Path(given.run).resolve())
-    plan = read_json(run.plan_path(given.attempt, given.node), Plan)
-    report = _bind(plan)
-    _prepare_environment(plan)
+    launch = read_json(run.launch_path(given.attempt, given.node), Launch)
+    report = _bind(launch.plan)
+    _prepare_environment(launch.plan)
     writer = MetricsWriter(run, given.attempt) if report.rank == 0 else None
     if writer is not None:
         _record_imports(writer, given.attempt)
 
     from so_tui_trainer.session import train  # imports them
 
-    code = train(run, given.attempt, plan, report, writer, start_over=given.start_over)
+    code = train(run, given.attempt, launch, report, writer)
     leave(code)
     return code
 
@@ -96,16 +96,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--run", required=True, help="folder of the run")
     parser.add_argument(
-        "--attempt", required=True, type=int, help="number of the attempt whose plan is used"
+        "--attempt", required=True, type=int, help="number of the attempt whose launch is used"
     )
     parser.add_argument(
         "--node",
         type=int,
         default=0,
-        help="number of the node, of a run on several, whose plan is used",
-    )
-    parser.add_argument(
-        "--start-over", action="store_true", help="train from step 0, whatever the run saved before"
+        help="number of the node, of a run on several, whose launch is used",
     )
     parser.add_argument(
         "--local_rank",

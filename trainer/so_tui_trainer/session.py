@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import random
 import signal
@@ -24,7 +23,7 @@ import torch.distributed as dist
 
 import superoffload.api
 from so_tui.model.flops import peak_flops
-from so_tui.plan.plan import Plan
+from so_tui.plan.plan import Launch
 from so_tui.runs import MetricsWriter, RunDirectory
 from so_tui.runs import state as run_control
 from so_tui.runs.directory import checkpoints_folder
@@ -229,26 +228,23 @@ LoadStage = Literal["ranks", "data", "weights", "optimizer", "checkpoint"]
 def train(
     run: RunDirectory,
     attempt: int,
-    plan: Plan,
+    launch: Launch,
     report: RankBindingReport,
     writer: MetricsWriter | None,
-    *,
-    start_over: bool = False,
 ) -> int:
     """Load, train, save, and write the end record.
 
     Args:
         run: The run.
         attempt: The attempt.
-        plan: The attempt's plan.
+        launch: The attempt's plan, and how it was started.
         report: This rank's binding.
         writer: Writes the run's records; None on other ranks than the first.
-        start_over: Train from step 0, whatever the run saved before.
 
     Returns:
         0 if the run did what was requested. After a failure the process exits with 1.
     """
-    session = Session(run, attempt, plan, report, writer, start_over=start_over)
+    session = Session(run, attempt, launch, report, writer)
     session.install_signal_handlers()
     try:
         session.finish(session.train())
@@ -271,14 +267,12 @@ class Session:
         self,
         run: RunDirectory,
         attempt: int,
-        plan: Plan,
+        launch: Launch,
         report: RankBindingReport,
         writer: MetricsWriter | None,
-        *,
-        start_over: bool,
     ) -> None:
-        self.run, self.attempt, self.plan, self.report = run, attempt, plan, report
-        self.start_over = start_over
+        self.run, self.attempt, self.launch, self.report = run, attempt, launch, report
+        self.plan = plan = launch.plan
         self.spec: RunSpec = plan.spec
         self.rank = report.rank
         self.recorder = Recorder(writer, attempt, trackers_of(run, plan.spec) if writer else ())
@@ -302,7 +296,9 @@ class Session:
         if self.spec.nodes > 1:
             network_rate.record(ranks, self.run, self.attempt, self.spec.nodes)
         newest = (
-            checkpoint.newest_to_resume(self.run, self.spec, self._warn, start_over=self.start_over)
+            checkpoint.newest_to_resume(
+                self.run, self.spec, self._warn, start_over=self.launch.start_over
+            )
             if ranks.first
             else None
         )
@@ -422,7 +418,7 @@ class Session:
     ) -> Loop:
         loading = f"loading {self.spec.label}"
         self._load_stage("weights", loading)
-        ds_config = json.loads(self.run.ds_config_path(self.attempt).read_text())
+        ds_config = self.launch.ds_config
         model = build(
             self.spec,
             ranks.device,

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import logging
 import os
 import re
 import subprocess
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
-from functools import cache
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from so_tui.folders import cache_home
-from so_tui.machine.types import version_numbers
 from so_tui.spec import InputError, Problem, RunSpec, SoTuiError
 from so_tui.spec.check import write_atomic
 from so_tui.spec.errors import nearest
@@ -52,52 +48,6 @@ class Job(Struct, frozen=True, kw_only=True):
 def word(text: str) -> str:
     """Return a word of Slurm's; empty if it stands for nothing."""
     return "" if text in _NOTHING else text
-
-
-# What ``squeue --json`` prints, as far as a queue needs it. In the form of Slurm 24.11 (data
-# parser v0.0.42).
-
-
-FIRST_VERSION = (24, 11)
-"""The oldest version whose JSON was seen to hold only the jobs that were asked for. That of 22.05 has those of all users.
-
-``sinfo --json`` is not used: it does not mark the default partition, and names the features of one node of several.
-"""
-
-
-class _Number(Struct, frozen=True):
-    set: bool = False
-    number: float = 0
-
-
-class _Job(Struct, frozen=True):
-    job_id: Annotated[int, Meta(ge=0)]
-    job_state: Annotated[tuple[str, ...], Meta(min_length=1)]
-    state_reason: str = ""
-    start_time: _Number = _Number()
-    nodes: str = ""
-    current_working_directory: str = ""
-
-
-class _Queue(Struct, frozen=True):
-    jobs: tuple[_Job, ...]
-
-
-def parse_queue_json(printed: str) -> tuple[Job, ...]:
-    """Return the jobs that ``squeue --json`` printed. Raises msgspec.DecodeError."""
-    return tuple(map(_job, decode_json(printed.encode(), _Queue).jobs))
-
-
-def _job(found: _Job) -> Job:
-    return Job(
-        id=str(found.job_id),
-        # The state, and then what modifies it, such as CONFIGURING or COMPLETING: as text, squeue prints only that.
-        state="COMPLETING" if "COMPLETING" in found.job_state else found.job_state[-1],
-        reason=word(found.state_reason),
-        start=found.start_time.number or None,
-        nodes=word(found.nodes),
-        folder=found.current_working_directory,
-    )
 
 
 _LOG = logging.getLogger(__name__)
@@ -147,26 +97,7 @@ def submit(script: str, folder: str, environment: Mapping[str, str]) -> str:
 def own_jobs() -> tuple[Job, ...]:
     """Return this user's jobs that wait, run, or have ended a moment ago. Raises SlurmError."""
     asked = ("squeue", f"--user={os.geteuid()}", "--states=all")
-    if version() >= FIRST_VERSION:
-        try:
-            return parse_queue_json(_call((*asked, "--json")))
-        except RefusedError as error:
-            if not any(
-                "json" in line.lower() for line in error.lines
-            ):  # otherwise the site has left that plugin out
-                raise
-        except msgspec.DecodeError as error:
-            _LOG.warning("squeue --json is of another form: %s", error)
     return parse_queue(_call((*asked, "--noheader", f"--format={_QUEUE}")))
-
-
-@cache
-def version() -> tuple[int, ...]:
-    """Return the version of Slurm's commands on this host; empty if they do not say it."""
-    try:
-        return version_numbers(_call(("squeue", "--version")).strip().rpartition(" ")[2])
-    except SlurmError:
-        return ()
 
 
 def accounted(job_id: str) -> Job | None:
@@ -381,11 +312,7 @@ def _together(parts: Iterable[Partition]) -> Partition:
 # Slurm is asked once in an interval.
 #
 # A scheduler serves thousands of users, and sites limit how often it may be asked. Whoever finds
-# the file older than the interval, and gets its lock, asks; everybody else reads what is there.
-
-
-_WAIT_S = 2.0
-"""How long a caller waits for an answer that it has asked for. Later it finds the answer in the file."""
+# the file older than the interval dates it now, and asks; everybody else reads what is there.
 
 
 class Queue(Struct, frozen=True, kw_only=True):
@@ -406,24 +333,8 @@ class Queue(Struct, frozen=True, kw_only=True):
 def queue(cluster: str, interval_s: float) -> Queue | None:
     """Return the newest answer of this cluster, after asking again if it is older than ``interval_s``. None if there was none yet."""
     path = _path(cluster)
-    if not _is_fresh(_found(path), interval_s):
-        asking = threading.Thread(target=_ask, args=(path, interval_s), name="squeue", daemon=True)
-        asking.start()
-        asking.join(_WAIT_S)
-    return _found(path)
-
-
-_asking = threading.Lock()
-_answers: dict[Path, Queue] = {}
-"""What this process was answered: where no file can be written, Slurm must not be asked more often."""
-
-
-def _ask(path: Path, interval_s: float) -> None:
-    with _alone(path) as alone:
-        before = _found(path)
-        if not alone or _is_fresh(before, interval_s):
-            return
-        asked = time.time()
+    if _is_due(path, interval_s):
+        before, asked = _found(path), time.time()
         try:
             answer = Queue(asked=asked, jobs=own_jobs())
         except SlurmError as error:
@@ -431,43 +342,33 @@ def _ask(path: Path, interval_s: float) -> None:
         _answers[path] = answer
         with contextlib.suppress(OSError):
             write_atomic(path, msgspec.json.encode(answer))
+    return _found(path)
 
 
-def _is_fresh(answer: Queue | None, interval_s: float) -> bool:
-    return (
-        answer is not None and abs(time.time() - answer.asked) < interval_s
-    )  # another host's clock may be ahead
+_answers: dict[Path, Queue] = {}
+"""What this process was answered: where no file can be written, Slurm must not be asked more often."""
+
+
+def _is_due(path: Path, interval_s: float) -> bool:
+    """Return whether to ask now. The file gets its date before the answer, so that nobody else asks meanwhile."""
+    try:
+        private_folder(path.parent)
+        try:
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        except FileExistsError:
+            if abs(time.time() - path.stat().st_mtime) < interval_s:  # the clock may be behind
+                return False
+            os.utime(path)
+    except OSError:
+        known = _answers.get(path)
+        return known is None or abs(time.time() - known.asked) >= interval_s
+    return True
 
 
 def _found(path: Path) -> Queue | None:
     """Return the newest answer that this process or another one got."""
     answers = [answer for answer in (_answers.get(path), _read(path)) if answer is not None]
     return min(answers, key=lambda answer: abs(time.time() - answer.asked), default=None)
-
-
-@contextlib.contextmanager
-def _alone(path: Path) -> Iterator[bool]:
-    """Yield whether no other thread asks now, and no other process either, where files can be locked."""
-    if not _asking.acquire(blocking=False):
-        yield False
-        return
-    try:
-        with contextlib.ExitStack() as stack:
-            try:
-                private_folder(path.parent)
-                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-                lock = stack.enter_context(
-                    os.fdopen(os.open(path.with_suffix(".lock"), flags, 0o600), "r+b")
-                )
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                yield False
-                return
-            except OSError:  # no locks here, or nothing can be written
-                pass
-            yield True
-    finally:
-        _asking.release()
 
 
 def _read(path: Path) -> Queue | None:

@@ -1,7 +1,6 @@
 """Supervisors as jobs of Slurm.
 
-An attempt's folder holds ``job.sh``, the batch script, and ``submission.json``, which says what became of it. The starter's token reaches
-the job in its environment, which Slurm shows to nobody else.
+An attempt's folder holds ``job.sh``, the batch script, and ``submission.json``, which says what became of it.
 """
 
 from __future__ import annotations
@@ -17,14 +16,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from so_tui.launch.launch import (
-    TOKEN_VARIABLE,
-    JobPhase,
-    JobStatus,
-    Launch,
-    read_launch,
-    record_token,
-)
+from so_tui.launch.launch import JobPhase, JobStatus, read_launch
 from so_tui.launch.slurm import client
 from so_tui.launch.slurm.client import Job, SlurmError, explained, queue
 from so_tui.launch.slurm.script import (
@@ -39,7 +31,7 @@ from so_tui.launch.slurm.script import (
     warning_lead_s,
 )
 from so_tui.launch.supervisor.ending import queued_state
-from so_tui.plan.plan import Plan
+from so_tui.plan.plan import Launch, Plan
 from so_tui.runs.directory import RunDirectory, write_run_file
 from so_tui.runs.lock import run_lock
 from so_tui.runs.metrics import MetricsReader
@@ -225,8 +217,6 @@ class Submission(Struct, frozen=True, kw_only=True):
     site: str
     poll_s: Annotated[float, Meta(ge=1)]
     submitted: float
-    planned_for: str
-    """Name of the machine in whose file the plan was made; the job plans again for its node."""
     works_in: Annotated[int, Meta(ge=0)] = 0
     """The attempt in whose folder the job works, if it is an earlier one: Slurm has started the job again."""
 
@@ -237,8 +227,6 @@ class Restarted(Struct, frozen=True, kw_only=True):
     job_id: str
     works_in: int
     """The attempt that it was submitted for."""
-    token: str
-    """The starter's token that it was given then."""
 
 
 class SlurmExecutor:
@@ -255,11 +243,9 @@ class SlurmExecutor:
         """
         self._edit, self._restarted = edit, restarted
 
-    def start(self, run: RunDirectory, attempt: int, token: str) -> None:
+    def start(self, run: RunDirectory, attempt: int) -> None:
         """Submit the attempt's supervisor; see ``Executor.start``. The run's state is ``queued`` before Slurm can start the job."""
-        machine = next(path.name for path in run.attempt_dir(attempt).glob("machine.*.json"))
-        planned_for = machine.removeprefix("machine.").removesuffix(".json")
-        launch = read_launch(run, attempt, planned_for)
+        launch = read_launch(run, attempt)
         plan = launch.plan
         name, site = site_of(plan.spec)
         cluster = client.cluster_name()  # without it, nobody could tell later whose job it is
@@ -270,7 +256,6 @@ class SlurmExecutor:
             site=name,
             poll_s=site.poll_s,
             submitted=time.time(),
-            planned_for=planned_for,
             works_in=self._restarted.works_in if self._restarted else 0,
         )
         before, queued = _enter_queue(
@@ -278,10 +263,9 @@ class SlurmExecutor:
         )
         try:
             if self._restarted is None:
-                job_id = _submitted(run, attempt, token, plan.spec)
+                job_id = _submitted(run, attempt, plan.spec)
             else:
                 job_id = self._restarted.job_id
-                record_token(run, attempt, self._restarted.token)
         except BaseException:
             if (
                 read_state(run) == queued
@@ -412,12 +396,11 @@ def write_submission(run: RunDirectory, attempt: int, submission: Submission) ->
     write_run_file(run, run.submission_path(attempt), msgspec.json.encode(submission))
 
 
-def _submitted(run: RunDirectory, attempt: int, token: str, spec: RunSpec) -> str:
+def _submitted(run: RunDirectory, attempt: int, spec: RunSpec) -> str:
     """Submit an attempt's script and return the job's id. Raises InputError with the codes of ``refusals``, or SlurmError."""
-    environment = {**os.environ, TOKEN_VARIABLE: token}
     try:
         return client.submit(
-            str(run.job_script_path(attempt)), str(run.attempt_dir(attempt)), environment
+            str(run.job_script_path(attempt)), str(run.attempt_dir(attempt)), os.environ
         )
     except SlurmError as error:
         raise explained(error, spec) from error

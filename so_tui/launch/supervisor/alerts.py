@@ -10,19 +10,15 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from so_tui.folders import settings_file
 from so_tui.launch.command import MARKER, AlertCommand, log_line
+from so_tui.launch.supervisor.prometheus import Figures, Textfile
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.records import Alert, MetricRecord, RunState, Sample, StepRecord
 from so_tui.settings import ALERTS, AlertName, AlertSettings, Loaded, Settings, load_settings
 from so_tui.trust.text import brief_line
 from so_tui.units import disk_size, duration, thousands
-
-if TYPE_CHECKING:
-    from so_tui.launch.supervisor.prometheus import Endpoint
-
 
 # Sentences of alerts: fixed words, numbers, and names in which nothing acts on a terminal. Reasons
 # and messages of runs are not quoted.
@@ -214,8 +210,7 @@ class Announcer:
         self._watch = AlertWatch(attempt, time.monotonic(), told_step)
         self._command = AlertCommand()
         self._disks_due = 0.0
-        self._endpoint: Endpoint | None = None
-        self._opened = False
+        self._textfile = Textfile(run.name, host)
 
     @property
     def command_pid(self) -> int | None:
@@ -236,19 +231,9 @@ class Announcer:
         return found
 
     def publish(self, state: RunState, step: StepRecord | None, sample: Sample) -> None:
-        """Hand figures to Prometheus, if the settings of the attempt's first second want that."""
-        if not self._opened:
-            self._opened = True
-            if (wanted := self._settings.current().prometheus).enabled:
-                from so_tui.launch.supervisor.prometheus import (
-                    open_endpoint,  # a server's modules are not small, and few want one
-                )
-
-                self._endpoint = open_endpoint(wanted)
-        if self._endpoint is not None:
-            from so_tui.launch.supervisor.prometheus import Figures
-
-            self._endpoint.publish(Figures(self._run.name, self._host, state, step, sample))
+        """Write figures for Prometheus, if the settings name a folder."""
+        folder = self._settings.current().prometheus.folder
+        self._textfile.publish(folder, Figures(self._run.name, self._host, state, step, sample))
 
     def end(self, state: RunState) -> tuple[Alert, ...]:
         """Return the alert of a final state; ``tell`` follows, once the state is recorded, and ``finish`` waits for its command."""
@@ -271,9 +256,8 @@ class Announcer:
             self._command.request(settings.command, about, text, settings.command_timeout_s)
 
     def finish(self) -> None:
-        """Stop answering, and wait for the commands of the last alerts: a job ends with its supervisor."""
-        if self._endpoint is not None:
-            self._endpoint.close()
+        """Remove the figures, and wait for the commands of the last alerts: a job ends with its supervisor."""
+        self._textfile.remove()
         self._command.finish()
 
 

@@ -24,7 +24,7 @@ from so_tui.launch import DEFAULT_GRACE_S, EXIT_GRACE_S, KILL_AFTER_S
 from so_tui.launch.supervisor import host_check
 from so_tui.launch.supervisor.host_check import HostDiffersError
 from so_tui.machine.software import INSTALL_TRAINING
-from so_tui.plan.plan import GivenMemory
+from so_tui.plan.plan import GivenMemory, Launch
 from so_tui.plan.remedies import less_gpu_memory, less_host_memory
 from so_tui.runs import state as control
 from so_tui.runs.directory import RunDirectory, write_run_file
@@ -491,10 +491,7 @@ def first_state(
     host: HostIdentity,
     supervisor: Process | None,
     before: RunState,
-    *,
-    forced: bool,
-    start_over: bool = False,
-    checks_s: float | None = None,
+    launch: Launch,
 ) -> RunState:
     """Return the state of an attempt that is about to start. ``before`` is the state that the previous attempt left."""
     now = time.time()
@@ -509,14 +506,14 @@ def first_state(
         step=before.step,
         loss=before.loss,
         total_steps=before.total_steps,
-        saved_step=None if start_over else before.saved_step,
-        saved_at=None if start_over else before.saved_at,
+        saved_step=None if launch.start_over else before.saved_step,
+        saved_at=None if launch.start_over else before.saved_at,
         started=before.started or now,
         attempt_started=now,
         earlier_s=_took_s(before),
         heartbeat=before.heartbeat + 1,
-        forced=forced,
-        checks_s=checks_s,
+        forced=launch.forced,
+        checks_s=launch.checks_s,
         supervisor=supervisor,
         alerts=before.alerts,
     )

@@ -22,7 +22,7 @@ from msgspec import Struct
 
 from so_tui.launch import command
 from so_tui.launch.command import Placeholder
-from so_tui.launch.launch import Launch, indented
+from so_tui.launch.launch import indented
 from so_tui.launch.supervisor import host_check
 from so_tui.launch.supervisor.ending import Evidence, Shutdown
 from so_tui.launch.supervisor.host_check import refuse_different_host, software_differences
@@ -38,7 +38,7 @@ from so_tui.launch.supervisor.slowness import NetworkWatch
 from so_tui.machine import inspect_machine
 from so_tui.machine.software import make_code_folders
 from so_tui.machine.types import Gpu
-from so_tui.plan.plan import Plan, RankBinding
+from so_tui.plan.plan import Launch, Plan, RankBinding
 from so_tui.runs.directory import RunDirectory, write_run_file
 from so_tui.runs.listing import remove_leftovers
 from so_tui.runs.liveness import this_host
@@ -46,7 +46,7 @@ from so_tui.runs.reader import LogReader, trim_log
 from so_tui.runs.records import Process, Sample
 from so_tui.runs.samples import SampleWriter
 from so_tui.runs.state import FULL
-from so_tui.spec import Refused, SoTuiError
+from so_tui.spec import Refused
 from so_tui.trust.files import NotOwnError, distrust_of_folder, private_folder
 from so_tui.trust.text import recordable
 
@@ -115,7 +115,7 @@ def hostfile(nodes: Nodes, plan: Plan) -> str:
     )
 
 
-def node_values(nodes: Nodes, plan: Plan, hostfile: str) -> dict[Placeholder, str]:
+def node_values(nodes: Nodes, plan: Plan, hostfile: str) -> dict[str, str]:
     """Return the values of the placeholders that only a run on several nodes has.
 
     Args:
@@ -197,10 +197,6 @@ def _prefix(run: Path) -> str:
 # runner as a child process.
 
 
-class NoCommandError(SoTuiError):
-    """The attempt was written by an older version, which left no command to start."""
-
-
 class Job:
     """One attempt's processes on this host. Starts what ``launch.json`` holds and writes ``command.json``."""
 
@@ -233,13 +229,8 @@ class Job:
         Raises:
             LockTakenError: Another run uses a GPU.
             HostDiffersError: This is not the host that was planned for.
-            NoCommandError: There is no ``launch.json``.
             OSError: The process or a file could not be made.
         """
-        if not self.launch.argv:
-            raise NoCommandError(
-                "the attempt has no launch.json, because an older version of so-tui wrote it"
-            )
         folder = host_check.lock_folder()
         holder = host_check.Holder(run=str(self._run.path), pid=os.getpid())
         self._locks = host_check.take_gpus(folder, self._gpus(), holder)
@@ -286,11 +277,13 @@ class Job:
                 node_values(self._nodes, self.launch.plan, str(listed)),
             )
         return self.launch.resolved(
-            run=self._run.path,
-            attempt=self._attempt,
-            rendezvous=meeting,
-            run_id=known_id(self._run),
-            others=others,
+            {
+                **others,
+                Placeholder.RUN: str(self._run.path),
+                Placeholder.RUN_ID: known_id(self._run),
+                Placeholder.ATTEMPT: str(self._attempt),
+                Placeholder.RENDEZVOUS: meeting,
+            }
         )
 
     def take_over(self) -> None:

@@ -13,10 +13,9 @@ from pathlib import Path
 from msgspec import Struct, json
 
 from so_tui.folders import host_folder, state_home
-from so_tui.launch.launch import Launch
 from so_tui.machine.host import cpu_ranges
 from so_tui.machine.types import Gpu, Machine, NumaNode
-from so_tui.plan.plan import RankBinding
+from so_tui.plan.plan import Launch, RankBinding
 from so_tui.spec import Refusal, Refused
 from so_tui.trust.files import NotOwnError, private_folder
 from so_tui.units import memory_size

@@ -14,10 +14,10 @@ from collections.abc import Callable
 import msgspec
 from msgspec import Struct
 
-from so_tui.launch.launch import Launch
 from so_tui.launch.supervisor import host_check
 from so_tui.launch.supervisor.ending import Outcome, conclude, not_started, request_stop
 from so_tui.launch.supervisor.host import HostSupervisor, Nodes
+from so_tui.plan.plan import Launch
 from so_tui.runs.directory import RunDirectory, write_run_file
 from so_tui.runs.liveness import STALE_S, identify
 from so_tui.runs.records import FINAL_STATES, OutcomeCode, Process, Sample

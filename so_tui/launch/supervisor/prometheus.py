@@ -1,34 +1,18 @@
-"""Figures of a live run in the text format of Prometheus, for this host and whoever has the token. Off unless the user's settings say so.
-
-It listens on 127.0.0.1 alone. Everybody on the host can reach that, so each request must carry the token. It answers in threads of its own,
-a few at a time and each for seconds at most, and reads nothing but the last figures that the supervisor handed over.
-"""
+"""Figures of a live run as a file for node_exporter's textfile collector. Off unless the user's settings name its folder."""
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import math
-import socket
-import threading
+import os
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from socketserver import ThreadingMixIn
-from typing import Any
+from pathlib import Path
 
 from msgspec import Struct
 
 from so_tui.launch.command import log_line
 from so_tui.runs.records import RunState, Sample, StepRecord
-from so_tui.settings import PrometheusSettings
 from so_tui.trust.text import printable_line
-
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-PORTS = 16
-"""Ports that are tried, from the first one on: several runs may share a host."""
-_LONGEST_REQUEST_S = 5.0
-_MOST_REQUESTS = 8
-_BEARER = "Bearer "
 
 
 class Figures(Struct, frozen=True):
@@ -111,121 +95,39 @@ def _number(value: float) -> str:
     return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
 
 
-class Endpoint:
-    """Answers ``GET /metrics`` with the figures that were published last."""
+class Textfile:
+    """The file of one run on one host, which is replaced with each sample and removed at the end."""
 
-    def __init__(self, server: _Server) -> None:
-        self._server = server
-        self.port: int = server.server_address[1]
-        threading.Thread(
-            target=server.serve_forever,
-            kwargs={"poll_interval": 1.0},
-            name="prometheus",
-            daemon=True,
-        ).start()
+    def __init__(self, run: str, host: str) -> None:
+        self._name = f"so-tui-{run}-{host}.prom"
+        self._path: Path | None = None
+        self._error = ""
 
-    def publish(self, figures: Figures) -> None:
-        """Answer with these figures from now on."""
-        self._server.figures = figures
-
-    def close(self) -> None:
-        """Stop listening."""
-        self._server.shutdown()
-        self._server.server_close()
-
-
-def open_endpoint(settings: PrometheusSettings) -> Endpoint | None:
-    """Listen where the settings say, and log that, or why not. Return None if that is nowhere."""
-    if not settings.token:
-        log_line(
-            "no figures for Prometheus: prometheus.token is not set, and everybody on this host could ask"
-        )
-        return None
-    for port in range(settings.port, min(settings.port + PORTS, 1 << 16)):
-        with contextlib.suppress(OSError):
-            endpoint = Endpoint(_Server(port, settings.token))
-            log_line(f"figures for Prometheus at http://127.0.0.1:{port}/metrics")
-            return endpoint
-    log_line(
-        f"no figures for Prometheus: ports {settings.port} to {settings.port + PORTS - 1} are taken"
-    )
-    return None
-
-
-class _Server(ThreadingMixIn, HTTPServer):
-    daemon_threads = True
-    block_on_close = False
-    allow_reuse_address = True
-
-    def __init__(self, port: int, token: str) -> None:
-        self.figures: Figures | None = None
-        self._token = token.encode()
-        self._free = threading.BoundedSemaphore(_MOST_REQUESTS)
-        super().__init__(("127.0.0.1", port), _Handler)
-
-    def server_bind(self) -> None:
-        socket_server_bind = super(HTTPServer, self).server_bind
-        socket_server_bind()  # HTTPServer's own also asks the resolver for the name of this host, which may take long
-        self.server_name, self.server_port = "localhost", int(self.server_address[1])
-
-    def allows(self, authorization: str) -> bool:
-        """Return whether a request may be answered, in a time that says nothing about the token."""
-        given = authorization.removeprefix(_BEARER) if authorization.startswith(_BEARER) else ""
-        return hmac.compare_digest(given.encode(errors="replace"), self._token)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        over = threading.Timer(
-            _LONGEST_REQUEST_S, _cut, (request,)
-        )  # a timeout of each read would let one byte at a time hold a thread
-        over.daemon = True
-        over.start()
+    def publish(self, folder: str, figures: Figures) -> None:
+        """Replace the file in a folder, atomically; in none if ``folder`` is empty. A failure is logged once."""
+        path = Path(folder) / self._name if folder else None
+        if path != self._path:
+            self.remove()
+        if path is None:
+            return
+        temporary = path.with_name(f".{path.name}.tmp")  # the collector reads *.prom
         try:
-            super().process_request_thread(request, client_address)
-        finally:
-            over.cancel()
-            self._free.release()
+            temporary.unlink(missing_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            with os.fdopen(os.open(temporary, flags, 0o644), "w", encoding="utf-8") as file:
+                # The umask of a private run would hide it from the collector, which runs as another user.
+                os.fchmod(file.fileno(), 0o644)
+                file.write(exposition(figures))
+            temporary.replace(path)
+            self._path, self._error = path, ""
+        except OSError as error:
+            if str(error) != self._error:
+                log_line(f"no figures for Prometheus: {error}")
+            self._error = str(error)
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing: a connection that breaks off is no event of the run."""
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: _Server
-    server_version = "so-tui"
-    sys_version = ""
-    timeout = _LONGEST_REQUEST_S
-
-    def do_GET(self) -> None:
-        if not self.server.allows(self.headers.get("Authorization", "")):
-            self._answer(401, "a bearer token is needed\n", ("WWW-Authenticate", "Bearer"))
-        elif self.path.partition("?")[0] != "/metrics":
-            self._answer(404, "only /metrics is here\n")
-        else:
-            figures = self.server.figures
-            self._answer(
-                200,
-                exposition(figures) if figures is not None else "",
-                ("Content-Type", CONTENT_TYPE),
-            )
-
-    def _answer(self, code: int, text: str, *headers: tuple[str, str]) -> None:
-        body = text.encode(errors="replace")
-        self.send_response(code)
-        for name, value in (*headers, ("Content-Length", str(len(body)))):
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *arguments: Any) -> None:
-        """Log no requests: others on the host could fill the disk."""
-
-
-def _cut(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
+    def remove(self) -> None:
+        """Remove the file: the collector would show its figures for ever."""
+        if self._path is not None:
+            with contextlib.suppress(OSError):
+                self._path.unlink(missing_ok=True)
+            self._path = None

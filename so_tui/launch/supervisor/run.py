@@ -10,14 +10,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
 
 import msgspec
 
-from so_tui.launch.launch import may_start, read_launch
+from so_tui.launch.launch import read_launch
 from so_tui.launch.supervisor import ending, host_check
 from so_tui.launch.supervisor.alerts import Announcer, remembered
 from so_tui.launch.supervisor.ending import (
@@ -47,14 +46,12 @@ from so_tui.runs.state import read_state, write_state, write_state_even_if_full
 from so_tui.spec import InputError, Problem, SoTuiError
 from so_tui.trust.files import Distrust, distrust_of_file, umask_of
 
-# Whether a supervisor may act for an attempt: start it with the starter's token, or attach to its
-# living processes.
+# Whether a supervisor may act for an attempt: start it once, or attach to its living processes.
 #
 # Problem codes: no-such-attempt, unreadable-attempt: The attempt was never made, or its files are
-# damaged. not-started-by-hand: There is no token, and the attempt has never been started. wrong-
-# starter-token: The token was made for another attempt. attempt-already-started: The attempt has a
-# state, or a later one was started first. not-this-host: The attempt runs on another host. no-
-# living-process: Every process of the attempt has ended, so there is nothing to supervise.
+# damaged. attempt-already-started: The attempt has a state, or a later one was started first. not-
+# this-host: The attempt runs on another host. no-living-process: Every process of the attempt has
+# ended, so there is nothing to supervise.
 
 
 def refuse_unknown_attempt(run: RunDirectory, attempt: int) -> None:
@@ -63,7 +60,7 @@ def refuse_unknown_attempt(run: RunDirectory, attempt: int) -> None:
     Raises:
         InputError, Refused: With the codes of this module and of ``so_tui.runs.directory``.
     """
-    if attempt < 1 or distrust_of_file(run.plan_path(attempt)) is Distrust.MISSING:
+    if attempt < 1 or distrust_of_file(run.launch_path(attempt)) is Distrust.MISSING:
         raise _refused(
             "no-such-attempt",
             attempt,
@@ -73,29 +70,17 @@ def refuse_unknown_attempt(run: RunDirectory, attempt: int) -> None:
     refuse_unless_own(run, attempt)
 
 
-def refuse_start(run: RunDirectory, attempt: int, state: RunState, token: str) -> None:
-    """Refuse to start an attempt without its own token, or a second time.
+def refuse_start(run: RunDirectory, attempt: int, state: RunState) -> None:
+    """Refuse to start an attempt a second time.
 
     Raises:
         InputError: With the codes of this module.
     """
-    refuse_wrong_token(run, attempt, token)
     if state.attempt >= attempt:
         raise _refused(
             "attempt-already-started",
             attempt,
             f"attempt {state.attempt} of the run was started already",
-            _BY_COMMAND,
-        )
-
-
-def refuse_wrong_token(run: RunDirectory, attempt: int, token: str) -> None:
-    """Refuse to start an attempt without its own token. Raises InputError with a code of this module."""
-    if not may_start(run, attempt, token):
-        raise _refused(
-            "wrong-starter-token",
-            attempt,
-            "the starter's token was made for another attempt",
             _BY_COMMAND,
         )
 
@@ -106,13 +91,6 @@ def refuse_attaching(run: RunDirectory, attempt: int, state: RunState) -> None:
     Raises:
         InputError: With the codes of this module.
     """
-    if state.attempt != attempt:
-        raise _refused(
-            "not-started-by-hand",
-            attempt,
-            "the attempt is not running, and only its starter can start it",
-            _BY_COMMAND,
-        )
     if not sees_processes_of(this_host(), host_of(state)):
         raise _refused(
             "not-this-host",
@@ -145,7 +123,7 @@ class Supervisor(HostSupervisor):
     def __init__(
         self, run: RunDirectory, attempt: int, found: RunState, lock: RunLock, nodes: Nodes = ALONE
     ) -> None:
-        launch = read_launch(run, attempt, this_host().name)
+        launch = read_launch(run, attempt)
         super().__init__(
             run, attempt, launch, msgspec.structs.replace(nodes, count=launch.spec.nodes)
         )
@@ -385,9 +363,7 @@ class Supervisor(HostSupervisor):
             self._here,
             supervisor,
             found,
-            forced=self._job.launch.forced,
-            start_over=self._job.launch.start_over,
-            checks_s=self._job.launch.checks_s,
+            self._job.launch,
         )
 
     def _write_state(self) -> None:
@@ -410,7 +386,6 @@ class Supervisor(HostSupervisor):
 def supervise(
     run: RunDirectory,
     attempt: int,
-    token: str | None = None,
     nodes: Nodes = ALONE,
     ended: Callable[[], None] = lambda: None,
 ) -> int:
@@ -422,7 +397,6 @@ def supervise(
     Args:
         run: A run of this user.
         attempt: The number of the attempt.
-        token: The starter's token. Without one nothing is started: the supervisor only attaches to living processes of the attempt.
         nodes: The nodes of the run, of which this is the first.
         ended: Called once the run is free, before those commands are waited for.
 
@@ -432,7 +406,7 @@ def supervise(
     """
     refuse_unknown_attempt(run, attempt)
     os.umask(umask_of(run.path))
-    assume_dead = token is not None and read_launch(run, attempt, socket.gethostname()).assume_dead
+    assume_dead = read_state(run).attempt < attempt and read_launch(run, attempt).assume_dead
     with contextlib.ExitStack() as last:
         with run_lock(run, assume_dead=assume_dead) as lock:
             if lock is None:
@@ -440,10 +414,10 @@ def supervise(
             state = read_state(run)
             if state.attempt == attempt and state.state in FINAL_STATES:
                 return state.exit_code or 0
-            if token is None:
+            if state.attempt == attempt:
                 refuse_attaching(run, attempt, state)
             else:
-                refuse_start(run, attempt, state, token)
+                refuse_start(run, attempt, state)
                 state = _concluded(run, state, assume_dead=assume_dead)
             supervisor = Supervisor(run, attempt, state, lock, nodes)
             last.callback(supervisor.finish)  # also where the lock cannot be given back

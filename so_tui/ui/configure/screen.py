@@ -475,7 +475,8 @@ class ConfigureScreen(ResizablePage):
         """Plan in a thread: post the plan, or what is wrong with the values, and then what other values would do, if still wanted."""
         machine = self.app.machine
         assert machine is not None
-        from so_tui.launch import machine_of, preview
+        from so_tui.launch.launch import preview
+        from so_tui.launch.places import machine_of
 
         try:
             spec = with_values(base, edits)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from so_tui.machine import load_machine
+from so_tui.machine.inspect import checked_machine
 from so_tui.machine.types import Machine
 from so_tui.plan.plan import Plan
 from so_tui.runs import HeartbeatWatch, LogLine, RunDirectory, RunReader, Update, deleted, read_spec
@@ -38,7 +38,7 @@ class RunFollower:
     """Follows one run for one thread at a time."""
 
     def __init__(self, run: RunDirectory) -> None:
-        from so_tui.launch import current_state
+        from so_tui.launch.lifecycle import current_state
 
         self.run = run
         self._watch = HeartbeatWatch()
@@ -171,8 +171,8 @@ class RunFollower:
         """Read plan and machine of the newest attempt, once each."""
         import msgspec
 
+        from so_tui.launch.launch import read_launch
         from so_tui.launch.lifecycle import newest_attempt
-        from so_tui.trust.decoding import read_json
 
         if state is None or (state.attempt == self._attempt and self._plan is not None):
             return
@@ -182,11 +182,12 @@ class RunFollower:
             if (
                 state.state == "queued"
             ):  # the plan of what waits; its job makes another one for its node
-                self._plan = read_json(self.run.plan_path(newest_attempt(self.run, state)), Plan)
+                self._plan = read_launch(self.run, newest_attempt(self.run, state), own=False).plan
                 self._attempt = -1
                 return
-            self._plan = read_json(self.run.plan_path(state.attempt), Plan)
-            self._machine = load_machine(self.run.machine_path(state.attempt, state.host))
+            launch = read_launch(self.run, state.attempt, own=False)
+            self._plan = launch.plan
+            self._machine = checked_machine(launch.machine, self.run.launch_path(state.attempt))
         except (OSError, InputError, msgspec.DecodeError):
             return  # not written yet, or by another version: the dashboard leaves out what only they contain
 

@@ -415,7 +415,8 @@ class PresetsScreen(Page):
     @work(thread=True, exclusive=True, group="plan", name="plan all presets", exit_on_error=False)
     def plan_all(self) -> None:
         """Plan every preset for every GPU count."""
-        from so_tui.plan import plan_table, rank_counts
+        from so_tui.plan.planner import plan_table
+        from so_tui.plan.resources import rank_counts
         from so_tui.spec import SoTuiError
 
         catalog, machine = self.app.catalog, self.app.machine
@@ -541,7 +542,7 @@ class PresetsScreen(Page):
         if not plan.fits:
             self.app.post_message(Failed(f"{row.title} does not fit here", plan.reason_texts))
             return
-        from so_tui.launch import launch_of
+        from so_tui.launch.launch import launch_of
         from so_tui.spec import Refused
 
         assert self.app.machine is not None

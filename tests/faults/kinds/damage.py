@@ -211,7 +211,7 @@ def _run_files() -> tuple[Kind, ...]:
             f"{name}.json of the last attempt is {how}",
             harmed(of_run(f"attempts/*/{name}.json"), harm),
         )
-        for name in ("plan", "launch", "command")
+        for name in ("launch", "command")
         for how, harm in (("torn", tear), ("missing", remove))
     )
     return (*state, *spec, *metrics, *index, *attempt)

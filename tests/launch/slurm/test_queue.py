@@ -10,9 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from so_tui.launch import stop
-from so_tui.launch.launch import JobPhase, JobStatus, new_token, record_token
-from so_tui.launch.lifecycle import current_state, queue_text
+from so_tui.launch.launch import JobPhase, JobStatus
+from so_tui.launch.lifecycle import current_state, queue_text, stop
 from so_tui.launch.slurm import client
 from so_tui.launch.slurm.client import Job, SlurmError
 from so_tui.launch.slurm.executor import (
@@ -35,7 +34,6 @@ SUBMITTED = Submission(
     site="generic",
     poll_s=30,
     submitted=0.0,
-    planned_for="login",
 )
 
 
@@ -274,10 +272,8 @@ def test_a_queued_run_whose_scheduler_is_gone_ends_by_the_users_word(
     assert [problem.code for problem in caught.value.problems] == ["run-may-be-live"]
     assert read_state(run).state == "queued"
     assert stop(run, assume_dead=True).state == "stopped"
-    token = new_token()
-    record_token(run, 1, token)
     with pytest.raises(InputError) as caught:
-        refuse_start(run, 1, read_state(run), token)
+        refuse_start(run, 1, read_state(run))
     assert [problem.code for problem in caught.value.problems] == ["attempt-already-started"]
     delete_run(run)
     assert not run.path.exists()

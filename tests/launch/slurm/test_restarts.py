@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from so_tui.launch import in_job, prepare, start, stop
+from so_tui.launch import in_job
 from so_tui.launch.in_job import attempt_of_restart, put_back, restarts, told_attempt
-from so_tui.launch.launch import new_token, record_token
-from so_tui.launch.lifecycle import current_state
+from so_tui.launch.launch import prepare
+from so_tui.launch.lifecycle import current_state, start, stop
 from so_tui.launch.slurm import client
 from so_tui.launch.slurm.client import Job, SlurmError
 from so_tui.launch.slurm.executor import read_submission, write_submission
@@ -57,12 +57,6 @@ def answer(monkeypatch: pytest.MonkeyPatch, run: RunDirectory, state: str) -> No
     )
 
 
-def token_of(run: RunDirectory, attempt: int = 1) -> str:
-    token = new_token()
-    record_token(run, attempt, token)
-    return token
-
-
 def told_soon(run: RunDirectory, count: int) -> Future[int]:
     """Wait in a thread for what another node is told."""
     pool = ThreadPoolExecutor(1)
@@ -95,24 +89,15 @@ def test_jobs_start_again_only_where_the_profile_allows_it(
     assert f"#SBATCH {option}\n" in script
 
 
-def test_the_job_makes_the_next_attempt_with_its_own_token(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_job_makes_the_next_attempt(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     os.utime(run.state_path, (1.0, 1.0))
-    token = token_of(run)
-    assert attempt_of_restart(run, 1, token, MACHINE, 1) == 2
+    assert attempt_of_restart(run, 1, MACHINE, 1) == 2
     state = read_state(run)
     assert state.state == "queued"
-    refuse_start(run, 2, state, token)
-    with pytest.raises(InputError):
-        refuse_start(run, 2, state, new_token())
+    refuse_start(run, 2, state)
     submission = read_submission(run, 2)
     assert submission is not None
-    assert (submission.job_id, submission.works_in, submission.planned_for) == (
-        "7",
-        1,
-        MACHINE.hostname,
-    )
+    assert (submission.job_id, submission.works_in) == ("7", 1)
     answer(monkeypatch, run, "PENDING")
     assert (
         "7" in current_state(run).detail
@@ -124,7 +109,7 @@ def test_the_other_nodes_are_told_which_attempt_their_job_makes(run: RunDirector
     for count in (1, 2):
         waiting = told_soon(run, count)
         os.utime(run.state_path, (1.0, 1.0))
-        made.append(attempt_of_restart(run, 1, token_of(run), MACHINE, count))
+        made.append(attempt_of_restart(run, 1, MACHINE, count))
         assert waiting.result(10) == made[-1]
         write_state(
             run,
@@ -139,7 +124,7 @@ def test_the_other_nodes_are_told_that_their_job_does_not_continue(run: RunDirec
     write_state(run, replace(read_state(run), state="finished", code=OutcomeCode.FINISHED))
     waiting = told_soon(run, 1)
     with pytest.raises(InputError):
-        attempt_of_restart(run, 1, token_of(run), MACHINE, 1)
+        attempt_of_restart(run, 1, MACHINE, 1)
     with pytest.raises(InputError) as caught:
         waiting.result(10)
     assert [problem.code for problem in caught.value.problems] == ["not-continued"]
@@ -154,7 +139,7 @@ def test_a_first_node_that_says_nothing_is_not_waited_for_without_end(run: RunDi
 
 def test_an_attempt_that_was_never_begun_is_begun(run: RunDirectory) -> None:
     write_state(run, replace(read_state(run), state="queued", attempt=0, host=""))
-    assert attempt_of_restart(run, 1, token_of(run), MACHINE, 1) == 1
+    assert attempt_of_restart(run, 1, MACHINE, 1) == 1
     assert run.attempts() == (1,)
 
 
@@ -171,7 +156,7 @@ def test_a_run_that_ended_by_itself_does_not_continue(code: str, run: RunDirecto
     state = "finished" if code == OutcomeCode.FINISHED else "failed"
     write_state(run, replace(read_state(run), state=state, code=code))
     with pytest.raises(InputError) as caught:
-        attempt_of_restart(run, 1, token_of(run), MACHINE, 1)
+        attempt_of_restart(run, 1, MACHINE, 1)
     assert [problem.code for problem in caught.value.problems] == ["not-continued"]
     assert run.attempts() == (1,)
 
@@ -197,10 +182,10 @@ def test_a_run_that_a_person_stopped_does_not_continue(
         request_stop(run, warned=True)
     write_state(run, replace(read_state(run), state="stopped", code=OutcomeCode.STOPPED))
     if continues:
-        assert attempt_of_restart(run, 1, token_of(run), MACHINE, 1) == 2
+        assert attempt_of_restart(run, 1, MACHINE, 1) == 2
         return
     with pytest.raises(InputError):
-        attempt_of_restart(run, 1, token_of(run), MACHINE, 1)
+        attempt_of_restart(run, 1, MACHINE, 1)
 
 
 def test_a_job_that_waits_again_is_shown_and_can_be_cancelled(
@@ -228,7 +213,7 @@ def test_a_job_whose_run_a_person_took_out_of_the_queue_does_not_continue_it(
     )
     assert stop(run, assume_dead=True).state == "stopped"
     with pytest.raises(InputError) as caught:
-        attempt_of_restart(run, 1, token_of(run), MACHINE, 1)
+        attempt_of_restart(run, 1, MACHINE, 1)
     assert [problem.code for problem in caught.value.problems] == ["not-continued"]
     assert run.attempts() == (1,)
 
@@ -282,6 +267,6 @@ def test_a_run_that_no_other_job_continues_may_be_deleted_while_its_job_ends(
     )
     mask = os.umask(0o022)
     try:
-        assert in_job.supervise_in_job(once, 1, token_of(once)) == 7
+        assert in_job.supervise_in_job(once, 1) == 7
     finally:
         os.umask(mask)

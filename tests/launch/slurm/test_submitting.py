@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from so_tui.launch import prepare, prepare_resume, resume, start
-from so_tui.launch.lifecycle import newest_attempt
+from so_tui.launch.launch import prepare, prepare_resume
+from so_tui.launch.lifecycle import newest_attempt, resume, start
 from so_tui.launch.slurm import client
 from so_tui.launch.slurm.client import SlurmError
 from so_tui.launch.slurm.executor import SlurmExecutor
@@ -72,7 +72,7 @@ def test_of_two_resumes_at_once_one_submits_a_job(
     attempt = newest_attempt(stopped, state)
     assert submitted == [str(stopped.attempt_dir(attempt))]
     assert stopped.attempts() == (1, attempt)
-    plan = msgspec.json.decode(stopped.plan_path(attempt).read_bytes())
+    plan = msgspec.json.decode(stopped.launch_path(attempt).read_bytes())["plan"]
     assert plan["spec"]["train"]["steps"] == read_spec(stopped).train.steps
 
 
