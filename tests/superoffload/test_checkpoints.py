@@ -43,7 +43,8 @@ def spec(keep: int = 2) -> RunSpec:
 
 
 def save(made: Any, folder: Path, step: int, ranks: Ranks, run: RunSpec) -> Path:
-    return Path(checkpoint.save(made, support.manifest(step, run), folder, ranks, attempt=1).path)
+    manifest = support.manifest(step, run)
+    return Path(checkpoint.Saving(made, manifest, folder, ranks, attempt=1).wait().path)
 
 
 def train_until_saved(made: Any, saving: checkpoint.Saving) -> CheckpointRecord:

@@ -158,9 +158,13 @@ def train(folder: Path, steps: int) -> None:
             (loss,) = support.train(made, support.batches(1, seed=1000 * step + ranks.rank))
             if ranks.first:
                 log.write(f"loss {step} {loss.hex()}\n")
-            seconds = checkpoint.save(
-                made, support.manifest(step, run, RANKS), folder, ranks, attempt=1
-            ).seconds
+            seconds = (
+                checkpoint.Saving(
+                    made, support.manifest(step, run, RANKS), folder, ranks, attempt=1
+                )
+                .wait()
+                .seconds
+            )
             if ranks.first:
                 log.write(f"saved {step} {seconds}\n")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from superoffload.meter import LayerWait, Meter
-from superoffload.transfers import HostTransfers
+from superoffload.transfers import Transfers
 
 
 @pytest.mark.parametrize(
@@ -21,13 +21,13 @@ from superoffload.transfers import HostTransfers
 def test_a_layer_waits_for_the_optimizer_from_having_nothing_to_do_until_its_weights_are_there(
     updated: tuple[float, ...], seconds: float
 ) -> None:
-    assert LayerWait(begin=1.0, end=3.0, updated=updated).seconds(HostTransfers()) == pytest.approx(
+    assert LayerWait(begin=1.0, end=3.0, updated=updated).seconds(Transfers()) == pytest.approx(
         seconds
     )
 
 
 def test_waits_in_forward_are_part_of_what_is_exposed() -> None:
-    meter = Meter(HostTransfers())
+    meter = Meter(Transfers())
     meter.current.layer_waits += [LayerWait(0.0, 1.0, (0.75,)), LayerWait(2.0, 3.0, (5.0,))]
     meter.current.step_waits.append((3.0, 3.5))
     meter.end_step()

@@ -8,7 +8,7 @@ import torch
 from superoffload.errors import NonFiniteGradientError
 from superoffload.gpu_states import Gradient, SubGroup
 from superoffload.norm import GradientNorm
-from superoffload.transfers import HostTransfers
+from superoffload.transfers import Transfers
 
 
 def norm_of_two(*others: float) -> GradientNorm:
@@ -20,7 +20,7 @@ def norm_of_two(*others: float) -> GradientNorm:
     def all_reduce(squares: torch.Tensor) -> None:
         squares += torch.tensor(others, dtype=squares.dtype)
 
-    return GradientNorm(groups, torch.device("cpu"), HostTransfers(), all_reduce, poisons=False)
+    return GradientNorm(groups, torch.device("cpu"), Transfers(), all_reduce, poisons=False)
 
 
 def test_norm_is_that_of_all_ranks() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from superoffload.commands import GradientSource
-from superoffload.steps import NormSource, StepTime, SubGroupAction, step_policy
+from superoffload.commands import GradientSource, Operation
+from superoffload.steps import NormSource, StepTime, step_policy
 
 EARLY, SPECULATIVE, HELD_BACK = (
     StepTime.GRADIENT_COMPLETE,
@@ -46,20 +46,20 @@ def test_when_a_sub_group_is_stepped_and_who_takes_the_norm(
 @pytest.mark.parametrize(
     ("accumulation", "clipping", "speculates", "before", "at_boundary"),
     [
-        (1, 0.0, False, SubGroupAction.HOLD, SubGroupAction.STEP),
-        (1, 1.0, False, SubGroupAction.HOLD, SubGroupAction.HOLD),
-        (1, 1.0, True, SubGroupAction.HOLD, SubGroupAction.SPECULATE),
-        (3, 0.0, False, SubGroupAction.ACCUMULATE, SubGroupAction.STEP),
-        (3, 1.0, False, SubGroupAction.ACCUMULATE, SubGroupAction.ACCUMULATE),
-        (3, 1.0, True, SubGroupAction.ACCUMULATE, SubGroupAction.SPECULATE),
+        (1, 0.0, False, None, Operation.STEP),
+        (1, 1.0, False, None, None),
+        (1, 1.0, True, None, Operation.SPECULATE),
+        (3, 0.0, False, Operation.ACCUMULATE, Operation.STEP),
+        (3, 1.0, False, Operation.ACCUMULATE, Operation.ACCUMULATE),
+        (3, 1.0, True, Operation.ACCUMULATE, Operation.SPECULATE),
     ],
 )
 def test_what_happens_to_a_complete_sub_group(
     accumulation: int,
     clipping: float,
     speculates: bool,
-    before: SubGroupAction,
-    at_boundary: SubGroupAction,
+    before: Operation | None,
+    at_boundary: Operation | None,
 ) -> None:
     policy = step_policy(accumulation, clipping, speculates=speculates)
     assert policy.on_complete(boundary=False) is before

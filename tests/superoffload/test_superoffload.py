@@ -23,7 +23,7 @@ from superoffload.deepspeed_adapter.engine import sub_group_states
 from superoffload.gpu_states import Gradient, SubGroup
 from superoffload.norm import GradientNorm
 from superoffload.optimizer import SuperOffload
-from superoffload.transfers import HostTransfers
+from superoffload.transfers import Transfers
 from tests.support import engine as support
 from tests.support.reference_adamw import Reference, core_of
 
@@ -73,7 +73,7 @@ def test_norm_is_of_the_gradients_of_all_ranks() -> None:
     norm = GradientNorm(
         (group,),
         torch.device("cpu"),
-        HostTransfers(),
+        Transfers(),
         all_reduce=add_other_ranks,
         poisons=False,
     )
@@ -112,14 +112,14 @@ def test_what_the_host_waits_for_in_another_stream_is_measured_in_the_one_that_c
 ) -> None:
     """DeepSpeed all-gathers in a stream of its own, which has nothing else to do and tells nothing of the computation."""
     streams: list[object] = []
-    mark = HostTransfers.mark
+    mark = Transfers.mark
 
-    def recording(self: HostTransfers, stream: object = None) -> float:
+    def recording(self: Transfers, stream: object = None) -> float:
         streams.append(stream)
         return float(mark(self))
 
-    monkeypatch.setattr(HostTransfers, "stream", lambda self: "computing")
-    monkeypatch.setattr(HostTransfers, "mark", recording)
+    monkeypatch.setattr(Transfers, "stream", lambda self: "computing")
+    monkeypatch.setattr(Transfers, "mark", recording)
     with support.engine(support.spec("superoffload", 1.0, clipping=1.0)) as made:
         one, other = support.batches(2)
         train_late(made, one)

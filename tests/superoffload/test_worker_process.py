@@ -23,7 +23,7 @@ from superoffload import worker
 from superoffload.commands import Command, GradientSource, Operation, bytes_moved
 from superoffload.memory_layout import Moments
 from superoffload.shared_states import STATES_MEMORY_NAME
-from superoffload.transfers import HostTransfers, Transfer
+from superoffload.transfers import Transfer, Transfers
 from tests.support import engine as support
 from tests.support.shared_memory import files_in_shared_memory, named_after
 from tests.support.waiting import LIMIT_S
@@ -80,14 +80,14 @@ def test_weights_are_copied_by_threads_that_were_attached_to_their_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     attached, copying = {threading.get_ident()}, set[int]()
-    copy = HostTransfers.weights_to_gpu
+    copy = Transfers.weights_to_gpu
 
-    def recording(self: HostTransfers, *tensors: torch.Tensor) -> Transfer:
+    def recording(self: Transfers, *tensors: torch.Tensor) -> Transfer:
         copying.add(threading.get_ident())
         return copy(self, *tensors)
 
-    monkeypatch.setattr(HostTransfers, "attach", lambda self: attached.add(threading.get_ident()))
-    monkeypatch.setattr(HostTransfers, "weights_to_gpu", recording)
+    monkeypatch.setattr(Transfers, "attach", lambda self: attached.add(threading.get_ident()))
+    monkeypatch.setattr(Transfers, "weights_to_gpu", recording)
     with support.engine(support.spec("superoffload", 1.0)) as made:
         support.train(made, support.batches(2))
         superoffload.synchronize(made)

@@ -64,7 +64,6 @@ __all__ = [
     "newest",
     "optimizer_folder",
     "read_manifest",
-    "save",
     "set_all_aside",
     "set_aside",
 ]
@@ -147,7 +146,10 @@ class Saving:
         self._partial = partial = ranks.broadcast(made, Path)
         rest: superoffload.Save | None = None
         with all_ranks(ranks, _NOT_WRITTEN, cleanup=partial):
-            _save_random_state(_random_file(partial, ranks.rank))
+            with _random_file(partial, ranks.rank).open("wb") as file:
+                file.write(msgspec.msgpack.encode(_random_state()))
+                file.flush()
+                os.fsync(file.fileno())
             rest = superoffload.begin_save(engine, optimizer_folder(partial), copying=background)
         assert rest is not None
         self._written = _in_thread(rest.finish)
@@ -199,9 +201,15 @@ class Saving:
                 written = self._written.result()
             self._bytes = int(sum(row[0] for row in ranks.all_gather_row([float(written)])))
             self._written_s = time.monotonic() - self._began
-            self._completed = _in_thread(
-                lambda: (self._complete() if ranks.first else None, time.monotonic())
-            )
+
+            def complete() -> tuple[Path | None, float]:
+                final = None
+                if ranks.first:
+                    self._check()
+                    final = checkpoint_folder.complete(partial, self._manifest)
+                return final, time.monotonic()
+
+            self._completed = _in_thread(complete)
             return None
         final, ended = None, 0.0
         with all_ranks(ranks, "the checkpoint could not be finished", cleanup=partial):
@@ -217,17 +225,6 @@ class Saving:
             written_s=self._written_s,
             due_step=self._due_step,
         )
-
-    def _complete(self) -> Path:
-        self._check()
-        return checkpoint_folder.complete(self._partial, self._manifest)
-
-
-def save(
-    engine: Any, manifest: Manifest, folder: Path, ranks: Ranks, attempt: int
-) -> CheckpointRecord:
-    """Write a checkpoint while training waits. Arguments and errors are those of ``Saving``."""
-    return Saving(engine, manifest, folder, ranks, attempt).wait()
 
 
 def _in_thread(work: Callable[[], Result]) -> Future[Result]:
@@ -351,13 +348,6 @@ def _random_state() -> _RandomState:
     )
 
 
-def _save_random_state(path: Path) -> None:
-    with path.open("wb") as file:
-        file.write(msgspec.msgpack.encode(_random_state()))
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def _restore_random_state(state: _RandomState) -> None:
     random.setstate(state.python)
     kind, words, position, has_gauss, gauss = state.numpy
@@ -380,13 +370,13 @@ def _tensor_of(state: bytes) -> torch.Tensor:
 # bit for bit.
 
 
-class Warned(NamedTuple):
+class _Warned(NamedTuple):
     code: str
     message: str
     suggestion: str
 
 
-def rounding_warnings(saved: Manifest, now: RunSpec, rounded: Rounded) -> Iterator[Warned]:
+def rounding_warnings(saved: Manifest, now: RunSpec, rounded: Rounded) -> Iterator[_Warned]:
     """Yield what to warn of.
 
     Args:
@@ -397,13 +387,13 @@ def rounding_warnings(saved: Manifest, now: RunSpec, rounded: Rounded) -> Iterat
     before, after = states_format(saved.spec), states_format(now)
     if rounded.restarted:
         message = "DeepSpeed's own SuperOffload keeps Adam's moments out of reach: the weights are those of the checkpoint, the moments are zero"
-        yield Warned(
+        yield _Warned(
             "moments-restarted", message, 'Train with offload.engine = "so-tui", which saves them.'
         )
         return
     if before != after:
         message = f"the checkpoint's moments are {before} and this run's are {after}: what the new format cannot hold is rounded"
-        yield Warned(
+        yield _Warned(
             "states-format-changed",
             message,
             f'Resume with offload.states = "{before}" to continue bit for bit.',
@@ -412,10 +402,10 @@ def rounding_warnings(saved: Manifest, now: RunSpec, rounded: Rounded) -> Iterat
     if rounded.numel:
         message = f"the moments of {thousands(rounded.numel)} parameters were fp32 on the GPUs and are rounded to {after} in host memory"
         suggestion = f"Resume on {saved.ranks} GPUs with the same offload.ratio and offload.sub_group_size to continue bit for bit."
-        yield Warned("moments-rounded", message, suggestion)
+        yield _Warned("moments-rounded", message, suggestion)
     if rounded.blocks:
         message = f"{thousands(rounded.blocks)} blocks of 128 8-bit moments had been cut by other shards and are rounded once more"
-        yield Warned(
+        yield _Warned(
             "blocks-rounded-again",
             message,
             f"Resume on {saved.ranks} GPUs to continue bit for bit.",

@@ -79,7 +79,7 @@ def make_room(folder: Path, needed_bytes: int, field: str) -> None:
         )
 
 
-def retire(checkpoint: Path) -> None:
+def _retire(checkpoint: Path) -> None:
     """Remove a checkpoint that is no longer needed. What cannot be removed now is said in the log; the next checkpoint tries again."""
     half_removed = checkpoint.with_name(checkpoint.name + PARTIAL)
     try:
@@ -144,7 +144,7 @@ _SAYS_WHAT_IS_THERE = frozenset(
 )
 
 
-def read_with_retries(read: Callable[[Path], T], path: Path) -> T:
+def _read_with_retries(read: Callable[[Path], T], path: Path) -> T:
     """Return what a function reads, called again after pauses while the file system fails.
 
     Args:
@@ -292,9 +292,9 @@ def newest(folder: Path, run: str = "") -> Found | None:
             read (``checkpoint-read-failed``). Starting anew, or from an older one, would lose training.
     """
     damaged: list[Damage] = []
-    for path in reversed(read_with_retries(listed_checkpoints, folder)):
+    for path in reversed(_read_with_retries(listed_checkpoints, folder)):
         try:
-            manifest = read_with_retries(verify, path)
+            manifest = _read_with_retries(verify, path)
         except (OSError, msgspec.DecodeError, RecursionError, superoffload.OffloadError) as error:
             if not path.is_dir():  # Not damaged: a running attempt has replaced it by a newer one.
                 return newest(folder, run)
@@ -456,14 +456,11 @@ def complete(partial: Path, manifest: Manifest) -> Path:
     partial.rename(final)
     _sync(final.parent)
     verify(final)
-    for old in _own(final.parent, manifest.run)[: -manifest.spec.checkpoint.keep]:
-        retire(old)
+    # What is not this run's own does not push any of its checkpoints out.
+    own = [path for path in checkpoint_folders(final.parent) if _says(path, manifest.run)]
+    for old in own[: -manifest.spec.checkpoint.keep]:
+        _retire(old)
     return final
-
-
-def _own(folder: Path, run: str) -> list[Path]:
-    """Return the checkpoints that this run wrote under these names, by step. What else is there does not push any of them out."""
-    return [path for path in checkpoint_folders(folder) if _says(path, run)]
 
 
 def _says(path: Path, run: str) -> bool:

@@ -81,11 +81,10 @@ def _within_memory(spec: RunSpec, planned: int, taken: int) -> int:
         0,
         min(
             planned,
-            int((1 - HOST_MARGIN) * available / spec.ranks_per_host - each * _cpu_numel(spec))
+            int(
+                (1 - HOST_MARGIN) * available / spec.ranks_per_host
+                - each * profile_of(spec.model).layout(spec.ranks, spec.offload).cpu_numel
+            )
             - taken,
         ),
     )
-
-
-def _cpu_numel(spec: RunSpec) -> int:
-    return profile_of(spec.model).layout(spec.ranks, spec.offload).cpu_numel

@@ -29,14 +29,14 @@ from so_tui_trainer.failures import NonFiniteError
 from so_tui_trainer.ranks import Ranks
 
 
-class HeldOutSplit(NamedTuple):
+class _HeldOutSplit(NamedTuple):
     """Indices of documents, ascending and disjoint."""
 
     training: npt.NDArray[np.int64]
     held_out: npt.NDArray[np.int64]
 
 
-def divide(documents: Documents, spec: RunSpec) -> HeldOutSplit:
+def divide(documents: Documents, spec: RunSpec) -> _HeldOutSplit:
     """Split the documents into those to train on and those to hold out. It depends only on the seed, so all ranks and attempts agree.
 
     All documents of a row are held out together.
@@ -49,7 +49,7 @@ def divide(documents: Documents, spec: RunSpec) -> HeldOutSplit:
     count = held_out_rows(spec, rows)
     out = np.zeros(rows, dtype=np.bool_)
     out[np.random.default_rng((spec.train.seed, rows)).permutation(rows)[:count]] = True
-    return HeldOutSplit(np.flatnonzero(~out[row_of]), np.flatnonzero(out[row_of]))
+    return _HeldOutSplit(np.flatnonzero(~out[row_of]), np.flatnonzero(out[row_of]))
 
 
 def held_out_rows(spec: RunSpec, rows: int) -> int:

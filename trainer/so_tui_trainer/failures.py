@@ -83,7 +83,7 @@ def explain(
         step: The last completed step.
         given: What the plan had to give, for suggestions.
     """
-    code, reason, suggestion = explanation(error, spec, given)
+    code, reason, suggestion = _explanation(error, spec, given)
     return Failure(rank=rank, code=code, reason=reason, suggestion=suggestion, step=step)
 
 
@@ -108,7 +108,7 @@ def reported(run: RunDirectory, attempt: int, ranks: int) -> Failure | None:
     return min(found)[2] if found else None
 
 
-def explanation(
+def _explanation(
     error: BaseException, spec: RunSpec, given: GivenMemory = NOTHING_KNOWN
 ) -> Explanation:
     """Return the code, the reason and the suggestion for an exception."""

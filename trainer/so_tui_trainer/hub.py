@@ -59,7 +59,7 @@ def _answers(host: str, port: int) -> bool:
 
 
 @contextmanager
-def refusals_explained(model: ModelSpec) -> Iterator[None]:
+def _refusals_explained(model: ModelSpec) -> Iterator[None]:
     """Turn what the hub refuses into problems.
 
     Raises:
@@ -107,7 +107,7 @@ def remote_files(model: ModelSpec) -> dict[str, int]:
     from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled  # type: ignore[attr-defined] # httpx's own, whichever httpx it is
 
     try:
-        with refusals_explained(model):
+        with _refusals_explained(model):
             info = HfApi().model_info(model.id, revision=model.revision, files_metadata=True)
     except (OfflineModeIsEnabled, HTTPError, OSError) as error:
         if _cached(model, "config.json"):
@@ -116,7 +116,10 @@ def remote_files(model: ModelSpec) -> dict[str, int]:
         message = "is not in the local cache, and the hub cannot be reached"
         raise InputError([_problem("hub-unreachable", model, message, remedy)]) from error
     return {
-        file.rfilename: file.size or 0 for file in info.siblings or () if _wanted(file.rfilename)
+        file.rfilename: file.size or 0
+        for file in info.siblings or ()
+        if any(fnmatch(file.rfilename, pattern) for pattern in WANTED)
+        and not any(fnmatch(file.rfilename, pattern) for pattern in UNWANTED)
     }
 
 
@@ -144,7 +147,7 @@ def download(model: ModelSpec, name: str) -> Iterator[int]:
         while not wait([done], timeout=_PROGRESS_S).done:
             yield sum(map(_size, set(partial.glob(_PARTIAL)) - others))
         try:
-            with refusals_explained(model):
+            with _refusals_explained(model):
                 done.result()
         except (HTTPError, OSError) as error:
             message = f"cannot be downloaded: {name} ({first_line(error)})"
@@ -168,12 +171,6 @@ def _cached(model: ModelSpec, name: str) -> bool:
     from huggingface_hub import try_to_load_from_cache
 
     return isinstance(try_to_load_from_cache(model.id, name, revision=model.revision), str)
-
-
-def _wanted(name: str) -> bool:
-    return any(fnmatch(name, pattern) for pattern in WANTED) and not any(
-        fnmatch(name, pattern) for pattern in UNWANTED
-    )
 
 
 def _problem(code: str, model: ModelSpec, message: str, remedy: str) -> Problem:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from so_tui.plan.plan import Plan
 from so_tui.runs import RunDirectory, read_state
 from so_tui.runs import state as control
 from so_tui.runs.directory import checkpoints_folder, run_id
-from so_tui.runs.records import CheckpointRecord, PhaseRecord, StepRecord, WarningRecord
+from so_tui.runs.records import CheckpointRecord, StepRecord
 from so_tui.runs.results import add_answers
 from so_tui.spec import InputError, TrainSpec
 from so_tui.units import plural, rate, significant, thousands
@@ -205,68 +206,46 @@ class Outcome(Struct, frozen=True, kw_only=True):
     """Medians of a benchmark's measured steps."""
 
 
+@dataclass(eq=False, kw_only=True)
 class Loop:
-    """Trains from one step to the end of the run.
+    """Trains from one step to the end of the run."""
 
-    Attributes:
-        step: The last completed step.
-        useful_tokens: Tokens trained so far that are not padding, over all ranks. Those of skipped steps do not count.
-        trained_tokens: Tokens so far that carried loss, likewise.
-        saved: Path of the newest checkpoint; empty if there is none.
-    """
+    run: RunDirectory
+    plan: Plan
+    engine: Any
+    """The DeepSpeed engine."""
+    batches: Batches
+    """Of this rank."""
+    data: str
+    """Fingerprint of the documents, for checkpoints."""
+    metrics: Metrics
+    recorder: Recorder
+    ranks: Ranks
+    evaluation: Evaluation | None
+    """Held-out documents, if there are any."""
+    prompts: Prompts | None
+    """What the model is asked during training, if anything."""
+    expected_first_loss: float | None
+    """The loss of random weights; None for pretrained ones."""
+    step: int = 0
+    """The last completed step."""
+    useful_tokens: int = 0
+    """Tokens trained so far that are not padding, over all ranks. Those of skipped steps do not count."""
+    trained_tokens: int = 0
+    """Tokens so far that carried loss, likewise."""
+    last_loss: float | None = None
+    saved_step: int = 0
+    saved: str = ""
+    """Path of the newest checkpoint; empty if there is none."""
+    _saving: Saving | None = None
+    """The checkpoint that is being written."""
+    _due_step: int | None = None
+    """When a checkpoint fell due that could not be begun yet, because another is being written."""
 
-    def __init__(
-        self,
-        run: RunDirectory,
-        plan: Plan,
-        engine: Any,
-        batches: Batches,
-        data: str,
-        metrics: Metrics,
-        recorder: Recorder,
-        ranks: Ranks,
-        *,
-        evaluation: Evaluation | None,
-        prompts: Prompts | None,
-        expected_first_loss: float | None,
-    ) -> None:
-        """Prepare to train from the first step.
-
-        Args:
-            run: The run's directory.
-            plan: The attempt's plan.
-            engine: The DeepSpeed engine.
-            batches: The batches of this rank.
-            data: Fingerprint of the documents, for checkpoints.
-            metrics: Makes the records of steps.
-            recorder: Writes records.
-            ranks: The process group.
-            evaluation: Held-out documents, if there are any.
-            prompts: What the model is asked during training, if anything.
-            expected_first_loss: The loss of random weights; None for pretrained ones.
-        """
-        self.run, self.spec, self.engine, self.batches, self.data = (
-            run,
-            plan.spec,
-            engine,
-            batches,
-            data,
-        )
-        self.metrics, self.recorder, self.ranks = metrics, recorder, ranks
-        self.evaluation, self.prompts, self.expected_first_loss = (
-            evaluation,
-            prompts,
-            expected_first_loss,
-        )
-        self.total_steps = batches.total_steps()
-        self.step = self.useful_tokens = self.trained_tokens = 0
-        self.last_loss: float | None = None
-        self.saved_step, self.saved = 0, ""
-        self._saving: Saving | None = None
-        """The checkpoint that is being written."""
-        self._due_step: int | None = None
-        """When a checkpoint fell due that could not be begun yet, because another is being written."""
-        self.clock = StepClock(ranks.device)
+    def __post_init__(self) -> None:
+        self.spec = self.plan.spec
+        self.total_steps = self.batches.total_steps()
+        self.clock = StepClock(self.ranks.device)
 
     def resume(self, path: str, manifest: Manifest) -> None:
         """Continue after the step of a checkpoint. ``batches`` must have been resumed there."""
@@ -281,7 +260,7 @@ class Loop:
             NonFiniteError: A loss or a gradient is not finite.
             TrainingError: A checkpoint cannot be written, or the first loss is wrong.
         """
-        stop_requested = False
+        train, stop_requested = self.spec.train, False
         if self.step == 0:
             self.ask()
             if self.spec.model.weights == "pretrained":
@@ -296,22 +275,27 @@ class Loop:
                     self._warn_of_skipped_step(skipped)
                 else:
                     self.metrics.watch(step)
-                    if self._should_log():
+                    if self._is_due(train.log_interval) or self.step == 1:
                         self.log(step)
                 actions = control.poll()
                 stop_requested = "stop" in actions
-                if self._should_evaluate(stop_requested):
+                if self._is_due(0 if stop_requested else train.evaluate_every_steps):
                     self.evaluate()
-                if self._should_ask():
+                if self._is_due(self.spec.prompts.every_steps):
                     self.ask()
-                self._poll_saving()
-                if self._due_step is None and ("checkpoint" in actions or self._should_save()):
-                    self._due_step = self.step
+                if self._saving and (record := self._saving.poll()):
+                    self._record_saved(record)
+                    self._show_training()
+                every = self.spec.checkpoint.every_steps
+                if "checkpoint" in actions or (every and self.step % every == 0):
+                    self._due_step = self._due_step or self.step
                 if self._due_step is not None and self._saving is None:
                     self.save(background=self.spec.checkpoint.background)
                     control.saved()
         control.close()
-        self._finish_saving()  # It is of an earlier step, which is sound whatever the last ones were.
+        if self._saving:  # It is of an earlier step, which is sound whatever the last ones were.
+            self.recorder.phase("saving", f"checkpoint of step {thousands(self._saving.step)}")
+            self._record_saved(self._saving.wait())
         self.metrics.check()
         if self.spec.checkpoint.at_end or self.spec.checkpoint.export or self._due_step is not None:
             self.save()
@@ -384,7 +368,7 @@ class Loop:
         if self.evaluation is None:
             return
         self.metrics.check()
-        self._phase("training", f"evaluating on {self.evaluation.documents} documents")
+        self.recorder.phase("training", f"evaluating on {self.evaluation.documents} documents")
         record = self.evaluation.measure(
             self.engine.module, self.ranks, attempt=self.recorder.attempt, step=self.step
         )
@@ -402,7 +386,7 @@ class Loop:
         if self.prompts is None:
             return
         self.metrics.check()
-        self._phase("training", f"answering {plural(len(self.prompts), 'prompt')}")
+        self.recorder.phase("training", f"answering {plural(len(self.prompts), 'prompt')}")
         asked = self.prompts.ask(self.engine.module, attempt=self.recorder.attempt, step=self.step)
         if self.ranks.first:
             for answer in asked.answers:
@@ -431,7 +415,7 @@ class Loop:
         if self.saved_step == self.step:
             return
         self.metrics.check()
-        self._phase("saving", f"checkpoint of step {thousands(self.step)}")
+        self.recorder.phase("saving", f"checkpoint of step {thousands(self.step)}")
         manifest = Manifest(
             run=run_id(self.run),
             step=self.step,
@@ -468,53 +452,22 @@ class Loop:
             self._show_training()
         self._restart_clocks()
 
-    def _poll_saving(self) -> None:
-        """Record the checkpoint that is being written once it is complete."""
-        record = self._saving.poll() if self._saving else None
-        if record:
-            self._record_saved(record)
-            self._show_training()
-
-    def _finish_saving(self) -> None:
-        """Wait for the checkpoint that is being written, if there is one."""
-        if self._saving:
-            self._phase("saving", f"checkpoint of step {thousands(self._saving.step)}")
-            self._record_saved(self._saving.wait())
-
     def _record_saved(self, record: CheckpointRecord) -> None:
         self.recorder.write(record)
         self.saved_step, self.saved = record.step, record.path
         self._saving = None
 
-    def _should_log(self) -> bool:
-        return self.step % self.spec.train.log_interval == 0 or self.step in (1, self.total_steps)
-
-    def _should_evaluate(self, stop_requested: bool) -> bool:
-        every = self.spec.train.evaluate_every_steps
-        return self.step == self.total_steps or (
-            bool(every) and self.step % every == 0 and not stop_requested
-        )
-
-    def _should_ask(self) -> bool:
-        every = self.spec.prompts.every_steps
-        return self.step == self.total_steps or (bool(every) and self.step % every == 0)
-
-    def _should_save(self) -> bool:
-        every = self.spec.checkpoint.every_steps
-        return bool(every) and self.step % every == 0
+    def _is_due(self, every: int) -> bool:
+        """Return whether something is due that happens every so many steps (0: never), and after the last one."""
+        return self.step == self.total_steps or bool(every and self.step % every == 0)
 
     def _restart_clocks(self) -> None:
         """Exclude the time since the last step from the next one."""
         self.clock.restart()
         superoffload.leave_out_waits(self.engine)
 
-    def _phase(self, phase: Literal["training", "saving"], detail: str) -> None:
-        self.recorder.write(
-            PhaseRecord(attempt=self.recorder.attempt, time=time.time(), phase=phase, detail=detail)
-        )
-
     def _show_training(self) -> None:
-        self._phase(
+        self.recorder.phase(
             "training",
             f"writing the checkpoint of step {thousands(self._saving.step)}"
             if self._saving
@@ -525,14 +478,7 @@ class Loop:
         where = f"sub-group {error.sub_group} ({error.parameter} ...)"
         message = f"step {thousands(self.step)} was skipped: the gradient of {where} is not finite"
         suggestion = f"Inspect the data around that step. More than {self.spec.train.max_skipped_steps} in a row end the run"
-        warning = WarningRecord(
-            attempt=self.recorder.attempt,
-            time=time.time(),
-            code="step-skipped",
-            message=message,
-            suggestion=suggestion,
-        )
-        self.recorder.write(warning)
+        self.recorder.warn("step-skipped", message, suggestion)
         if self.ranks.first:
             print(message, flush=True)
 
@@ -546,13 +492,7 @@ class Loop:
                 "first-loss-wrong", reason, "Compare `[model.config]` with the model's config.json."
             )
         if difference > _UNUSUAL_LOSS_DIFFERENCE:
-            warning = WarningRecord(
-                attempt=self.recorder.attempt,
-                time=time.time(),
-                code="first-loss-unusual",
-                message=message,
-            )
-            self.recorder.write(warning)
+            self.recorder.warn("first-loss-unusual", message)
 
 
 def log_line(record: StepRecord, total_steps: int) -> str:

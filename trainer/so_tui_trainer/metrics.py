@@ -51,7 +51,7 @@ StepPart = Literal["data", "forward", "backward", "optimizer", "other"]
 STEP_PARTS: tuple[StepPart, ...] = ("data", "forward", "backward", "optimizer", "other")
 
 
-class StepTimes(NamedTuple):
+class _StepTimes(NamedTuple):
     """Seconds of one step on one rank; the parts sum to ``total``."""
 
     data: float
@@ -65,7 +65,7 @@ class StepTimes(NamedTuple):
         return sum(self)
 
 
-class Laps:
+class _Laps:
     """The laps of one step."""
 
     def __init__(self, start: torch.cuda.Event | float) -> None:
@@ -76,14 +76,14 @@ class Laps:
         """Add a lap that ends at ``stamp`` and belongs to ``part``."""
         self._stamps.append((part, stamp))
 
-    def read(self) -> StepTimes:
+    def read(self) -> _StepTimes:
         """Return the seconds of each part. Waits until the GPU has passed the last lap."""
         seconds = dict.fromkeys(STEP_PARTS, 0.0)
         before = self._start
         for part, stamp in self._stamps:
             seconds[part] += _elapsed_s(before, stamp)
             before = stamp
-        return StepTimes(**seconds)
+        return _StepTimes(**seconds)
 
 
 class StepClock:
@@ -92,21 +92,21 @@ class StepClock:
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._last = self._stamp()
-        self._laps = Laps(self._last)
+        self._laps = _Laps(self._last)
 
     def restart(self) -> None:
         """Exclude the time since the last lap (a checkpoint, an evaluation)."""
         self._last = self._stamp()
-        self._laps = Laps(self._last)
+        self._laps = _Laps(self._last)
 
     def lap(self, part: StepPart) -> None:
         """Assign the time since the last lap to ``part``."""
         self._last = self._stamp()
         self._laps.add(part, self._last)
 
-    def end_step(self) -> Laps:
+    def end_step(self) -> _Laps:
         """Return the step's laps, and start the next step."""
-        laps, self._laps = self._laps, Laps(self._last)
+        laps, self._laps = self._laps, _Laps(self._last)
         return laps
 
     def _stamp(self) -> torch.cuda.Event | float:
@@ -206,24 +206,9 @@ class Step(NamedTuple):
     learning_rate: float
     loss: Tensor
     """This rank's share of the loss. The sum over ranks is the mean over trained tokens times the number of ranks."""
-    laps: Laps
+    laps: _Laps
     router_loss: Tensor | None = None
     """This rank's share of the load-balancing loss, like ``loss``."""
-
-
-class AllRankMetrics(NamedTuple):
-    """Measurements reduced over all ranks."""
-
-    loss: float
-    """Mean over the trained tokens of all ranks."""
-    gpu_memory_peak_bytes: int | None
-    """Maximum over the ranks."""
-    host_memory_bytes: int
-    """Sum over the ranks."""
-    slowest_rank: int
-    adam_busy_s: float
-    """Maximum over the ranks."""
-    router_loss: float | None
 
 
 class Metrics:
@@ -312,21 +297,36 @@ class Metrics:
         self._raise_if_bad(bad)
         if gradient_norm is not None and not math.isfinite(gradient_norm):
             raise NonFiniteError(step.number, "gradient norm")
-        all_ranks = AllRankMetrics(
-            loss=sum(losses) / self._ranks.size,
-            gpu_memory_peak_bytes=int(max(peaks)) or None,
-            host_memory_bytes=int(sum(memory)),
-            # Ranks wait for each other in forward and backward, so only the other parts show which rank is late.
-            slowest_rank=unsynchronised_s.index(max(unsynchronised_s)),
-            adam_busy_s=max(busy),
-            router_loss=None if step.router_loss is None else sum(router) / self._ranks.size,
-        )
         # All ranks wait for the last one's weights: the others do in the all-gather.
         engine_stats = replace(engine_stats, exposed_in_forward_s=max(waited_s))
         if self._spec.benchmark.measured_steps:
             self._engine_stats[step.number] = engine_stats
         times = _separate_exposed_optimizer(laps, engine_stats.exposed_in_forward_s)
-        record = self._record(step, times, gradient_norm, engine_stats, all_ranks)
+        rates = self._rates(step.counts, times)
+        record = StepRecord(
+            attempt=self._recorder.attempt,
+            time=time.time(),
+            step=step.number,
+            loss=sum(losses) / self._ranks.size,
+            learning_rate=step.learning_rate,
+            gradient_norm=gradient_norm,
+            useful_tokens=step.counts.useful_tokens,
+            trained_tokens=step.counts.trained_tokens,
+            mfu=rates["model_tflops_per_gpu"] * 1e12 / self._peak if self._peak else None,
+            gpu_memory_peak_bytes=int(max(peaks)) or None,
+            host_memory_bytes=int(sum(memory)),
+            # Ranks wait for each other in forward and backward, so only the other parts show which rank is late.
+            slowest_rank=unsynchronised_s.index(max(unsynchronised_s)),
+            adam_busy_s=max(busy) or None,
+            router_loss=None if step.router_loss is None else sum(router) / self._ranks.size,
+            adam_bytes_per_s=engine_stats.adam_bytes_per_s or None,
+            d2h_bytes_per_s=engine_stats.d2h_bytes_per_s or None,
+            h2d_bytes_per_s=engine_stats.h2d_bytes_per_s or None,
+            kept_steps=engine_stats.kept_steps,
+            redone_steps=engine_stats.redone_steps,
+            skipped_steps=engine_stats.skipped_steps,
+            **rates,
+        )
         self._recorder.write(record)
         return record
 
@@ -365,40 +365,7 @@ class Metrics:
             for step in steps
         ]
 
-    def _record(
-        self,
-        step: Step,
-        times: StepTimes,
-        gradient_norm: float | None,
-        engine_stats: OffloadStats,
-        all_ranks: AllRankMetrics,
-    ) -> StepRecord:
-        rates = self._rates(step.counts, times)
-        return StepRecord(
-            attempt=self._recorder.attempt,
-            time=time.time(),
-            step=step.number,
-            loss=all_ranks.loss,
-            learning_rate=step.learning_rate,
-            gradient_norm=gradient_norm,
-            useful_tokens=step.counts.useful_tokens,
-            trained_tokens=step.counts.trained_tokens,
-            mfu=rates["model_tflops_per_gpu"] * 1e12 / self._peak if self._peak else None,
-            gpu_memory_peak_bytes=all_ranks.gpu_memory_peak_bytes,
-            host_memory_bytes=all_ranks.host_memory_bytes,
-            slowest_rank=all_ranks.slowest_rank,
-            adam_busy_s=all_ranks.adam_busy_s or None,
-            router_loss=all_ranks.router_loss,
-            adam_bytes_per_s=engine_stats.adam_bytes_per_s or None,
-            d2h_bytes_per_s=engine_stats.d2h_bytes_per_s or None,
-            h2d_bytes_per_s=engine_stats.h2d_bytes_per_s or None,
-            kept_steps=engine_stats.kept_steps,
-            redone_steps=engine_stats.redone_steps,
-            skipped_steps=engine_stats.skipped_steps,
-            **rates,
-        )
-
-    def _rates(self, counts: StepCounts, times: StepTimes) -> dict[str, Any]:
+    def _rates(self, counts: StepCounts, times: _StepTimes) -> dict[str, Any]:
         """Return every field of a record that is a time or a quantity per time."""
         checkpointing, lengths = self._spec.model.repeats_products, counts.document_lengths.tolist()
         model = model_flops(self._flops, counts.useful_tokens, lengths)
@@ -446,7 +413,7 @@ def executed_flops(spec: RunSpec, flops: Flops, shape: Architecture, counts: Ste
     return executed + 2.0 * shape.hidden * twice * micro_batches
 
 
-def _separate_exposed_optimizer(times: StepTimes, exposed_in_forward_s: float) -> StepTimes:
+def _separate_exposed_optimizer(times: _StepTimes, exposed_in_forward_s: float) -> _StepTimes:
     """Move the forward pass's wait for weights to the optimizer's time."""
     moved = min(exposed_in_forward_s, times.forward)
     return times._replace(forward=times.forward - moved, optimizer=times.optimizer + moved)

@@ -70,7 +70,10 @@ class Prompts:
         ]
         self._stop = {
             int(token)
-            for token in (self._chat.tokenizer.eos_token_id, self._stop_id())
+            for token in (
+                self._chat.tokenizer.eos_token_id,
+                self._chat.tokenizer.convert_tokens_to_ids(self._chat.stop or self._chat.end),
+            )
             if isinstance(token, int)
         }
         for text, ids in zip(spec.prompts.texts, self._ids, strict=True):
@@ -172,9 +175,6 @@ class Prompts:
         return AnsweredPrompt(
             prompt=text, text=said[:LONGEST_ANSWER], tokens=len(ids), stopped=answer.done
         )
-
-    def _stop_id(self) -> object:
-        return self._chat.tokenizer.convert_tokens_to_ids(self._chat.stop or self._chat.end)
 
 
 def batch_of(documents: Sequence[Sequence[int]], *, end_to_end: bool, apart: bool = False) -> Batch:

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from queue import Queue
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -22,6 +22,7 @@ from so_tui.runs.records import (
     EndRecord,
     EvaluationRecord,
     MetricRecord,
+    PhaseRecord,
     ResumedRecord,
     StepRecord,
     WarningRecord,
@@ -132,7 +133,7 @@ _NOT_FIGURES = frozenset({"v", "attempt", "time", "step", "kind"})
 """Fields of records that are not logged."""
 
 
-class Tracker(Protocol):
+class _Tracker(Protocol):
     """A service that takes records. Used from one thread; may raise anything and take any time."""
 
     name: str
@@ -147,9 +148,9 @@ class Tracker(Protocol):
         """Send what is left."""
 
 
-def trackers_of(run: RunDirectory, spec: RunSpec) -> tuple[Tracker, ...]:
+def trackers_of(run: RunDirectory, spec: RunSpec) -> tuple[_Tracker, ...]:
     """Return the trackers that the spec asks for."""
-    found: list[Tracker] = []
+    found: list[_Tracker] = []
     if spec.tracking.wandb:
         found.append(WeightsAndBiases(run, spec))
     if spec.tracking.tensorboard:
@@ -157,10 +158,10 @@ def trackers_of(run: RunDirectory, spec: RunSpec) -> tuple[Tracker, ...]:
     return tuple(found)
 
 
-class Sidecar:
+class _Sidecar:
     """A tracker in its thread. ``offer`` and ``trouble`` never wait."""
 
-    def __init__(self, tracker: Tracker) -> None:
+    def __init__(self, tracker: _Tracker) -> None:
         self.name = tracker.name
         self._tracker = tracker
         self._queue: queue.Queue[MetricRecord | None] = queue.Queue(QUEUE_RECORDS)
@@ -219,8 +220,8 @@ class Sidecar:
 class Sidecars:
     """All trackers of a run."""
 
-    def __init__(self, trackers: tuple[Tracker, ...] = ()) -> None:
-        self._sidecars = tuple(map(Sidecar, trackers))
+    def __init__(self, trackers: tuple[_Tracker, ...] = ()) -> None:
+        self._sidecars = tuple(map(_Sidecar, trackers))
         self.hanging = False
         """One did not end: leaving the process the usual way might wait for it for ever."""
 
@@ -319,6 +320,9 @@ def figures(record: StepRecord | EvaluationRecord) -> dict[str, float]:
     }
 
 
+Phase = Literal["loading", "training", "saving"]
+
+
 class Recorder:
     """Writes records on rank 0, for the run and its trackers; does nothing on other ranks.
 
@@ -327,7 +331,7 @@ class Recorder:
     """
 
     def __init__(
-        self, writer: MetricsWriter | None, attempt: int, trackers: tuple[Tracker, ...] = ()
+        self, writer: MetricsWriter | None, attempt: int, trackers: tuple[_Tracker, ...] = ()
     ) -> None:
         """Write with ``writer`` (None on other ranks than 0) and to ``trackers``."""
         self._writer = writer
@@ -367,6 +371,16 @@ class Recorder:
         else:
             self._pending.put(record)
         self._record_tracker_errors()
+
+    def phase(self, phase: Phase, detail: str, **more: Any) -> None:
+        """Record what the run does now; ``more`` are other fields of ``PhaseRecord``."""
+        self.write(
+            PhaseRecord(attempt=self.attempt, time=time.time(), phase=phase, detail=detail, **more)
+        )
+
+    def warn(self, code: str, message: str, suggestion: str = "") -> None:
+        """Record a warning."""
+        self.write(self._warning(code, message, suggestion))
 
     def flush(self) -> None:
         """Wait until every record so far has been written, or is lost."""
@@ -424,12 +438,10 @@ class Recorder:
     def _record_tracker_errors(self) -> None:
         for trouble in self._sidecars.troubles():
             message = f"{trouble}; nothing more is sent there"
-            self.write(
-                self._warning(
-                    "tracker-failed",
-                    message,
-                    "The run's own records are complete; nothing else is lost",
-                )
+            self.warn(
+                "tracker-failed",
+                message,
+                "The run's own records are complete; nothing else is lost",
             )
 
     def _warning(self, code: str, message: str, suggestion: str) -> WarningRecord:

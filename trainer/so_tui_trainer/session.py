@@ -31,11 +31,9 @@ from so_tui.runs.records import (
     ENDING,
     BindingRecord,
     EndRecord,
-    PhaseRecord,
     RankBindingReport,
     ResumedRecord,
     StartRecord,
-    WarningRecord,
 )
 from so_tui.spec import InputError, Problem, RunSpec
 from so_tui.units import memory_size, thousands
@@ -119,7 +117,7 @@ OnWarning = Callable[[str, str, str], None]
 """Called with a code, a message and a suggestion."""
 
 
-class TrainingData(NamedTuple):
+class _TrainingData(NamedTuple):
     """The data of one rank."""
 
     documents: Documents
@@ -137,7 +135,7 @@ class TrainingData(NamedTuple):
 
 def read_training_data(
     spec: RunSpec, ranks: Ranks, on_progress: OnProgress, warn: OnWarning
-) -> TrainingData:
+) -> _TrainingData:
     """Read the spec's data; rank 0 tokenises them if needed.
 
     Raises:
@@ -149,7 +147,7 @@ def read_training_data(
     evaluated = documents if other is None else _documents(other, ranks, on_progress, warn)
     members = held_out if other is None else np.arange(len(evaluated.lengths))
     pin = ranks.device.type == "cuda"
-    return TrainingData(
+    return _TrainingData(
         documents=documents,
         batches=Batches(
             documents, spec, ranks.rank, members=documents.epoch(spec.train.seed, training), pin=pin
@@ -161,7 +159,7 @@ def read_training_data(
     )
 
 
-def check_sizes(config: Any, documents: Documents, spec: RunSpec, warn: OnWarning) -> None:
+def _check_sizes(config: Any, documents: Documents, spec: RunSpec, warn: OnWarning) -> None:
     """Compare the documents with the model's shape.
 
     Args:
@@ -297,7 +295,7 @@ class Session:
             network_rate.record(ranks, self.run, self.attempt, self.spec.nodes)
         newest = (
             checkpoint.newest_to_resume(
-                self.run, self.spec, self._warn, start_over=self.launch.start_over
+                self.run, self.spec, self.recorder.warn, start_over=self.launch.start_over
             )
             if ranks.first
             else None
@@ -316,7 +314,7 @@ class Session:
                 ResumedRecord(attempt=self.attempt, time=time.time(), step=loop.step)
             )
         freeze_garbage()
-        self._phase("training", "")
+        self.recorder.phase("training", "")
         outcome = loop.train(control)
         if self.spec.checkpoint.export and outcome.state == "finished":
             self._export(ranks, outcome)
@@ -325,12 +323,11 @@ class Session:
     def finish(self, outcome: Outcome) -> None:
         """Close everything, then write the end record, which must be the last thing that is written."""
         ending = "releasing memory and ending the processes"
-        self.recorder.write(
-            PhaseRecord(
-                attempt=self.attempt, time=time.time(), phase="saving", detail=ending, stage=ENDING
-            )
-        )
-        self._close()
+        self.recorder.phase("saving", ending, stage=ENDING)
+        if self.engine is not None:
+            superoffload.close(self.engine)
+        dist.barrier()
+        dist.destroy_process_group()
         self.recorder.end_tracking()
         code, reason = ("", "") if outcome.state == "finished" else self._stop_reason()
         self.recorder.write(
@@ -393,7 +390,7 @@ class Session:
         control.stop_early()
         self._load_stage("data", "reading the data")
         data = read_training_data(
-            self.spec, ranks, lambda doing: self._load_stage("data", doing), self._warn
+            self.spec, ranks, lambda doing: self._load_stage("data", doing), self.recorder.warn
         )
         control.stop_early()
         loop = self._loop(ranks, data, control, found)
@@ -404,7 +401,9 @@ class Session:
             )
         if found:
             self._load_stage("checkpoint", f"resuming from step {thousands(found.manifest.step)}")
-            checkpoint.restore(found, self.engine, self.spec, data.fingerprint, ranks, self._warn)
+            checkpoint.restore(
+                found, self.engine, self.spec, data.fingerprint, ranks, self.recorder.warn
+            )
             loop.resume(str(found.path), found.manifest)
             control.stop_early()
         return loop
@@ -412,7 +411,7 @@ class Session:
     def _loop(
         self,
         ranks: Ranks,
-        data: TrainingData,
+        data: _TrainingData,
         control: Control,
         found: checkpoint.Found | None,
     ) -> Loop:
@@ -427,7 +426,7 @@ class Session:
         )
         if takes_boundaries(model.attention):
             data.lay_end_to_end()
-        check_sizes(model.causal.config, data.documents, self.spec, self._warn)
+        _check_sizes(model.causal.config, data.documents, self.spec, self.recorder.warn)
         parameters = parameter_count(model)
         control.stop_early()
         self._load_stage("optimizer", "preparing the optimizer")
@@ -443,25 +442,22 @@ class Session:
             data.batches.resume_at(found.manifest.step, found.manifest.consumed_sequences)
         metrics = Metrics(self.spec, ranks, self.recorder, parameters)
         self._start_record(ranks, data.batches.total_steps(), parameters)
-        expected = (
-            expected_first_loss(model.causal.config)
-            if self.spec.model.weights == "random"
-            else None
-        )
         return Loop(
-            self.run,
-            self.plan,
-            self.engine,
-            data.batches,
-            data.fingerprint,
-            metrics,
-            self.recorder,
-            ranks,
+            run=self.run,
+            plan=self.plan,
+            engine=self.engine,
+            batches=data.batches,
+            data=data.fingerprint,
+            metrics=metrics,
+            recorder=self.recorder,
+            ranks=ranks,
             evaluation=data.evaluation,
             prompts=Prompts(self.spec, ranks, end_to_end=takes_boundaries(model.attention))
             if self.spec.prompts.texts
             else None,
-            expected_first_loss=expected,
+            expected_first_loss=expected_first_loss(model.causal.config)
+            if self.spec.model.weights == "random"
+            else None,
         )
 
     def _warn_of_less_memory(self, settings: Settings) -> None:
@@ -472,14 +468,14 @@ class Session:
                 memory_size(settings.speculation_bytes),
                 memory_size(planned.second_states_bytes),
             )
-            self._warn(
+            self.recorder.warn(
                 "second-states-reduced",
                 f"clipping: second states get {found} of the planned {wanted}, {because}",
                 "Results stay the same, but more of Adam waits for the gradient norm. Free the memory and resume, or go on as it is.",
             )
         if settings.copies_bytes < planned.copies_bytes:
             found, wanted = memory_size(settings.copies_bytes), memory_size(planned.copies_bytes)
-            self._warn(
+            self.recorder.warn(
                 "copies-reduced",
                 f"checkpoints: copies of states get {found} of the planned {wanted}, {because}",
                 "Checkpoints stay the same, but training waits for more of each. Free the memory and resume, or go on as it is.",
@@ -521,37 +517,13 @@ class Session:
     def _export(self, ranks: Ranks, outcome: Outcome) -> None:
         from so_tui_trainer.export import export
 
-        self._phase("saving", "Hugging Face folder")
+        self.recorder.phase("saving", "Hugging Face folder")
         if ranks.first:
             export(Path(outcome.saved), self.run.path / "export", self.run.name, self.spec)
         ranks.barrier()
 
-    def _phase(self, phase: Literal["training", "saving"], detail: str) -> None:
-        self.recorder.write(
-            PhaseRecord(attempt=self.attempt, time=time.time(), phase=phase, detail=detail)
-        )
-
     def _load_stage(self, stage: LoadStage, detail: str, done: int = 0, total: int = 0) -> None:
-        record = PhaseRecord(
-            attempt=self.attempt,
-            time=time.time(),
-            phase="loading",
-            detail=detail,
-            stage=stage,
-            done=done,
-            total=total,
-        )
-        self.recorder.write(record)
-
-    def _warn(self, code: str, message: str, suggestion: str) -> None:
-        record = WarningRecord(
-            attempt=self.attempt,
-            time=time.time(),
-            code=code,
-            message=message,
-            suggestion=suggestion,
-        )
-        self.recorder.write(record)
+        self.recorder.phase("loading", detail, stage=stage, done=done, total=total)
 
     def _write_failure(self) -> None:
         """Write the end record on rank 0, from the failure that was reported first. Does nothing if no rank failed."""
@@ -573,9 +545,3 @@ class Session:
             )
         )
         self.recorder.close()
-
-    def _close(self) -> None:
-        if self.engine is not None:
-            superoffload.close(self.engine)
-        dist.barrier()
-        dist.destroy_process_group()

@@ -86,27 +86,7 @@ __all__ = [
     "write_universal",
 ]
 
-_MODULES = {
-    "api": (
-        "begin_save",
-        "close",
-        "gradient_norm",
-        "initialize",
-        "leave_out_waits",
-        "load_state",
-        "local_shard",
-        "replacing_optimizers",
-        "save_state",
-        "set_learning_rate",
-        "shard",
-        "skipped_step",
-        "stats",
-        "synchronize",
-        "uses_worker",
-        "verify_state",
-        "worker_pid",
-        "Save",
-    ),
+_ELSEWHERE = {
     "conversion": (
         "DeepSpeedStates",
         "Progress",
@@ -115,24 +95,17 @@ _MODULES = {
         "write_universal",
     ),
     "deepspeed_adapter.engine": ("join_process_group",),
-    "ds_config": (
-        "Override",
-        "engine_config",
-    ),
-    "errors": (
-        "NonFiniteGradientError",
-        "OffloadError",
-        "StateMismatchError",
-        "WorkerLostError",
-    ),
+    "ds_config": ("Override", "engine_config"),
+    "errors": ("NonFiniteGradientError", "OffloadError", "StateMismatchError", "WorkerLostError"),
     "meter": ("OffloadStats",),
     "resharding": ("saved_master_weights",),
     "settings": ("Settings",),
 }
-_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+"""Names that are not in ``api``, by module."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    home = next((module for module, names in _ELSEWHERE.items() if name in names), "api")
+    return getattr(importlib.import_module(f"{__name__}.{home}"), name)

@@ -65,26 +65,26 @@ class States(ctypes.Structure):
     _fields_ = [(name, ctypes.c_void_p) for name in StateOffsets._fields]
 
 
-class SegmentFields(ctypes.Structure):
+class _SegmentFields(ctypes.Structure):
     """A ``Segment``, as in ``adam.cpp``."""
 
     _fields_ = [(name, ctypes.c_int64) for name in Segment._fields]
 
 
-class SubGroupFields(ctypes.Structure):
+class _SubGroupFields(ctypes.Structure):
     """A sub-group, as in ``adam.cpp``."""
 
     _fields_ = [
-        ("segments", ctypes.POINTER(SegmentFields)),
+        ("segments", ctypes.POINTER(_SegmentFields)),
         ("segment_count", ctypes.c_int64),
         ("has_bf16_weights", ctypes.c_int32),
         ("format", ctypes.c_int32),
     ]
 
 
-def _fields_of(segments: tuple[Segment, ...], size: MemorySize) -> SubGroupFields:
-    array = (SegmentFields * len(segments))(*(SegmentFields(*segment) for segment in segments))
-    return SubGroupFields(array, len(segments), size.weight_bytes == 2, size.moments)
+def _fields_of(segments: tuple[Segment, ...], size: MemorySize) -> _SubGroupFields:
+    array = (_SegmentFields * len(segments))(*(_SegmentFields(*segment) for segment in segments))
+    return _SubGroupFields(array, len(segments), size.weight_bytes == 2, size.moments)
 
 
 class Kernel:

@@ -67,7 +67,7 @@ def trainable(parameter_groups: ParameterGroups, model: torch.nn.Module) -> list
     return groups
 
 
-def check_options(groups: Sequence[Mapping[str, Any]]) -> None:
+def _check_options(groups: Sequence[Mapping[str, Any]]) -> None:
     """Raise OffloadError (``optimizer-option``) for what torch's AdamW can do and the Adam worker cannot."""
     for index, name in product(range(len(groups)), ("amsgrad", "maximize")):
         if groups[index].get(name):
@@ -206,7 +206,7 @@ def replacing_optimizers(settings: Settings) -> Iterator[None]:
                 "torch.optim.AdamW; leave the section `optimizer` out of DeepSpeed's config.",
                 code="optimizer-class",
             )
-        check_options(optimizer.param_groups)
+        _check_options(optimizer.param_groups)
         config = engine_config(given)
         check_clipping(config)
         with own_super_offload(settings):  # which releases what was made if anything fails

@@ -37,7 +37,7 @@ _LARGEST_TAG_BYTES = 4096
 Moments = tuple[torch.Tensor, torch.Tensor]
 
 
-class ParameterStates(NamedTuple):
+class _ParameterStates(NamedTuple):
     """One parameter's states over all ranks, flat, in fp32."""
 
     name: str
@@ -66,7 +66,7 @@ class DeepSpeedStates:
     """Elements of each parameter."""
     moments: bool
     """Whether the moments were saved. DeepSpeed's own SuperOffload keeps those of the CPU out of reach."""
-    read: Callable[[], Iterator[ParameterStates]]
+    read: Callable[[], Iterator[_ParameterStates]]
     """Yields the states of one parameter after another, in the order of ``numels``. Raises OffloadError as ``deepspeed_states``."""
 
 
@@ -105,7 +105,7 @@ class _Layout(NamedTuple):
     optimizer: dict[str, Any]
     numels: dict[str, int]
     moments: bool
-    read: Callable[[], Iterator[ParameterStates]]
+    read: Callable[[], Iterator[_ParameterStates]]
 
 
 def _universal(zero: Path) -> _Layout:
@@ -115,7 +115,7 @@ def _universal(zero: Path) -> _Layout:
     moments = all((zero / name / "exp_avg_sq.pt").is_file() for name in names)
     kinds = _KINDS if moments else _KINDS[:1]
 
-    def read() -> Iterator[ParameterStates]:
+    def read() -> Iterator[_ParameterStates]:
         for name, numel in numels.items():
             yield _states(
                 name,
@@ -142,7 +142,7 @@ def _sharded(folder: Path, shapes: Sequence[Mapping[str, Sequence[int]]]) -> _La
         )
         return _tensor(found)
 
-    def read() -> Iterator[ParameterStates]:
+    def read() -> Iterator[_ParameterStates]:
         for index, group in enumerate(groups):
             offset = 0
             for name, numel in group.items():
@@ -264,8 +264,8 @@ def write_states(source: DeepSpeedStates, folder: Path, rename: Callable[[str], 
         file.finish()
 
 
-def _states(name: str, kinds: Sequence[torch.Tensor]) -> ParameterStates:
-    return ParameterStates(
+def _states(name: str, kinds: Sequence[torch.Tensor]) -> _ParameterStates:
+    return _ParameterStates(
         name, kinds[0], (kinds[1], kinds[2]) if len(kinds) == len(_KINDS) else None
     )
 

@@ -46,7 +46,7 @@ from superoffload.worker_client import WorkerClient
 # and who has waited for them.
 
 
-class NewWeights:
+class _NewWeights:
     """The new weights of one rank's CPU sub-groups.
 
     The worker client's thread calls ``arrive``, the training thread all else.
@@ -176,7 +176,7 @@ class CpuStates:
         """Held while a speculative step's result is handled, and while speculative steps are discarded."""
         self.lent: set[int] = set()
         """Sub-groups that may not speculate, because a copy is in the set that is not current, until ``release_copy``."""
-        self.new_weights = NewWeights(transfers, meter, self._wait)
+        self.new_weights = _NewWeights(transfers, meter, self._wait)
         self._states: SharedStates | None = None
         self._client: WorkerClient | None = None
         if self.indices:

@@ -28,7 +28,7 @@ from superoffload.errors import OffloadError
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
-def make_private(folder: Path) -> bool:
+def _make_private(folder: Path) -> bool:
     """Make a folder that only this user can open, or check that an existing one is this user's own and take others' rights from it.
 
     Returns:
@@ -49,7 +49,7 @@ def make_private(folder: Path) -> bool:
     return own and os.access(folder, os.W_OK)
 
 
-def open_own(path: Path) -> int | None:
+def _open_own(path: Path) -> int | None:
     """Open a file for reading if it is this user's own: a regular file, no link, and nobody else can write it.
 
     The open file is checked, so nobody can replace it between the check and its use through the descriptor.
@@ -73,8 +73,8 @@ def open_own(path: Path) -> int | None:
 
 
 def is_own(path: Path) -> bool:
-    """Return whether ``open_own`` would open a file."""
-    descriptor = open_own(path)
+    """Return whether ``_open_own`` would open a file."""
+    descriptor = _open_own(path)
     if descriptor is None:
         return False
     os.close(descriptor)
@@ -142,7 +142,7 @@ def opened(path: Path) -> Iterator[int]:
     Raises:
         OffloadError: Somebody else can have written it (``kernel-not-own``).
     """
-    descriptor = open_own(path)
+    descriptor = _open_own(path)
     if descriptor is None:
         raise OffloadError(
             f"{path} is missing, a link, belongs to another user or can be written by others, so it is not loaded. Remove it, and see "
@@ -195,7 +195,7 @@ def _cached(folder: Path) -> Path:
 def _usable_cache_folder() -> Path:
     """Return a folder that only this user can open: the cache, or a new one that is removed when this process ends."""
     folder = cache_folder()
-    return folder if make_private(folder) else _folder_of_this_process(folder)
+    return folder if _make_private(folder) else _folder_of_this_process(folder)
 
 
 @cache

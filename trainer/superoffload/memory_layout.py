@@ -86,7 +86,7 @@ class StateOffsets(NamedTuple):
     second_exponents: tuple[int, ...]
 
 
-class MemoryLayout(NamedTuple):
+class _MemoryLayout(NamedTuple):
     """Byte offsets of each sub-group's arrays in the shared memory, whose first 8 bytes hold the progress counter."""
 
     staging: tuple[int, ...]
@@ -118,7 +118,7 @@ def memory_size(values: Sequence[Any]) -> MemorySize:
     )
 
 
-def layout(size: MemorySize) -> MemoryLayout:
+def layout(size: MemorySize) -> _MemoryLayout:
     """Lay out the shared memory.
 
     With bf16 weights it has 14 bytes a parameter, 10 with bf16 moments and 8 with 8-bit moments (and 2 for every block); as many again for
@@ -166,7 +166,7 @@ def layout(size: MemorySize) -> MemoryLayout:
         states_of(size.copied),
     )
     accumulated = region(4, numels) if size.accumulate else ()
-    return MemoryLayout(
+    return _MemoryLayout(
         staging, new_weights, states, accumulated, REGION_ALIGNMENT, staging_bytes, end
     )
 

@@ -65,7 +65,7 @@ class LayerWait:
 
 
 @dataclass
-class Interval:
+class _Interval:
     """Measurements from the end of one step to the end of the next."""
 
     layer_waits: list[LayerWait] = field(default_factory=list)
@@ -86,12 +86,12 @@ class Meter:
     """
 
     def __init__(self, transfers: Transfers) -> None:
-        self.current = Interval()
-        self._last = Interval()
+        self.current = _Interval()
+        self._last = _Interval()
         self._transfers = transfers
 
     def end_step(self) -> None:
-        self._last, self.current = self.current, Interval()
+        self._last, self.current = self.current, _Interval()
 
     def leave_out_waits(self) -> None:
         """Drop the waits for weights since the last step: they were not part of a step's forward pass."""

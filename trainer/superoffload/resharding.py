@@ -23,7 +23,7 @@ _MASTER_WEIGHTS = 0
 """Position of the master weights among the tensors of a sub-group; the moments follow."""
 
 
-class Overlap(NamedTuple):
+class _Overlap(NamedTuple):
     """The elements that a saved shard and a shard of this run have in common."""
 
     saved_rank: int
@@ -134,7 +134,7 @@ def saved_states(
                 yield name, wholes
 
 
-def overlaps(numel: int, saved_ranks: int, rank: int, ranks: int) -> Iterator[Overlap]:
+def overlaps(numel: int, saved_ranks: int, rank: int, ranks: int) -> Iterator[_Overlap]:
     """Yield where a shard of ``rank`` lies in the saved shards, for a parameter of ``numel`` elements; padding is left out."""
     saved_shard, shard = partition_numel(numel, saved_ranks), partition_numel(numel, ranks)
     begin, end = min(rank * shard, numel), min((rank + 1) * shard, numel)
@@ -142,7 +142,7 @@ def overlaps(numel: int, saved_ranks: int, rank: int, ranks: int) -> Iterator[Ov
     while position < end:
         saved_rank = position // saved_shard
         stop = min(end, (saved_rank + 1) * saved_shard)
-        yield Overlap(
+        yield _Overlap(
             saved_rank, position - saved_rank * saved_shard, position - begin, stop - position
         )
         position = stop

@@ -96,18 +96,8 @@ class NormSource(Enum):
     """The Adam worker, when it steps the sub-group, or adds the last micro-batch's gradient to one that is held back."""
 
 
-class SubGroupAction(Enum):
-    """What happens to a CPU sub-group whose gradients of one micro-batch are complete."""
-
-    STEP = "step"
-    SPECULATE = "speculate"
-    ACCUMULATE = "accumulate"
-    HOLD = "hold"
-    """The gradient waits in the staging buffer until the norm is known."""
-
-
 @dataclass(frozen=True)
-class StepPolicy:
+class _StepPolicy:
     """One row of the table above."""
 
     accumulates: bool
@@ -122,13 +112,16 @@ class StepPolicy:
         """Whether ``step`` reads the norm on the host. Otherwise it is read a step later, and nothing waits for it."""
         return self.accumulates or self.step_time is not StepTime.GRADIENT_COMPLETE
 
-    def on_complete(self, *, boundary: bool) -> SubGroupAction:
-        """Return what to do with a sub-group whose gradients are complete; ``boundary`` in a step's last micro-batch."""
+    def on_complete(self, *, boundary: bool) -> Operation | None:
+        """Return what the worker does with a sub-group whose gradients are complete; ``boundary`` in a step's last micro-batch.
+
+        None: the gradient waits in the staging buffer until the norm is known.
+        """
         if boundary and self.step_time is StepTime.GRADIENT_COMPLETE:
-            return SubGroupAction.STEP
+            return Operation.STEP
         if boundary and self.step_time is StepTime.SPECULATIVE:
-            return SubGroupAction.SPECULATE
-        return SubGroupAction.ACCUMULATE if self.accumulates else SubGroupAction.HOLD
+            return Operation.SPECULATE
+        return Operation.ACCUMULATE if self.accumulates else None
 
     def gradient_source(self, micro_batch: int) -> GradientSource:
         """Return where the worker finds the gradient to step with.
@@ -147,7 +140,7 @@ class StepPolicy:
 
 def step_policy(
     gradient_accumulation_steps: int, clipping: float, *, speculates: bool = False
-) -> StepPolicy:
+) -> _StepPolicy:
     """Return the policy for a sub-group.
 
     Args:
@@ -158,11 +151,11 @@ def step_policy(
     step_time = StepTime.GRADIENT_COMPLETE
     if clipping:
         step_time = StepTime.SPECULATIVE if speculates else StepTime.NORM_KNOWN
-    return StepPolicy(gradient_accumulation_steps > 1, step_time)
+    return _StepPolicy(gradient_accumulation_steps > 1, step_time)
 
 
 @dataclass(frozen=True)
-class WholeGradient:
+class _WholeGradient:
     """A sub-group's gradient of a whole step."""
 
     copied: Event
@@ -187,8 +180,8 @@ class CpuSteps:
         sub_groups: Sequence[SubGroup],
         adamw: torch.optim.AdamW,
         cpu: CpuStates,
-        policy: StepPolicy,
-        speculative: StepPolicy,
+        policy: _StepPolicy,
+        speculative: _StepPolicy,
         second: frozenset[int],
     ) -> None:
         self._sub_groups, self._adamw, self._cpu = sub_groups, adamw, cpu
@@ -197,7 +190,7 @@ class CpuSteps:
         self.speculation = Speculation()
         self.speculating = second
         """Sub-groups that are stepped before the norm is known, in this step."""
-        self.gradients: dict[int, WholeGradient] = {}
+        self.gradients: dict[int, _WholeGradient] = {}
         """Those of sub-groups that were complete at the accumulation boundary."""
         self._learning_rates: dict[int, float] = {}
         """Of the sub-groups that the worker already steps."""
@@ -216,16 +209,12 @@ class CpuSteps:
         """
         policy = self._policy_of(index)
         if boundary:
-            self.gradients[index] = WholeGradient(copied, policy.gradient_source(micro_batch))
-        match policy.on_complete(boundary=boundary):
-            case SubGroupAction.STEP:
-                self._send(index, step)
-            case SubGroupAction.SPECULATE:
-                self._send(index, step, operation=Operation.SPECULATE)
-            case SubGroupAction.ACCUMULATE:
-                self._cpu.accumulate(index, step, first_micro_batch=micro_batch == 0, after=copied)
-            case SubGroupAction.HOLD:
-                pass
+            self.gradients[index] = _WholeGradient(copied, policy.gradient_source(micro_batch))
+        operation = policy.on_complete(boundary=boundary)
+        if operation is Operation.ACCUMULATE:
+            self._cpu.accumulate(index, step, first_micro_batch=micro_batch == 0, after=copied)
+        elif operation is not None:
+            self._send(index, step, operation=operation)
 
     @property
     def has_all_gradients(self) -> bool:
@@ -277,7 +266,7 @@ class CpuSteps:
         self.speculating = self._second if self.speculation.is_worthwhile else frozenset()
         self.leave_out_lent()
 
-    def _policy_of(self, index: int) -> StepPolicy:
+    def _policy_of(self, index: int) -> _StepPolicy:
         return self._speculative if index in self.speculating else self._policy
 
     def _send(

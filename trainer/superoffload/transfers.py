@@ -94,41 +94,6 @@ class Transfer:
     bytes: int
 
 
-class Transfers(Protocol):
-    """Copies in both directions.
-
-    ``attach`` and ``weights_to_gpu`` may be called from any thread, all other methods from the training thread only, on the stream on
-    which it computes.
-    """
-
-    def gradients_to_host(self, copies: Sequence[Copy], after: Iterable[Event]) -> Transfer:
-        """Copy what the current stream has computed so far; ``after``: events before which the targets must not be overwritten."""
-
-    def attach(self) -> None:
-        """Prepare the calling thread for ``weights_to_gpu`` and events. Call it first in every thread but the training thread."""
-
-    def weights_to_gpu(self, target: torch.Tensor, source: torch.Tensor) -> Transfer:
-        """Copy ``source``, in pinned memory, to ``target``."""
-
-    def wait_event(self, event: Event) -> None:
-        """Make the current stream wait for ``event``. The host does not wait."""
-
-    def copy_to_host(self, values: torch.Tensor) -> tuple[torch.Tensor, Event]:
-        """Queue a copy of a small tensor; it is valid once the returned event has completed."""
-
-    def states_to_host(self, copies: Sequence[Copy]) -> Event:
-        """Queue copies to pinned memory, behind what the current stream computes; they are valid once the returned event has completed."""
-
-    def stream(self) -> Stream:
-        """Return the current stream."""
-
-    def mark(self, stream: Stream = None) -> Mark:
-        """Record the point in time at which ``stream``, by default the current one, has done what is queued so far."""
-
-    def seconds(self, begin: Mark, end: Mark) -> float:
-        """Return the time between two marks, negative if ``end`` came first. Waits until both have passed."""
-
-
 class CompletedEvent:
     """An event that has completed."""
 
@@ -139,41 +104,52 @@ class CompletedEvent:
         return None
 
 
-class HostTransfers:
-    """Transfers on a machine without a GPU: every copy is complete when its call returns."""
+class Transfers:
+    """Copies in both directions; without a GPU every copy is complete when its call returns.
+
+    ``attach`` and ``weights_to_gpu`` may be called from any thread, all other methods from the training thread only, on the stream on
+    which it computes.
+    """
 
     def attach(self) -> None:
-        return None
+        """Prepare the calling thread for ``weights_to_gpu`` and events. Call it first in every thread but the training thread."""
 
     def gradients_to_host(self, copies: Sequence[Copy], after: Iterable[Event]) -> Transfer:
+        """Copy what the current stream has computed so far; ``after``: events before which the targets must not be overwritten."""
         begin = time.perf_counter()
         for target, source in copies:
             target.copy_(source)
         return Transfer(begin, time.perf_counter(), CompletedEvent(), _bytes(copies))
 
     def weights_to_gpu(self, target: torch.Tensor, source: torch.Tensor) -> Transfer:
+        """Copy ``source``, in pinned memory, to ``target``."""
         return self.gradients_to_host([(target, source)], ())
 
     def wait_event(self, event: Event) -> None:
-        return None
+        """Make the current stream wait for ``event``. The host does not wait."""
 
     def copy_to_host(self, values: torch.Tensor) -> tuple[torch.Tensor, Event]:
+        """Queue a copy of a small tensor; it is valid once the returned event has completed."""
         return values.clone(), CompletedEvent()
 
     def states_to_host(self, copies: Sequence[Copy]) -> Event:
+        """Queue copies to pinned memory, behind what the current stream computes; they are valid once the returned event has completed."""
         return self.gradients_to_host(copies, ()).done
 
     def stream(self) -> Stream:
+        """Return the current stream."""
         return None
 
     def mark(self, stream: Stream = None) -> Mark:
+        """Record the point in time at which ``stream``, by default the current one, has done what is queued so far."""
         return time.perf_counter()
 
     def seconds(self, begin: Mark, end: Mark) -> float:
+        """Return the time between two marks, negative if ``end`` came first. Waits until both have passed."""
         return float(end - begin)
 
 
-class CudaTransfers:
+class _CudaTransfers(Transfers):
     """One stream per direction: the bus carries both directions at the same time, and copies in one direction stay in order."""
 
     def __init__(self, device: torch.device) -> None:
@@ -250,5 +226,5 @@ def _bytes(copies: Sequence[Copy]) -> int:
 def transfers_for(device: torch.device) -> Transfers:
     """Return the transfers for a device."""
     if device.type == "cuda":
-        return CudaTransfers(device)
-    return HostTransfers()
+        return _CudaTransfers(device)
+    return Transfers()

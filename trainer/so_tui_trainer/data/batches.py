@@ -474,19 +474,19 @@ PREFETCH_DEPTH = 2
 """Batches that wait: one for the next forward pass, and one more in case a batch takes long to make."""
 
 
-class Movable(Protocol):
+class _Movable(Protocol):
     """Something with tensors that can be copied to a device."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]: ...
 
-    def to(self, device: torch.device) -> Movable: ...
+    def to(self, device: torch.device) -> _Movable: ...
 
 
 _CLOSE_TIMEOUT_S = 10.0
 """How long ``close`` waits for the thread."""
 
-Item = TypeVar("Item", bound=Movable)
+Item = TypeVar("Item", bound=_Movable)
 
 
 class Prefetcher(Generic[Item]):

@@ -481,7 +481,7 @@ class Encoder:
             found.append((np.array(ids, dtype=np.int32), trained[segment]))
         return found
 
-    def documents(self, opened: Opened, first: int, last: int) -> Iterator[Encoded]:
+    def documents(self, opened: Opened, first: int, last: int) -> Iterator[_Encoded]:
         """Yield rows ``first`` to ``last`` (exclusive) of a source, each with the documents it became; none if it was dropped.
 
         Raises:
@@ -509,7 +509,7 @@ class Encoder:
                     index, leading if bare or not self.chat.templated else [], tokens, bare=bare
                 )
 
-    def _fit(self, row: int, leading: Sequence[int], tokens: Tokens, *, bare: bool) -> Encoded:
+    def _fit(self, row: int, leading: Sequence[int], tokens: Tokens, *, bare: bool) -> _Encoded:
         """Cut a row to sequences, and drop what follows the last trained token, since no token learns from it."""
         limit = self.sequence_length
         ids = np.concatenate((np.array(leading, dtype=np.int32), tokens[0]))
@@ -526,7 +526,7 @@ class Encoder:
             if end := _end(flags):
                 documents.append((piece[:end], flags[:end]))
         longer = len(ids) > limit
-        return Encoded(
+        return _Encoded(
             row,
             documents,
             truncated=longer and not bare and bool(documents),
@@ -535,7 +535,7 @@ class Encoder:
         )
 
 
-class Encoded(NamedTuple):
+class _Encoded(NamedTuple):
     """A row and the documents it became."""
 
     row: int

@@ -57,7 +57,7 @@ class Layout(NamedTuple):
     """Turns a row into a conversation."""
 
 
-class RowError(Exception):
+class _RowError(Exception):
     """A row that cannot be read.
 
     Attributes:
@@ -86,7 +86,7 @@ def _history(row: Row) -> Iterator[Message]:
             or not len(pair) == 2
             or not all(isinstance(said, str) for said in pair)
         ):
-            raise RowError(f"history[{index}]", f"is {_short_repr(pair)}, not a pair of texts")
+            raise _RowError(f"history[{index}]", f"is {_short_repr(pair)}, not a pair of texts")
         yield Message("user", pair[0])
         yield Message("assistant", pair[1])
 
@@ -146,26 +146,26 @@ def _turns(row: Row, column: str) -> Conversation:
     """Read a list of turns with OpenAI's keys (role, content) or ShareGPT's (from, value)."""
     turns = row[column] if row[column] is not None else ()
     if not isinstance(turns, Sequence) or isinstance(turns, str):
-        raise RowError(column, f"is {_short_repr(turns)}, not a list of turns")
+        raise _RowError(column, f"is {_short_repr(turns)}, not a list of turns")
     return tuple(_turn(turn, f"{column}[{index}]") for index, turn in enumerate(turns))
 
 
 def _turn(turn: object, column: str) -> Message:
     if not isinstance(turn, Mapping):
-        raise RowError(column, f"is {_short_repr(turn)}, not a turn with `role` and `content`")
+        raise _RowError(column, f"is {_short_repr(turn)}, not a turn with `role` and `content`")
     for role_key, content_key in _TURN_KEYS:
         if turn.get(role_key) is None:
             continue
         role = _ROLES.get(str(turn[role_key]).strip().lower().replace("-", "_"))
         if role is None:
-            raise RowError(
+            raise _RowError(
                 f"{column}.{role_key}",
                 f"is {_short_repr(turn[role_key])}, not one of {', '.join(_ROLES)}",
             )
         extra = tuple(
             (
                 name,
-                _tool_calls(value, f"{column}.{name}")
+                [_with_arguments(call) for call in _as_list(value, f"{column}.{name}")]
                 if name == "tool_calls"
                 else _without_nulls(value),
             )
@@ -173,7 +173,7 @@ def _turn(turn: object, column: str) -> Message:
             if name not in (role_key, content_key) and value is not None
         )
         return Message(role, _content(turn.get(content_key), f"{column}.{content_key}"), extra)
-    raise RowError(
+    raise _RowError(
         column,
         f"has the keys {', '.join(turn) or '(none)'}, but needs role and content, or from and value",
     )
@@ -184,7 +184,7 @@ def _content(value: object, column: str) -> str:
     if isinstance(value, Sequence) and not isinstance(value, str):
         parts = [part.get("text") if isinstance(part, Mapping) else part for part in value]
         if not all(isinstance(part, str) for part in parts):
-            raise RowError(column, "has parts that are not text")
+            raise _RowError(column, "has parts that are not text")
         return "".join(str(part) for part in parts)
     return _text({column: value}, column)
 
@@ -197,7 +197,7 @@ def _text(row: Row, column: str) -> str:
         return value
     if isinstance(value, bool | int | float):
         return json.dumps(value)  # JSON's true, not Python's True
-    raise RowError(column, f"is {_short_repr(value)}, not text")
+    raise _RowError(column, f"is {_short_repr(value)}, not text")
 
 
 def _without_nulls(value: Any) -> Any:
@@ -225,11 +225,11 @@ def _as_list(value: object, column: str) -> list[Any]:
         try:
             known = json.loads(value) if value.strip() else None
         except json.JSONDecodeError as error:
-            raise RowError(column, f"is not JSON ({error.msg})") from error
+            raise _RowError(column, f"is not JSON ({error.msg})") from error
         except RecursionError as error:
-            raise RowError(column, "is nested too deeply") from error
+            raise _RowError(column, "is nested too deeply") from error
         except ValueError as error:  # Python converts integers of up to 4,300 digits
-            raise RowError(column, "has a number of thousands of digits") from error
+            raise _RowError(column, "has a number of thousands of digits") from error
     else:
         known = _without_nulls(value)
     if not known:
@@ -237,13 +237,8 @@ def _as_list(value: object, column: str) -> list[Any]:
     if isinstance(known, Mapping):
         return [known]
     if not isinstance(known, list):
-        raise RowError(column, f"is {_short_repr(value)}, not a list")
+        raise _RowError(column, f"is {_short_repr(value)}, not a list")
     return known
-
-
-def _tool_calls(value: object, column: str) -> list[Any]:
-    """Return tool calls with their arguments as objects, as chat templates expect them; OpenAI writes the arguments as JSON in a string."""
-    return [_with_arguments(call) for call in _as_list(value, column)]
 
 
 def _with_arguments(call: Any) -> Any:
@@ -332,7 +327,7 @@ def read_row(row: Row, layout: Layout, source: str, number: int) -> Conversation
     """
     try:
         return _with_context(row, layout)
-    except RowError as error:
+    except _RowError as error:
         raise bad_row(
             "data-row-unreadable", source, number, f"{error} (read as {layout.name})"
         ) from error

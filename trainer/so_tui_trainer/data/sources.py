@@ -61,7 +61,7 @@ _LINES = (".jsonl", ".ndjson", ".json")
 COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 
 
-def check_file(path: Path, source: DataSource, name: str = "") -> None:
+def _check_file(path: Path, source: DataSource, name: str = "") -> None:
     """Refuse a file without rows, or with a line that no reader can handle.
 
     Args:
@@ -206,7 +206,7 @@ _METADATA_FILES = ("dataset_info.json", "dataset_infos.json")
 _MAX_NAMED_FILES = 3
 
 
-def read_file(path: Path, source: DataSource) -> Dataset:
+def _read_file(path: Path, source: DataSource) -> Dataset:
     """Open one file.
 
     Raises:
@@ -231,11 +231,11 @@ def read_file(path: Path, source: DataSource) -> Dataset:
 
         options["sep"] = _separator(path)
         options |= _text_columns(pandas.read_csv(path, nrows=0, sep=options["sep"]).columns)
-        return read_verbatim(source, reader, **options)
+        return _read_verbatim(source, reader, **options)
     return _read_mixed_columns(source, reader, **options)
 
 
-def read_folder(path: Path, source: DataSource) -> tuple[Dataset, tuple[str, ...]]:
+def _read_folder(path: Path, source: DataSource) -> tuple[Dataset, tuple[str, ...]]:
     """Open a folder of files, of subsets, or one that ``save_to_disk`` wrote.
 
     Returns:
@@ -243,7 +243,7 @@ def read_folder(path: Path, source: DataSource) -> tuple[Dataset, tuple[str, ...
     """
     import datasets
 
-    if is_saved_dataset(path):
+    if _is_saved_dataset(path):
         saved = datasets.load_from_disk(str(path))
         if isinstance(saved, datasets.Dataset):
             return saved, ()
@@ -252,14 +252,14 @@ def read_folder(path: Path, source: DataSource) -> tuple[Dataset, tuple[str, ...
         return saved[source.split], ()
     files = [file for file in sorted(path.rglob("*")) if file.is_file()]
     for file in files:
-        check_file(file, source, str(Path(source.source) / file.relative_to(path)))
+        _check_file(file, source, str(Path(source.source) / file.relative_to(path)))
     rows = _read_mixed_columns(
         source, str(path), source.subset or None, cache_dir=_cache_dir(files)
     )
     return rows, () if source.subset else _ignored_files(path)
 
 
-def read_verbatim(source: DataSource, *what: str | None, **options: Any) -> Dataset:
+def _read_verbatim(source: DataSource, *what: str | None, **options: Any) -> Dataset:
     """Load rows with every text as it is in the file.
 
     ``datasets`` guesses types: it would turn "007" into a number, "None" into a null, text into a date, and 5 into 5.0 if another row has
@@ -284,12 +284,12 @@ def read_verbatim(source: DataSource, *what: str | None, **options: Any) -> Data
     )
 
 
-def is_saved_dataset(folder: Path) -> bool:
+def _is_saved_dataset(folder: Path) -> bool:
     """Return whether ``save_to_disk`` wrote the folder, with one split or several."""
     return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
 
 
-def looks_like_path(name: str) -> bool:
+def _looks_like_path(name: str) -> bool:
     """Return whether a source can only be a path, not a hub id."""
     return (
         name.startswith(("/", ".", "~"))
@@ -298,7 +298,7 @@ def looks_like_path(name: str) -> bool:
     )
 
 
-def files_read(folder: Path, subset: str = "") -> set[Path]:
+def _files_read(folder: Path, subset: str = "") -> set[Path]:
     """Return the files of a folder that ``datasets`` reads.
 
     Raises:
@@ -349,7 +349,7 @@ def _ignored_files(folder: Path) -> tuple[str, ...]:
 
     It reads files of one kind only, and if file names mention splits, only those files.
     """
-    used = files_read(folder)
+    used = _files_read(folder)
     present = (
         path.relative_to(folder)
         for path in sorted(folder.rglob("*"))
@@ -383,7 +383,7 @@ def _read_mixed_columns(source: DataSource, *what: str | None, **options: Any) -
     columns_file = Path(options["cache_dir"]) / "columns.json"
     if not columns_file.is_file():
         try:
-            return read_verbatim(source, *what, **options)
+            return _read_verbatim(source, *what, **options)
         except datasets.exceptions.DatasetGenerationError:
             config = datasets.load_dataset_builder(*what, **options).config
             if type(config).__name__ != "JsonConfig":
@@ -397,7 +397,7 @@ def _read_mixed_columns(source: DataSource, *what: str | None, **options: Any) -
     features = datasets.Features(
         {name: datasets.Json() for name in json.loads(columns_file.read_text())}
     )
-    return read_verbatim(source, *what, **options, features=features)
+    return _read_verbatim(source, *what, **options, features=features)
 
 
 def _json_columns(files: Iterable[str]) -> list[str]:
@@ -482,16 +482,16 @@ _BAD_SPLIT = re.compile(
 _MISSING_ZSTD = re.compile(r"zstd|zstandard")
 
 
-def source_problem(source: DataSource, code: str, message: str, remedy: str) -> Problem:
+def _source_problem(source: DataSource, code: str, message: str, remedy: str) -> Problem:
     """Return a problem of ``data.source``."""
     return Problem(
         code=code, field="data.source", value=source.source, message=message, remedy=remedy
     )
 
 
-def empty_source(source: DataSource) -> Problem:
+def _empty_source(source: DataSource) -> Problem:
     """Return the problem of a source without rows."""
-    return source_problem(
+    return _source_problem(
         source,
         "data-source-empty",
         "has no rows",
@@ -499,7 +499,7 @@ def empty_source(source: DataSource) -> Problem:
     )
 
 
-def unreadable_source(source: DataSource, error: Exception) -> Problem:
+def _unreadable_source(source: DataSource, error: Exception) -> Problem:
     """Explain why a source cannot be opened.
 
     Args:
@@ -519,7 +519,7 @@ def unreadable_source(source: DataSource, error: Exception) -> Problem:
         )
     no_rows = _NO_ROWS_SELECTED.search(text) is not None
     if no_rows and "[" not in source.split:
-        return empty_source(source)
+        return _empty_source(source)
     if _BAD_SPLIT.search(text):
         code, message = (
             ("data-split-empty", "selects no rows")
@@ -534,7 +534,7 @@ def unreadable_source(source: DataSource, error: Exception) -> Problem:
             remedy=f"Name a split of {source.source}.",
         )
     code, remedy = _classify(source, error, text)
-    return source_problem(source, code, f"cannot be read ({reason})", remedy)
+    return _source_problem(source, code, f"cannot be read ({reason})", remedy)
 
 
 def _classify(source: DataSource, error: Exception, text: str) -> tuple[str, str]:
@@ -550,7 +550,7 @@ def _classify(source: DataSource, error: Exception, text: str) -> tuple[str, str
     if _MISSING_ZSTD.search(text):
         return "data-needs-zstandard", "Install the package zstandard, or decompress the file."
     found = exists(Path(resolve_source(source.source)).expanduser())
-    if looks_like_path(source.source) or found:
+    if _looks_like_path(source.source) or found:
         code = "data-source-unreadable" if found else "data-source-missing"
         return (
             code,
@@ -573,7 +573,7 @@ def _is_denied(error: BaseException) -> bool:
     return any(getattr(response, "status_code", None) in (401, 403) for response in responses)
 
 
-def unwritable_cache(error: BaseException) -> Problem | None:
+def _unwritable_cache(error: BaseException) -> Problem | None:
     """Return the problem of a cache folder that cannot be written.
 
     Args:
@@ -615,7 +615,7 @@ def unwritable_cache(error: BaseException) -> Problem | None:
     )
 
 
-def raise_for_bad_json(path: Path, source: DataSource) -> None:
+def _raise_for_bad_json(path: Path, source: DataSource) -> None:
     """Look for the first row that is not a JSON object; return if there is none.
 
     Args:
@@ -629,9 +629,9 @@ def raise_for_bad_json(path: Path, source: DataSource) -> None:
 
     if path.is_file():
         _check_row_columns(path, source.source)
-    elif path.is_dir() and not is_saved_dataset(path):
+    elif path.is_dir() and not _is_saved_dataset(path):
         try:
-            files = sorted(files_read(path, source.subset))
+            files = sorted(_files_read(path, source.subset))
         except (OSError, ValueError, datasets.exceptions.DatasetsError):
             return  # The files cannot even be listed, which the caller reports.
         for file in files:
@@ -732,7 +732,7 @@ class Opened(NamedTuple):
                     f"row {thousands(_undecodable_row(rows, start))} has text that is not UTF-8"
                 )
                 raise InputError(
-                    [source_problem(source, "data-not-utf8", message, NOT_UTF8_REMEDY)]
+                    [_source_problem(source, "data-not-utf8", message, NOT_UTF8_REMEDY)]
                 ) from error
             for index in range(len(next(iter(batch.values())))):
                 row = {name: values[index] for name, values in batch.items()}
@@ -752,7 +752,7 @@ def open_sources(spec: DataSpec) -> tuple[Opened, ...]:
 def _open(source: DataSource) -> Opened:
     rows, warnings = _load(source)
     if len(rows) == 0:
-        raise InputError([empty_source(source)])
+        raise InputError([_empty_source(source)])
     return Opened(source, rows, layout_of(rows.column_names, source), warnings)
 
 
@@ -765,15 +765,15 @@ def _load(source: DataSource) -> tuple[Dataset, tuple[str, ...]]:
     path = Path(name).expanduser()
     try:
         if path.exists() and not path.is_dir():
-            check_file(path, source)
+            _check_file(path, source)
             if path.stat().st_size == 0:
-                raise InputError([empty_source(source)])
-            return read_file(path, source), ()
+                raise InputError([_empty_source(source)])
+            return _read_file(path, source), ()
         if path.is_dir():
-            return read_folder(path, source)
-        if looks_like_path(name):
+            return _read_folder(path, source)
+        if _looks_like_path(name):
             raise FileNotFoundError(2, "no such file or folder")
-        return read_verbatim(source, name, source.subset or None), ()
+        return _read_verbatim(source, name, source.subset or None), ()
     except (
         OSError,
         ValueError,
@@ -783,11 +783,11 @@ def _load(source: DataSource) -> tuple[Dataset, tuple[str, ...]]:
         HTTPError,
         datasets.exceptions.DatasetsError,
     ) as error:
-        if problem := unwritable_cache(error):
+        if problem := _unwritable_cache(error):
             raise InputError([problem]) from error
         if not isinstance(error, OSError):
-            raise_for_bad_json(path, source)
-        raise InputError([unreadable_source(source, error)]) from error
+            _raise_for_bad_json(path, source)
+        raise InputError([_unreadable_source(source, error)]) from error
 
 
 def _undecodable_row(rows: Dataset, start: int) -> int:

@@ -304,7 +304,17 @@ def register(kernels: Kernels, ranks: SequenceGroup | None = None) -> str:
             InputError: The layer has a mask, which the kernels would leave out.
         """
         if attention_mask is not None:
-            raise InputError([_own_mask(module)])
+            raise InputError(
+                [
+                    Problem(
+                        code="model-packing-unsupported",
+                        field="model.config",
+                        value=type(module).__name__,
+                        message="has an attention mask of its own, which kernels for packed documents would leave out",
+                        remedy="Choose a newer kind of model.",
+                    )
+                ]
+            )
         rows, heads, width, size = query.shape
         of_value = value.shape[-1]
         padded = value if of_value == size else nn.functional.pad(value, (0, size - of_value))
@@ -322,16 +332,6 @@ def register(kernels: Kernels, ranks: SequenceGroup | None = None) -> str:
 
     AttentionInterface.register(NAME, attention)
     return NAME
-
-
-def _own_mask(module: nn.Module) -> Problem:
-    return Problem(
-        code="model-packing-unsupported",
-        field="model.config",
-        value=type(module).__name__,
-        message="has an attention mask of its own, which kernels for packed documents would leave out",
-        remedy="Choose a newer kind of model.",
-    )
 
 
 # The kernels of each attention backend, behind one interface (``varlen.Kernels``).

@@ -32,7 +32,7 @@ from so_tui_trainer.model.weights import decoder_of
 from superoffload.shared_states import pin, prefer_huge_pages, unpin
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 
 # What checkpointed layers keep, in host memory between forward and backward: it takes no GPU
@@ -116,12 +116,12 @@ class HostActivations:
 
         return checkpoint(run, *others)
 
-    def results(self) -> LayerResults:
+    def results(self) -> _LayerResults:
         """Return what keeps the results of one layer's attention."""
-        return LayerResults(self._results)
+        return _LayerResults(self._results)
 
 
-class LayerResults:
+class _LayerResults:
     """The results of one layer's attention from its first pass until its recomputation."""
 
     def __init__(self, slots: Sequence[_Slots]) -> None:
@@ -234,7 +234,7 @@ _SAVED: dict[Policy, frozenset[Operation]] = {
 }
 
 
-class SavedResults(Protocol):
+class _SavedResults(Protocol):
     """Keeps what one layer saves from its first pass until its recomputation."""
 
     def save(self, results: Results) -> None: ...
@@ -281,7 +281,10 @@ def install(causal: PreTrainedModel, policy: Policy, host: HostActivations | Non
     # routers draw random numbers. The tests check that both passes save equal shapes.
     options: dict[str, Any] = {
         "use_reentrant": False,
-        "preserve_rng_state": _draws(causal.config),
+        # Routers draw random numbers in training: noise (Mixtral, if asked for), or the experts themselves (Phi-3.5-MoE).
+        "preserve_rng_state": any(
+            value for name, value in causal.config.to_dict().items() if "jitter" in name
+        ),
         "determinism_check": "none",
     }
     options["context_fn"] = partial(
@@ -295,11 +298,6 @@ def install(causal: PreTrainedModel, policy: Policy, host: HostActivations | Non
             module.forward = partial(_saved_linear, module)  # type: ignore[method-assign]
     run = partial(checkpoint, **options)
     causal._set_gradient_checkpointing(True, partial(host.checkpoint, run) if host else run)
-
-
-def _draws(config: PretrainedConfig) -> bool:
-    """Return whether routers draw random numbers in training: noise (Mixtral, if asked for), or the experts themselves (Phi-3.5-MoE)."""
-    return any(value for name, value in config.to_dict().items() if "jitter" in name)
 
 
 def save_or_reuse(operation: Operation, compute: Callable[[], Results]) -> Results:
@@ -316,7 +314,7 @@ def in_checkpointed_layer() -> bool:
     return _local.store is not None
 
 
-class SavedLinear(torch.autograd.Function):
+class _SavedLinear(torch.autograd.Function):
     """``torch.nn.functional.linear`` whose result ``selective`` saves."""
 
     @staticmethod
@@ -350,7 +348,7 @@ class SavedLinear(torch.autograd.Function):
 
 
 def _contexts(
-    saved: frozenset[Operation], made: Callable[[], SavedResults]
+    saved: frozenset[Operation], made: Callable[[], _SavedResults]
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return the contexts around a layer's first pass and around its recomputation, which also mark the layer as checkpointed."""
     results = made()
@@ -404,17 +402,15 @@ def mixing_blocks(layer: nn.Module) -> tuple[str, ...]:
     return tuple(
         f"{name}."
         for name, module in layer.named_modules()
-        if name and hasattr(module, "layer_idx") and _takes_more(module)
+        if name
+        and hasattr(module, "layer_idx")
+        # Its own code, whatever replaces it, takes more than itself and hidden states.
+        and len(inspect.signature(type(module).forward).parameters) > 2
     )
 
 
-def _takes_more(module: nn.Module) -> bool:
-    """Return whether a module's own code, whatever replaces it, takes more than itself and hidden states."""
-    return len(inspect.signature(type(module).forward).parameters) > 2
-
-
 def _saved_linear(module: nn.Linear, inputs: Tensor) -> Tensor:
-    result: Tensor = SavedLinear.apply(inputs, module.weight, module.bias)  # type: ignore[no-untyped-call]
+    result: Tensor = _SavedLinear.apply(inputs, module.weight, module.bias)  # type: ignore[no-untyped-call]
     return result
 
 

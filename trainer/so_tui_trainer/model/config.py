@@ -27,7 +27,9 @@ def scale_rope(config: PretrainedConfig, model: ModelSpec) -> None:
     """
     own: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     positions = getattr(config, "max_position_embeddings", None)
-    if not own or not positions or _has_other_positions(config):
+    # Granite 4's hybrids have no rotary positions by default, although their configuration describes them.
+    others = getattr(config, "position_embedding_type", "rope") != "rope"
+    if not own or not positions or others:
         raise _refusal(model, "the model has no rotary positions")
     if any(isinstance(value, dict) for value in own.values()):
         raise _refusal(model, "the model has other rotary positions in each kind of layer")
@@ -49,11 +51,6 @@ def scale_rope(config: PretrainedConfig, model: ModelSpec) -> None:
         raise _refusal(
             model, f"transformers does not scale this model's positions so ({first_line(error)})"
         ) from error
-
-
-def _has_other_positions(config: PretrainedConfig) -> bool:
-    """Return whether a model has none although its configuration describes them, as Granite 4's hybrids do by default."""
-    return getattr(config, "position_embedding_type", "rope") != "rope"
 
 
 def _refusal(model: ModelSpec, message: str) -> InputError:

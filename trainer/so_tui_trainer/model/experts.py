@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class Routing(NamedTuple):
+class _Routing(NamedTuple):
     """Which pair and which expert a row belongs to; integers on the device."""
 
     order: Tensor
@@ -65,7 +65,7 @@ def mixture(hidden: Tensor, chosen: Tensor, shares: Tensor, weights: Weights, ga
         [tokens, hidden]
     """
     # Reused when the layer is recomputed, since the saved products are in this order.
-    routing = Routing(*save_or_reuse("product", lambda: route(chosen, len(weights.first))))
+    routing = _Routing(*save_or_reuse("product", lambda: route(chosen, len(weights.first))))
     rows = _Spread.apply(hidden, routing)  # type: ignore[no-untyped-call]
     products = _Product.apply(rows, weights.first, routing.ends, weights.inputs_first)  # type: ignore[no-untyped-call]
     narrow = gated(products, shares, weights.first_bias, routing, gate)
@@ -91,7 +91,7 @@ def _second_product(narrow: Tensor, weights: Weights, ends: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def route(chosen: Tensor, experts: int) -> Routing:
+def route(chosen: Tensor, experts: int) -> _Routing:
     """Sort the pairs by expert, and within an expert by token.
 
     Args:
@@ -109,14 +109,14 @@ def route(chosen: Tensor, experts: int) -> Routing:
         right=True,
         out_int32=True,
     )
-    return Routing(order, row_of_pair.view(chosen.shape), ends)
+    return _Routing(order, row_of_pair.view(chosen.shape), ends)
 
 
 class _Spread(torch.autograd.Function):
     """Copies each token's row for each of its pairs, in the order of the experts."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, routing: Routing) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, routing: _Routing) -> Tensor:
         ctx.routing = routing
         return hidden.index_select(0, routing.order // routing.row_of_pair.shape[1])
 
@@ -129,7 +129,7 @@ class _Collected(torch.autograd.Function):
     """Sums the rows of each token."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, routing: Routing) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, routing: _Routing) -> Tensor:
         ctx.routing = (
             routing  # Not by save_for_backward, which would extend the recomputation up to here.
         )
@@ -179,7 +179,7 @@ class _Product(torch.autograd.Function):
 
 
 def gated(
-    products: Tensor, shares: Tensor, bias: Tensor | None, routing: Routing, gate: Gate
+    products: Tensor, shares: Tensor, bias: Tensor | None, routing: _Routing, gate: Gate
 ) -> Tensor:
     """Apply the gate and the routing weights.
 
@@ -204,7 +204,7 @@ class _Gated(torch.autograd.Function):
         products: Tensor,
         shares: Tensor,
         bias: Tensor | None,
-        routing: Routing,
+        routing: _Routing,
         gate: Gate,
     ) -> Tensor:
         ctx.save_for_backward(products, shares, bias)
@@ -251,7 +251,7 @@ def _gated_backward(
     products: Tensor,
     shares: Tensor,
     bias: Tensor | None,
-    routing: Routing,
+    routing: _Routing,
     gate: Gate,
 ) -> tuple[Tensor, Tensor]:
     own = _halves(products if bias is None else products + bias[_experts(routing)], gate)
@@ -276,13 +276,13 @@ def _gated_backward(
     return of_products, of_shares.view_as(shares)
 
 
-def _of_bias(of_products: Tensor, routing: Routing) -> Tensor:
+def _of_bias(of_products: Tensor, routing: _Routing) -> Tensor:
     """Sum over each expert's rows, [experts, columns], as a product with ones: adding up the rows one by one takes long."""
     experts = torch.arange(len(routing.ends), device=of_products.device)[:, None]
     return (experts == _experts(routing)).to(of_products.dtype) @ of_products
 
 
-def _experts(routing: Routing) -> Tensor:
+def _experts(routing: _Routing) -> Tensor:
     """Return the expert of each row, [pairs]."""
     return torch.searchsorted(
         routing.ends,
@@ -300,7 +300,7 @@ def _halves(products: Tensor, gate: Gate) -> tuple[Tensor, ...]:
     return (products[:, ::2], products[:, 1::2]) if gate.interleaved else products.chunk(2, -1)
 
 
-def _bias(bias: Tensor | None, routing: Routing) -> tuple[Tensor | None, Tensor | None]:
+def _bias(bias: Tensor | None, routing: _Routing) -> tuple[Tensor | None, Tensor | None]:
     """Return the bias and the expert of each row, which only the bias needs."""
     return (None, None) if bias is None else (bias.contiguous(), _experts(routing))
 

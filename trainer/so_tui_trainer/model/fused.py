@@ -47,7 +47,7 @@ def install_kernels(causal: PreTrainedModel, parts: Collection[str] = ALL) -> tu
     return tuple(replaced)
 
 
-def is_fused_norm(module: nn.Module) -> bool:
+def _is_fused_norm(module: nn.Module) -> bool:
     """Return whether ``install`` made a module a fused norm."""
     return getattr(module.forward, "func", None) is _rms_norm
 
@@ -319,7 +319,7 @@ def _norms(layer: nn.Module) -> list[nn.Module]:
         if type(module).__name__.endswith("Norm") and not list(module.children())
     ]
     whole = (nn.LayerNorm, nn.RMSNorm)
-    return [module for module in named if type(module) not in whole and not is_fused_norm(module)]
+    return [module for module in named if type(module) not in whole and not _is_fused_norm(module)]
 
 
 def _feed_forward(layer: nn.Module) -> nn.Module | None:

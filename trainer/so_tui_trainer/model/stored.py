@@ -241,7 +241,7 @@ class _Output(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
 
-def dequantised(blocks: Tensor, scales: Tensor) -> Tensor:
+def _dequantised(blocks: Tensor, scales: Tensor) -> Tensor:
     """Dequantise the matrix of one expert.
 
     Args:
@@ -358,7 +358,7 @@ def _experts(blocks: Stored, scales: Stored) -> Iterator[Tensor]:
         exponents = scales.elements(expert * of_scales, (expert + 1) * of_scales).view(
             scales.shape[1:]
         )
-        yield dequantised(packed, exponents)
+        yield _dequantised(packed, exponents)
 
 
 def _write_file(path: Path, tensors: Mapping[str, _Output]) -> None:

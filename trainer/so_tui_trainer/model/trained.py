@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 
 _OWNED_LONG = "_so_tui_long_documents"
-"""Attribute of a model that has its ``LongDocuments``."""
+"""Attribute of a model that has its ``_LongDocuments``."""
 
 
-class LongDocuments:
+class _LongDocuments:
     """Which tokens of the micro-batch that a model computes are in documents longer than its original length."""
 
     def __init__(self, original_length: int | None) -> None:
@@ -50,10 +50,10 @@ class LongDocuments:
             self.tokens = batch.document_lengths() > self.original_length
 
 
-def long_documents_of(causal: PreTrainedModel) -> LongDocuments:
+def _long_documents_of(causal: PreTrainedModel) -> _LongDocuments:
     """Return the documents by which ``causal`` chooses its frequencies; the first call makes it do so."""
     found = causal.__dict__.get(_OWNED_LONG)
-    if not isinstance(found, LongDocuments):
+    if not isinstance(found, _LongDocuments):
         rotary: list[Any] = [
             module
             for module in causal.modules()
@@ -64,7 +64,7 @@ def long_documents_of(causal: PreTrainedModel) -> LongDocuments:
             if rotary
             else None
         )
-        found = causal.__dict__[_OWNED_LONG] = LongDocuments(length)
+        found = causal.__dict__[_OWNED_LONG] = _LongDocuments(length)
         for module in rotary:
             module.forward = partial(_by_document, module.forward, found)
     return found
@@ -72,7 +72,7 @@ def long_documents_of(causal: PreTrainedModel) -> LongDocuments:
 
 def _by_document(
     run: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
-    documents: LongDocuments,
+    documents: _LongDocuments,
     x: Tensor,
     position_ids: Tensor,
 ) -> tuple[Tensor, ...]:
@@ -240,7 +240,7 @@ class TrainedModel(nn.Module):
         """
         self.router = router
         self._documents = documents_of(causal)
-        self._long_documents = long_documents_of(causal)
+        self._long_documents = _long_documents_of(causal)
         self.last_router_loss: Tensor | None = None
         """The router loss of the last forward pass, scaled but without its coefficient; detached."""
 

@@ -36,7 +36,7 @@ DEFAULT_ATTENTION = None
 """Lets transformers choose. Without it, what config.json names is used, which may be a kernel on the hub: code of others."""
 
 
-class Conversion(NamedTuple):
+class _Conversion(NamedTuple):
     """How one or more tensors of the model are made."""
 
     target: str
@@ -52,7 +52,7 @@ class Conversion(NamedTuple):
 class Match(NamedTuple):
     """The result of matching a checkpoint with a model."""
 
-    conversions: tuple[Conversion, ...]
+    conversions: tuple[_Conversion, ...]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     mismatched: tuple[str, ...]
@@ -89,7 +89,7 @@ def match_weights(model: PreTrainedModel, index: Mapping[str, Stored]) -> Match:
     """
     wanted: dict[str, Tensor] = model.state_dict()
     groups, unexpected = _grouped(model, wanted, _of_language(wanted, index))
-    conversions: list[Conversion] = []
+    conversions: list[_Conversion] = []
     mismatched: dict[str, str] = {}
     for target, converter, sources in groups:
         try:
@@ -101,7 +101,7 @@ def match_weights(model: PreTrainedModel, index: Mapping[str, Stored]) -> Match:
         ) as error:  # The parts do not fit together. Older torch only asserts that.
             mismatched[target] = f"{target} ({first_line(error)})"
             continue
-        conversions.append(Conversion(target, tuple(sources), converter, shapes))
+        conversions.append(_Conversion(target, tuple(sources), converter, shapes))
         for name, shape in shapes.items():
             if name in wanted and tuple(wanted[name].shape) != shape:
                 mismatched[name] = (
@@ -125,7 +125,7 @@ _OLD_BUFFERS = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
 
 
 def realised(
-    model: PreTrainedModel, conversion: Conversion, read: Callable[[str], Tensor]
+    model: PreTrainedModel, conversion: _Conversion, read: Callable[[str], Tensor]
 ) -> dict[str, Tensor]:
     """Run a conversion.
 
@@ -258,7 +258,7 @@ def _outputs(
     sources: list[tuple[str, str]],
     index: Mapping[str, Stored],
 ) -> dict[str, tuple[int, ...]]:
-    draft = Conversion(target, tuple(sources), converter, {})
+    draft = _Conversion(target, tuple(sources), converter, {})
     made = realised(
         model,
         draft,
@@ -611,7 +611,7 @@ def load(
             on_files(read, files)
 
 
-def _files(conversion: Conversion, index: Mapping[str, Stored]) -> set[Path]:
+def _files(conversion: _Conversion, index: Mapping[str, Stored]) -> set[Path]:
     return {index[name].path for _, name in conversion.sources}
 
 

@@ -63,7 +63,7 @@ def work(request: Answer) -> Iterator[Answer]:
     yield {"rates": rates, "done": True}
 
 
-def core_counts(cores: int) -> tuple[int, ...]:
+def _core_counts(cores: int) -> tuple[int, ...]:
     """Return the numbers of cores for Adam's curve: few where it rises, and those that the default shares of cores give."""
     return tuple(
         sorted({max(1, round(cores * share)) for share in (0, 0.25, 0.5, 0.7, 0.8, 0.9, 1)})
@@ -81,7 +81,7 @@ def _cpu(
         cpus = node["cpus"]
         best = 0.0  # Over all numbers of cores: on a busy host, all cores may be slower than half of them.
         for count in (
-            core_counts(len(cpus)) if position == 0 else sorted({-(-len(cpus) // 2), len(cpus)})
+            _core_counts(len(cpus)) if position == 0 else sorted({-(-len(cpus) // 2), len(cpus)})
         ):
             found = _adam(cpus[:count], scale)
             points += [(count, found["step_bytes_per_s"])] if position == 0 else []

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 # Why a model cannot be described: refusals that name the cause and a remedy.
 
 
-def refuse_unreadable(model: ModelSpec, error: Exception) -> NoReturn:
+def _refuse_unreadable(model: ModelSpec, error: Exception) -> NoReturn:
     """Explain why transformers cannot load a config. Its errors share types, so their texts are matched here, and nowhere else.
 
     Raises:
@@ -81,7 +81,7 @@ def refuse_unreadable(model: ModelSpec, error: Exception) -> NoReturn:
     refuse("model-config-unreadable", model, message, "Correct it, or download it again.", error)
 
 
-def refuse_shape(model: ModelSpec, error: Exception) -> NoReturn:
+def _refuse_shape(model: ModelSpec, error: Exception) -> NoReturn:
     """Explain why a model cannot be built on meta tensors.
 
     Raises:
@@ -96,7 +96,7 @@ def refuse_shape(model: ModelSpec, error: Exception) -> NoReturn:
     )
 
 
-def refuse_other_kinds(model: ModelSpec, config: PretrainedConfig) -> None:
+def _refuse_other_kinds(model: ModelSpec, config: PretrainedConfig) -> None:
     """Refuse a model that is not a decoder over text.
 
     Raises:
@@ -135,7 +135,7 @@ def refuse_other_kinds(model: ModelSpec, config: PretrainedConfig) -> None:
         refuse("model-not-causal", model, f"is a {classes[0]}, not a causal language model", remedy)
 
 
-def refuse_head(model: ModelSpec, causal: PreTrainedModel) -> None:
+def _refuse_head(model: ModelSpec, causal: PreTrainedModel) -> None:
     from so_tui_trainer.model.build import refuse_unsupported
 
     if causal.get_output_embeddings() is None:  # type: ignore[no-untyped-call]
@@ -146,7 +146,7 @@ def refuse_head(model: ModelSpec, causal: PreTrainedModel) -> None:
     refuse_unsupported(causal, model)
 
 
-def refuse_unplannable(model: ModelSpec) -> None:
+def _refuse_unplannable(model: ModelSpec) -> None:
     """Refuse a model whose shape the planner cannot read.
 
     Raises:
@@ -306,7 +306,7 @@ def _unwritable(value: Any) -> bool:
     )
 
 
-def expert_blocks(causal: PreTrainedModel) -> tuple[str, ...]:
+def _expert_blocks(causal: PreTrainedModel) -> tuple[str, ...]:
     """Return the classes of the blocks with experts. ZeRO-3 all-gathers such a block as a whole, whichever experts a token uses."""
     blocks = {
         type(module).__name__
@@ -404,7 +404,7 @@ def describe(request: Answer) -> Iterator[Answer]:
 
     whole = _read_config(asked)
     config = language_part(whole)
-    refuse_other_kinds(asked, config)
+    _refuse_other_kinds(asked, config)
     notes = _notes(asked, config)
     if config is not whole:
         notes.append(
@@ -424,15 +424,15 @@ def describe(request: Answer) -> Iterator[Answer]:
         ImportError,
         RuntimeError,
     ) as error:
-        refuse_shape(asked, error)
-    refuse_head(asked, causal)
+        _refuse_shape(asked, error)
+    _refuse_head(asked, causal)
     found = msgspec.structs.replace(
         asked,
         config=shape_of(config, causal),
         parameters=blocks_of(ordered_tensors(causal)),
-        leaf_modules=expert_blocks(causal),
+        leaf_modules=_expert_blocks(causal),
     )
-    refuse_unplannable(found)
+    _refuse_unplannable(found)
     yield {
         "model": msgspec.to_builtins(found),
         "parameters": found.parameter_count,
@@ -514,7 +514,7 @@ def _read_config(model: ModelSpec) -> PretrainedConfig:
         ImportError,
         StrictDataclassError,
     ) as error:
-        refuse_unreadable(model, error)
+        _refuse_unreadable(model, error)
     return config
 
 

@@ -157,7 +157,7 @@ def _loading(load: LoadModel) -> Generator[Event, None, Writers]:
         base = base_of(load, model)
         models["base"], its = yield from _of_base(base)
         known.append(its)
-    chat = chat_of(tokenizer_of(tokenizer_source(load, model)))
+    chat = chat_of(tokenizer_of(model if load.run else ModelSpec(id=load.folder)))
     device = export.chosen_device(load.device, sum(each.parameters for each in known))
     stop = stop_tokens(chat, tuned)
     # Both are asked in the layout of the tuned model, and end their answers by its tokens: the base model may know neither.
@@ -166,11 +166,6 @@ def _loading(load: LoadModel) -> Generator[Event, None, Writers]:
     }
     yield Loaded(models=tuple(known), device=_name(device), layout=chat.name)
     return writers
-
-
-def tokenizer_source(load: LoadModel, model: ModelSpec) -> ModelSpec:
-    """Return the model whose tokenizer is used: that of the run, or what is in the folder."""
-    return model if load.run else ModelSpec(id=load.folder)
 
 
 def base_of(load: LoadModel, model: ModelSpec) -> ModelSpec:

@@ -39,7 +39,7 @@ from superoffload.shared_states import HostWeights
 # DeepSpeed's checkpoints: one rank's states as DeepSpeed's ZeRO-3 optimizer has them, and back.
 
 
-def to_state_dict(
+def _to_state_dict(
     core: SuperOffload, parameter_groups: Sequence[Mapping[str, Any]], partition_count: Any
 ) -> dict[str, Any]:
     """Return copies of the states, which ``zero_to_fp32.py`` can read.
@@ -77,7 +77,7 @@ def load_state_dict(
     *,
     moments: bool,
 ) -> None:
-    """Load what ``to_state_dict`` returned, of as many ranks and sub-groups.
+    """Load what ``_to_state_dict`` returned, of as many ranks and sub-groups.
 
     Args:
         core: The rank's optimizer, synchronized.
@@ -376,11 +376,6 @@ def _refuse_nvme(offload_param: Any) -> None:
         )
 
 
-def _ranks_of_host() -> int:
-    """Return how many ranks the launcher started on this host: DeepSpeed's or torchrun's; 1 without a launcher."""
-    return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
-
-
 class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     """ZeRO-3 up to the reduced gradients, ``SuperOffload`` from there on.
 
@@ -435,7 +430,7 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             settings = within_share(
                 sub_groups,
                 settings,
-                _ranks_of_host(),
+                int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1),
                 clips=bool(self.clip_grad),
                 accumulates=self.gradient_accumulation_steps > 1,
                 host_weights=host_weights is not None,
@@ -604,7 +599,7 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         They are copies, 12 bytes of host memory a parameter. ``superoffload.save_state`` needs none.
         """
         self.core.synchronize()
-        return to_state_dict(self.core, self.optimizer.param_groups, self.partition_count)
+        return _to_state_dict(self.core, self.optimizer.param_groups, self.partition_count)
 
     def load_state_dict(
         self,
