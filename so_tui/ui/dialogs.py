@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from so_tui.launch.slurm.script import Draft
     from so_tui.plan.plan import Launch
 
+_STYLES = Path(__file__).with_name("dialogs.tcss")
+"""Absolute, because dialogs of screens inherit it and Textual looks beside the class that is shown."""
+
 
 Answer = TypeVar("Answer")
 
@@ -53,7 +57,7 @@ class CloseButton(Button):
 class Question(ModalScreen[bool]):
     """A yes or no question. Where yes destroys or ends something, ``default_yes`` is False and enter answers no."""
 
-    CSS_PATH = "dialogs.tcss"
+    CSS_PATH = _STYLES
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("y", "answer(True)", "Yes"),
         Binding("n,escape", "answer(False)", "No"),
@@ -118,7 +122,7 @@ class AskText(ModalScreen[Answer | None]):
     What was typed stays until ``read`` accepts it. A choice that is clicked, or reached with up and down, is entered into the field.
     """
 
-    CSS_PATH = "dialogs.tcss"
+    CSS_PATH = _STYLES
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "dismiss(None)", "Cancel"),
         Binding("down", "choose('down')", "Next choice", show=False),
@@ -220,7 +224,7 @@ class LaidOut(Static):
 class Notice(ModalScreen[bool]):
     """What happened, why, and what to do next. The result is True when the offered action was chosen."""
 
-    CSS_PATH = "dialogs.tcss"
+    CSS_PATH = _STYLES
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q", "dismiss(False)", "Close"),
         Binding("y", "copy", "Copy"),
@@ -304,7 +308,7 @@ class KeyRows(Static):
 class KeysHelp(ModalScreen[None]):
     """Every key of the screen below, read from its bindings, so that help and dispatch agree."""
 
-    CSS_PATH = "dialogs.tcss"
+    CSS_PATH = _STYLES
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q,question_mark,f1,enter", "dismiss(None)", "Close")
     ]
@@ -343,7 +347,7 @@ class Answered(Message):
 class AddModel(ModalScreen[str | None]):
     """The result is the name of the new preset, or None when the dialog was cancelled. What was typed stays until it works."""
 
-    CSS_PATH = "dialogs.tcss"
+    CSS_PATH = _STYLES
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss(None)", "Cancel")]
 
     _reading = False
@@ -610,7 +614,7 @@ class _SettingList(OptionList):
 class SettingsDialog(ModalScreen[dict[str, Any] | None]):
     """Change settings; the result is what was changed, by key. The theme is shown at once."""
 
-    CSS_PATH = "dialogs.tcss"
+    CSS_PATH = _STYLES
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q,comma", "close", "Keep and close"),
         Binding("right,space", "step(1)", "Next value"),
@@ -755,7 +759,7 @@ Result = TypeVar("Result")
 class TickDialog(ModalScreen[Result | None], Generic[Result, Item]):
     """Has an input ``filter``, a list of things to tick, and a line ``said``, which the dialog that builds on it composes."""
 
-    CSS_PATH = "dialogs.tcss"
+    CSS_PATH = _STYLES
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "leave", "Leave without a change"),
     ]
