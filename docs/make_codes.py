@@ -93,6 +93,16 @@ _SHAPES = {
         remedy="suggestion",
     ),
     "WarningRecord": _shape("Warning", code="code", message="message", remedy="suggestion"),
+    # ``Recorder.warn`` and the callbacks of that signature, which reach the record through a second function.
+    "warn": _shape(
+        "Warning",
+        "code",
+        "message",
+        "suggestion",
+        code="code",
+        message="message",
+        remedy="suggestion",
+    ),
 }
 
 
@@ -363,7 +373,7 @@ _SECTIONS = (
 def _outcomes(root: Path) -> Iterator[Entry]:
     """Yield how the supervisor words what it concludes itself, with examples of what it fills in, and what the other codes mean."""
     described = _described_members(
-        ast.parse((root / "so_tui" / "runs" / "outcome.py").read_text(encoding="utf-8"))
+        ast.parse((root / "so_tui" / "runs" / "records.py").read_text(encoding="utf-8"))
     )
     for code in OutcomeCode:
         who: Who = (
@@ -392,8 +402,12 @@ def _outcomes(root: Path) -> Iterator[Entry]:
 
 
 def _described_members(module: ast.Module) -> dict[str, str]:
-    """Return the text below each member of an enumeration that has one."""
-    (enumeration,) = (node for node in module.body if isinstance(node, ast.ClassDef))
+    """Return the text below each member of ``OutcomeCode`` that has one."""
+    (enumeration,) = (
+        node
+        for node in module.body
+        if isinstance(node, ast.ClassDef) and node.name == OutcomeCode.__name__
+    )
     found = {}
     for member, text in pairwise(enumeration.body):
         match member, text:
