@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -30,6 +32,7 @@ PAGES = [
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 TO_HEADING = re.compile(r"\]\(([^)#]*)#([^)]*)\)")
 CODE = re.compile(r"`([^`\n]+)`")
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 DOCTOR = ROOT / "so_tui" / "machine" / "doctor"
 OUR_FOLDERS = (
     "so_tui/",
@@ -78,6 +81,35 @@ def test_every_file_of_the_repository_that_is_named_exists(page: Path) -> None:
         for text in CODE.findall(page.read_text())
         if text.startswith(OUR_FOLDERS) and re.fullmatch(r"[\w./-]+", text)
     ]
+    assert [text for text in named if not (ROOT / text).exists()] == []
+
+
+def test_every_function_that_architecture_names_is_in_its_file() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    named = re.findall(r"`([\w./-]+\.py):([\w.]+)`", text)
+    assert len(named) > 30
+    assert [place for place in named if not defines(*place)] == []
+
+
+def defines(file: str, name: str) -> bool:
+    """Return whether a file has a function or class, or a method if ``name`` has a dot."""
+    if not (ROOT / file).is_file():
+        return False
+    nodes: Sequence[ast.stmt] = ast.parse((ROOT / file).read_text(encoding="utf-8")).body
+    for part in name.split("."):
+        found = [node for node in nodes if isinstance(node, DEFINITIONS) and node.name == part]
+        if not found:
+            return False
+        nodes = found[0].body
+    return True
+
+
+@pytest.mark.parametrize(("page", "least"), [("docs/architecture.md", 22), ("CONTRIBUTING.md", 12)])
+def test_what_to_change_is_in_files_that_exist(page: str, least: int) -> None:
+    rows = (ROOT / page).read_text().partition("| ... | look in |\n|---|---|\n")[2]
+    rows = rows.partition("\n\n")[0]
+    assert len(rows.splitlines()) >= least
+    named = [text for text in CODE.findall(rows) if "/" in text]
     assert [text for text in named if not (ROOT / text).exists()] == []
 
 
