@@ -13,11 +13,9 @@ import msgspec
 from msgspec import Struct
 
 from so_tui.launch import command
-from so_tui.launch.ds_config import ds_config
 from so_tui.machine.gpus import hiding_variable, visible_gpus
 from so_tui.machine.types import Machine
 from so_tui.plan.plan import Launch, Plan
-from so_tui.plan.planner import make_plan
 from so_tui.runs.directory import (
     RunDirectory,
     missing_checkpoints,
@@ -198,6 +196,8 @@ def prepare(
         InputError: The model is not described well enough to plan.
         Refused: The run does not fit, or cannot run here at all (which ``force`` does not change).
     """
+    from so_tui.plan.planner import make_plan  # a process that only reads launches needs no planner
+
     inherited = os.environ if inherited is None else inherited
     usable = usable_machine(machine, inherited)
     return launch_of(
@@ -212,6 +212,8 @@ def launch_of(
 
     Refusal codes: those of the plan's reasons (see ``plan_refused``), and ``gpu-not-visible``.
     """
+    from so_tui.launch.ds_config import ds_config
+
     inherited = os.environ if inherited is None else inherited
     if not plan.possible or (not plan.fits and not force):
         raise plan_refused(plan)
@@ -253,6 +255,8 @@ def preview(
         InputError: As for ``prepare``.
         Refused: CUDA_VISIBLE_DEVICES names MIG instances.
     """
+    from so_tui.plan.planner import make_plan
+
     inherited = os.environ if inherited is None else inherited
     usable = usable_machine(machine, inherited)
     plan = make_plan(with_absolute_paths(spec), usable)

@@ -5,7 +5,6 @@ Nothing is computed before the first paint. Named workers compute presets, machi
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import sys
 import time
@@ -18,12 +17,9 @@ from textual.app import App, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.dom import DOMNode
 from textual.screen import ModalScreen, Screen, ScreenResultType
-from textual.suggester import Suggester
 from textual.widgets import Input
 from textual.worker import Worker
 
-from so_tui.machine import Machine as machine_Machine
-from so_tui.machine.known import MACHINES, machine_of
 from so_tui.trust.text import printable_line, so_tui_command
 from so_tui.ui import messages
 from so_tui.ui.page import PAGES, Page
@@ -262,6 +258,7 @@ class SoTuiApp(SharedApp):
     # Commands.
 
     def action_other_machine(self) -> None:
+        from so_tui.ui.other_machine import ask_for_machine
 
         ask_for_machine(self)
 
@@ -399,80 +396,3 @@ def commands(app: App[None], screen: Screen[ScreenResultType]) -> Iterator[Syste
             yield SystemCommand(
                 title, f"{more}key {key}", partial(app.run_action, binding.action, node)
             )
-
-
-# Plan for another machine: one that is known by name, or one that a file describes.
-
-
-HINT = (
-    "Up, down or a click choose one, as published, not measured; or give a file that `so-tui inspect --json > FILE` wrote there (right "
-    "arrow completes). Runs start on this machine only."
-)
-SOURCE = "  from "
-THIS_MACHINE = ("", "this machine")
-_MOST_ENTRIES = 2000
-
-
-class MachineSuggester(Suggester):
-    """Completes names of machines and paths of files."""
-
-    def __init__(self) -> None:
-        super().__init__(use_cache=False, case_sensitive=True)
-
-    async def get_suggestion(self, value: str) -> str | None:
-        named = next((name for name in MACHINES if name.startswith(value)), None) if value else None
-        return named or await asyncio.to_thread(_path_that_begins_with, value)
-
-
-def ask_for_machine(app: SharedApp) -> None:
-    """Ask for a machine, and plan for it."""
-    from so_tui.ui.dialogs import AskText
-
-    def read(given: str) -> tuple[machine_Machine | None, str]:
-        return (machine_of(given) if given else None), given
-
-    def chosen(described: tuple[machine_Machine | None, str] | None) -> None:
-        if described is not None:
-            app.plan_for(*described)
-
-    dialog = AskText(
-        "Plan for another machine",
-        HINT,
-        app.machine_file,
-        yes="Plan",
-        read=read,
-        may_be_empty=True,
-        suggester=MachineSuggester(),
-        choices=[
-            THIS_MACHINE,
-            *(
-                (name, f"{machine.title}\n{SOURCE}{machine.source}")
-                for name, machine in MACHINES.items()
-            ),
-        ],
-    )
-    app.push_screen(dialog, chosen)
-
-
-def _path_that_begins_with(text: str) -> str | None:
-    """Return the first path in alphabetical order that continues a text with a slash; None if there is none that can be shown."""
-    if "/" not in text:
-        return None
-    folder, _, begin = text.rpartition("/")
-    try:
-        entries = Path(folder or "/").expanduser().iterdir()
-        names = sorted(
-            entry.name
-            for entry, _ in zip(entries, range(_MOST_ENTRIES), strict=False)
-            if entry.name.startswith(begin)
-        )
-    except OSError:
-        return None
-    return next(
-        (
-            f"{folder}/{name}"
-            for name in names
-            if name.isprintable() and (begin or not name.startswith("."))
-        ),
-        None,
-    )

@@ -17,9 +17,9 @@ from textual.worker import Worker, WorkerState
 
 from so_tui.launch.helper_jobs import DataPreview, Sample, SourceView
 from so_tui.spec import InputError, RunSpec
-from so_tui.ui.charts.drawing import fill
 from so_tui.ui.dialogs import CloseButton
 from so_tui.ui.form import label
+from so_tui.ui.lines import fill
 from so_tui.ui.plan_view import data_name
 from so_tui.ui.text import Content, shorten_path
 from so_tui.ui.widgets import Rule

@@ -26,9 +26,7 @@ from so_tui.ui.charts.canvas import GLYPHS, Scale
 from so_tui.ui.charts.drawing import (
     GUTTER,
     RoleStyles,
-    StyledLines,
     axis_row,
-    cells_of,
     gutter_text,
     joined,
     plot_key,
@@ -37,6 +35,7 @@ from so_tui.ui.charts.drawing import (
     with_cursor,
 )
 from so_tui.ui.charts.series import Axis, Line
+from so_tui.ui.lines import StyledLines, cells_of
 from so_tui.ui.snapshot import CORES, MEMORY, GpuView, Inspected, NodeView
 from so_tui.ui.text import GlyphName, shorten
 from so_tui.ui.textual_fixes import DrawnRowsMixin, KeptVertical

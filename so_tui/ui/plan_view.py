@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from so_tui.ui.charts.drawing import Part, fill, legend, legend_items, stacked
+from so_tui.ui.lines import Part, fill, legend, legend_items, stacked
 from so_tui.ui.text import Content
 from so_tui.units import disk_size as disk
 from so_tui.units import duration, memory_of, plural, rate, significant, thousands

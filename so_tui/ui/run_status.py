@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from so_tui.launch.supervisor.slowness import slowdown_remedy, slowdown_text
 from so_tui.runs.records import FINAL_STATES, PhaseRecord, StepRecord
 from so_tui.trust.text import brief_line, brief_message
-from so_tui.ui.charts.drawing import Part, Piece, fill_of, fill_pieces, legend, stacked, usage_style
+from so_tui.ui.lines import Part, Piece, fill_of, fill_pieces, legend, stacked, usage_style
 from so_tui.ui.snapshot import GpuView, Snapshot, mean_of_parts
 from so_tui.ui.text import Content, shorten
 from so_tui.units import age, bandwidth, duration, memory_of, thousands

@@ -22,9 +22,9 @@ from so_tui.runs import read_state, write_state
 from so_tui.trust.text import brief_message, printable_line
 from so_tui.ui.app import SoTuiApp
 from so_tui.ui.charts.chart import Chart
-from so_tui.ui.charts.drawing import StyledLines
 from so_tui.ui.dashboard.panels import LogView
 from so_tui.ui.dialogs import Notice, Question
+from so_tui.ui.lines import StyledLines
 from so_tui.ui.numa_nodes import NumaNodes
 from so_tui.ui.page import PAGES
 from so_tui.ui.text import Content, shorten, shorten_path

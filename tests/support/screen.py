@@ -22,8 +22,8 @@ from so_tui.runs import RunDirectory
 from so_tui.settings import Loaded, Settings
 from so_tui.ui.app import SoTuiApp
 from so_tui.ui.charts.chart import Chart
-from so_tui.ui.charts.drawing import StyledLines
 from so_tui.ui.configure.form import FieldRow
+from so_tui.ui.lines import StyledLines
 from so_tui.ui.shared_app import StartRun
 from tests.support.make_run import quad_machine
 from tests.support.waiting import LIMIT_S

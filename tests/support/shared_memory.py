@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,7 +21,9 @@ def files_in_shared_memory(pid: int) -> set[str]:
     return {
         path
         for path in paths
-        if path.startswith(f"{SHARED_MEMORY}/") and not Path(path).name.startswith("sem.")
+        if path.startswith(f"{SHARED_MEMORY}/")
+        and not path.startswith(f"{tempfile.gettempdir()}/")  # which may be in memory, too
+        and not Path(path).name.startswith("sem.")
     }
 
 

@@ -16,9 +16,9 @@ from so_tui.runs.records import CheckpointRecord, EvaluationRecord, State
 from so_tui.runs.state import pending, request
 from so_tui.ui.app import key_groups
 from so_tui.ui.charts.chart import Chart
-from so_tui.ui.charts.drawing import StyledLines
 from so_tui.ui.dashboard.panels import LogView
 from so_tui.ui.dashboard.screen import DashboardScreen
+from so_tui.ui.lines import StyledLines
 from so_tui.ui.numa_nodes import NumaNodes
 from tests.support.make_run import quad_machine, write_run
 from tests.support.screen import SIZES, Driver, opened

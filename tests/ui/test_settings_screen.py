@@ -15,8 +15,8 @@ from so_tui.folders import settings_file
 from so_tui.settings import KeySettings, ScreenSettings, Settings, load_settings
 from so_tui.ui.chart_metrics import ChartLayout, load_layout, save_layout
 from so_tui.ui.charts.chart import Chart
-from so_tui.ui.charts.drawing import StyledLines
 from so_tui.ui.dashboard.charts import ChartPanel
+from so_tui.ui.lines import StyledLines
 from so_tui.ui.themes import COLOUR_BLIND, CONTRAST, DARK, THEMES
 from so_tui.ui.widgets import FindField
 from so_tui.units import GIB, memory_size, show_memory_in

@@ -143,7 +143,7 @@ import asyncio, sys
 from so_tui.runs.directory import RunDirectory
 from so_tui.ui.app import SoTuiApp
 
-OTHERS = ("pynvml", "importlib.metadata", "so_tui.plan.planner", "so_tui.plan.fit", "so_tui.launch.launch", "superoffload")
+OTHERS = ("pynvml", "importlib.metadata", "so_tui.plan.planner", "so_tui.plan.fit", "superoffload")
 
 async def main():
     app = SoTuiApp(runs_dir=sys.argv[2], open_run=RunDirectory(sys.argv[1]))

@@ -23,7 +23,6 @@ from so_tui.plan.planner import make_plan
 from so_tui.runs import RunDirectory
 from so_tui.spec import field_index, find_preset, with_values
 from so_tui.ui import plan_view
-from so_tui.ui.charts.drawing import Part, cells_of, fill, pieces, stacked
 from so_tui.ui.dashboard.panels import thumb_top
 from so_tui.ui.dialogs import key_lines
 from so_tui.ui.form import (
@@ -37,6 +36,7 @@ from so_tui.ui.form import (
     values_of,
     with_edit,
 )
+from so_tui.ui.lines import Part, cells_of, fill, pieces, stacked
 from so_tui.ui.numa_nodes import group_cores, heat_cells
 from so_tui.ui.run_rows import LossCurve
 from so_tui.ui.runs.preview import Comparison, drawn_looks
@@ -483,7 +483,7 @@ def test_the_thumb_of_a_log_that_is_followed_is_where_textual_draws_it() -> None
 def test_pythons_own_locale_is_not_taken_for_the_terminals(
     variables: dict[str, str], expected: str
 ) -> None:
-    code = "from so_tui.ui.text import *; print(chosen_glyphs(environment_at_start()))"
+    code = "from so_tui.ui.text import chosen_glyphs, environment_at_start; print(chosen_glyphs(environment_at_start()))"
     kept = {
         name: value
         for name, value in os.environ.items()

@@ -9,11 +9,11 @@ from textual.containers import Container
 from textual.geometry import Offset
 
 from so_tui.settings import load_settings
-from so_tui.ui.charts.drawing import StyledLines
 from so_tui.ui.configure.form import FormPanel
 from so_tui.ui.dashboard.charts import ChartPanel
 from so_tui.ui.dashboard.panels import LogView, StepDetails
 from so_tui.ui.dashboard.view import LEAST_MAIN, SIDE_FROM, Rows, plot_rows, rows_for, side_columns
+from so_tui.ui.lines import StyledLines
 from so_tui.ui.numa_nodes import NumaNodes, node_rows
 from so_tui.ui.plan_view import beside_each_other
 from so_tui.ui.runs.preview import RunPreview

@@ -29,9 +29,10 @@ from so_tui.ui.chart_metrics import (
     without_gpus,
 )
 from so_tui.ui.charts.chart import Chart, look_of
-from so_tui.ui.charts.drawing import Mark, StyledLines, value_at
+from so_tui.ui.charts.drawing import Mark, value_at
 from so_tui.ui.charts.series import Axis, Line, approximate_name
 from so_tui.ui.dashboard.view import Overlaid, View
+from so_tui.ui.lines import StyledLines
 from so_tui.ui.snapshot import Snapshot
 from so_tui.ui.text import Content, GlyphName, distinct, reading_text
 from so_tui.ui.textual_fixes import CachedLinesMixin

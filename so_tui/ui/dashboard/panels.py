@@ -27,7 +27,8 @@ from so_tui.runs.records import RankBindingReport, RankPlacement, StepRecord
 from so_tui.trust.text import brief_message
 from so_tui.ui import run_status
 from so_tui.ui.chart_metrics import STEP_METRICS
-from so_tui.ui.charts.drawing import RoleStyles, StyledLines, role_css
+from so_tui.ui.charts.drawing import RoleStyles, role_css
+from so_tui.ui.lines import StyledLines
 from so_tui.ui.snapshot import Snapshot
 from so_tui.ui.text import Content, shorten, shows_ascii
 from so_tui.ui.textual_fixes import DrawsPrintable, KeptVertical

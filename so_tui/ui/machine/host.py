@@ -32,8 +32,8 @@ from so_tui.ui.chart_metrics import (
     samples_of,
 )
 from so_tui.ui.charts.chart import Chart
-from so_tui.ui.charts.drawing import StyledLines
 from so_tui.ui.charts.series import Axis
+from so_tui.ui.lines import StyledLines
 from so_tui.ui.numa_nodes import NumaPanel
 from so_tui.ui.snapshot import CORES, MEMORY, GpuView, Inspected, LoadStore, NodeView, Sampled
 from so_tui.ui.text import Content, GlyphName, shorten

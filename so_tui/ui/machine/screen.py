@@ -17,7 +17,7 @@ from textual.worker import Worker
 
 from so_tui.machine.host import cpu_ranges
 from so_tui.machine.types import Software
-from so_tui.ui.charts.drawing import fill, usage_style
+from so_tui.ui.lines import fill, usage_style
 from so_tui.ui.machine.host import HostPanel, HostView, Monitor
 from so_tui.ui.page import OTHER_MACHINE, Page
 from so_tui.ui.text import Content, finding_content

@@ -16,8 +16,8 @@ from textual.widgets import Static
 from textual.worker import Worker, WorkerState
 
 from so_tui.spec.errors import InputError
-from so_tui.ui.charts.drawing import fill
 from so_tui.ui.dialogs import CloseButton
+from so_tui.ui.lines import fill
 from so_tui.ui.messages import answer
 from so_tui.ui.text import Content, distinct, shorten
 from so_tui.units import duration, significant, thousands

@@ -15,7 +15,6 @@ from textual.reactive import var
 from textual.widget import Widget
 from textual.widgets import DataTable, Input, Static
 
-from so_tui.machine.known import MACHINES
 from so_tui.ui import plan_view, preset_actions
 from so_tui.ui.messages import Failed, answer
 from so_tui.ui.page import OTHER_MACHINE, Page
@@ -58,6 +57,8 @@ def without_gpu(width: int, *, slurm: bool) -> Content:
         width: Cells of a line; details that do not fit are left out.
         slurm: Whether jobs can be submitted from here.
     """
+    from so_tui.machine.known import MACHINES
+
     lines = [Content.styled("This machine has no GPU.", "bold")]
     for key, (command, details) in _WHAT.items():
         if key == "P" and not slurm:
@@ -80,6 +81,8 @@ def elsewhere(label: str, machine_file: str, width: int) -> Content:
         machine_file: Its name in ``MACHINES``, or the file that describes it.
         width: Cells of a line; a narrow one leaves the source out.
     """
+    from so_tui.machine.known import MACHINES
+
     described = MACHINES.get(machine_file)
     parts = [Content.assemble("Plans for ", (label, "bold"))]
     if described is not None:

@@ -1,0 +1,226 @@
+"""Lines and bars of styled text, painted without the layout of a Static."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.segment import Segment
+from rich.style import Style
+from textual.content import Span
+from textual.strip import Strip
+from textual.style import Style as VisualStyle
+
+from so_tui.ui.text import Content
+from so_tui.ui.textual_fixes import DrawnRowsMixin
+
+# Bars made of text: how full something is, and the parts of a whole. Pure functions that return
+# styled content.
+
+
+FULL, HALF, REST = "━", "╸", "─"
+FILLS = "▂▅▇▃▁"
+"""Fills of the parts of a step, by height: they differ without colour as well."""
+LETTERS = "dfbxo"
+"""The same in ASCII: data, forward, backward, exposed optimizer, other."""
+NEARLY_FULL = 0.97
+"""Share of a memory above which the next allocation may fail."""
+Piece = str | tuple[str, str]
+"""A text, or a text and its style, as ``Content.assemble`` takes them."""
+
+
+def fill(share: float, width: int, style: str = "$accent") -> Content:
+    """Return a thin bar of ``width`` cells, ``share`` of it filled (clamped to 0..1)."""
+    return Content.assemble(*fill_pieces(share, width, style))
+
+
+def fill_pieces(share: float, width: int, style: str) -> tuple[Piece, Piece]:
+    """Return the two pieces of a bar: what is filled, and the rest."""
+    halves = round(min(1.0, max(0.0, share)) * width * 2)
+    full, half = divmod(halves, 2)
+    return (FULL * full + HALF * half, style), (REST * (width - full - half), "$rule")
+
+
+def usage_style(share: float) -> str:
+    """Return the colour of memory in use: a warning where less is free than the planner leaves free, and bad where nearly nothing is."""
+    from so_tui.plan.plan import GPU_MARGIN
+
+    return "$error" if share > NEARLY_FULL else "$warning" if share > 1 - GPU_MARGIN else "$memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One share of a whole."""
+
+    name: str
+    amount: float
+    text: str
+    style: str
+    short_name: str = ""
+    """For narrow terminals, where it differs from ``name``."""
+
+
+def cells_of(amounts: Sequence[float], width: int) -> list[int]:
+    """Return the cells of each share of ``width``. They sum to it, and a share above 0 gets a cell where there is room."""
+    total = sum(amounts)
+    if total <= 0:
+        return [0] * len(amounts)
+    cells = [max(1, int(amount / total * width)) if amount > 0 else 0 for amount in amounts]
+    # Give or take at the largest parts, where a cell more or less shows least.
+    while (excess := sum(cells) - width) != 0:
+        largest = max(range(len(cells)), key=lambda index: cells[index])
+        if excess > 0 and cells[largest] <= 1:
+            break
+        cells[largest] -= 1 if excess > 0 else -1
+    return cells
+
+
+def fill_of(index: int, plain: bool) -> str:
+    """Return the fill of a part of a step; ``plain`` where the terminal shows ASCII only."""
+    return (LETTERS if plain else FILLS)[index]
+
+
+def stacked(parts: Sequence[Part], width: int, *, plain: bool = False) -> Content:
+    """Return one bar of all parts of a step beside each other."""
+    cells = cells_of([part.amount for part in parts], width)
+    pieces = [
+        (fill_of(index, plain) * count, part.style)
+        for index, (part, count) in enumerate(zip(parts, cells, strict=True))
+    ]
+    return Content.assemble(*pieces)
+
+
+def legend_items(parts: Sequence[Part], *, plain: bool = False) -> list[Content]:
+    """Return ``▅ forward 0.84 s`` for each part above 0: its fill, its name, its amount."""
+    return [
+        Content.assemble(
+            (fill_of(index, plain), part.style), (f" {part.name} ", "$faint"), part.text
+        )
+        for index, part in enumerate(parts)
+        if part.amount > 0
+    ]
+
+
+def legend(parts: Sequence[Part], *, plain: bool = False) -> Content:
+    """Return all parts in one line."""
+    return Content("   ").join(legend_items(parts, plain=plain))
+
+
+# Lines of styled text that change every second: painted from their spans, without the wrapping and
+# layout of a Static.
+
+
+Styles = tuple[VisualStyle | str, ...]
+"""Styles that lie over each other, as a span names them."""
+
+
+def pieces(content: Content) -> Iterator[tuple[str, Styles]]:
+    """Yield the text of ``content`` in pieces of one style each, with the styles that lie over each other there."""
+    plain, spans = content.plain, content.spans
+    end = 0
+    for span in spans:
+        if span.start < end:
+            break
+        end = span.end
+    else:
+        yield from _beside_each_other(plain, spans)
+        return
+    borders = sorted(
+        {0, len(plain), *(at for span in spans for at in (span.start, span.end) if at < len(plain))}
+    )
+    coming = deque(sorted(range(len(spans)), key=lambda number: spans[number].start))
+    present: list[int] = []
+    begun = 0
+    styles: Styles = ()
+    for start in borders[:-1]:
+        while coming and spans[coming[0]].start <= start:
+            present.append(coming.popleft())
+        present = sorted(
+            number for number in present if spans[number].end > start
+        )  # a later span lies over an earlier one
+        found = tuple(spans[number].style for number in present)
+        if found != styles and begun < start:
+            yield plain[begun:start], styles
+            begun = start
+        styles = found
+    if begun < len(plain):
+        yield plain[begun:], styles
+
+
+def _beside_each_other(plain: str, spans: Sequence[Span]) -> Iterator[tuple[str, Styles]]:
+    """Yield the pieces of a text whose spans do not overlap, which is nearly all of them."""
+    at = 0
+    for start, end, style in spans:
+        if before := plain[at:start]:
+            yield before, ()
+        if text := plain[start:end]:
+            yield text, (style,)
+        at = end
+    if rest := plain[at:]:
+        yield rest, ()
+
+
+class StyledLines(DrawnRowsMixin):
+    """One row for each line of ``content``; text that does not fit is cut."""
+
+    DEFAULT_CSS = """
+    StyledLines { height: auto; }
+    """
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self.content = Content("")
+        self._styles_of: dict[Styles, Style] = {}
+
+    @property
+    def rows(self) -> int:
+        """Rows of the content."""
+        return self.content.plain.count("\n") + 1
+
+    def update(self, content: Content) -> None:
+        """Show other content, and repaint only rows that changed."""
+        if content == self.content:
+            return
+        rows = self.rows
+        self.content = content
+        if self.rows != rows:
+            # Not left to `auto`: of two changes between which the screen is laid out, as in a resize, Textual misses the second.
+            self.styles.height = self.rows
+            self._drawn = ()
+        else:
+            self.repaint()
+
+    def row_key(self) -> tuple[object, ...]:
+        return (
+            self.size,
+            self.app.theme,
+        )  # the outer size stays while it is hidden, and has no room to draw
+
+    def get_content_height(self, container: object, viewport: object, width: int) -> int:
+        return self.rows
+
+    def notify_style_update(self) -> None:
+        self._styles_of = {}
+        super().notify_style_update()
+
+    def draw_rows(self) -> list[Strip]:
+        width, base = self.size.width, self._style(())
+        rows: list[list[Segment]] = [[]]
+        for text, styles in pieces(self.content):
+            style = self._style(styles)
+            for number, part in enumerate(text.split("\n")):
+                if number:
+                    rows.append([])
+                if part:
+                    rows[-1].append(Segment(part, style))
+        return [Strip(row).adjust_cell_length(width, base) for row in rows]
+
+    def _style(self, styles: Styles) -> Style:
+        found = self._styles_of.get(styles)
+        if found is None:
+            style = self.visual_style
+            for one in styles:
+                style += self._get_style(one)
+            found = self._styles_of[styles] = style.rich_style
+        return found
