@@ -112,7 +112,7 @@ def call(arguments: argparse.Namespace) -> int:
 
 
 def _use_units_of_the_user() -> None:
-    from so_tui.settings import load_settings
+    from so_tui.settings_file import load_settings
     from so_tui.units import show_memory_in
 
     show_memory_in(load_settings().settings.screen.units)

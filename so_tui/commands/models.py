@@ -83,7 +83,7 @@ def generate(arguments: argparse.Namespace) -> int:
 
 def chat(arguments: argparse.Namespace) -> int:
     """Open the screen of a conversation."""
-    from so_tui.settings import load_settings
+    from so_tui.settings_file import load_settings
     from so_tui.ui.chat.screen import ChatApp
 
     if not usable_terminal():

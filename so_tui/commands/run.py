@@ -355,7 +355,7 @@ def show_launch(runs_dir: Path | None, launch: Launch) -> RunDirectory | None:
     Raises:
         InputError: As for ``preflight`` and ``start``; Refused, too.
     """
-    from so_tui.settings import load_settings
+    from so_tui.settings_file import load_settings
     from so_tui.ui.app import SoTuiApp
 
     logging.disable(logging.INFO)
@@ -371,7 +371,7 @@ def show_screen(
 ) -> None:
     """Run the Textual application until the user leaves it. ``machine_file`` names or describes another machine to plan for."""
     from so_tui.machine.known import machine_of
-    from so_tui.settings import load_settings
+    from so_tui.settings_file import load_settings
     from so_tui.ui.app import SoTuiApp
 
     machine = machine_of(machine_file) if machine_file else None

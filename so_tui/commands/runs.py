@@ -208,7 +208,7 @@ def runs(arguments: argparse.Namespace) -> int:
     """Print every known run, in the order that is asked for."""
     from so_tui.launch.executors import ensure_supervised
     from so_tui.launch.supervisor.processes import OwnProcesses
-    from so_tui.settings import load_settings
+    from so_tui.settings_file import load_settings
 
     listed = []
     own_processes = OwnProcesses()

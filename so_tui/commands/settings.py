@@ -12,10 +12,10 @@ from msgspec import Struct
 
 from so_tui.commands.common import print_json, print_rich
 from so_tui.folders import settings_file
-from so_tui.settings import (
+from so_tui.settings import Settings
+from so_tui.settings_file import (
     KEYS,
     Setting,
-    Settings,
     all_settings,
     change_settings,
     choices,

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from so_tui.machine.types import Machine
     from so_tui.plan.plan import Launch
     from so_tui.runs import RunDirectory
-    from so_tui.settings import Loaded
+    from so_tui.settings_file import Loaded
     from so_tui.spec import Catalog, RunSpec, SoTuiError
     from so_tui.spec.generation import LoadModel
 

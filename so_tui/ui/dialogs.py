@@ -22,7 +22,8 @@ from textual.widgets.option_list import Option
 from textual.worker import Worker, WorkerState, get_current_worker
 
 from so_tui.folders import settings_file
-from so_tui.settings import Settings, all_settings, choices, value_of
+from so_tui.settings import Settings
+from so_tui.settings_file import all_settings, choices, value_of
 from so_tui.spec.errors import InputError
 from so_tui.ui.form import problem_text
 from so_tui.ui.text import Content, shorten_path

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from so_tui.machine.types import Machine
     from so_tui.runs import RunDirectory
     from so_tui.runs.records import Alert
-    from so_tui.settings import Loaded
+    from so_tui.settings_file import Loaded
     from so_tui.spec import Catalog, RunSpec
     from so_tui.spec.errors import Problem
     from so_tui.spec.generation import LoadModel
@@ -142,7 +142,7 @@ class SettingsApp(FixedApp[None]):
 
     def keep(self, changes: Mapping[str, Any]) -> None:
         """Apply changes of settings, by dotted key, and write them to the user's file."""
-        from so_tui.settings import change_settings
+        from so_tui.settings_file import change_settings
 
         self.apply(changes)
         self.write_later(partial(change_settings, dict(changes)))

@@ -31,7 +31,8 @@ from so_tui.machine import Machine
 from so_tui.runs import RunDirectory, create_run, new_attempt
 from so_tui.runs.liveness import read_stat
 from so_tui.runs.records import Alert, RunState
-from so_tui.settings import AlertSettings, change_settings
+from so_tui.settings import AlertSettings
+from so_tui.settings_file import change_settings
 from so_tui.spec import InputError, find_preset, load_catalog
 from tests.support.fake_runs import Runs, ended, release, wait_for
 from tests.support.records import step_record

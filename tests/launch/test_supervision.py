@@ -17,7 +17,7 @@ from so_tui.machine import Machine
 from so_tui.runs import create_run, new_attempt
 from so_tui.runs.lock import RunLock
 from so_tui.runs.records import OutcomeCode
-from so_tui.settings import change_settings
+from so_tui.settings_file import change_settings
 from so_tui.spec import InputError, Problem, RunSpec
 from tests.support.fake_runs import Runs, ended, kill, process_of, roles, wait_for
 from tests.support.waiting import wait_until

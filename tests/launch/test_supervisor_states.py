@@ -30,7 +30,7 @@ from so_tui.runs.reader import LogReader
 from so_tui.runs.records import Alert, OutcomeCode, Process, RunState
 from so_tui.runs.samples import SampleWriter
 from so_tui.runs.state import write_state, write_state_even_if_full
-from so_tui.settings import change_settings
+from so_tui.settings_file import change_settings
 from so_tui.spec import InputError, Problem, RunSpec
 from tests.support.records import step_record
 from tests.support.waiting import running, wait_until

@@ -10,7 +10,8 @@ import pytest
 
 from so_tui.cli import main
 from so_tui.folders import settings_file
-from so_tui.settings import LARGEST_BYTES, Settings, change_settings, load_settings
+from so_tui.settings import Settings
+from so_tui.settings_file import LARGEST_BYTES, change_settings, load_settings
 from so_tui.spec.errors import InputError
 from tests.support.schemas import valid
 

@@ -19,7 +19,8 @@ from textual.widgets import DataTable, Input, Static
 
 from so_tui.machine.types import Machine
 from so_tui.runs import RunDirectory
-from so_tui.settings import Loaded, Settings
+from so_tui.settings import Settings
+from so_tui.settings_file import Loaded
 from so_tui.ui.app import SoTuiApp
 from so_tui.ui.charts.chart import Chart
 from so_tui.ui.configure.form import FieldRow

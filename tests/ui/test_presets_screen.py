@@ -16,9 +16,9 @@ from so_tui.plan.planner import plan_table
 from so_tui.runs import RunDirectory, create_run
 from so_tui.spec import Catalog, RunSpec, load_catalog
 from so_tui.ui import messages
-from so_tui.ui.other_machine import MachineSuggester
 from so_tui.ui.configure.form import FieldRow
 from so_tui.ui.dialogs import Question
+from so_tui.ui.other_machine import MachineSuggester
 from so_tui.ui.presets.screen import PresetsScreen
 from so_tui.ui.runs.screen import RunsScreen
 from so_tui.units import duration, rate

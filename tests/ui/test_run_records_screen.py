@@ -12,7 +12,7 @@ from rich.text import Text
 from textual.widgets import DataTable, Input, Static
 
 from so_tui.runs.listing import RunNotes, read_notes, write_notes
-from so_tui.settings import load_settings
+from so_tui.settings_file import load_settings
 from so_tui.spec import find_preset, load_catalog, save_preset
 from so_tui.ui.charts.series import chart_svg
 from so_tui.ui.run_actions import note_text, parsed_note

@@ -12,7 +12,8 @@ from textual.color import Color
 from textual.widgets import DataTable, Static
 
 from so_tui.folders import settings_file
-from so_tui.settings import KeySettings, ScreenSettings, Settings, load_settings
+from so_tui.settings import KeySettings, ScreenSettings, Settings
+from so_tui.settings_file import load_settings
 from so_tui.ui.chart_metrics import ChartLayout, load_layout, save_layout
 from so_tui.ui.charts.chart import Chart
 from so_tui.ui.dashboard.charts import ChartPanel

@@ -8,7 +8,7 @@ from pathlib import Path
 from textual.containers import Container
 from textual.geometry import Offset
 
-from so_tui.settings import load_settings
+from so_tui.settings_file import load_settings
 from so_tui.ui.configure.form import FormPanel
 from so_tui.ui.dashboard.charts import ChartPanel
 from so_tui.ui.dashboard.panels import LogView, StepDetails

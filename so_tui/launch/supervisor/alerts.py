@@ -16,7 +16,8 @@ from so_tui.launch.command import MARKER, AlertCommand, log_line
 from so_tui.launch.supervisor.prometheus import Figures, Textfile
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.records import Alert, MetricRecord, RunState, Sample, StepRecord
-from so_tui.settings import ALERTS, AlertName, AlertSettings, Loaded, Settings, load_settings
+from so_tui.settings import ALERTS, AlertName, AlertSettings, Settings
+from so_tui.settings_file import Loaded, load_settings
 from so_tui.trust.text import brief_line
 from so_tui.units import disk_size, duration, thousands
 

@@ -41,7 +41,7 @@ from so_tui.units import duration, plural, thousands
 if TYPE_CHECKING:
     from so_tui.launch.helper import Cancel
     from so_tui.launch.helper_jobs import ModelProcess
-    from so_tui.settings import Loaded as LoadedSettings
+    from so_tui.settings_file import Loaded as LoadedSettings
 
 
 # What was said so far to each model. Models are asked the same, and each goes on from its own

@@ -1,0 +1,304 @@
+"""Read and change ``settings.toml``, which only its owner may write.
+
+Where it is wrong, that is reported and the default holds. The alerts' command decides what runs
+in the user's name: it counts only if nobody else can even read the file.
+
+Problem codes: settings-not-own: The file or its folder is another user's, or others can write
+it. Nothing of it is used. settings-readable: Others can read the file, so the command in it is
+not used. settings-unreadable, settings-invalid-toml: It cannot be read, is too large, or is not
+TOML. Nothing of it is used. unknown-setting, invalid-setting: A key does not exist, or a value
+is none that it takes. The default is used. settings-not-writable: It cannot be written.
+"""
+
+from __future__ import annotations
+
+import math
+import stat
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import msgspec
+from msgspec import Struct
+
+from so_tui.folders import settings_file
+from so_tui.settings import Settings
+from so_tui.spec.errors import InputError, Problem, nearest, shown, some
+from so_tui.trust.decoding import decode_toml
+from so_tui.trust.files import NotOwnError, distrust_of_folder, read_own
+from so_tui.trust.text import quoted
+
+LARGEST_BYTES = 1 << 16
+_TABLES: dict[str, type[Struct]] = {
+    field.name: field.type for field in msgspec.structs.fields(Settings)
+}
+Tree = dict[str, Any]
+
+
+class Loaded(Struct, frozen=True):
+    """The settings in force, and what was wrong in the file."""
+
+    settings: Settings = Settings()
+    problems: tuple[Problem, ...] = ()
+
+
+class _UnusableError(ValueError):
+    """A value of the right type that cannot be used; the text is a clause that follows it."""
+
+
+class Setting(Struct, frozen=True):
+    """One setting as it is documented."""
+
+    key: str
+    kind: Any
+    default: Any
+    description: str
+
+
+def all_settings() -> tuple[Setting, ...]:
+    """Return every setting, in the order of the schema."""
+    found = []
+    for name, table in _TABLES.items():
+        for field in msgspec.structs.fields(table):
+            description = field.type.__metadata__[0].description or ""
+            found.append(
+                Setting(
+                    f"{name}.{field.name}", field.type, getattr(table(), field.name), description
+                )
+            )
+    return tuple(found)
+
+
+KEYS = tuple(setting.key for setting in all_settings())
+
+
+def choices(kind: Any) -> tuple[str, ...]:
+    """Return the words that a setting's type takes; empty for any other type."""
+    bare = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+    return get_args(bare) if get_origin(bare) is Literal else ()
+
+
+def value_of(settings: Settings, key: str) -> Any:
+    """Return the value of a dotted key."""
+    table, _, name = key.partition(".")
+    return getattr(getattr(settings, table), name)
+
+
+def load_settings(path: Path | None = None) -> Loaded:
+    """Return the settings of this user. A file that is missing, broken or somebody else's leaves the defaults; nothing is raised."""
+    path = path or settings_file()
+    try:
+        content = _read(path)
+        if content is None:
+            return Loaded()
+        found = checked(decode_toml(content), path)
+        return _without_secrets(found, path) if _others_can_read(path) else found
+    except InputError as error:
+        return Loaded(problems=error.problems)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.DecodeError) as error:
+        return Loaded(problems=(_not_toml(path, error),))
+
+
+def checked(tree: Tree, path: Path) -> Loaded:
+    """Return the settings of a parsed file: each key by itself, so that a wrong one spoils no other."""
+    problems: list[Problem] = []
+    tables: dict[str, Any] = {}
+    for name, value in tree.items():
+        kind = _TABLES.get(name)
+        if kind is None or not isinstance(value, dict):
+            problems.append(_unknown(name, value, tuple(f"[{table}]" for table in _TABLES), path))
+            continue
+        types = {field.name: field.type for field in msgspec.structs.fields(kind)}
+        good = {}
+        for key, given in value.items():
+            if key not in types:
+                problems.append(_unknown(f"{name}.{key}", given, tuple(types), path))
+                continue
+            try:
+                good[key] = _converted(f"{name}.{key}", given, types[key])
+            except msgspec.ValidationError as error:
+                words = ", ".join(choices(types[key]))
+                message = (
+                    f"is none of {words}"
+                    if words
+                    else f"is not what it takes: {str(error).replace('`', '')}"
+                )
+                problems.append(_invalid(f"{name}.{key}", given, message, path))
+            except _UnusableError as error:
+                problems.append(_invalid(f"{name}.{key}", given, str(error), path))
+        tables[name] = kind(**good)
+    return Loaded(Settings(**tables), tuple(problems))
+
+
+def change_settings(changes: Mapping[str, Any], path: Path | None = None) -> Settings:
+    """Set keys in the file, keep its comments and everything else in it, and return the settings in force.
+
+    Args:
+        changes: Values by dotted key (``screen.theme``), as TOML would hold them; None returns to the default.
+        path: The file; the user's own if absent.
+
+    Raises:
+        InputError: A key or value is wrong, or the file is broken, somebody else's, or cannot be written.
+    """
+    import tomlkit
+    from tomlkit.exceptions import TOMLKitError
+
+    path = path or settings_file()
+    content = _read(path) or b""
+    try:
+        decode_toml(content)
+        document = tomlkit.parse(content.decode())
+    except (
+        tomllib.TOMLDecodeError,
+        UnicodeDecodeError,
+        msgspec.DecodeError,
+        TOMLKitError,
+    ) as error:
+        raise InputError([_not_toml(path, error)]) from None
+    for key, value in changes.items():
+        table, _, name = key.partition(".")
+        if wrong := checked(
+            {table: {} if value is None and key in KEYS else {name: value}}, path
+        ).problems:
+            raise InputError(wrong)
+        present = document.get(table, {})
+        if not isinstance(present, dict):
+            raise InputError([_invalid(table, present, "is not a table", path)])
+        if value is None:
+            present.pop(name, None)
+        else:
+            document.setdefault(table, tomlkit.table())[name] = value
+    _write(path, tomlkit.dumps(document))
+    return load_settings(path).settings
+
+
+def _read(path: Path) -> bytes | None:
+    """Return the content of the file; None if there is none. A link to a file of one's own elsewhere is followed. Raises InputError."""
+    try:
+        if (
+            path.parent.exists()
+            and (distrust := distrust_of_folder(path.parent.resolve())) is not None
+        ):
+            raise NotOwnError(path.parent, distrust)
+        if path.is_symlink() or path.exists():
+            content = read_own(path.resolve(strict=True))
+        else:
+            return None
+    except NotOwnError as error:
+        remedy = f"See what is in it, then take it back: `{quoted('chmod', 'go-w', str(error.path))}`, or remove it."
+        message = f"is not yours alone ({error.distrust}), so nothing of it is used"
+        raise InputError([_problem("settings-not-own", message, remedy, path)]) from None
+    except OSError as error:
+        raise InputError(
+            [
+                _problem(
+                    "settings-unreadable",
+                    f"cannot be read: {error.strerror}",
+                    "Check its rights.",
+                    path,
+                )
+            ]
+        ) from None
+    if len(content) > LARGEST_BYTES:
+        message, remedy = (
+            f"has more than {LARGEST_BYTES} bytes",
+            "Remove what does not belong there; `so-tui settings` lists the keys.",
+        )
+        raise InputError([_problem("settings-unreadable", message, remedy, path)])
+    return content
+
+
+def _write(path: Path, text: str) -> None:
+    from so_tui.spec.check import write_atomic
+
+    target = path.resolve()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_atomic(target, text.encode(), mode=0o600)
+    except OSError as error:
+        remedy = "Free some space, or set XDG_CONFIG_HOME to a folder that you can write."
+        problem = _problem(
+            "settings-not-writable", f"cannot be written: {error.strerror}", remedy, path
+        )
+        raise InputError([problem]) from None
+
+
+def _others_can_read(path: Path) -> bool:
+    try:
+        return bool(stat.S_IMODE(path.stat().st_mode) & 0o077)
+    except OSError:
+        return True
+
+
+def _without_secrets(found: Loaded, path: Path) -> Loaded:
+    """Return the settings without what only the user's own eyes may have seen, and say so if there was any."""
+    if not found.settings.alerts.command:
+        return found
+    alerts = msgspec.structs.replace(found.settings.alerts, command=())
+    settings = msgspec.structs.replace(found.settings, alerts=alerts)
+    problem = _problem(
+        "settings-readable",
+        "can be read by other users, so alerts.command in it is not used",
+        f"Close it to others: `{quoted('chmod', '600', str(path))}`.",
+        path,
+    )
+    return Loaded(settings, (*found.problems, problem))
+
+
+def _converted(key: str, given: Any, kind: Any) -> Any:
+    """Return a value as its type. Raises msgspec.ValidationError, or _UnusableError with what is wrong."""
+    value = msgspec.convert(given, kind)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise _UnusableError("is not a finite number")
+    if (
+        key == "alerts.command"
+        and value
+        and (not value[0] or any("\0" in argument for argument in value))
+    ):
+        raise _UnusableError(
+            "is no argument list: its first argument names a program, and none has a NUL character"
+        )
+    return value
+
+
+def _problem(code: str, message: str, remedy: str, path: Path) -> Problem:
+    return Problem(
+        code=code, field="settings", value="", message=message, remedy=remedy, file=str(path)
+    )
+
+
+def _not_toml(path: Path, error: Exception) -> Problem:
+    remedy = "Correct that line: text needs quotes, and each key may appear once. Until then the defaults hold."
+    return _problem("settings-invalid-toml", f"is not TOML: {shown(str(error))}", remedy, path)
+
+
+def _unknown(key: str, value: Any, known: tuple[str, ...], path: Path) -> Problem:
+    remedy = f"{nearest(key.rpartition('.')[2], known)}There {'is' if len(known) == 1 else 'are'} {some(known)}."
+    code, message = "unknown-setting", "there is no such setting"
+    return Problem(
+        code=code,
+        field=key,
+        value=shown(value),
+        message=message,
+        remedy=remedy,
+        file=str(path),
+    )
+
+
+def _invalid(key: str, value: Any, message: str, path: Path) -> Problem:
+    setting = next((setting for setting in all_settings() if setting.key == key), None)
+    remedy = (
+        f"{setting.description[:1].upper()}{setting.description[1:]}."
+        if setting
+        else "Write it as a table of its own."
+    )
+    code = "invalid-setting"
+    return Problem(
+        code=code,
+        field=key,
+        value=shown(value),
+        message=message.rstrip("."),
+        remedy=remedy,
+        file=str(path),
+    )
