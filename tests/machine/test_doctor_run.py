@@ -79,7 +79,9 @@ def test_room_for_checkpoints(tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
     machine = healthy(tmp_path / "m")
     absent = tmp_path / "runs" / "not yet there"
-    finding = only(found(machine, plan=Needs(disk_peak_bytes=free * 2), checkpoints=absent))
+    too_large = found(machine, plan=Needs(disk_peak_bytes=free * 2), checkpoints=absent)
+    assert kinds(too_large)[1:] in ([], [IN_MEMORY])
+    finding = too_large[0]
     assert (finding.severity, finding.code) == ("blocks", "no-room-for-checkpoints")
     assert str(tmp_path) in finding.evidence
     fits = found(

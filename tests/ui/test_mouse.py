@@ -17,11 +17,11 @@ from textual import events
 from textual.screen import ModalScreen
 from textual.widgets import Input, OptionList, Static, Tooltip
 
+from so_tui import ui as package
 from so_tui.machine.known import machine_of
 from so_tui.runs import MetricsWriter, RunDirectory
 from so_tui.runs.records import EvaluationRecord
 from so_tui.settings import ScreenSettings, Settings
-from so_tui.ui import app
 from so_tui.ui.chart_metrics import ChartLayout
 from so_tui.ui.configure.form import Choice
 from so_tui.ui.configure.plan_pane import WhatIf
@@ -71,14 +71,14 @@ ELSEWHERE = {DataPreviewScreen}
 
 def dialog_classes() -> set[type[ModalScreen[Any]]]:
     """Return every dialog that can be opened: no other builds on it, but for a Question."""
-    for module in pkgutil.iter_modules(app.__path__, f"{app.__name__}."):
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         importlib.import_module(module.name)
     found: set[type[ModalScreen[Any]]] = set()
     waiting: list[type[ModalScreen[Any]]] = [*ModalScreen.__subclasses__()]
     while waiting:
         kind = waiting.pop()
         waiting += kind.__subclasses__()
-        if kind.__module__.startswith(app.__name__) and "compose" in vars(kind):
+        if kind.__module__.startswith(package.__name__) and "compose" in vars(kind):
             found.add(kind)
     return found
 

@@ -25,7 +25,6 @@ from so_tui.launch.supervisor import host_check
 from so_tui.launch.supervisor.host_check import HostDiffersError
 from so_tui.machine.software import INSTALL_TRAINING
 from so_tui.plan.plan import GivenMemory, Launch
-from so_tui.plan.remedies import less_gpu_memory, less_host_memory
 from so_tui.runs import state as control
 from so_tui.runs.directory import RunDirectory, write_run_file
 from so_tui.runs.liveness import EXIT_CODES, HostIdentity
@@ -455,6 +454,11 @@ def failures_in(folder: Path) -> tuple[Failure, ...]:
 
 def with_advice(outcome: Outcome, spec: RunSpec, facts: RunFacts, given: GivenMemory) -> RunFacts:
     """Add the plan's advice where the outcome calls for it. The final state does not depend on it: without it, the advice is general."""
+    from so_tui.plan.remedies import (  # heavy, and only for a run out of memory
+        less_gpu_memory,
+        less_host_memory,
+    )
+
     if outcome.reported:
         return facts  # with the trainer's own advice
     try:
