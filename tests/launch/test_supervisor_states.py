@@ -14,12 +14,13 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.launch.launch import prepare, write_launch
-from so_tui.launch.supervisor import ending, host, host_check
+from so_tui.launch.supervisor import host, host_check
 from so_tui.launch.supervisor.ending import Outcome
 from so_tui.launch.supervisor.host_check import Holder, LockTakenError
 from so_tui.launch.supervisor.run import Supervisor
 from so_tui.machine import Machine
 from so_tui.machine.types import Gpu
+from so_tui.plan import remedies
 from so_tui.plan.plan import OptionalMemory
 from so_tui.runs import RunDirectory, create_run, new_attempt, read_state
 from so_tui.runs.directory import run_id
@@ -137,8 +138,8 @@ def test_the_final_state_does_not_depend_on_the_plans_advice(
         asked.append(spec)
         raise ZeroDivisionError
 
-    monkeypatch.setattr(ending, "less_gpu_memory", fail)
-    monkeypatch.setattr(ending, "less_host_memory", fail)
+    monkeypatch.setattr(remedies, "less_gpu_memory", fail)
+    monkeypatch.setattr(remedies, "less_host_memory", fail)
     run = attempt(tmp_path, two_ranks, machine)
     assert (
         Supervisor(run, 1, read_state(run), RunLock(OwnerFiles(run)))._finish(
